@@ -8,7 +8,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use lock_registry_benches::in_a_task;
+use lock_registry_benches::compare_in_task;
 use prost::Message;
 use registry_core::{LockRegistry, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
@@ -29,37 +29,39 @@ fn main() {
     runtime.block_on(async {
         let server = EtcdServer::start().await.unwrap();
         let channel = Endpoint::from_shared(server.url()).unwrap().connect().await.unwrap();
-        let granted: Granted =
-            call(&channel, "/etcdserverpb.Lease/LeaseGrant", Grant { ttl: 3_600 }).await;
-        let bare = Bare { channel: channel.clone(), lease: granted.id };
+        let granted: LeaseGrantResponse =
+            call(&channel, "/etcdserverpb.Lease/LeaseGrant", LeaseGrantRequest { ttl: 3_600 })
+                .await;
+        let reference = EtcdReference { channel: channel.clone(), lease: granted.id };
         let registry = open(&server).await;
-        pairs(&registry, &bare).await;
+        pairs(&registry, &reference).await;
 
         // From the call that releases the lock to the next waiter's guard, in units of a write on
         // the same channel.
         let other = open(&server).await;
         let (mut hand_overs, mut writes) = (Vec::new(), Vec::new());
         for round in 0..400 {
-            let (from, to) = if round % 2 == 0 { (&registry, &other) } else { (&other, &registry) };
-            let guard = from.obtain("handed").lock().await.unwrap();
-            let next = to.obtain("handed");
+            let (releasing, acquiring) =
+                if round % 2 == 0 { (&registry, &other) } else { (&other, &registry) };
+            let guard = releasing.obtain("handed").lock().await.unwrap();
+            let next = acquiring.obtain("handed");
             let waiting = tokio::spawn(async move {
                 let guard = next.lock().await.unwrap();
                 (Instant::now(), guard)
             });
             tokio::time::sleep(PAUSE).await;
-            let begun = Instant::now();
+            let started = Instant::now();
             guard.unlock().await.unwrap();
             let (ended, guard) = waiting.await.unwrap();
-            hand_overs.push(ended - begun);
+            hand_overs.push(ended - started);
             guard.unlock().await.unwrap();
             tokio::time::sleep(PAUSE).await;
-            let begun = Instant::now();
-            let created = bare.join().await;
-            writes.push(begun.elapsed());
-            bare.leave(created).await;
+            let started = Instant::now();
+            let created = reference.enqueue().await;
+            writes.push(started.elapsed());
+            reference.dequeue(created).await;
         }
-        let (hand_over, write) = (middle(hand_overs), middle(writes));
+        let (hand_over, write) = (median(hand_overs), median(writes));
         let times = hand_over.as_secs_f64() / write.as_secs_f64();
         println!("hand-over on etcd: {hand_over:?}, a write {write:?}: {times:.2} writes");
         registry.close(Duration::from_secs(1)).await;
@@ -67,10 +69,10 @@ fn main() {
     });
 }
 
-async fn pairs(registry: &Registry, bare: &Bare) {
-    const OURS: &str = "lock and unlock";
+async fn pairs(registry: &Registry, reference: &EtcdReference) {
+    const LABEL: &str = "lock and unlock";
     let lock = registry.obtain("orders/42");
-    let ours = move |pairs| {
+    let lock_and_unlock = move |pairs| {
         let lock = lock.clone();
         async move {
             for _ in 0..pairs {
@@ -78,69 +80,75 @@ async fn pairs(registry: &Registry, bare: &Bare) {
             }
         }
     };
-    let two = {
-        let bare = bare.clone();
+    let two_transactions = {
+        let reference = reference.clone();
         move |pairs| {
-            let bare = bare.clone();
+            let reference = reference.clone();
             async move {
                 for _ in 0..pairs {
-                    let created = bare.join().await;
-                    bare.leave(created).await;
+                    let created = reference.enqueue().await;
+                    reference.dequeue(created).await;
                 }
             }
         }
     };
-    in_a_task("uncontended pairs on etcd", two.clone(), OURS, ours.clone()).await;
-    let bare = bare.clone();
-    let served = move |pairs| {
-        let bare = bare.clone();
+    compare_in_task(
+        "uncontended pairs on etcd",
+        two_transactions.clone(),
+        LABEL,
+        lock_and_unlock.clone(),
+    )
+    .await;
+    let reference = reference.clone();
+    let lock_with_service = move |pairs| {
+        let reference = reference.clone();
         async move {
             for _ in 0..pairs {
-                bare.served().await;
+                reference.lock_with_service().await;
             }
         }
     };
-    const BESIDE: &str = "uncontended pairs on etcd, beside its own locks";
-    in_a_task(BESIDE, served.clone(), OURS, ours).await;
-    in_a_task(BESIDE, served, "the two bare transactions", two).await;
+    const GROUP: &str = "uncontended pairs on etcd, next to its own locks";
+    compare_in_task(GROUP, lock_with_service.clone(), LABEL, lock_and_unlock).await;
+    compare_in_task(GROUP, lock_with_service, "the two bare transactions", two_transactions).await;
 }
 
 /// Locks with one long lease, created once.
 #[derive(Clone)]
-struct Bare {
+struct EtcdReference {
     channel: Channel,
     lease: i64,
 }
 
-impl Bare {
+impl EtcdReference {
     fn key(&self) -> Vec<u8> {
         format!("bare/{:x}", self.lease).into_bytes()
     }
 
     /// Runs the transaction with which the recipe acquires a lock. Returns its revision.
-    async fn join(&self) -> i64 {
-        let join = join(&self.key(), self.lease);
-        let answer: TxnAnswer = call(&self.channel, "/etcdserverpb.KV/Txn", join).await;
-        assert!(answer.succeeded);
-        answer.header.unwrap().revision
+    async fn enqueue(&self) -> i64 {
+        let enqueue = enqueue(&self.key(), self.lease);
+        let response: TxnResponse = call(&self.channel, "/etcdserverpb.KV/Txn", enqueue).await;
+        assert!(response.succeeded);
+        response.header.unwrap().revision
     }
 
-    async fn leave(&self, created: i64) {
-        let leave = leave(&self.key(), created);
-        let answer: TxnAnswer = call(&self.channel, "/etcdserverpb.KV/Txn", leave).await;
-        assert!(answer.succeeded);
+    async fn dequeue(&self, created: i64) {
+        let dequeue = dequeue(&self.key(), created);
+        let response: TxnResponse = call(&self.channel, "/etcdserverpb.KV/Txn", dequeue).await;
+        assert!(response.succeeded);
     }
 
     /// Locks and unlocks with the servers' own lock service.
-    async fn served(&self) {
-        let lock = Lock { name: b"served".to_vec(), lease: self.lease };
-        let locked: Locked = call(&self.channel, "/v3lockpb.Lock/Lock", lock).await;
-        let unlock = Unlock { key: locked.key };
-        let _: Nothing = call(&self.channel, "/v3lockpb.Lock/Unlock", unlock).await;
+    async fn lock_with_service(&self) {
+        let lock = LockRequest { name: b"served".to_vec(), lease: self.lease };
+        let response: LockResponse = call(&self.channel, "/v3lockpb.Lock/Lock", lock).await;
+        let unlock = UnlockRequest { key: response.key };
+        let _: UnlockResponse = call(&self.channel, "/v3lockpb.Lock/Unlock", unlock).await;
     }
 }
 
-fn middle(mut times: Vec<Duration>) -> Duration {
+fn median(mut times: Vec<Duration>) -> Duration {
     times.sort();
     times[times.len() / 2]
 }
@@ -165,21 +173,22 @@ async fn call<Q: Message + 'static, A: Message + Default + 'static>(
 }
 
 /// The transaction with which the recipe joins a queue, in the bytes that every client sends.
-fn join(key: &[u8], lease: i64) -> Txn {
-    let queue = Range { key: b"bare/".to_vec(), end: b"bare0".to_vec(), limit: 1, order: 1, by: 2 };
-    let put = Put { key: key.to_vec(), lease };
-    let own = Range { key: key.to_vec(), ..Range::default() };
-    Txn {
+fn enqueue(key: &[u8], lease: i64) -> TxnRequest {
+    let queue =
+        RangeRequest { key: b"bare/".to_vec(), end: b"bare0".to_vec(), limit: 1, order: 1, by: 2 };
+    let put = PutRequest { key: key.to_vec(), lease };
+    let own = RangeRequest { key: key.to_vec(), ..RangeRequest::default() };
+    TxnRequest {
         compare: vec![compare(key, 0)],
-        success: vec![Op { put: Some(put), ..Op::default() }, range(queue.clone())],
+        success: vec![RequestOp { put: Some(put), ..RequestOp::default() }, range(queue.clone())],
         failure: vec![range(own), range(queue)],
     }
 }
 
-fn leave(key: &[u8], created: i64) -> Txn {
-    let delete = Delete { key: key.to_vec() };
-    let success = vec![Op { delete: Some(delete), ..Op::default() }];
-    Txn { compare: vec![compare(key, created)], success, failure: Vec::new() }
+fn dequeue(key: &[u8], created: i64) -> TxnRequest {
+    let delete = DeleteRangeRequest { key: key.to_vec() };
+    let success = vec![RequestOp { delete: Some(delete), ..RequestOp::default() }];
+    TxnRequest { compare: vec![compare(key, created)], success, failure: Vec::new() }
 }
 
 /// Compares the creation revision of `key`.
@@ -187,8 +196,8 @@ fn compare(key: &[u8], created: i64) -> Compare {
     Compare { target: 1, key: key.to_vec(), created: Some(created) }
 }
 
-fn range(range: Range) -> Op {
-    Op { range: Some(range), ..Op::default() }
+fn range(range: RangeRequest) -> RequestOp {
+    RequestOp { range: Some(range), ..RequestOp::default() }
 }
 
 macro_rules! messages {
@@ -200,45 +209,45 @@ macro_rules! messages {
 }
 
 messages! {
-    Nothing {}
-    Header { #[prost(int64, tag = "3")] revision: i64, }
-    Grant { #[prost(int64, tag = "1")] ttl: i64, }
-    Granted { #[prost(int64, tag = "2")] id: i64, }
-    Range {
+    UnlockResponse {}
+    ResponseHeader { #[prost(int64, tag = "3")] revision: i64, }
+    LeaseGrantRequest { #[prost(int64, tag = "1")] ttl: i64, }
+    LeaseGrantResponse { #[prost(int64, tag = "2")] id: i64, }
+    RangeRequest {
         #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
         #[prost(bytes = "vec", tag = "2")] end: Vec<u8>,
         #[prost(int64, tag = "3")] limit: i64,
         #[prost(int32, tag = "5")] order: i32,
         #[prost(int32, tag = "6")] by: i32,
     }
-    Put {
+    PutRequest {
         #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
         #[prost(int64, tag = "3")] lease: i64,
     }
-    Delete { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
-    Op {
-        #[prost(message, optional, tag = "1")] range: Option<Range>,
-        #[prost(message, optional, tag = "2")] put: Option<Put>,
-        #[prost(message, optional, tag = "3")] delete: Option<Delete>,
+    DeleteRangeRequest { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
+    RequestOp {
+        #[prost(message, optional, tag = "1")] range: Option<RangeRequest>,
+        #[prost(message, optional, tag = "2")] put: Option<PutRequest>,
+        #[prost(message, optional, tag = "3")] delete: Option<DeleteRangeRequest>,
     }
     Compare {
         #[prost(int32, tag = "2")] target: i32,
         #[prost(bytes = "vec", tag = "3")] key: Vec<u8>,
         #[prost(int64, optional, tag = "5")] created: Option<i64>,
     }
-    Txn {
+    TxnRequest {
         #[prost(message, repeated, tag = "1")] compare: Vec<Compare>,
-        #[prost(message, repeated, tag = "2")] success: Vec<Op>,
-        #[prost(message, repeated, tag = "3")] failure: Vec<Op>,
+        #[prost(message, repeated, tag = "2")] success: Vec<RequestOp>,
+        #[prost(message, repeated, tag = "3")] failure: Vec<RequestOp>,
     }
-    TxnAnswer {
-        #[prost(message, optional, tag = "1")] header: Option<Header>,
+    TxnResponse {
+        #[prost(message, optional, tag = "1")] header: Option<ResponseHeader>,
         #[prost(bool, tag = "2")] succeeded: bool,
     }
-    Lock {
+    LockRequest {
         #[prost(bytes = "vec", tag = "1")] name: Vec<u8>,
         #[prost(int64, tag = "2")] lease: i64,
     }
-    Locked { #[prost(bytes = "vec", tag = "2")] key: Vec<u8>, }
-    Unlock { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
+    LockResponse { #[prost(bytes = "vec", tag = "2")] key: Vec<u8>, }
+    UnlockRequest { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
 }

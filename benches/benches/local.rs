@@ -19,7 +19,7 @@ fn obtain(criterion: &mut Criterion) {
     let _inside = runtime.enter();
     let registry = Registry::in_memory().unwrap();
     let keys: Vec<String> = (0..1_000).map(|key| format!("orders/{key}")).collect();
-    let kept: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
+    let held_locks: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
     let map: DashMap<String, Arc<u64>> = keys.iter().cloned().zip((0..).map(Arc::new)).collect();
     let weak: DashMap<String, Weak<u64>> =
         map.iter().map(|entry| (entry.key().clone(), Arc::downgrade(entry.value()))).collect();
@@ -35,7 +35,7 @@ fn obtain(criterion: &mut Criterion) {
         bench.iter(|| black_box(registry.obtain(next.next().unwrap())));
     });
     group.finish();
-    drop(kept);
+    drop(held_locks);
 }
 
 fn uncontended(criterion: &mut Criterion) {
@@ -64,17 +64,20 @@ fn contended(criterion: &mut Criterion) {
     let lock = registry.obtain("orders/42");
     let mutex = Arc::new(tokio::sync::Mutex::new(()));
 
-    async fn timed<F>(sections: u64, section: impl Fn() -> F + Clone + Send + 'static) -> Duration
+    async fn time_sections<F>(
+        sections: u64,
+        section: impl Fn() -> F + Clone + Send + 'static,
+    ) -> Duration
     where
         F: Future<Output = ()> + Send,
     {
         let start = Instant::now();
         let mut tasks = JoinSet::new();
         for task in 0..TASKS {
-            let mine = sections / TASKS + u64::from(task < sections % TASKS);
+            let own_sections = sections / TASKS + u64::from(task < sections % TASKS);
             let section = section.clone();
             tasks.spawn(async move {
-                for _ in 0..mine {
+                for _ in 0..own_sections {
                     section().await;
                 }
             });
@@ -91,7 +94,7 @@ fn contended(criterion: &mut Criterion) {
         bench.to_async(&runtime).iter_custom(|sections| {
             let mutex = Arc::clone(&mutex);
             async move {
-                timed(sections, move || {
+                time_sections(sections, move || {
                     let mutex = Arc::clone(&mutex);
                     async move { drop(black_box(mutex.lock().await)) }
                 })
@@ -103,7 +106,7 @@ fn contended(criterion: &mut Criterion) {
         bench.to_async(&runtime).iter_custom(|sections| {
             let lock = lock.clone();
             async move {
-                timed(sections, move || {
+                time_sections(sections, move || {
                     let lock = lock.clone();
                     async move { lock.lock().await.unwrap().unlock().await.unwrap() }
                 })

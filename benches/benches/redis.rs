@@ -15,7 +15,7 @@ const ACQUIRE: &str = include_str!("../../crates/registry-redis/src/script/acqui
 const RELEASE: &str = include_str!("../../crates/registry-redis/src/script/release.lua");
 
 fn main() {
-    lock_registry_benches::stay_on_one_processor();
+    lock_registry_benches::pin_to_one_processor();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
@@ -42,22 +42,22 @@ fn main() {
             RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let lock = registry.obtain("orders/42");
-        let ours = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
+        let lock_and_unlock = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
         let group = "uncontended pair on Redis";
-        let bare = || async { pair("orders/42").await };
-        lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
+        let reference = || async { pair("orders/42").await };
+        lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
 
         // As many concurrent locks as a busy service has.
         let keys: Vec<String> = (0..64).map(|key| format!("orders/{key}")).collect();
         let locks: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
-        let bare = || async { _ = join_all(keys.iter().map(|key| pair(key))).await };
-        let ours = || async {
+        let reference = || async { _ = join_all(keys.iter().map(|key| pair(key))).await };
+        let lock_and_unlock = || async {
             let pairs =
                 locks.iter().map(async |lock| lock.lock().await.unwrap().unlock().await.unwrap());
             join_all(pairs).await;
         };
         let group = "64 uncontended pairs at once on Redis";
-        lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
+        lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
         registry.close(Duration::from_secs(1)).await;
     });
 }
@@ -69,7 +69,7 @@ async fn connection(server: &RedisServer) -> MultiplexedConnection {
     let settings = info.redis_settings().clone().set_protocol(redis::ProtocolVersion::RESP3);
     let tcp = redis::io::tcp::TcpSettings::default().set_nodelay(true);
     let client = redis::Client::open(info.set_redis_settings(settings).set_tcp_settings(tcp));
-    let patient =
+    let connection_config =
         redis::AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(10)));
-    client.unwrap().get_multiplexed_async_connection_with_config(&patient).await.unwrap()
+    client.unwrap().get_multiplexed_async_connection_with_config(&connection_config).await.unwrap()
 }

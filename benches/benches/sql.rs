@@ -2,14 +2,15 @@
 //! statements that a lock needs.
 //!
 //! A grant must be on disk before it is returned; a release need not be. PostgreSQL can choose this
-//! for each statement. MariaDB cannot: it flushes every statement, in the reference and in ours.
+//! for each statement. MariaDB cannot: it flushes every statement, in the reference and in the
+//! engine.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
-use lock_registry_benches::in_turns;
+use lock_registry_benches::compare;
 use registry_core::{DistributedLock, LockBackend, LockRegistry, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
 use registry_testkit::mariadb::MariaDbServer;
@@ -23,7 +24,7 @@ use tokio::sync::Mutex;
 const TASKS: u8 = 16;
 
 fn main() {
-    lock_registry_benches::stay_on_one_processor();
+    lock_registry_benches::pin_to_one_processor();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
@@ -36,78 +37,87 @@ async fn postgres() {
     let server = PostgresServer::start().await.unwrap();
     let config = PostgresConfig::from_url(&server.url()).unwrap();
     let config = config.with_connections(TASKS.into());
-    let ours = Ours::new(PostgresBackend::open(config).await.unwrap());
+    let engine = EngineLocks::new(PostgresBackend::open(config).await.unwrap());
     let mut pairs = Vec::new();
     for number in 0..TASKS {
         pairs.push(PostgresPair::connect(&server, number).await);
     }
     let pairs = &pairs;
 
-    let same = || async { pairs[0].once(Flush::Grants).await };
-    in_turns("uncontended pair on PostgreSQL", same, OURS, || async { ours.once().await }).await;
-    let flushed = || async { pairs[0].once(Flush::All).await };
+    let reference = || async { pairs[0].lock_and_unlock(FlushMode::Grants).await };
+    compare("uncontended pair on PostgreSQL", reference, LABEL, || async {
+        engine.lock_and_unlock().await
+    })
+    .await;
+    let flushed = || async { pairs[0].lock_and_unlock(FlushMode::All).await };
     let group = "uncontended pair on PostgreSQL, both of the reference's statements flushed";
-    in_turns(group, flushed, OURS, || async { ours.once().await }).await;
-    let same = || async { together(pairs.iter().map(|pair| pair.once(Flush::Grants))).await };
+    compare(group, flushed, LABEL, || async { engine.lock_and_unlock().await }).await;
+    let reference = || async {
+        run_concurrently(pairs.iter().map(|pair| pair.lock_and_unlock(FlushMode::Grants))).await
+    };
     let group = "16 uncontended pairs at once on PostgreSQL";
-    in_turns(group, same, OURS, || async { ours.all_at_once().await }).await;
-    ours.registry.close(Duration::from_secs(1)).await;
+    compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
+    engine.registry.close(Duration::from_secs(1)).await;
 }
 
 async fn mariadb() {
     let server = MariaDbServer::start().await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
     let config = config.with_connections(TASKS.into());
-    let ours = Ours::new(MySqlBackend::open(config).await.unwrap());
+    let engine = EngineLocks::new(MySqlBackend::open(config).await.unwrap());
     let mut pairs = Vec::new();
     for number in 0..TASKS {
         pairs.push(MariaDbPair::connect(&server, number).await);
     }
     let pairs = &pairs;
 
-    let same = || async { pairs[0].once().await };
-    in_turns("uncontended pair on MariaDB", same, OURS, || async { ours.once().await }).await;
-    let same = || async { together(pairs.iter().map(MariaDbPair::once)).await };
+    let reference = || async { pairs[0].lock_and_unlock().await };
+    compare("uncontended pair on MariaDB", reference, LABEL, || async {
+        engine.lock_and_unlock().await
+    })
+    .await;
+    let reference =
+        || async { run_concurrently(pairs.iter().map(MariaDbPair::lock_and_unlock)).await };
     let group = "16 uncontended pairs at once on MariaDB";
-    in_turns(group, same, OURS, || async { ours.all_at_once().await }).await;
-    ours.registry.close(Duration::from_secs(1)).await;
+    compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
+    engine.registry.close(Duration::from_secs(1)).await;
 }
 
 /// Runs all futures, and polls a future only when it is woken, as tasks are.
-async fn together(pairs: impl Iterator<Item = impl Future<Output = ()>>) {
+async fn run_concurrently(pairs: impl Iterator<Item = impl Future<Output = ()>>) {
     pairs.collect::<FuturesUnordered<_>>().count().await;
 }
 
-const OURS: &str = "lock and unlock";
+const LABEL: &str = "lock and unlock";
 
 /// The engine over a store.
-struct Ours {
+struct EngineLocks {
     registry: Registry,
     locks: Vec<DistributedLock>,
 }
 
-impl Ours {
+impl EngineLocks {
     fn new(backend: impl LockBackend + 'static) -> Self {
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let locks = (0..TASKS).map(|key| registry.obtain(&format!("orders/{key}"))).collect();
         Self { registry, locks }
     }
 
-    async fn once(&self) {
+    async fn lock_and_unlock(&self) {
         self.locks[0].lock().await.unwrap().unlock().await.unwrap();
     }
 
-    async fn all_at_once(&self) {
+    async fn lock_and_unlock_all(&self) {
         let pairs = self.locks.iter().map(async |lock| {
             lock.lock().await.unwrap().unlock().await.unwrap();
         });
-        together(pairs).await;
+        run_concurrently(pairs).await;
     }
 }
 
 /// Which of the statements wait for the disk.
 #[derive(Clone, Copy)]
-enum Flush {
+enum FlushMode {
     All,
     Grants,
 }
@@ -120,21 +130,21 @@ const CLAIM: [u8; 16] = [7; 16];
 /// it by claim. No waiter is notified. The choice between two connections decides whether a
 /// statement is flushed.
 struct PostgresPair {
-    flushing: Mutex<PgConnection>,
-    easy: Mutex<PgConnection>,
+    sync_commit: Mutex<PgConnection>,
+    async_commit: Mutex<PgConnection>,
     id: [u8; 32],
 }
 
 impl PostgresPair {
     async fn connect(server: &PostgresServer, number: u8) -> Self {
         let options: PgConnectOptions = server.url().parse().unwrap();
-        let flushing = Mutex::new(options.connect().await.unwrap());
-        let easy = Mutex::new(options.connect().await.unwrap());
-        easy.lock().await.execute("SET synchronous_commit = off").await.unwrap();
-        Self { flushing, easy, id: [number; 32] }
+        let sync_commit = Mutex::new(options.connect().await.unwrap());
+        let async_commit = Mutex::new(options.connect().await.unwrap());
+        async_commit.lock().await.execute("SET synchronous_commit = off").await.unwrap();
+        Self { sync_commit, async_commit, id: [number; 32] }
     }
 
-    async fn once(&self, flush: Flush) {
+    async fn lock_and_unlock(&self, flush: FlushMode) {
         const ACQUIRE: &str = "\
             INSERT INTO lock_registry_locks AS l (id, namespace, key, claim, token, block, label, since, until) \
             SELECT $1, $2, $3, $4, greatest(now, floor + 1), $5, $6, now, now + $7 \
@@ -155,12 +165,12 @@ impl PostgresPair {
             .bind(BLOCK)
             .bind(None::<Vec<u8>>)
             .bind(LEASE_MICROS);
-        let token: i64 = acquire.fetch_one(&mut *self.flushing.lock().await).await.unwrap();
+        let token: i64 = acquire.fetch_one(&mut *self.sync_commit.lock().await).await.unwrap();
         assert!(token > 0);
         let release = sqlx::query(RELEASE).bind(self.id.as_slice()).bind(CLAIM.as_slice());
         let connection = match flush {
-            Flush::All => &self.flushing,
-            Flush::Grants => &self.easy,
+            FlushMode::All => &self.sync_commit,
+            FlushMode::Grants => &self.async_commit,
         };
         let freed = release.execute(&mut *connection.lock().await).await.unwrap();
         assert_eq!(freed.rows_affected(), 1);
@@ -181,7 +191,7 @@ impl MariaDbPair {
         Self { connection: Mutex::new(connection), id: [number; 32] }
     }
 
-    async fn once(&self) {
+    async fn lock_and_unlock(&self) {
         const ACQUIRE: &str = "\
             INSERT INTO lock_registry_locks (id, namespace, lock_key, claim, token, block, label, since, until) \
             SELECT ?, ?, ?, ?, LAST_INSERT_ID(GREATEST(now, floor + 1)), ?, ?, now, now + ? \

@@ -28,7 +28,7 @@ const ACQUIRE: &str = "INSERT INTO lock_registry_locks \
 const RELEASE: &str = "UPDATE lock_registry_locks SET claim = NULL, until = ?4 \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-async fn bare(folder: &std::path::Path) -> SqliteConnection {
+async fn connect_reference(folder: &std::path::Path) -> SqliteConnection {
     let url = format!("sqlite:{}", folder.join("bare.db").display());
     let mut connection = SqliteConnectOptions::from_str(&url)
         .unwrap()
@@ -43,25 +43,25 @@ async fn bare(folder: &std::path::Path) -> SqliteConnection {
 }
 
 fn main() {
-    lock_registry_benches::stay_on_one_processor();
+    lock_registry_benches::pin_to_one_processor();
     let folder = tempfile::tempdir().unwrap();
     let runtime: Runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        let connection = Mutex::new(bare(folder.path()).await);
+        let connection = Mutex::new(connect_reference(folder.path()).await);
         let config = SqliteConfig::new(folder.path().join("locks.db"));
         let backend = SqliteBackend::open(config).await.unwrap();
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let lock = registry.obtain("orders/42");
         let clock = AtomicI64::new(0);
-        let statements = || async {
+        let reference = || async {
             let mut connection = connection.lock().await;
             // Tokens follow this clock and must grow by the 33 that a grant reserves. In real time,
             // a pair may take less than 33 µs.
             let now = clock.fetch_add(100, Ordering::Relaxed);
             let claim = [7_u8; 16];
             let boot = [0_u8; 16];
-            let taken = sqlx::query(ACQUIRE)
+            let granted = sqlx::query(ACQUIRE)
                 .bind("default")
                 .bind(b"orders/42".as_slice())
                 .bind(claim.as_slice())
@@ -74,7 +74,7 @@ fn main() {
                 .execute(&mut *connection)
                 .await
                 .unwrap();
-            assert_eq!(taken.rows_affected(), 1);
+            assert_eq!(granted.rows_affected(), 1);
             let freed = sqlx::query(RELEASE)
                 .bind("default")
                 .bind(b"orders/42".as_slice())
@@ -86,12 +86,12 @@ fn main() {
                 .unwrap();
             assert_eq!(freed.rows_affected(), 1);
         };
-        let ours = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
-        lock_registry_benches::in_turns(
+        let lock_and_unlock = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
+        lock_registry_benches::compare(
             "uncontended pair on SQLite",
-            statements,
+            reference,
             "lock and unlock",
-            ours,
+            lock_and_unlock,
         )
         .await;
         registry.close(Duration::from_secs(1)).await;

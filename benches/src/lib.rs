@@ -23,7 +23,7 @@ pub fn run(groups: &[&str], benches: impl FnOnce(&mut Criterion)) {
 }
 
 fn print_ratios(group: &str) {
-    let folder = results().join(group);
+    let folder = results_folder().join(group);
     let Some(reference) = median_ns(&folder.join("reference")) else { return };
     println!("\n{group}: reference {reference:.0} ns");
     let Ok(entries) = fs::read_dir(&folder) else { return };
@@ -44,7 +44,7 @@ fn print_ratios(group: &str) {
 ///
 /// For work that passes between threads: on several processors, most of its time is the wake-up of
 /// a sleeping thread. That time varies by a factor of four with the kernel's placement.
-pub fn stay_on_one_processor() {
+pub fn pin_to_one_processor() {
     let this = Pid::from_raw(0);
     let first = sched_getaffinity(this).ok().and_then(|allowed| {
         (0..CpuSet::count()).find(|processor| allowed.is_set(*processor).unwrap_or(false))
@@ -55,69 +55,69 @@ pub fn stay_on_one_processor() {
     {
         return;
     }
-    eprintln!("could not stay on one processor; the figures will not repeat");
+    eprintln!("pinning to one processor failed; the results will vary between runs");
 }
 
-const TURNS_MIN: usize = 100;
-const TURNS_LIMIT: Duration = Duration::from_secs(15);
+const ROUNDS_MIN: usize = 100;
+const TIME_LIMIT: Duration = Duration::from_secs(15);
 
-/// Times `reference` and `ours` alternately, so that both run under the same conditions, and prints
-/// the ratio of their medians.
-pub async fn in_turns<R, O>(
+/// Times `reference` and `measured` alternately, so that both run under the same conditions, and
+/// prints the ratio of their medians.
+pub async fn compare<R, O>(
     group: &str,
     reference: impl Fn() -> R,
     name: &str,
-    ours: impl Fn() -> O,
+    measured: impl Fn() -> O,
 ) where
     R: Future<Output = ()>,
     O: Future<Output = ()>,
 {
     // `cargo test` only verifies that the benchmark works, not how fast it is.
-    let turns = if std::env::args().any(|argument| argument == "--bench") { 20_000 } else { 20 };
-    let mut times = [Vec::with_capacity(turns), Vec::with_capacity(turns)];
-    let begin = Instant::now();
-    for turn in 0..turns {
-        // A pair that waits for a disk takes a thousand times as long. It needs only as many turns
+    let rounds = if std::env::args().any(|argument| argument == "--bench") { 20_000 } else { 20 };
+    let mut times = [Vec::with_capacity(rounds), Vec::with_capacity(rounds)];
+    let started = Instant::now();
+    for round in 0..rounds {
+        // A pair that waits for a disk takes a thousand times as long. It needs only as many rounds
         // as fit into this limit.
-        if turn >= TURNS_MIN && begin.elapsed() > TURNS_LIMIT {
+        if round >= ROUNDS_MIN && started.elapsed() > TIME_LIMIT {
             break;
         }
         let start = Instant::now();
         reference().await;
-        let middle = Instant::now();
-        ours().await;
-        times[0].push(middle - start);
-        times[1].push(middle.elapsed());
+        let reference_end = Instant::now();
+        measured().await;
+        times[0].push(reference_end - start);
+        times[1].push(reference_end.elapsed());
     }
-    let [reference, ours] = times.map(|mut times| {
+    let [reference, measured] = times.map(|mut times| {
         times.sort();
         times[times.len() / 2].as_secs_f64() * 1e9
     });
     println!("\n{group}: reference {reference:.0} ns");
-    print_ratio(group, name, ours, reference);
+    print_ratio(group, name, measured, reference);
 }
 
-/// Runs [`in_turns`] in a task, as servers do their work. A future outside of a task is woken in
+/// Runs [`compare`] in a task, as servers do their work. A future outside of a task is woken in
 /// another thread each time.
 ///
-/// Each turn runs twenty pairs in a row, so that one contestant's background work falls into its
-/// own turn and not into the other's.
-pub async fn in_a_task<R, O>(
+/// Each round runs twenty pairs in a row, so that the background work of one side falls into its
+/// own round and not into the other's.
+pub async fn compare_in_task<R, O>(
     group: &'static str,
     reference: impl Fn(usize) -> R + Send + 'static,
     name: &'static str,
-    ours: impl Fn(usize) -> O + Send + 'static,
+    measured: impl Fn(usize) -> O + Send + 'static,
 ) where
     R: Future<Output = ()> + Send + 'static,
     O: Future<Output = ()> + Send + 'static,
 {
     let task = tokio::spawn(async move {
-        in_turns(group, move || reference(PAIRS), name, move || ours(PAIRS)).await;
+        compare(group, move || reference(PAIRS), name, move || measured(PAIRS)).await;
     });
     task.await.expect("a bench failed");
 }
 
-/// The number of pairs in one turn of a task.
+/// The number of pairs in one round of a task.
 const PAIRS: usize = 20;
 
 fn print_ratio(group: &str, name: &str, median: f64, reference: f64) {
@@ -125,7 +125,7 @@ fn print_ratio(group: &str, name: &str, median: f64, reference: f64) {
     println!("{group}/{name}: {median:.0} ns, {ratio:.2} x its time, {speed:.2} x its speed");
 }
 
-fn results() -> PathBuf {
+fn results_folder() -> PathBuf {
     let target = std::env::var_os("CARGO_TARGET_DIR")
         .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../target"), PathBuf::from);
     target.join("criterion")

@@ -9,25 +9,25 @@ use lock_registry_examples::table::{Table, TableBackend};
 use registry_conformance::{Clock, Harness, Store};
 
 #[derive(Debug)]
-struct Tables;
+struct TableHarness;
 
 #[async_trait]
-impl Harness for Tables {
+impl Harness for TableHarness {
     fn clock(&self) -> Clock {
         Clock::Paused // the table lives in this process and follows tokio's time
     }
 
     async fn store(&self) -> Box<dyn Store> {
         // A store of its own for each promise: a file, a namespace, a server.
-        Box::new(OneTable(Table::start()))
+        Box::new(TableStore(Table::start()))
     }
 }
 
 #[derive(Debug)]
-struct OneTable(Arc<TableBackend>);
+struct TableStore(Arc<TableBackend>);
 
 #[async_trait]
-impl Store for OneTable {
+impl Store for TableStore {
     async fn client(&self) -> Arc<dyn LockBackend> {
         // A store in a server opens a connection here, as another process would.
         Arc::clone(&self.0) as Arc<dyn LockBackend>
@@ -35,7 +35,7 @@ impl Store for OneTable {
 }
 
 registry_conformance::conformance! {
-    harness = Tables,
+    harness = TableHarness,
     runs = 198,
     skips = 34,
     without = [fair, reports_invalidations, labels, inspect, namespaces, restart, wipe, remote],

@@ -23,12 +23,12 @@ macro_rules! programs {
 }
 
 programs! {
-    hello [] [] says ["order 42 is ours: Some(FencingToken("],
+    hello [] [] says ["order 42 is locked with token Some(FencingToken("],
     deadline [] [] says [
-        "busy, so somebody else writes the report",
+        "busy: another client writes the report",
         "still busy after 50 ms",
         "its lease ends within 30 s: true",
-        "ours",
+        "acquired",
     ],
     framework ["sqlite:locks.db"] [] says [
         "sqlite: class A, excludes this host",
@@ -37,9 +37,9 @@ programs! {
         "node 3: another node has run it",
     ],
     require [] [] says [
-        "sqlite:locks.db will do",
-        "payments need more than memory promises",
-        "payments need fencing tokens, which pass-through does not give",
+        "sqlite:locks.db is suitable",
+        "payments need stronger guarantees than those of memory",
+        "payments need fencing tokens, which pass-through does not have",
     ],
     configuration [] [("LOCK_REGISTRY_POLL", "500ms")] says [
         "lease = 20s (the configuration file)",
@@ -52,72 +52,72 @@ programs! {
         "which has no unit",
         "has a path, which means nothing in etcd",
     ],
-    code [] [] says ["held as Some(\"nightly report\")", "still taken: true", "free: true"],
+    code [] [] says ["held as Some(\"nightly report\")", "still locked: true", "free: true"],
     leases [] [] says [
         "17 rows",
-        "told of the loss: its lease ran out before a renewal was confirmed",
-        "held by us: false, by them: true",
+        "lost: its lease ran out before a renewal was confirmed",
+        "first guard held: false, second: true",
         "import: its lease ran out before a renewal was confirmed",
         "stopped: lock \"import\" was lost: its lease ran out before a renewal was confirmed",
         "more than a minute left: true",
     ],
     fencing [] [] says [
-        "  server B: redeemed; server A, after its pause: redeemed, and told afterwards that the lock had been lost",
+        "  server B: redeemed; server A, after its pause: redeemed, but `unlock` returned the loss",
         "without fence: redeemed 2 times",
         "  server B: redeemed; server A, after its pause: stopped by the fence, nothing was written",
         "with guard.fence(&mut tx): redeemed 1 times",
-        "  server B: Ok(()); server A, after its pause: Err(Refused)",
+        "  server B: Ok(()); server A, after its pause: Err(StaleToken)",
         "with a resource that checks tokens: 1 of 2 labels printed",
     ],
     reentrancy [] [] says ["same token: true", "still held: true", "shipped 3", "free: true"],
     cancellation [] [] says [
-        "gave up: true",
+        "timed out: true",
         "free: true",
         "released by drop",
         "released from a plain thread: true",
     ],
     shutdown [] [] says [
-        "let go in time: 1, told that they lost: 1, left to their lease: 0",
-        "free for others",
+        "released: 1, lost: 1, abandoned: 0",
+        "free for other processes",
     ],
     routing [] [] says ["payments/7: token yes", "metrics/cpu: token no", "anything else: token yes", "class none"],
     threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
-    observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "told: true, losses counted: 1"],
+    observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],
     custom_backend [] [] says ["busy: true", "held: true"],
     spring_peer [REDIS] [] says [
         "invoice sent",
         "a lease of a minute: true",
         "a fencing token: true",
-        "labels are kept: false",
+        "labels are stored: false",
         "free for the service: true",
     ],
     fenced_writes [REDIS] [] says [
         "written",
-        "refused, the newest is that of the other: true",
-        "booked, 15 are left",
+        "refused, the newest token is the second holder's: true",
+        "booked, the balance is 15",
     ],
     zookeeper [ZOOKEEPER] [] says ["opened under token Some(FencingToken("],
-    fenced_etcd [ETCD] [] says ["broken: true", "written in one step: true", "refused: true"],
-    fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "15 are left"],
+    fenced_etcd [ETCD] [] says ["force-released: true", "written atomically: true", "refused: true"],
+    fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "balance: 15"],
     versions [POSTGRES] [] says [
-        "theirs was written: true",
-        "ours was written: false",
-        "15 and 20 are 35",
+        "first write succeeded: true",
+        "second write succeeded: false",
+        "15 + 20 = 35",
     ],
 }
 
-/// Stands for the URL of a Redis server that is started for the program.
+/// A placeholder for the URL of a Redis server that is started for the program.
 const REDIS: &str = "a Redis server";
-/// Stands for the URL of a PostgreSQL server.
+/// A placeholder for the URL of a PostgreSQL server.
 const POSTGRES: &str = "a PostgreSQL server";
-/// Stands for the URL of an etcd server.
+/// A placeholder for the URL of an etcd server.
 const ETCD: &str = "an etcd server";
-/// Stands for the URL of a ZooKeeper server.
+/// A placeholder for the URL of a ZooKeeper server.
 const ZOOKEEPER: &str = "a ZooKeeper server";
 
 /// Runs a program in its own folder and checks that its output contains `lines`.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
-    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let folder = tempfile::tempdir().expect("a temporary folder can be created");
     let runtime = tokio::runtime::Runtime::new().expect("a runtime can be built");
     let wants_redis = args.contains(&REDIS);
     let redis = wants_redis.then(|| runtime.block_on(RedisServer::start(&[])));
@@ -152,20 +152,20 @@ fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str])
     }
     let output =
         command.envs(variables.iter().copied()).output().expect("the program can be started");
-    let said = String::from_utf8_lossy(&output.stdout);
-    let complaints = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{}\n{said}{complaints}", output.status);
+    let stdout = String::from_utf8_lossy(&output.stdout);
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}\n{stdout}{stderr}", output.status);
     for line in lines {
-        assert!(said.contains(line), "no {line:?} in:\n{said}{complaints}");
+        assert!(stdout.contains(line), "no {line:?} in:\n{stdout}{stderr}");
     }
-    assert!(!said.contains("secret"), "a password was shown:\n{said}");
+    assert!(!stdout.contains("secret"), "a password was shown:\n{stdout}");
 }
 
 #[test]
 fn every_program_is_run() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/bin");
     let mut found: Vec<String> = std::fs::read_dir(folder)
-        .expect("the programs are there")
+        .expect("the folder src/bin exists")
         .map(|entry| entry.expect("the folder can be read").path())
         .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
         .collect();

@@ -18,9 +18,9 @@ import org.apache.curator.framework.recipes.locks.InterProcessMutex;
 import org.apache.curator.retry.ExponentialBackoffRetry;
 
 /**
- * Another program that uses our locks: takes a lock in ZooKeeper with Curator itself, many times, as Spring Integration's registry does.
+ * Another program that uses our locks: acquires a lock in ZooKeeper with Curator itself, many times, as Spring Integration's registry does.
  *
- * <p>It judges nothing: it journals when it was inside, as peer.py does. By hand:
+ * <p>It checks nothing. It writes the times of its critical sections to a journal, as peer.py does. Manually:
  *
  * <pre>
  * java -cp /usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-simple.jar Curator.java --url zk://127.0.0.1:2181 \
@@ -29,10 +29,10 @@ import org.apache.curator.retry.ExponentialBackoffRetry;
  * … --path /locks/orders --bench 2000
  * </pre>
  *
- * Whatever goes wrong ends it, with a status other than zero and the reason on its standard error.
+ * Each error ends the program with a status other than zero and the reason on its standard error.
  */
 public class Curator {
-    /** The lock, and where its node is. */
+    /** The lock, with the path of its node. */
     private static class Mutex extends InterProcessMutex {
         Mutex(CuratorFramework client, String path) {
             super(client, path);
@@ -59,10 +59,10 @@ public class Curator {
             } else if (options.containsKey("bench")) {
                 bench(mutex, options);
             } else {
-                takeSections(client, mutex, options);
+                runSections(client, mutex, options);
             }
             client.close();
-            // Whoever reads the input is in our way.
+            // The thread that reads the input would keep the process alive.
             System.exit(0);
         } catch (Throwable error) {
             error.printStackTrace();
@@ -70,16 +70,16 @@ public class Curator {
         }
     }
 
-    private static void takeSections(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
+    private static void runSections(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
         long offset = clockOffset();
         Path counter = Path.of(required(options, "counter"));
         int sections = number(options, "sections", 0);
         int holdMs = number(options, "hold-ms", 1);
         int pauseMs = number(options, "pause-ms", 4);
         client.blockUntilConnected();
-        say("ready");
+        printLine("ready");
         if (options.containsKey("on-cue")) {
-            awaitCue();
+            waitForStart();
         }
         try (Writer journal = Files.newBufferedWriter(
                 Path.of(required(options, "journal")), StandardOpenOption.CREATE, StandardOpenOption.APPEND)) {
@@ -87,10 +87,10 @@ public class Curator {
                 long asked = System.nanoTime() + offset;
                 mutex.acquire();
                 long entered = System.nanoTime() + offset;
-                // One step for all who exclude each other, and many for those who do not.
+                // Read, pause and write are one atomic step only under mutual exclusion.
                 long count = Long.parseLong(Files.readString(counter).strip());
                 Thread.sleep(holdMs);
-                writeOver(counter, count + 1);
+                overwriteNumber(counter, count + 1);
                 long token = client.checkExists().forPath(mutex.node()).getCzxid();
                 long leaving = System.nanoTime() + offset;
                 mutex.release();
@@ -102,23 +102,23 @@ public class Curator {
                 TimeUnit.MICROSECONDS.sleep(ThreadLocalRandom.current().nextInt(pauseMs * 1000 + 1));
             }
         }
-        say("done");
+        printLine("done");
     }
 
-    /** Puts a number into the file at once: whoever reads it at the wrong time reads a wrong number, not half of one. */
-    private static void writeOver(Path counter, long count) throws Exception {
+    /** Replaces the number in one write: a concurrent reader reads an old number, but never half of one. */
+    private static void overwriteNumber(Path counter, long count) throws Exception {
         try (RandomAccessFile file = new RandomAccessFile(counter.toFile(), "rw")) {
             file.write(String.format("%10d", count).getBytes(StandardCharsets.US_ASCII));
         }
     }
 
-    /** Says how long so many pairs of acquire and release took, in nanoseconds, at each line of input that says how many. */
+    /** For each line of input, runs that number of pairs of acquire and release, and prints their duration in nanoseconds. */
     private static void bench(Mutex mutex, Map<String, String> options) throws Exception {
         pairs(mutex, number(options, "bench", 0));
-        say("ready");
+        printLine("ready");
         BufferedReader input = new BufferedReader(new InputStreamReader(System.in));
         for (String line = input.readLine(); line != null; line = input.readLine()) {
-            say(Long.toString(pairs(mutex, Integer.parseInt(line.strip()))));
+            printLine(Long.toString(pairs(mutex, Integer.parseInt(line.strip()))));
         }
     }
 
@@ -135,15 +135,15 @@ public class Curator {
         String[] what = options.get("once").split(" ");
         if (what[0].equals("try")) {
             if (!mutex.acquire(0, TimeUnit.MILLISECONDS)) {
-                say("busy");
+                printLine("busy");
                 return;
             }
-            say("held");
+            printLine("held");
         } else {
             client.blockUntilConnected();
-            say("waiting");
+            printLine("waiting");
             mutex.acquire();
-            say("held");
+            printLine("held");
             if (what.length > 1) {
                 Thread.sleep(Long.parseLong(what[1]));
             } else {
@@ -151,11 +151,11 @@ public class Curator {
             }
         }
         mutex.release();
-        say("released");
+        printLine("released");
     }
 
-    /** Waits for a line of input; at the end of the input the test is gone, and so is this process. */
-    private static void awaitCue() throws InterruptedException {
+    /** Waits for a line of input. The end of the input means that the test has ended, so the process exits. */
+    private static void waitForStart() throws InterruptedException {
         CountDownLatch cue = new CountDownLatch(1);
         Thread reader = new Thread(() -> {
             try {
@@ -164,7 +164,7 @@ public class Curator {
                     cue.countDown();
                 }
             } catch (java.io.IOException broken) {
-                // As good as the end.
+                // Treated as the end of the input.
             }
             System.err.println("Curator.java: the input has ended");
             Runtime.getRuntime().halt(3);
@@ -175,28 +175,28 @@ public class Curator {
     }
 
     /**
-     * What the testkit's clock is ahead of Java's: the time for which the machine has slept since it was started. The kernel tells the
-     * former in hundredths of a second only, so each look says between what and what it is.
+     * Returns the difference between the testkit's clock and Java's: the time for which the machine was suspended since its start.
+     * The kernel returns the former in hundredths of a second, so each reading yields only a lower and an upper bound.
      */
     private static long clockOffset() throws Exception {
         Path uptime = Path.of("/proc/uptime");
         if (!Files.exists(uptime)) {
             return 0;
         }
-        long least = Long.MIN_VALUE;
-        long most = Long.MAX_VALUE;
-        for (int look = 0; look < 1_000; look++) {
+        long lower = Long.MIN_VALUE;
+        long upper = Long.MAX_VALUE;
+        for (int reading = 0; reading < 1_000; reading++) {
             long before = System.nanoTime();
-            long told = Math.round(Double.parseDouble(Files.readString(uptime).split(" ")[0]) * 100) * 10_000_000;
+            long bootTime = Math.round(Double.parseDouble(Files.readString(uptime).split(" ")[0]) * 100) * 10_000_000;
             long after = System.nanoTime();
-            least = Math.max(least, told - after);
-            most = Math.min(most, told + 10_000_000 - before);
+            lower = Math.max(lower, bootTime - after);
+            upper = Math.min(upper, bootTime + 10_000_000 - before);
         }
-        // As a rule it has not slept at all.
-        return least <= 0 && 0 <= most ? 0 : least;
+        // Usually the machine was never suspended.
+        return lower <= 0 && 0 <= upper ? 0 : lower;
     }
 
-    private static void say(String line) {
+    private static void printLine(String line) {
         System.out.println(line);
         System.out.flush();
     }
@@ -217,7 +217,7 @@ public class Curator {
                 }
                 options.put(name, value);
             } else {
-                throw new IllegalArgumentException("Curator.java: what is " + arguments[at] + "?");
+                throw new IllegalArgumentException("Curator.java: unknown or incomplete option " + arguments[at]);
             }
         }
         return options;
@@ -226,7 +226,7 @@ public class Curator {
     private static String required(Map<String, String> options, String name) {
         String value = options.get(name);
         if (value == null) {
-            throw new IllegalArgumentException("Curator.java: give --" + name);
+            throw new IllegalArgumentException("Curator.java: --" + name + " is required");
         }
         return value;
     }

@@ -1,7 +1,7 @@
-"""Locks as Spring Integration's JdbcLockRegistry takes them. Knows nothing of sections and journals: see peer.py.
+"""Locks as Spring Integration's JdbcLockRegistry acquires them. Sections and journals are in peer.py.
 
 The statements are those of DefaultLockRepository, of version 7.0 (`v7`) and of 6.x (`v6`): the same tables, columns, conditions
-and transactions, and the client's own clock, in UTC without a zone. A `?` of theirs is a `%s` here.
+and transactions, and the client's own clock, in UTC without a zone. Their `?` is a `%s` here.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ UUID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-
 
 
 def lock_key(key):
-    """UUIDConverter.getUUID(key).toString(): with Java's nameUUIDFromBytes, which is MD5 with the marks of version 3."""
+    """UUIDConverter.getUUID(key).toString(): with Java's nameUUIDFromBytes, which is MD5 with the version bits of version 3."""
     if UUID.fullmatch(key):
         return key.lower()
     return str(uuid.UUID(bytes=hashlib.md5(key.encode()).digest(), version=3))
@@ -67,7 +67,7 @@ class MariaDb:
             user=unquote(place.username or "root"),
             password=unquote(place.password or ""),
             database=place.path.lstrip("/"),
-            # As Java's drivers do: rows that were found are counted, changed or not.
+            # As Java's drivers do: the count includes found rows that were not changed.
             client_flag=pymysql.constants.CLIENT.FOUND_ROWS,
         )
         self.integrity = pymysql.IntegrityError
@@ -78,7 +78,7 @@ class MariaDb:
 
 
 class JdbcLock:
-    """JdbcLock, with what it has from its registry and the repository."""
+    """JdbcLock, with the fields of its registry and of the repository."""
 
     def __init__(self, url, generation, region, key, ttl_ms, idle_ms):
         self.database = MariaDb(url) if url.startswith(("mysql:", "mariadb:")) else Postgres(url)
@@ -90,14 +90,14 @@ class JdbcLock:
         self.idle_ms = idle_ms
 
     def try_lock(self):
-        return self.patiently(self.acquire, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        return self.in_transaction(self.acquire, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
     def lock(self, wait):
         while not self.try_lock():
             time.sleep(self.idle_ms / 1000)
 
     def unlock(self):
-        if not self.patiently(self.delete):
+        if not self.in_transaction(self.delete):
             raise RuntimeError("Lock was released in the store due to expiration.")
 
     def acquire(self, cursor):
@@ -110,7 +110,7 @@ class JdbcLock:
         cursor.execute(UPDATE[self.generation].format(prefix="INT_"), update)
         if cursor.rowcount > 0:
             return True
-        # The time that the update took counts.
+        # The time after the update, as in the original.
         at = now()
         insert = (*place, self.client_id, at, at + self.ttl) if self.generation == "v7" else (*place, self.client_id, at)
         cursor.execute(INSERT[self.generation].format(prefix="INT_"), insert)
@@ -120,14 +120,14 @@ class JdbcLock:
         cursor.execute(DELETE.format(prefix="INT_"), (self.region, self.key, self.client_id))
         return cursor.rowcount == 1
 
-    def patiently(self, work, begin=None):
-        """In a transaction of its own. What may pass is tried again at once and without end, as there."""
+    def in_transaction(self, work, begin=None):
+        """Runs `work` in its own transaction. Transient errors are retried at once and without limit, as in the original."""
         connection = self.database.connection
         while True:
             try:
                 with connection.cursor() as cursor:
                     if begin:
-                        # For MariaDB it is about the next transaction, for PostgreSQL about this one, which it begins.
+                        # In MariaDB the statement applies to the next transaction, in PostgreSQL to this one, which it begins.
                         cursor.execute(begin)
                     answer = work(cursor)
                 connection.commit()

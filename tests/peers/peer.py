@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Another program that uses our locks: takes a lock in Redis as Spring Integration or Redisson does, in a database as Spring Integration
+"""Another program that uses our locks: acquires a lock in Redis as Spring Integration or Redisson does, in a database as Spring Integration
 does, or in ZooKeeper with kazoo, many times.
 
-It judges nothing: it journals when it was inside, and the tests put the journals of all processes together. What is asked of
-the server is in spring.py, redisson.py, jdbc.py and zoo.py. Started by the tests in tests/tests; by hand:
+It checks nothing. It writes the times of its critical sections to a journal, and the tests merge the journals of all processes.
+The requests to the server are in spring.py, redisson.py, jdbc.py and zoo.py. Started by the tests in tests/tests. Manually:
 
     peer.py --url redis://127.0.0.1/ --layout spring --namespace locks --key orders/42 \
         --sections 500 --journal journal --counter counter
@@ -11,7 +11,7 @@ the server is in spring.py, redisson.py, jdbc.py and zoo.py. Started by the test
     peer.py --url postgres://postgres@127.0.0.1/shop --layout spring --namespace DEFAULT --key orders/42 --once hold
     peer.py --url zk://127.0.0.1:2181 --layout renamed --key /locks/orders --once hold
 
-Whatever goes wrong ends it, with a status other than zero and the reason on its standard error.
+Each error ends the program with a status other than zero and the reason on its standard error.
 """
 
 import argparse
@@ -29,7 +29,7 @@ try:
     from redis.cluster import RedisCluster
     from redis.retry import Retry
 
-    # The first release that hears sharded channels is 5.0.
+    # The first release that can subscribe to sharded channels is 5.0.
     redis.client.PubSub.ssubscribe
 except (ImportError, AttributeError) as error:
     sys.exit(
@@ -50,12 +50,12 @@ def now():
     return time.clock_gettime_ns(CLOCK)
 
 
-def say(line):
+def print_line(line):
     print(line, flush=True)
 
 
 class Wait:
-    """What happened while a lock was waited for."""
+    """The release messages and timeouts during one wait."""
 
     def __init__(self):
         self.wakes = 0
@@ -63,18 +63,18 @@ class Wait:
         self.woken_at = None
 
     def woken(self):
-        """A release was heard of."""
+        """A release message was received."""
         self.woken_at = now()
         self.wakes += 1
 
-    def gave_up(self):
-        """None was heard of for as long as the original listens before it looks by itself."""
+    def timed_out(self):
+        """No release message arrived before the timeout after which the original polls."""
         self.fallbacks += 1
 
 
 def connect(url):
-    """A client that sends nothing twice, and whether it is one of a cluster."""
-    # What is retried would be taken by whoever did not hear that it has the lock already.
+    """Returns a client that repeats no request, and whether it is a client of a cluster."""
+    # A repeated request could acquire the lock for a caller that received no reply to its first request.
     options = {"retry": Retry(NoBackoff(), 0), "socket_timeout": 60, "socket_connect_timeout": 60}
     client = redis.Redis.from_url(url, protocol=2, **options)
     if not client.info("cluster").get("cluster_enabled"):
@@ -94,10 +94,10 @@ def open_lock(options):
         name = f"{options.namespace}:{options.key}" if options.namespace else options.key
         lease_ms = options.lease_ms or redisson.LEASE_MS
         channel = redisson.prefix_name("redisson_lock__channel", name)
-        listener = listening(client, cluster, channel)
+        listener = new_listener(client, cluster, channel)
         return redisson.RedissonLock(client, listener, name, lease_ms, options.verb)
     if cluster:
-        sys.exit("peer.py: in a cluster only --layout redisson is known")
+        sys.exit("peer.py: a cluster supports only --layout redisson")
     lease_ms = options.lease_ms or spring.LEASE_MS
     if options.spin:
         return spring.SpinLock(client, options.namespace, options.key, lease_ms, options.idle_ms)
@@ -105,29 +105,29 @@ def open_lock(options):
     return spring.PubSubLock(client, options.namespace, options.key, lease_ms, old)
 
 
-def listening(client, cluster, channel):
+def new_listener(client, cluster, channel):
     if not cluster:
         return client.pubsub()
-    # A sharded channel is heard on the node that has its slot alone; any other on all.
+    # Messages of a sharded channel reach only the node of its slot. Messages of other channels reach all nodes.
     node = client.get_node_from_key(channel)
     return client.get_redis_connection(node).pubsub()
 
 
-def take_sections(lock, options):
+def run_sections(lock, options):
     journal = open(options.journal, "a", encoding="utf-8")
     counter = Path(options.counter)
-    say("ready")
+    print_line("ready")
     if options.on_cue:
-        await_cue()
+        wait_for_start()
     for _ in range(options.sections):
         wait = Wait()
         asked = now()
         lock.lock(wait)
         entered = now()
-        # One step for all who exclude each other, and many for those who do not.
+        # Read, pause and write are one atomic step only under mutual exclusion.
         count = int(counter.read_text(encoding="ascii"))
         time.sleep(options.hold_ms / 1000)
-        write_over(counter, count + 1)
+        overwrite_number(counter, count + 1)
         token = getattr(lock, "token", None)
         leaving = now()
         lock.unlock()
@@ -146,17 +146,17 @@ def take_sections(lock, options):
         journal.flush()
         time.sleep(random.uniform(0, options.pause_ms) / 1000)
     journal.close()
-    say("done")
+    print_line("done")
 
 
-def write_over(counter, count):
-    """Puts a number into the file at once: whoever reads it at the wrong time reads a wrong number, not half of one."""
+def overwrite_number(counter, count):
+    """Replaces the number in one write: a concurrent reader reads an old number, but never half of one."""
     with open(counter, "r+", encoding="ascii") as file:
         file.write(f"{count:>10}")
 
 
-def await_cue():
-    """Waits for a line of input; at the end of the input the test is gone, and so is this process."""
+def wait_for_start():
+    """Waits for a line of input. The end of the input means that the test has ended, so the process exits."""
     cue = threading.Event()
 
     def read():
@@ -172,40 +172,40 @@ def await_cue():
 def once(lock, what, hold_ms=None):
     if what == "try":
         if not lock.try_lock():
-            say("busy")
+            print_line("busy")
             return
-        say("held")
+        print_line("held")
     else:
-        say("waiting")
+        print_line("waiting")
         lock.lock(Wait())
-        say("held")
+        print_line("held")
         if hold_ms is None:
             sys.stdin.readline()
         else:
             time.sleep(float(hold_ms) / 1000)
     lock.unlock()
-    say("released")
+    print_line("released")
 
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--url", required=True, help="redis://HOST:PORT/, of one server or of any node of a cluster; postgres://… or mysql://…; zk://…")
-    parser.add_argument("--layout", required=True, choices=["spring", "redisson", "stock", "patterned", "renamed"], help="the last three are forms of kazoo's")
+    parser.add_argument("--layout", required=True, choices=["spring", "redisson", "stock", "patterned", "renamed"], help="the last three are variants of kazoo's lock")
     parser.add_argument("--channel", choices=["old", "new"], default="new", help="spring: before or since 6.4.8 and 6.5.3")
     parser.add_argument("--generation", choices=["v6", "v7"], default="v7", help="spring in a database: version 6 or 7")
-    parser.add_argument("--verb", choices=["PUBLISH", "SPUBLISH"], default="PUBLISH", help="redisson: how it tells of a release")
+    parser.add_argument("--verb", choices=["PUBLISH", "SPUBLISH"], default="PUBLISH", help="redisson: the command that publishes a release")
     parser.add_argument("--spin", action="store_true", help="spring: a registry of the type SPIN_LOCK")
-    parser.add_argument("--idle-ms", type=float, default=spring.IDLE_MS, help="spring: between the tries of --spin, or of a database")
+    parser.add_argument("--idle-ms", type=float, default=spring.IDLE_MS, help="spring: the pause between attempts with --spin or in a database")
     parser.add_argument("--lease-ms", type=int, help="the original's default unless set: spring 60000 (a database: 10000), redisson 30000")
-    parser.add_argument("--namespace", default="", help="spring: the registryKey, or a database's region; redisson: what names begin with, if anything")
+    parser.add_argument("--namespace", default="", help="spring: the registryKey, or a database's region; redisson: the optional prefix of names")
     parser.add_argument("--key", required=True)
     parser.add_argument("--once", nargs="+", metavar="DO", help="try; hold MS; or hold, until a line of input or its end")
-    parser.add_argument("--sections", type=int, help="how many times to take the lock")
+    parser.add_argument("--sections", type=int, help="how many times to acquire the lock")
     parser.add_argument("--journal", help="the file that gets a line for each section")
     parser.add_argument("--counter", help="the file with a number that each section increments")
-    parser.add_argument("--hold-ms", type=float, default=1, help="how long a section takes")
-    parser.add_argument("--pause-ms", type=float, default=4, help="at most between two sections")
-    parser.add_argument("--on-cue", action="store_true", help="begin at a line of input, and die at its end")
+    parser.add_argument("--hold-ms", type=float, default=1, help="the duration of a section")
+    parser.add_argument("--pause-ms", type=float, default=4, help="the longest pause between two sections")
+    parser.add_argument("--on-cue", action="store_true", help="start at a line of input, and exit at the end of the input")
     options = parser.parse_args()
     if options.once is None and not (options.sections and options.journal and options.counter):
         parser.error("give --once, or --sections with --journal and --counter")
@@ -214,11 +214,11 @@ def parse():
     if options.layout == "spring" and not options.namespace:
         parser.error("give --namespace, which is Spring's registryKey or region")
     if options.layout == "spring" and options.verb == "SPUBLISH":
-        parser.error("Spring knows no SPUBLISH")
+        parser.error("Spring does not use SPUBLISH")
     if (options.layout in ["stock", "patterned", "renamed"]) != options.url.startswith("zk"):
-        parser.error("the forms of kazoo's are for ZooKeeper, which knows no others")
+        parser.error("ZooKeeper needs --layout stock, patterned or renamed, and only ZooKeeper has them")
     if options.layout == "redisson" and not options.url.startswith("redis"):
-        parser.error("in a database only --layout spring is known")
+        parser.error("a database supports only --layout spring")
     if options.spin and options.layout != "spring":
         parser.error("--spin is for spring")
     return options
@@ -230,7 +230,7 @@ def main():
     if options.once:
         once(lock, *options.once)
     else:
-        take_sections(lock, options)
+        run_sections(lock, options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Locks as Redisson's RLock takes them. Knows nothing of sections and journals: see peer.py.
+"""Locks as Redisson's RLock acquires them. Sections and journals are in peer.py.
 
 The scripts are Redisson's own, from redisson/src/main/java/org/redisson/RedissonLock.java (tryLockInnerAsync and
 unlockInnerAsync) of https://github.com/redisson/redisson, version 4.7. Copyright (c) 2013-2026 Nikita Koksharov. Licensed
-under the Apache License, Version 2.0; see LICENSE-APACHE at the root of this repository. They are kept letter by letter,
-because it is them that we must get on with.
+under the Apache License, Version 2.0; see LICENSE-APACHE at the root of this repository. They are unchanged,
+because our locks must be compatible with them.
 
-The lock has a lease that is not renewed, as after `lock(leaseTime, unit)`. Nothing waits for replicas.
+The lock has a lease that is not renewed, as after `lock(leaseTime, unit)`. No call waits for replicas.
 """
 
 import secrets
@@ -48,19 +48,19 @@ UNLOCK_MESSAGE = 0
 # `lockWatchdogTimeout`, unless it is set.
 LEASE_MS = 30_000
 
-# (timeout + delay(retryAttempts)) * retryAttempts, the longest that the defaults make of it.
+# (timeout + delay(retryAttempts)) * retryAttempts, the longest duration with the defaults.
 LATCH_MS = 20_000
 
 FOREVER_S = 24 * 60 * 60
 
 
 def prefix_name(prefix, name):
-    """RedissonObject.prefixName: a name that has a brace is taken to have a tag of its own."""
+    """RedissonObject.prefixName: a name with a brace is assumed to have a hash tag."""
     return f"{prefix}:{name}" if "{" in name else f"{prefix}:{{{name}}}"
 
 
 class RedissonLock:
-    """RedissonLock. `verb` is what the client's connection manager found: SPUBLISH in a cluster, or PUBLISH."""
+    """RedissonLock. `verb` is the command that the client's connection manager chose: SPUBLISH in a cluster, or PUBLISH."""
 
     def __init__(self, client, listener, name, lease_ms, verb):
         self.client = client
@@ -74,7 +74,7 @@ class RedissonLock:
         self.unlock_script = client.register_script(UNLOCK_SCRIPT)
 
     def try_acquire(self):
-        """None when it is ours, or what the holder's lease has left."""
+        """Returns None if the lock is acquired, otherwise the remaining lease of the holder."""
         return self.try_lock_script(keys=[self.name], args=[self.lease_ms, self.lock_name])
 
     def try_lock(self):
@@ -94,7 +94,7 @@ class RedissonLock:
             self.unsubscribe()
 
     def subscribe(self):
-        # The last unsubscription is confirmed first: what is heard until then was meant for the last wait.
+        # Waits for the confirmation of the last unsubscription: earlier messages belong to the last wait.
         while self.listener.subscribed:
             self.listener.get_message(timeout=1)
         if self.verb == "SPUBLISH":
@@ -112,13 +112,13 @@ class RedissonLock:
             self.listener.unsubscribe(self.channel)
 
     def await_message(self, wait, left_ms):
-        # Each message is a permit of the entry's latch, also one that came while nobody waited. A lock without a lease is
-        # awaited without end.
+        # Each message is a permit of the entry's latch, also one that arrived while no caller waited. A lock without a lease is
+        # awaited without a limit.
         message = self.listener.get_message(timeout=FOREVER_S if left_ms < 0 else left_ms / 1000)
         if message is None:
-            wait.gave_up()
+            wait.timed_out()
             return
-        # Redisson reads every message as a number, and breaks at others.
+        # Redisson parses every message as a number, and fails at others.
         if message["type"] in ("message", "smessage") and int(message["data"]) == UNLOCK_MESSAGE:
             wait.woken()
 

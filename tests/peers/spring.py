@@ -1,10 +1,10 @@
-"""Locks as Spring Integration's RedisLockRegistry takes them. Knows nothing of sections and journals: see peer.py.
+"""Locks as Spring Integration's RedisLockRegistry acquires them. Sections and journals are in peer.py.
 
 The scripts are Spring Integration's own, from
 spring-integration-redis/src/main/java/org/springframework/integration/redis/util/RedisLockRegistry.java
 of https://github.com/spring-projects/spring-integration, versions 6.5.2 and 7.1 (they differ in the channel alone).
 Copyright 2014-present the original author or authors. Licensed under the Apache License, Version 2.0; see
-LICENSE-APACHE at the root of this repository. They are kept letter by letter, because it is them that we must get on with.
+LICENSE-APACHE at the root of this repository. They are unchanged, because our locks must be compatible with them.
 """
 
 import time
@@ -48,7 +48,7 @@ IDLE_MS = 100
 
 
 class SpringLock:
-    """RedisLock, with what it has from its registry."""
+    """RedisLock, with the fields of its registry."""
 
     def __init__(self, client, namespace, key, lease_ms):
         self.client = client
@@ -69,7 +69,7 @@ class SpringLock:
 
 
 class SpinLock(SpringLock):
-    """RedisSpinLock: looks every now and then, and tells nobody when it is done."""
+    """RedisSpinLock: polls, and publishes no release."""
 
     def __init__(self, client, namespace, key, lease_ms, idle_ms):
         super().__init__(client, namespace, key, lease_ms)
@@ -86,7 +86,7 @@ class SpinLock(SpringLock):
             try:
                 return self.client.execute_command("DELEX", self.lock_key, "IFEQ", self.client_id) == 1
             except redis.ResponseError as error:
-                # Servers before 8.4. The client takes the "ERR" away.
+                # Servers before 8.4. The client removes the "ERR".
                 if not str(error).lower().startswith(("unknown command", "syntax error")):
                     raise
                 self.supports_compare_and_delete = False
@@ -108,7 +108,7 @@ class PubSubLock(SpringLock):
         if self.listener is None:
             self.listen()
         while True:
-            # Spring's listener drops what comes while nobody has registered for the key.
+            # Spring's listener drops messages that arrive while no caller has registered for the key.
             while self.listener.get_message(timeout=0) is not None:
                 pass
             if self.try_lock():
@@ -128,7 +128,7 @@ class PubSubLock(SpringLock):
             raise RuntimeError(f"the subscription was answered with {confirmed}")
 
     def await_message(self, wait):
-        # No longer than the waiter's own lease, whatever is left of the holder's.
+        # No longer than the waiter's own lease, whatever remains of the holder's.
         deadline = time.monotonic() + self.lease_ms / 1000
         while (left := deadline - time.monotonic()) > 0:
             message = self.listener.get_message(timeout=left)
@@ -137,7 +137,7 @@ class PubSubLock(SpringLock):
             if message["type"] in ("message", "pmessage") and message["data"] == self.lock_key.encode():
                 wait.woken()
                 return
-        wait.gave_up()
+        wait.timed_out()
 
     def remove_lock_key(self):
         channel = self.unlock_channel if self.old else f"{self.unlock_channel}:{self.lock_key}"

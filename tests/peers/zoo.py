@@ -1,7 +1,7 @@
-"""Locks in ZooKeeper as kazoo takes them, and by kazoo itself. Knows nothing of sections and journals: see peer.py.
+"""Locks in ZooKeeper as kazoo acquires them, and by kazoo itself. Sections and journals are in peer.py.
 
-kazoo names its nodes in a way of its own. A program that shares locks with Curator and with us either waits for their nodes too, as `patterned`
-does by a parameter of kazoo's, or writes nodes as they do, as `renamed` does by a class of its own.
+kazoo has its own node names. A program that shares locks with Curator and with us either waits for their nodes too, as `patterned`
+does with a parameter of kazoo, or uses their node names, as `renamed` does with its own class.
 """
 
 import logging
@@ -18,7 +18,7 @@ except ImportError as error:
         "python3 -m pip install -r tests/peers/requirements.txt"
     )
 
-# Lost connections are the tests' business, and are told as errors.
+# The tests cause lost connections, and kazoo raises them as errors.
 logging.getLogger("kazoo").setLevel(logging.CRITICAL)
 
 SESSION_MS = 10_000
@@ -46,7 +46,7 @@ class KazooLock:
         self.naming = naming
         self.held = None
 
-    def fresh(self):
+    def new_lock(self):
         if self.naming == "renamed":
             return CuratorNamedLock(self.client, self.path, "peer")
         patterns = ["-lock-"] if self.naming == "patterned" else []
@@ -54,13 +54,13 @@ class KazooLock:
 
     def acquire(self, **options):
         while True:
-            lock = self.fresh()
+            lock = self.new_lock()
             try:
                 if not lock.acquire(**options):
                     return False
             except NoNodeError:
-                # kazoo makes parents that stay. One that Curator or we have made goes when it is empty, even between kazoo's look
-                # and its node.
+                # kazoo creates persistent parents. A container that Curator or we have created is removed when it is empty, even
+                # between kazoo's check and the creation of its node.
                 continue
             self.held = lock
             return True
@@ -74,7 +74,7 @@ class KazooLock:
 
     @property
     def token(self):
-        """The transaction that made our node."""
+        """The transaction that created the node of this lock."""
         return self.client.exists(f"{self.path}/{self.held.node}").czxid
 
     def unlock(self):

@@ -9,7 +9,7 @@ use std::time::Duration;
 use std::{fs, io, process};
 
 use registry_core::{DistributedLock, FencingToken};
-use registry_testkit::history::{Event, What, host_clock};
+use registry_testkit::history::{HistoryEvent, HistoryEventKind, host_clock};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 
@@ -17,7 +17,7 @@ use tokio::time::sleep;
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
-pub struct Task {
+pub struct SectionTask {
     /// The URL of the server or the cluster, as for
     /// [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url), or of another store with
     /// all its options.
@@ -53,7 +53,7 @@ pub enum Form {
     Redisson,
 }
 
-impl Task {
+impl SectionTask {
     /// A task whose journal and counter are in files of these names.
     #[must_use]
     pub fn new(
@@ -112,15 +112,18 @@ impl Section {
     /// Returns the events of the lock for the checks of the testkit. `number` distinguishes the
     /// sections of a process.
     #[must_use]
-    pub fn events(&self, key: &str, number: u32) -> [Event; 4] {
+    pub fn events(&self, key: &str, number: u32) -> [HistoryEvent; 4] {
         let op = u64::from(self.client) << 32 | u64::from(number);
         [
-            (self.asked, What::AcquireCalled { key: key.into() }),
-            (self.entered, What::AcquireGranted { token: self.token, valid_until: None }),
-            (self.leaving, What::ReleaseCalled),
-            (self.left, What::ReleaseFreed),
+            (self.asked, HistoryEventKind::AcquireCalled { key: key.into() }),
+            (
+                self.entered,
+                HistoryEventKind::AcquireGranted { token: self.token, valid_until: None },
+            ),
+            (self.leaving, HistoryEventKind::ReleaseCalled),
+            (self.left, HistoryEventKind::ReleaseFreed),
         ]
-        .map(|(at, what)| Event::new(at, op, self.client, what))
+        .map(|(at, kind)| HistoryEvent::new(at, op, self.client, kind))
     }
 }
 
@@ -131,7 +134,10 @@ impl Section {
 ///
 /// # Cancel safety
 /// Dropping the future ends the task. A section in progress is not written to the journal.
-pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Box<dyn Error>> {
+pub async fn run_sections(
+    lock: &DistributedLock,
+    task: &SectionTask,
+) -> Result<(), Box<dyn Error>> {
     let clock = host_clock();
     let mut journal = fs::OpenOptions::new().create(true).append(true).open(&task.journal)?;
     for _ in 0..task.sections {
@@ -141,7 +147,7 @@ pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Bo
         // Read, pause and write are one atomic step only under mutual exclusion.
         let count: u64 = fs::read_to_string(&task.counter)?.trim().parse()?;
         sleep(Duration::from_millis(task.hold_ms)).await;
-        write_over(&task.counter, count + 1)?;
+        overwrite_number(&task.counter, count + 1)?;
         let token = guard.fencing_token().map(FencingToken::get);
         let leaving = clock();
         guard.unlock().await?;
@@ -159,7 +165,7 @@ pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Bo
 
 /// Replaces the number in one write: a concurrent reader reads an old number, but never half of
 /// one.
-fn write_over(counter: &Path, count: u64) -> io::Result<()> {
+fn overwrite_number(counter: &Path, count: u64) -> io::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).open(counter)?;
     file.write_all(format!("{count:>10}").as_bytes())
 }

@@ -14,20 +14,20 @@
 //! - I8: one contender per key and process, and no local lock remains.
 
 mod client;
-mod probe;
-mod world;
+mod checking_backend;
+mod trial;
 
 use std::time::Duration;
 
 use registry_testkit::check::{fenced_writes, token_order, validity};
 use registry_testkit::seed::Seed;
 
-use self::world::World;
+use self::trial::Trial;
 
 /// The faults that a trial injects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Weather {
+pub enum FaultProfile {
     /// Requests and replies are delayed, and nothing else happens.
     Calm,
     /// Requests, replies and wake-ups are lost, and false invalidations arrive.
@@ -40,7 +40,7 @@ pub enum Weather {
 /// The result of a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Outcome {
+pub struct TrialOutcome {
     /// The number of grants.
     pub grants: u64,
     /// The number of holds that ended by loss.
@@ -56,13 +56,13 @@ pub struct Outcome {
 /// One step of a trial.
 pub type Step = (Duration, usize, &'static str);
 
-/// Returns the weather of a seed. Consecutive seeds cycle through all kinds.
+/// Returns the fault profile of a seed. Consecutive seeds cycle through all profiles.
 #[must_use]
-pub fn weather(seed: Seed) -> Weather {
+pub fn fault_profile(seed: Seed) -> FaultProfile {
     match seed.get() % 3 {
-        0 => Weather::Calm,
-        1 => Weather::Lossy,
-        _ => Weather::Stormy,
+        0 => FaultProfile::Calm,
+        1 => FaultProfile::Lossy,
+        _ => FaultProfile::Stormy,
     }
 }
 
@@ -71,7 +71,7 @@ pub fn weather(seed: Seed) -> Weather {
 /// # Panics
 /// If a property is violated; the message names it.
 #[must_use]
-pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
+pub fn run(seed: Seed, fault_profile: FaultProfile, grants: u64) -> TrialOutcome {
     // The engine's own jitter comes from this thread's generator.
     fastrand::seed(seed.get());
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -80,20 +80,20 @@ pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
         .build()
         .expect("a runtime without I/O can always be built");
     let outcome = runtime.block_on(async {
-        let mut world = World::new(seed, weather, grants);
-        world.live().await;
-        world.settle().await;
-        let history = world.history();
+        let mut trial = Trial::new(seed, fault_profile, grants);
+        trial.run_to_end().await;
+        trial.check_final_state().await;
+        let history = trial.history();
         // `busy_answers` is not checked: a caller that does not wait also receives "busy" while
         // another local caller is still asking the store.
-        let judge = || {
+        let check_history = || {
             token_order(&history)?;
             fenced_writes(&history)?;
             validity(&history)
         };
-        let judged = judge().unwrap_or_else(|violation| panic!("I1/I2: {violation}"));
-        let outcome = world.outcome();
-        assert_eq!(judged as u64, outcome.grants, "the record is complete");
+        let checked = check_history().unwrap_or_else(|violation| panic!("I1/I2: {violation}"));
+        let outcome = trial.outcome();
+        assert_eq!(checked as u64, outcome.grants, "the record is complete");
         outcome
     });
     drop(runtime);

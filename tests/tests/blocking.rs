@@ -30,19 +30,19 @@ fn idle(registry: &BlockingRegistry) {
 }
 
 #[test]
-fn a_plain_thread_locks_and_lets_go() {
+fn a_plain_thread_locks_and_unlocks() {
     let store = MemoryBackend::new();
-    let (ours, theirs) = (over(&store), over(&store));
-    let guard = ours.obtain("k").lock().unwrap();
+    let (local, remote) = (over(&store), over(&store));
+    let guard = local.obtain("k").lock().unwrap();
     assert!(guard.is_held());
     assert_eq!(guard.key(), "k");
-    assert!(theirs.obtain("k").try_lock().unwrap().is_none());
-    assert!(theirs.obtain("k").try_lock_for(Duration::from_millis(20)).unwrap().is_none());
-    assert_eq!(theirs.obtain("k").holder().unwrap().unwrap().token, guard.fencing_token());
+    assert!(remote.obtain("k").try_lock().unwrap().is_none());
+    assert!(remote.obtain("k").try_lock_for(Duration::from_millis(20)).unwrap().is_none());
+    assert_eq!(remote.obtain("k").holder().unwrap().unwrap().token, guard.fencing_token());
     let token = guard.fencing_token();
     guard.renew(Duration::from_secs(60)).unwrap();
     guard.unlock().unwrap();
-    let next = theirs.obtain("k").try_lock().unwrap().unwrap();
+    let next = remote.obtain("k").try_lock().unwrap().unwrap();
     assert!(next.fencing_token() > token);
     next.unlock().unwrap();
     assert_eq!(store.records(), 0);
@@ -60,7 +60,10 @@ fn threads_exclude_each_other() {
                     let lock = registry.obtain("k");
                     for _ in 0..25 {
                         let guard = lock.lock().unwrap();
-                        assert!(!inside.swap(true, Ordering::SeqCst), "two threads are inside");
+                        assert!(
+                            !inside.swap(true, Ordering::SeqCst),
+                            "two critical sections overlap"
+                        );
                         thread::yield_now();
                         inside.store(false, Ordering::SeqCst);
                         guard.unlock().unwrap();
@@ -73,12 +76,12 @@ fn threads_exclude_each_other() {
 }
 
 #[test]
-fn a_blocked_thread_goes_on_when_the_holder_drops_its_guard() {
-    let ours = over(&MemoryBackend::new());
-    let guard = ours.obtain("k").lock().unwrap();
+fn a_blocked_thread_continues_when_the_holder_drops_its_guard() {
+    let local = over(&MemoryBackend::new());
+    let guard = local.obtain("k").lock().unwrap();
     let (starts, started) = mpsc::channel();
     let waiter = thread::spawn({
-        let lock = ours.obtain("k");
+        let lock = local.obtain("k");
         move || {
             starts.send(()).unwrap();
             lock.lock().unwrap().unlock().unwrap();
@@ -90,13 +93,13 @@ fn a_blocked_thread_goes_on_when_the_holder_drops_its_guard() {
 }
 
 #[test]
-fn a_thread_hears_of_a_loss() {
+fn a_thread_is_notified_of_a_loss() {
     let store = MemoryBackend::new();
-    let (ours, theirs) = (over(&store), over(&store));
+    let (local, remote) = (over(&store), over(&store));
     let options = LockOptions::new().lease(Duration::from_secs(3));
-    let guard = ours.obtain("k").lock_with(options).unwrap().unwrap();
+    let guard = local.obtain("k").lock_with(options).unwrap().unwrap();
     assert_eq!(guard.lost_within(Duration::ZERO).unwrap(), None);
-    assert!(runtime().block_on(theirs.registry().force_release("k")).unwrap());
+    assert!(runtime().block_on(remote.registry().force_release("k")).unwrap());
     assert_eq!(guard.lost_within(LONG).unwrap(), Some(LostReason::Gone));
     assert!(matches!(guard.unlock(), Err(LockError::Lost { .. })));
 }
@@ -122,8 +125,8 @@ fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) 
 
 #[test]
 fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() {
-    type Place = fn(&tokio::runtime::Runtime, Box<dyn FnOnce() + Send>);
-    let places: [Place; 4] = [
+    type CallSite = fn(&tokio::runtime::Runtime, Box<dyn FnOnce() + Send>);
+    let call_sites: [CallSite; 4] = [
         |runtime, calls| runtime.block_on(async { calls() }),
         |runtime, calls| runtime.block_on(async { tokio::spawn(async { calls() }).await.unwrap() }),
         |runtime, calls| runtime.block_on(runtime.spawn_blocking(calls)).unwrap(),
@@ -132,30 +135,30 @@ fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() 
             calls();
         },
     ];
-    for place in places {
-        let ours = over(&MemoryBackend::new());
-        let guard = ours.obtain("k").lock().unwrap();
-        place(
+    for call_site in call_sites {
+        let local = over(&MemoryBackend::new());
+        let guard = local.obtain("k").lock().unwrap();
+        call_site(
             &runtime(),
             Box::new({
-                let ours = ours.clone();
-                move || blocking_calls_are_refused(&ours, guard)
+                let local = local.clone();
+                move || blocking_calls_are_refused(&local, guard)
             }),
         );
         // Refused calls leave nothing behind: the guard that could not wait was released in the
         // background.
-        idle(&ours);
-        ours.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
+        idle(&local);
+        local.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
     }
 }
 
 #[test]
 fn everything_can_be_dropped_inside_a_runtime() {
     let store = MemoryBackend::new();
-    let ours = over(&store);
-    let (lock, guard) = (ours.obtain("k"), ours.obtain("k").lock().unwrap());
+    let local = over(&store);
+    let (lock, guard) = (local.obtain("k"), local.obtain("k").lock().unwrap());
     runtime().block_on(async move {
-        drop(ours);
+        drop(local);
         drop(lock);
         drop(guard);
     });
@@ -186,52 +189,53 @@ fn a_lock_outlives_its_registry() {
 }
 
 #[test]
-fn a_panicking_thread_lets_go() {
-    let ours = over(&MemoryBackend::new());
+fn a_panicking_blocking_thread_releases_its_lock() {
+    let local = over(&MemoryBackend::new());
     let panicked = thread::spawn({
-        let ours = ours.clone();
+        let local = local.clone();
         move || {
-            let _guard = ours.obtain("k").lock().unwrap();
+            let _guard = local.obtain("k").lock().unwrap();
             panic!("on purpose");
         }
     });
     panicked.join().unwrap_err();
-    idle(&ours);
-    ours.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
+    idle(&local);
+    local.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
 }
 
 #[test]
-fn a_closed_registry_says_so() {
-    let ours = over(&MemoryBackend::new());
-    let guard = ours.obtain("k").lock().unwrap();
-    let report = ours.close(Duration::ZERO).unwrap();
+fn a_closed_blocking_registry_returns_closed() {
+    let local = over(&MemoryBackend::new());
+    let guard = local.obtain("k").lock().unwrap();
+    let report = local.close(Duration::ZERO).unwrap();
     assert_eq!(report.lost, 1);
     assert!(!guard.is_held());
-    assert!(matches!(ours.obtain("k").lock(), Err(LockError::Closed)));
+    assert!(matches!(local.obtain("k").lock(), Err(LockError::Closed)));
     assert!(matches!(guard.unlock(), Err(LockError::Lost { reason: LostReason::Closed, .. })));
 }
 
 #[test]
 fn bad_input_is_refused_as_in_the_async_registry() {
-    let ours = over(&MemoryBackend::new());
-    assert!(matches!(ours.obtain("").lock(), Err(LockError::InvalidKey(_))));
+    let local = over(&MemoryBackend::new());
+    assert!(matches!(local.obtain("").lock(), Err(LockError::InvalidKey(_))));
     let options = LockOptions::new().lease(Duration::ZERO);
-    assert!(matches!(ours.obtain("k").lock_with(options), Err(LockError::InvalidOption(_))));
+    assert!(matches!(local.obtain("k").lock_with(options), Err(LockError::InvalidOption(_))));
     let outside = Registry::in_memory();
     assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
 }
 
 /// No task waits for the store's reply any more except the drop itself.
 #[test]
-fn the_last_guard_of_a_blocking_registry_is_given_back() {
+fn the_last_guard_of_a_blocking_registry_is_released() {
     let store = MemoryBackend::new();
     let long = || LockOptions::new().lease(Duration::from_secs(3_600));
     for inside in [false, true] {
         for _ in 0..20 {
-            let ours = over_in_a_thread(&store);
-            let guard = thread::spawn(move || ours.obtain("k").lock_with(long()).unwrap().unwrap())
-                .join()
-                .unwrap();
+            let local = over_in_a_thread(&store);
+            let guard =
+                thread::spawn(move || local.obtain("k").lock_with(long()).unwrap().unwrap())
+                    .join()
+                    .unwrap();
             if inside {
                 runtime().block_on(async move { drop(guard) });
             } else {
@@ -244,26 +248,26 @@ fn the_last_guard_of_a_blocking_registry_is_given_back() {
 }
 
 thread_local! {
-    static LAST: std::cell::RefCell<Option<BlockingGuard>> = const { std::cell::RefCell::new(None) };
+    static LAST_GUARD: std::cell::RefCell<Option<BlockingGuard>> = const { std::cell::RefCell::new(None) };
 }
 
 /// At the end of a thread, its other thread-locals, including tokio's, may already be destroyed.
 #[test]
-fn a_guard_in_a_thread_local_is_given_back_at_the_end_of_its_thread() {
+fn a_guard_in_a_thread_local_is_released_at_the_end_of_its_thread() {
     let store = MemoryBackend::new();
     let long = || LockOptions::new().lease(Duration::from_secs(3_600));
-    let ours = over(&store);
-    let first = ours.obtain("first").lock_with(long()).unwrap().unwrap();
-    let last = ours.obtain("last").lock_with(long()).unwrap().unwrap();
-    drop(ours);
+    let local = over(&store);
+    let first = local.obtain("first").lock_with(long()).unwrap().unwrap();
+    let last = local.obtain("last").lock_with(long()).unwrap().unwrap();
+    drop(local);
     let ended = thread::spawn(move || {
         drop(first);
-        LAST.with(|kept| *kept.borrow_mut() = Some(last));
-        LAST.with(|kept| kept.borrow().as_ref().unwrap().renew(LONG).unwrap());
+        LAST_GUARD.with(|slot| *slot.borrow_mut() = Some(last));
+        LAST_GUARD.with(|slot| slot.borrow().as_ref().unwrap().renew(LONG).unwrap());
     });
     ended.join().unwrap();
-    let theirs = over(&store);
+    let remote = over(&store);
     for key in ["first", "last"] {
-        assert!(theirs.obtain(key).try_lock_for(LONG).unwrap().is_some(), "{key}");
+        assert!(remote.obtain(key).try_lock_for(LONG).unwrap().is_some(), "{key}");
     }
 }

@@ -104,7 +104,7 @@ async fn every_future_of_a_registry_can_be_sent() {
 }
 
 #[tokio::test]
-async fn a_guard_goes_to_another_task_and_ends_there() {
+async fn a_guard_can_be_moved_to_another_task_and_unlocked_there() {
     let registry = Registry::in_memory().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
     sent_away(guard.unlock()).await.unwrap();
@@ -121,7 +121,7 @@ async fn a_guard_can_be_shared_between_tasks() {
 }
 
 #[tokio::test]
-async fn news_of_a_loss_outlive_the_borrow_of_the_guard() {
+async fn a_loss_future_outlives_the_borrow_of_the_guard() {
     let registry = Registry::in_memory().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
     let lost = guard.lost();
@@ -132,7 +132,7 @@ async fn news_of_a_loss_outlive_the_borrow_of_the_guard() {
 }
 
 #[tokio::test]
-async fn registries_of_any_kind_hide_behind_one_trait() {
+async fn registries_of_any_kind_are_usable_through_one_trait() {
     let memory = Registry::in_memory().unwrap();
     let routing = RoutingRegistry::new(Arc::new(memory.clone()));
     let registries: [Arc<dyn LockRegistry>; 2] = [Arc::new(memory), Arc::new(routing)];

@@ -25,14 +25,14 @@ const GROWTH_MAX: u64 = 8 * 1_024 * 1_024;
 const PAGE_MIN: u64 = 4_096;
 
 /// The resident memory of this process, in bytes.
-fn resident() -> u64 {
+fn resident_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
     pages * PAGE_MIN
 }
 
 /// Obtains, locks and releases a batch of new keys, in every possible way.
-async fn use_up(registry: &Registry, keys: std::ops::Range<u64>) {
+async fn lock_and_release_all(registry: &Registry, keys: std::ops::Range<u64>) {
     let mut guards = Vec::new();
     for key in keys {
         let lock = registry.obtain(&format!("orders/{key}/lines"));
@@ -55,19 +55,19 @@ async fn use_up(registry: &Registry, keys: std::ops::Range<u64>) {
 }
 
 #[tokio::test]
-async fn a_million_keys_leave_nothing_behind() {
+async fn a_million_keys_leave_no_local_lock_record_or_memory() {
     let store = MemoryBackend::new();
     let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
     let mut warm = 0;
     for from in (0..KEYS).step_by(usize::try_from(AT_ONCE).unwrap()) {
         if from == WARM_UP {
-            warm = resident();
+            warm = resident_bytes();
         }
-        use_up(&registry, from..from + AT_ONCE).await;
+        lock_and_release_all(&registry, from..from + AT_ONCE).await;
     }
-    assert_eq!(registry.slots(), 0, "slots");
+    assert_eq!(registry.local_locks(), 0, "local locks");
     assert_eq!(registry.held(), 0, "held");
     assert_eq!(store.records(), 0, "records in the store");
-    let growth = resident().saturating_sub(warm);
+    let growth = resident_bytes().saturating_sub(warm);
     assert!(growth <= GROWTH_MAX, "{growth} bytes more after {} keys", KEYS - WARM_UP);
 }

@@ -14,23 +14,25 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use lock_registry_tests::sim::{run, weather};
+use lock_registry_tests::sim::{fault_profile, run};
 use registry_core::{LockRegistry as _, MemoryBackend, Mutant, Registry, switch_mutant};
 use registry_testkit::seed::Seed;
 
 /// Serializes the tests of this binary.
-fn alone() -> MutexGuard<'static, ()> {
-    static ALONE: Mutex<()> = Mutex::new(());
-    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+fn serialized() -> MutexGuard<'static, ()> {
+    static SERIALIZED: Mutex<()> = Mutex::new(());
+    SERIALIZED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 const SEEDS: u64 = 120;
 const GRANTS: u64 = 300;
 
 /// Runs the simulation with the current mutant. Returns the first failing seed as an error.
-fn verdict() -> Result<u64, (Seed, String)> {
+fn run_seeds() -> Result<u64, (Seed, String)> {
     for seed in (0..SEEDS).map(Seed::new) {
-        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed, weather(seed), GRANTS))) {
+        if let Err(panic) =
+            catch_unwind(AssertUnwindSafe(|| run(seed, fault_profile(seed), GRANTS)))
+        {
             let message = panic
                 .downcast_ref::<String>()
                 .cloned()
@@ -43,7 +45,7 @@ fn verdict() -> Result<u64, (Seed, String)> {
 
 /// Checks that a caller that is no longer polled does not block the next local caller. The
 /// simulation has no such callers.
-fn verdict_on_parked_callers() -> Result<u64, (Seed, String)> {
+fn check_unpolled_caller() -> Result<u64, (Seed, String)> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
@@ -51,29 +53,33 @@ fn verdict_on_parked_callers() -> Result<u64, (Seed, String)> {
         .expect("a runtime without I/O can always be built");
     let next = runtime.block_on(async {
         let store = Arc::new(MemoryBackend::new());
-        let there = Registry::builder(Arc::clone(&store) as _).build().expect("a runtime is here");
-        let here = Registry::builder(store).build().expect("a runtime is here");
-        let held = there.obtain("k").lock().await.expect("it is free");
-        let lock = here.obtain("k");
-        let mut parked = std::pin::pin!(lock.lock());
-        assert!(futures_util::poll!(parked.as_mut()).is_pending(), "it is held");
+        let remote = Registry::builder(Arc::clone(&store) as _).build().expect("a runtime is here");
+        let local = Registry::builder(store).build().expect("a runtime is here");
+        let held = remote.obtain("k").lock().await.expect("it is free");
+        let lock = local.obtain("k");
+        let mut unpolled = std::pin::pin!(lock.lock());
+        assert!(futures_util::poll!(unpolled.as_mut()).is_pending(), "it is held");
         held.unlock().await.expect("it is held");
         tokio::time::timeout(Duration::from_secs(3_600), lock.lock()).await.is_ok()
     });
-    if next { Ok(1) } else { Err((Seed::new(0), "a parked caller keeps its turn".to_owned())) }
+    if next {
+        Ok(1)
+    } else {
+        Err((Seed::new(0), "an unpolled caller blocks the next one".to_owned()))
+    }
 }
 
 // One test, because the switch is global to the process. The other test, which also uses the
 // engine, waits for it.
 #[test]
 fn every_seeded_bug_is_found_and_nothing_else() {
-    let _alone = alone();
+    let _serialized = serialized();
     // A detected bug panics. The default hook would print hundreds of messages.
     std::panic::set_hook(Box::new(|_| {}));
     let mut missed = Vec::new();
     for mutant in Mutant::ALL {
         switch_mutant(Some(mutant));
-        match verdict() {
+        match run_seeds() {
             Ok(seeds) => missed.push(format!("{mutant:?} survived {seeds} seeds")),
             Err((seed, message)) => {
                 let promise = message.lines().next().unwrap_or_default();
@@ -82,11 +88,11 @@ fn every_seeded_bug_is_found_and_nothing_else() {
         }
     }
     switch_mutant(Some(Mutant::UnpolledCallerKept));
-    if verdict_on_parked_callers().is_ok() {
+    if check_unpolled_caller().is_ok() {
         missed.push("UnpolledCallerKept".to_owned());
     }
     switch_mutant(None);
-    let sound = verdict().and_then(|seeds| verdict_on_parked_callers().map(|_| seeds));
+    let sound = run_seeds().and_then(|seeds| check_unpolled_caller().map(|_| seeds));
     let _ = std::panic::take_hook();
     assert!(missed.is_empty(), "{missed:#?}");
     assert_eq!(sound, Ok(SEEDS), "without a bug, nothing is found");

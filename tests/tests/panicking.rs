@@ -25,36 +25,39 @@ fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
 }
 
 /// Runs `call` in its own task, which must panic.
-async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + Send + 'static) {
+async fn assert_panics<T: Send + 'static>(
+    what: &str,
+    call: impl Future<Output = T> + Send + 'static,
+) {
     match tokio::spawn(call).await {
         Err(error) => assert!(error.is_panic(), "{what}"),
-        Ok(_) => panic!("nobody heard of the panic in {what}"),
+        Ok(_) => panic!("the panic in {what} did not reach its caller"),
     }
 }
 
 /// Checks that the registry still works: it queues, renews, releases in the background, and closes.
-async fn works(registry: Registry) {
+async fn assert_works(registry: Registry) {
     let minutes = Duration::from_secs(300);
     for key in ["k", "other"] {
         let lock = registry.obtain(key);
         let guard = lock.try_lock_for(LONG).await.unwrap().unwrap();
         tokio::time::sleep(minutes).await;
-        assert!(guard.is_held(), "{key}: nobody renews any more");
+        assert!(guard.is_held(), "{key}: renewals have stopped");
         drop(guard);
         lock.try_lock_for(LONG).await.unwrap().unwrap().unlock().await.unwrap();
     }
-    within_idle(&registry).await;
-    assert_eq!((registry.slots(), registry.held()), (0, 0));
+    wait_until_idle(&registry).await;
+    assert_eq!((registry.local_locks(), registry.held()), (0, 0));
     assert!(registry.close(Duration::from_secs(60)).await.is_clean());
 }
 
-async fn within_idle(registry: &Registry) {
+async fn wait_until_idle(registry: &Registry) {
     let idle = tokio::time::timeout(Duration::from_secs(60), registry.idle());
-    idle.await.expect("the janitor gives up");
+    idle.await.expect("the background releaser becomes idle");
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
+async fn a_panic_reaches_only_its_caller() {
     for method in PanickingBackend::METHODS {
         // No caller invokes these methods, or another test covers them.
         let without_a_caller =
@@ -63,14 +66,14 @@ async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
             continue;
         }
         let store = MemoryBackend::new();
-        let (ours, backend) = over(&store);
-        let bystander = ours.obtain("bystander").lock().await.unwrap();
-        let registry = ours.clone();
-        let lock = ours.obtain("k");
+        let (local, backend) = over(&store);
+        let other_holder = local.obtain("other holder").lock().await.unwrap();
+        let registry = local.clone();
+        let lock = local.obtain("k");
         let busy = *method == "wait";
-        let taken = if busy {
-            let theirs = Registry::builder(Arc::new(store.clone())).build().unwrap();
-            Some(theirs.obtain("k").lock().await.unwrap())
+        let remote_guard = if busy {
+            let remote = Registry::builder(Arc::new(store.clone())).build().unwrap();
+            Some(remote.obtain("k").lock().await.unwrap())
         } else {
             None
         };
@@ -79,7 +82,7 @@ async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
             _ => None,
         };
         backend.panic_once_in(method);
-        panics(method, async move {
+        assert_panics(method, async move {
             match (*method, held) {
                 ("renew", Some(held)) => drop(held.renew(Duration::from_secs(30)).await),
                 (_, Some(held)) => drop(held.unlock().await),
@@ -91,24 +94,24 @@ async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
             }
         })
         .await;
-        if let Some(taken) = taken {
-            taken.unlock().await.unwrap();
+        if let Some(remote_guard) = remote_guard {
+            remote_guard.unlock().await.unwrap();
         }
-        assert!(bystander.is_held(), "{method}");
-        bystander.unlock().await.unwrap();
-        works(ours).await;
+        assert!(other_holder.is_held(), "{method}");
+        other_holder.unlock().await.unwrap();
+        assert_works(local).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_lets_the_next_in_line_go_on() {
+async fn a_panic_does_not_block_the_next_caller() {
     for method in ["try_acquire", "try_acquire, done", "release", "release, done"] {
-        let (ours, backend) = over(&MemoryBackend::new());
-        let (lock, next) = (ours.obtain("k"), ours.obtain("k"));
-        let (begin, begun) = oneshot::channel::<()>();
+        let (local, backend) = over(&MemoryBackend::new());
+        let (lock, next) = (local.obtain("k"), local.obtain("k"));
+        let (start, started) = oneshot::channel::<()>();
         let first = tokio::spawn(async move {
             let locked = if method.starts_with("release") { lock.lock().await.ok() } else { None };
-            begun.await.unwrap();
+            started.await.unwrap();
             match locked {
                 Some(guard) => drop(guard.unlock().await),
                 None => drop(lock.lock().await),
@@ -118,55 +121,55 @@ async fn a_panic_lets_the_next_in_line_go_on() {
         // Different options than the first holder's, so that the claim is not handed over.
         let options = LockOptions::new().lease(Duration::from_secs(20));
         backend.panic_once_in(method);
-        begin.send(()).unwrap();
+        start.send(()).unwrap();
         tokio::task::yield_now().await;
         let limit = Duration::from_secs(31);
-        let turn = tokio::time::timeout(limit, next.lock_with(options)).await;
-        turn.expect(method).unwrap().unwrap().unlock().await.unwrap();
+        let acquired = tokio::time::timeout(limit, next.lock_with(options)).await;
+        acquired.expect(method).unwrap().unwrap().unlock().await.unwrap();
         drop(next);
         assert!(first.await.unwrap_err().is_panic(), "{method}");
-        works(ours).await;
+        assert_works(local).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_does_not_stop_the_janitor() {
+async fn a_panic_does_not_stop_the_background_releaser() {
     for method in ["release", "release, done"] {
-        let (ours, backend) = over(&MemoryBackend::new());
-        let guard = ours.obtain("k").lock().await.unwrap();
+        let (local, backend) = over(&MemoryBackend::new());
+        let guard = local.obtain("k").lock().await.unwrap();
         backend.panic_once_in(method);
         drop(guard);
-        within_idle(&ours).await;
+        wait_until_idle(&local).await;
         assert!(backend.has_panicked(), "{method}");
-        works(ours).await;
+        assert_works(local).await;
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_does_not_stop_the_keeper() {
-    let (ours, backend) = over(&MemoryBackend::new());
+async fn a_panic_does_not_stop_the_lease_renewer() {
+    let (local, backend) = over(&MemoryBackend::new());
     let (guard, other) =
-        (ours.obtain("a").lock().await.unwrap(), ours.obtain("b").lock().await.unwrap());
+        (local.obtain("a").lock().await.unwrap(), local.obtain("b").lock().await.unwrap());
     backend.panic_once_in("renew");
     tokio::time::sleep(Duration::from_secs(300)).await;
     assert!(backend.has_panicked());
     assert!(guard.is_held() && other.is_held(), "one panic costs a renewal, not a lock");
     drop((guard, other));
-    works(ours).await;
+    assert_works(local).await;
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_store_that_panics_when_it_is_closed_is_closed() {
-    let (ours, backend) = over(&MemoryBackend::new());
+    let (local, backend) = over(&MemoryBackend::new());
     backend.panic_once_in("close");
-    assert!(ours.close(LONG).await.is_clean());
+    assert!(local.close(LONG).await.is_clean());
     assert!(backend.has_panicked());
-    assert!(ours.close(LONG).await.is_clean());
-    assert!(matches!(ours.obtain("k").lock().await, Err(LockError::Closed)));
+    assert!(local.close(LONG).await.is_clean());
+    assert!(matches!(local.obtain("k").lock().await, Err(LockError::Closed)));
 }
 
 #[tokio::test]
-async fn a_store_that_panics_when_it_is_asked_what_it_can_do_builds_no_registry() {
+async fn a_store_that_panics_in_capabilities_builds_no_registry() {
     let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
     backend.panic_once_in("capabilities");
     let build = AssertUnwindSafe(|| Registry::builder(Arc::clone(&backend) as _).build());
@@ -175,20 +178,20 @@ async fn a_store_that_panics_when_it_is_asked_what_it_can_do_builds_no_registry(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_while_a_grant_is_taken_over_costs_no_grant() {
-    let (ours, backend) = over(&MemoryBackend::new());
+async fn a_panic_after_a_grant_loses_no_grant() {
+    let (local, backend) = over(&MemoryBackend::new());
     backend.panic_once_in("verify_after");
-    let guard = ours.obtain("k").try_lock().await.unwrap().unwrap();
+    let guard = local.obtain("k").try_lock().await.unwrap().unwrap();
     assert!(backend.has_panicked());
     guard.unlock().await.unwrap();
-    works(ours).await;
+    assert_works(local).await;
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_panic_while_renewals_are_put_together_costs_no_lease() {
+async fn a_panic_while_renewals_are_batched_loses_no_lease() {
     for method in ["shard", "renewals_max"] {
-        let (ours, backend) = over(&MemoryBackend::new());
-        let guard = ours.obtain("k").lock().await.unwrap();
+        let (local, backend) = over(&MemoryBackend::new());
+        let guard = local.obtain("k").lock().await.unwrap();
         backend.panic_once_in(method);
         let lease = guard.valid_for();
         tokio::time::sleep(lease * 3).await;

@@ -3,7 +3,7 @@
 //! release messages, and continue after each other's crash.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
-#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, Task};
+use lock_registry_tests::sections::{Form, Section, SectionTask};
 use registry_core::{LockOptions, LockRegistry, Registry};
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::check::check;
@@ -35,10 +35,10 @@ const WAKE_TIMES_BARE: u32 = 10;
 // ---- The peers leave the same records in the server as the originals.
 
 #[tokio::test]
-async fn the_spring_peer_writes_and_says_what_spring_does() {
+async fn the_spring_peer_writes_and_publishes_as_spring_does() {
     for (channel, topic) in [("new", "locks-channel:locks:orders/42"), ("old", "locks-channel")] {
         let server = server().await;
-        let mut ear = subscribed(&server, topic).await;
+        let mut subscriber = subscribed(&server, topic).await;
         let mut peer = holder(&server, Form::Spring, &["--channel", channel]);
         expect(&mut peer, "held").await;
         let owner = text(&server, &["GET", "locks:orders/42"]).await;
@@ -48,19 +48,22 @@ async fn the_spring_peer_writes_and_says_what_spring_does() {
         assert!((1..=60_000).contains(&lease), "{lease}");
         peer.write_line("").unwrap();
         expect(&mut peer, "released").await;
-        assert_eq!(heard(&mut ear).await, (topic.to_owned(), "locks:orders/42".to_owned()));
+        assert_eq!(
+            next_message(&mut subscriber).await,
+            (topic.to_owned(), "locks:orders/42".to_owned())
+        );
         assert_eq!(number(&server, &["DBSIZE"]).await, 0);
     }
 }
 
 #[tokio::test]
-async fn the_redisson_peer_writes_and_says_what_redisson_does() {
+async fn the_redisson_peer_writes_and_publishes_as_redisson_does() {
     let topic = "redisson_lock__channel:{orders/42}";
     let server = server().await;
-    let mut ear = subscribed(&server, topic).await;
+    let mut subscriber = subscribed(&server, topic).await;
     let mut peer = holder(&server, Form::Redisson, &[]);
     expect(&mut peer, "held").await;
-    let fields = server.ask_args(&["HGETALL", "orders/42"]).await.unwrap();
+    let fields = server.send_command_args(&["HGETALL", "orders/42"]).await.unwrap();
     let fields: Vec<String> = fields.items().iter().map(|field| field.text().unwrap()).collect();
     let [owner, count] = &fields[..] else { panic!("{fields:?}") };
     let (id, thread) = owner.split_once(':').unwrap();
@@ -71,7 +74,7 @@ async fn the_redisson_peer_writes_and_says_what_redisson_does() {
     assert!((1..=30_000).contains(&lease), "{lease}");
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
-    assert_eq!(heard(&mut ear).await, (topic.to_owned(), "0".to_owned()));
+    assert_eq!(next_message(&mut subscriber).await, (topic.to_owned(), "0".to_owned()));
     // The latch of the release is gone too.
     assert_eq!(number(&server, &["DBSIZE"]).await, 0);
 }
@@ -79,11 +82,11 @@ async fn the_redisson_peer_writes_and_says_what_redisson_does() {
 // ---- Two processes, step by step.
 
 #[tokio::test]
-async fn whoever_holds_a_lock_keeps_the_other_side_out() {
+async fn a_holder_excludes_the_other_side() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
-        let ours = registry(&server, form).await;
-        let lock = ours.obtain("orders/42");
+        let local = registry(&server, form).await;
+        let lock = local.obtain("orders/42");
 
         let mut peer = holder(&server, form, &[]);
         expect(&mut peer, "held").await;
@@ -103,20 +106,20 @@ async fn whoever_holds_a_lock_keeps_the_other_side_out() {
 
 /// Without the message, the peer would poll ten minutes later.
 #[tokio::test]
-async fn a_waiting_peer_hears_of_our_release() {
+async fn a_waiting_peer_receives_our_release_message() {
     for (form, options) in [
         (Form::Spring, &["--channel", "new"][..]),
         (Form::Spring, &["--channel", "old"]),
         (Form::Redisson, &[]),
     ] {
         let server = server().await;
-        let ours = registry(&server, form).await;
+        let local = registry(&server, form).await;
         let options = [options, &["--lease-ms", "600000"]].concat();
         let lease = LockOptions::new().lease(Duration::from_secs(600));
-        let guard = ours.obtain("orders/42").lock_with(lease).await.unwrap().unwrap();
+        let guard = local.obtain("orders/42").lock_with(lease).await.unwrap().unwrap();
         let mut peer = holder(&server, form, &options);
         expect(&mut peer, "waiting").await;
-        until_heard(&server).await;
+        wait_until_subscribed(&server).await;
         guard.unlock().await.unwrap();
         expect(&mut peer, "held").await;
     }
@@ -124,34 +127,36 @@ async fn a_waiting_peer_hears_of_our_release() {
 
 /// Old and new versions of Spring do not notify each other, but we notify both.
 #[tokio::test]
-async fn we_wake_old_and_new_versions_of_spring_at_once() {
+async fn a_release_notifies_old_and_new_versions_of_spring() {
     let server = server().await;
-    let ours = registry(&server, Form::Spring).await;
-    let mut ears = [
+    let local = registry(&server, Form::Spring).await;
+    let mut subscribers = [
         subscribed(&server, "locks-channel").await,
         subscribed(&server, "locks-channel:locks:k").await,
     ];
-    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
-    for (ear, topic) in ears.iter_mut().zip(["locks-channel", "locks-channel:locks:k"]) {
-        assert_eq!(heard(ear).await, (topic.to_owned(), "locks:k".to_owned()));
+    local.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    for (subscriber, topic) in
+        subscribers.iter_mut().zip(["locks-channel", "locks-channel:locks:k"])
+    {
+        assert_eq!(next_message(subscriber).await, (topic.to_owned(), "locks:k".to_owned()));
     }
 }
 
 #[tokio::test]
-async fn a_dead_peer_is_outlived_by_its_lease() {
+async fn the_lock_of_a_dead_peer_ends_with_its_lease() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
-        let ours = registry(&server, form).await;
+        let local = registry(&server, form).await;
         let mut peer = holder(&server, form, &["--lease-ms", "1000"]);
         expect(&mut peer, "held").await;
         peer.kill().unwrap();
-        let lock = ours.obtain("orders/42");
+        let lock = local.obtain("orders/42");
         within(LONG, lock.lock()).await.unwrap().unlock().await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_peer_outlives_our_dead() {
+async fn the_lock_of_our_dead_process_ends_with_its_lease() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
         let dead = registry(&server, form).await;
@@ -165,19 +170,19 @@ async fn a_peer_outlives_our_dead() {
         assert!(!guard.is_held());
         // Its late release does not affect the peer's lock either.
         guard.unlock().await.unwrap_err();
-        let ours = registry(&server, form).await;
-        assert!(ours.obtain("orders/42").try_lock().await.unwrap().is_none(), "{form:?}");
+        let local = registry(&server, form).await;
+        assert!(local.obtain("orders/42").try_lock().await.unwrap().is_none(), "{form:?}");
     }
 }
 
 /// By an operator, or by Redisson's `forceUnlock`.
 #[tokio::test]
-async fn a_lock_that_was_broken_from_outside_is_lost() {
+async fn a_lock_deleted_by_another_program_is_lost() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
-        let ours = registry(&server, form).await;
+        let local = registry(&server, form).await;
         let options = LockOptions::new().lease(Duration::from_secs(1));
-        let guard = ours.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+        let guard = local.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
         assert_eq!(number(&server, &["DEL", lock_name(form)]).await, 1);
         let mut peer = holder(&server, form, &[]);
         expect(&mut peer, "held").await;
@@ -191,50 +196,52 @@ async fn a_lock_that_was_broken_from_outside_is_lost() {
 // ---- Four processes, many critical sections.
 
 #[tokio::test]
-async fn we_take_turns_with_spring() {
-    take_turns(&Servers::one().await, Form::Spring, &["--channel", "new"]).await;
+async fn a_lock_is_shared_with_spring() {
+    check_sharing(&RedisServers::one().await, Form::Spring, &["--channel", "new"]).await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_spring_before_6_5_3() {
-    take_turns(&Servers::one().await, Form::Spring, &["--channel", "old"]).await;
+async fn a_lock_is_shared_with_spring_before_6_5_3() {
+    check_sharing(&RedisServers::one().await, Form::Spring, &["--channel", "old"]).await;
 }
 
 /// A registry of Spring's default type publishes no releases and polls ten times a second.
 #[tokio::test]
-async fn we_get_in_beside_a_spring_that_says_nothing() {
-    let crowd = share(&Servers::one().await, Form::Spring, &["--spin"], CROWD).await;
-    crowd.nobody_starves();
+async fn a_lock_is_shared_with_a_spring_that_publishes_nothing() {
+    let run =
+        run_sections_of_both(&RedisServers::one().await, Form::Spring, &["--spin"], FOUR_PROCESSES)
+            .await;
+    run.assert_fair_shares();
     // The peer's lease is a minute, so its expiry has not ended our waits.
-    assert!(crowd.longest_wait(Side::Ours) < Duration::from_secs(30));
+    assert!(run.longest_wait(Side::Ours) < Duration::from_secs(30));
 }
 
 #[tokio::test]
-async fn we_take_turns_with_redisson() {
-    take_turns(&Servers::one().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+async fn a_lock_is_shared_with_redisson() {
+    check_sharing(&RedisServers::one().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_redisson_in_a_cluster() {
-    take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "SPUBLISH"]).await;
+async fn a_lock_is_shared_with_redisson_in_a_cluster() {
+    check_sharing(&RedisServers::cluster().await, Form::Redisson, &["--verb", "SPUBLISH"]).await;
 }
 
 /// Redisson uses `PUBLISH` with servers older than version 7, or if configured to.
 #[tokio::test]
-async fn we_take_turns_with_redisson_in_a_cluster_by_plain_messages() {
-    take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+async fn a_lock_is_shared_with_redisson_in_a_cluster_by_plain_messages() {
+    check_sharing(&RedisServers::cluster().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
 }
 
-async fn take_turns(servers: &Servers, form: Form, options: &[&str]) {
-    let crowd = share(servers, form, options, CROWD).await;
-    crowd.nobody_starves();
-    crowd.both_sides_take_over_at_once();
-    share(servers, form, options, PAIR).await.both_sides_hear_at_once();
+async fn check_sharing(servers: &RedisServers, form: Form, options: &[&str]) {
+    let run = run_sections_of_both(servers, form, options, FOUR_PROCESSES).await;
+    run.assert_fair_shares();
+    run.assert_fast_takeovers();
+    run_sections_of_both(servers, form, options, TWO_PROCESSES).await.assert_fast_wake_ups();
 }
 
 /// The number of processes that share a lock, and their timing.
 #[derive(Debug, Clone, Copy)]
-struct Crew {
+struct ProcessGroup {
     /// The number of processes of each side.
     each: u32,
     /// The number of acquisitions of each process.
@@ -244,18 +251,20 @@ struct Crew {
 }
 
 /// At least one process always waits; several race for each release.
-const CROWD: Crew = Crew { each: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
+const FOUR_PROCESSES: ProcessGroup =
+    ProcessGroup { each: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
 /// Each process waits again before the other releases, and there is no third process.
-const PAIR: Crew = Crew { each: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
+const TWO_PROCESSES: ProcessGroup =
+    ProcessGroup { each: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
 
 /// The sections that our and their processes have run under one lock.
-struct Shared {
-    crew: Crew,
+struct SectionRun {
+    group: ProcessGroup,
     key: String,
     /// In the order of the sections.
     sections: Vec<(Side, Section)>,
     /// The times of a message and two requests, measured during the same run.
-    bare: Vec<Duration>,
+    bare_messages: Vec<Duration>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -265,25 +274,31 @@ enum Side {
 }
 
 /// Runs all processes to their end, and checks what must always hold.
-async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> Shared {
+async fn run_sections_of_both(
+    servers: &RedisServers,
+    form: Form,
+    options: &[&str],
+    group: ProcessGroup,
+) -> SectionRun {
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
     fs::write(&counter, "0").unwrap();
     let task = |number: u32| {
         let journal = folder.path().join(format!("journal{number}"));
         let (url, counter) = (servers.url(), counter.clone());
-        let mut task = Task::new(url, form, namespace(form), "orders/42", journal, counter);
-        (task.sections, task.hold_ms, task.pause_ms) = (crew.sections, crew.hold_ms, crew.pause_ms);
+        let mut task = SectionTask::new(url, form, namespace(form), "orders/42", journal, counter);
+        (task.sections, task.hold_ms, task.pause_ms) =
+            (group.sections, group.hold_ms, group.pause_ms);
         task.plain_messages = options.contains(&"PUBLISH");
         task
     };
     let mut processes = Vec::new();
-    for number in 0..2 * crew.each {
+    for number in 0..2 * group.each {
         let task = task(number);
-        let (side, command) = if number < crew.each {
-            (Side::Ours, ours(&task))
+        let (side, command) = if number < group.each {
+            (Side::Ours, our_command(&task))
         } else {
-            (Side::Theirs, theirs(&servers.first().url(), &task, options))
+            (Side::Theirs, peer_command(&servers.first().url(), &task, options))
         };
         processes.push((side, task.journal, HelperProcess::spawn(command).unwrap()));
     }
@@ -293,13 +308,13 @@ async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> S
     for (_, _, process) in &mut processes {
         process.write_line("go").unwrap();
     }
-    let mut bare = Vec::new();
+    let mut bare_messages = Vec::new();
     // The first failure ends the test. The other processes could wait for a lock that the failed
     // process left behind.
-    let all_done = try_join_all(processes.iter().map(|(_, _, process)| done(process)));
+    let all_done = try_join_all(processes.iter().map(|(_, _, process)| wait_for_success(process)));
     tokio::select! {
         all = all_done => drop(all.unwrap()),
-        () = tell_and_hear(servers.first(), &mut bare) => {}
+        () = measure_bare_messages(servers.first(), &mut bare_messages) => {}
     }
 
     let mut sections: Vec<(Side, Section)> = Vec::new();
@@ -308,79 +323,82 @@ async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> S
         sections.extend(journal.lines().map(|line| (*side, serde_json::from_str(line).unwrap())));
     }
     sections.sort_by_key(|(_, section)| section.entered);
-    let shared = Shared { crew, key: "orders/42".into(), sections, bare };
-    shared.print(&format!("{form:?} {options:?}, {} each", crew.each));
-    shared.nobody_was_inside_with_another();
+    let run = SectionRun { group, key: "orders/42".into(), sections, bare_messages };
+    run.print(&format!("{form:?} {options:?}, {} each", group.each));
+    run.assert_mutual_exclusion();
     let count = fs::read_to_string(&counter).unwrap();
-    assert_eq!(count.trim(), (2 * crew.each * crew.sections).to_string());
-    shared
+    assert_eq!(count.trim(), (2 * group.each * group.sections).to_string());
+    run
 }
 
 /// Waits for the end of a process that must succeed.
-async fn done(process: &HelperProcess) -> Result<(), String> {
+async fn wait_for_success(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
 }
 
 /// Measures a hand-over without a lock under the current load: a message that another connection
 /// receives, and a request after it.
-async fn tell_and_hear(server: &RedisServer, took: &mut Vec<Duration>) {
-    let mut mouth = server.connect().await.unwrap();
-    let mut ear = subscribed(server, "bare").await;
+async fn measure_bare_messages(server: &RedisServer, took: &mut Vec<Duration>) {
+    let mut publisher = server.connect().await.unwrap();
+    let mut subscriber = subscribed(server, "bare").await;
     loop {
-        let began = Instant::now();
-        mouth.ask_args(&["PUBLISH", "bare", "0"]).await.unwrap();
-        heard(&mut ear).await;
-        mouth.ask_args(&["PING"]).await.unwrap();
-        took.push(began.elapsed());
+        let started = Instant::now();
+        publisher.send_command_args(&["PUBLISH", "bare", "0"]).await.unwrap();
+        next_message(&mut subscriber).await;
+        publisher.send_command_args(&["PING"]).await.unwrap();
+        took.push(started.elapsed());
         sleep(Duration::from_millis(10)).await;
     }
 }
 
-impl Shared {
-    fn nobody_was_inside_with_another(&self) {
+impl SectionRun {
+    fn assert_mutual_exclusion(&self) {
         let events = (0..).zip(&self.sections);
         let events = events.flat_map(|(number, (_, section))| section.events(&self.key, number));
         let checked = check(&History::from_events(events).unwrap()).unwrap();
-        let ours = (self.crew.each * self.crew.sections) as usize;
+        let local = (self.group.each * self.group.sections) as usize;
         // Our grants have tokens, and the tokens grow.
-        assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
+        assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * local, local, 0));
     }
 
     /// While all processes worked, each had more than a tenth of its fair share.
-    fn nobody_starves(&self) {
+    fn assert_fair_shares(&self) {
         let shares = self.shares();
         let all: usize = shares.values().sum();
-        for ((side, client), share) in &shares {
-            let just = all / shares.len();
-            assert!(share * 10 > just, "{side:?} ({client}) has {share} of {all}: {shares:?}");
+        for ((side, client), run_sections_of_both) in &shares {
+            let fair_share = all / shares.len();
+            assert!(
+                run_sections_of_both * 10 > fair_share,
+                "{side:?} ({client}) has {run_sections_of_both} of {all}: {shares:?}"
+            );
         }
     }
 
     /// Both sides often take over from the other, and do so at once. No peer missed a message and
     /// had to poll.
-    fn both_sides_take_over_at_once(&self) {
+    fn assert_fast_takeovers(&self) {
         for side in [Side::Ours, Side::Theirs] {
             let takeovers = self.takeovers(side);
             // A side without messages takes over only a few times, by chance.
             assert!(takeovers.len() > 100, "{side:?} took over {} times", takeovers.len());
-            self.is_at_once(side, &takeovers);
+            self.assert_fast(side, &takeovers);
         }
         let fallbacks: u32 = self.sections.iter().map(|(_, section)| section.fallbacks).sum();
         assert_eq!(fallbacks, 0);
     }
 
     /// A waiter enters at once after the first release since it began to wait.
-    fn both_sides_hear_at_once(&self) {
+    fn assert_fast_wake_ups(&self) {
         for side in [Side::Ours, Side::Theirs] {
             let wakes = self.wakes(side);
             assert!(wakes.len() > 50, "{side:?} waited {} times", wakes.len());
-            self.is_at_once(side, &wakes);
+            self.assert_fast(side, &wakes);
         }
     }
 
-    fn is_at_once(&self, side: Side, spans: &[Duration]) {
-        let limit = WAKE_LIMIT.max(WAKE_TIMES_BARE * median(&self.bare));
+    fn assert_fast(&self, side: Side, spans: &[Duration]) {
+        let limit = WAKE_LIMIT.max(WAKE_TIMES_BARE * median(&self.bare_messages));
         let median = median(spans);
         assert!(median < limit, "{side:?}: {median:?} is not below {limit:?}");
     }
@@ -394,7 +412,8 @@ impl Shared {
         }
         let from = work.values().map(|(from, _)| *from).max().unwrap();
         let to = work.values().map(|(_, to)| *to).min().unwrap();
-        let mut shares: BTreeMap<(Side, u32), usize> = work.keys().map(|who| (*who, 0)).collect();
+        let mut shares: BTreeMap<(Side, u32), usize> =
+            work.keys().map(|process| (*process, 0)).collect();
         for (side, section) in &self.sections {
             if (from..=to).contains(&section.entered) {
                 *shares.get_mut(&(*side, section.client)).unwrap() += 1;
@@ -435,8 +454,8 @@ impl Shared {
 
     fn print(&self, what: &str) {
         let (first, last) = (&self.sections[0].1, &self.sections[self.sections.len() - 1].1);
-        let (all, bare) = (span(first.asked, last.left), median(&self.bare));
-        println!("{what}: {all:?}; a message alone {bare:?}; shares {:?}", self.shares());
+        let (all, bare_messages) = (span(first.asked, last.left), median(&self.bare_messages));
+        println!("{what}: {all:?}; a message alone {bare_messages:?}; shares {:?}", self.shares());
         for side in [Side::Ours, Side::Theirs] {
             let (takeovers, wakes) = (self.takeovers(side), self.wakes(side));
             println!(
@@ -463,18 +482,18 @@ fn median(spans: &[Duration]) -> Duration {
 
 // ---- Servers and programs.
 
-enum Servers {
+enum RedisServers {
     One(Box<RedisServer>),
     Cluster(RedisCluster),
 }
 
-impl Servers {
+impl RedisServers {
     async fn one() -> Self {
         Self::One(Box::new(server().await))
     }
 
     async fn cluster() -> Self {
-        let options = ServerOptions::new().args(FORGETFUL);
+        let options = ServerOptions::new().args(WITHOUT_PERSISTENCE);
         Self::Cluster(RedisCluster::start_with(&options).await.unwrap())
     }
 
@@ -494,10 +513,10 @@ impl Servers {
 }
 
 /// No server is restarted here, and disk writes would dominate a hand-over.
-const FORGETFUL: &[&str] = &["--appendonly", "no"];
+const WITHOUT_PERSISTENCE: &[&str] = &["--appendonly", "no"];
 
 async fn server() -> RedisServer {
-    RedisServer::start(FORGETFUL).await.unwrap()
+    RedisServer::start(WITHOUT_PERSISTENCE).await.unwrap()
 }
 
 fn namespace(form: Form) -> &'static str {
@@ -527,14 +546,14 @@ async fn registry(server: &RedisServer, form: Form) -> Registry {
 }
 
 /// The command for a process of our side.
-fn ours(task: &Task) -> Command {
+fn our_command(task: &SectionTask) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
     command.arg(serde_json::to_string(task).unwrap());
     command
 }
 
 /// The command for a process of their side, for the same task.
-fn theirs(url: &str, task: &Task, options: &[&str]) -> Command {
+fn peer_command(url: &str, task: &SectionTask, options: &[&str]) -> Command {
     let mut command = peer(url, task.form, &task.key, options);
     command.arg("--on-cue").arg("--journal").arg(&task.journal);
     command.arg("--counter").arg(&task.counter);
@@ -576,28 +595,28 @@ fn peer(url: &str, form: Form, key: &str, options: &[&str]) -> Command {
 }
 
 async fn expect(process: &mut HelperProcess, line: &str) {
-    let said = process.expect_line(|said| said == line, LONG).await;
-    if let Err(late) = said {
+    let received = process.expect_line(|received| received == line, LONG).await;
+    if let Err(late) = received {
         panic!("{late}");
     }
 }
 
 async fn subscribed(server: &RedisServer, channel: &str) -> RedisConnection {
-    let mut ear = server.connect().await.unwrap();
-    ear.ask_args(&["SUBSCRIBE", channel]).await.unwrap().granted().unwrap();
-    ear
+    let mut subscriber = server.connect().await.unwrap();
+    subscriber.send_command_args(&["SUBSCRIBE", channel]).await.unwrap().into_result().unwrap();
+    subscriber
 }
 
 /// The next message: its channel and its payload.
-async fn heard(ear: &mut RedisConnection) -> (String, String) {
-    let message = within(LONG, ear.next_reply()).await.unwrap();
-    let [kind, channel, said] = message.items() else { panic!("{message:?}") };
+async fn next_message(subscriber: &mut RedisConnection) -> (String, String) {
+    let message = within(LONG, subscriber.next_reply()).await.unwrap();
+    let [kind, channel, received] = message.items() else { panic!("{message:?}") };
     assert_eq!(kind.text().as_deref(), Some("message"));
-    (channel.text().unwrap(), said.text().unwrap())
+    (channel.text().unwrap(), received.text().unwrap())
 }
 
 /// Waits until a client has subscribed to a channel.
-async fn until_heard(server: &RedisServer) {
+async fn wait_until_subscribed(server: &RedisServer) {
     eventually(LONG, async || {
         !text(server, &["CLIENT", "LIST", "TYPE", "pubsub"]).await.is_empty()
     })
@@ -605,11 +624,11 @@ async fn until_heard(server: &RedisServer) {
 }
 
 async fn text(server: &RedisServer, words: &[&str]) -> String {
-    let answer = server.ask_args(words).await.unwrap();
+    let answer = server.send_command_args(words).await.unwrap();
     answer.text().unwrap_or_else(|| panic!("{words:?}: {answer:?}"))
 }
 
 async fn number(server: &RedisServer, words: &[&str]) -> i64 {
-    let answer = server.ask_args(words).await.unwrap();
+    let answer = server.send_command_args(words).await.unwrap();
     answer.number().unwrap_or_else(|| panic!("{words:?}: {answer:?}"))
 }

@@ -22,7 +22,7 @@ use tokio::time::{sleep, timeout};
 const LONG: Duration = Duration::from_secs(240);
 
 /// The number of users that work concurrently; they spend most of their time waiting.
-const AT_ONCE: usize = 12;
+const CONCURRENT_USERS: usize = 12;
 
 /// The rows of the table that every registry of this test needs.
 const COMMON: &[&str] = &["always", "news of losses", "`list`", "`doctor`"];
@@ -38,7 +38,7 @@ async fn one_server() {
 }
 
 #[tokio::test]
-async fn the_layouts_of_others() {
+async fn the_layouts_of_other_libraries() {
     for (row, layout) in
         [("layout `spring`", Layout::Spring), ("layout `redisson`", Layout::Redisson)]
     {
@@ -98,7 +98,7 @@ async fn a_quorum() {
 #[tokio::test]
 async fn what_must_be_on_disk() {
     let server = server().await;
-    let known = server.ask("COMMAND INFO waitaof").await.unwrap();
+    let known = server.send_command("COMMAND INFO waitaof").await.unwrap();
     let config = RedisConfig::from_url(&server.url()).unwrap().with_fsync(true);
     if known.starts_with("*1\r\n*-1") || known.starts_with("*1\r\n$-1") {
         let error = RedisBackend::open(config).await.unwrap_err();
@@ -128,7 +128,7 @@ async fn fenced_writes() {
 
 /// Every row of the table is checked by a test here.
 #[test]
-fn no_right_is_unchecked() {
+fn every_right_is_checked() {
     let checked = [
         "always",
         "layout `native`",
@@ -148,20 +148,20 @@ fn no_right_is_unchecked() {
         "a `DATABASE` other than 0",
         "`FencedWrites`",
     ];
-    let told: BTreeSet<String> = told().into_keys().collect();
-    assert_eq!(told, checked.into_iter().map(str::to_owned).collect());
+    let book_rights: BTreeSet<String> = book_rights().into_keys().collect();
+    assert_eq!(book_rights, checked.into_iter().map(str::to_owned).collect());
 }
 
 /// The line for copying contains the rows for one server.
 #[test]
-fn the_line_to_copy_says_the_same() {
+fn the_line_to_copy_equals_the_table() {
     let rows = [COMMON, &["layout `native`", "messages by `PUBLISH`"]].concat();
     let rows: BTreeSet<String> = Rights::of(&rows, "lock-registry").servers.into_iter().collect();
     let book = book();
     let line = book.lines().find(|line| line.starts_with("~lock-registry:* ")).unwrap();
     assert_eq!(line.split(' ').map(str::to_owned).collect::<BTreeSet<_>>(), rows);
     let readme = read("crates/registry-redis/README.md");
-    assert!(readme.lines().any(|other| other == line), "the crate's README says otherwise");
+    assert!(readme.lines().any(|other| other == line), "the README of the crate differs");
 }
 
 // ---- The work of the users.
@@ -183,20 +183,20 @@ async fn check(
         if !sentinels.is_empty() {
             config = config.with_sentinel_login(Some(&user), "p");
         }
-        let (ours, theirs) = (open(&config).await?, open(&config).await?);
-        visit(&user, &ours, &theirs, cluster).await?;
-        let findings = ours.diagnose().await?;
+        let (local, remote) = (open(&config).await?, open(&config).await?);
+        run_all_operations(&user, &local, &remote, cluster).await?;
+        let findings = local.diagnose().await?;
         let denied = findings.iter().find(|finding| {
             finding.severity == Severity::Warning && finding.message.contains("may not")
         });
-        if denied.is_some() || !ours.capabilities().reports_invalidations {
+        if denied.is_some() || !local.capabilities().reports_invalidations {
             return Err(format!("{findings:?}").into());
         }
         // Covers the background work: channels are unsubscribed after a second, and connections are
         // checked every five seconds.
         sleep(Duration::from_secs(7)).await;
-        ours.close(Duration::from_secs(5)).await;
-        theirs.close(Duration::from_secs(5)).await;
+        local.close(Duration::from_secs(5)).await;
+        remote.close(Duration::from_secs(5)).await;
         Ok(())
     };
     try_each(&rights, servers, sentinels, work).await;
@@ -216,30 +216,30 @@ async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
 }
 
 /// Runs every operation of a lock.
-async fn visit(
+async fn run_all_operations(
     key: &str,
-    ours: &Registry,
-    theirs: &Registry,
+    local: &Registry,
+    remote: &Registry,
     cluster: Option<(&RedisCluster, Names)>,
 ) -> Result<(), Box<dyn Error>> {
-    let guard = ours.obtain(key).try_lock_for(Duration::from_secs(20)).await?;
+    let guard = local.obtain(key).try_lock_for(Duration::from_secs(20)).await?;
     let guard = guard.ok_or("held")?;
     if let Some((cluster, names)) = cluster {
-        renew_on_the_way(cluster, &names(key), &guard).await?;
+        renew_during_migration(cluster, &names(key), &guard).await?;
     }
-    let waits = theirs.obtain(key);
+    let waits = remote.obtain(key);
     let waits = timeout(Duration::from_millis(500), waits.lock()).await;
     if let Ok(ended) = waits {
         drop(ended?);
     }
     guard.renew(Duration::from_secs(302)).await?;
-    theirs.obtain(key).holder().await?.ok_or("nobody holds it")?;
-    if !theirs.list().await?.iter().any(|holder| holder.key.as_str() == key) {
+    remote.obtain(key).holder().await?.ok_or("it is not held")?;
+    if !remote.list().await?.iter().any(|holder| holder.key.as_str() == key) {
         return Err("it is not listed".into());
     }
     guard.unlock().await?;
-    let guard = theirs.obtain(key).try_lock_for(Duration::from_secs(20)).await?.ok_or("held")?;
-    if !ours.force_release(key).await? {
+    let guard = remote.obtain(key).try_lock_for(Duration::from_secs(20)).await?.ok_or("held")?;
+    if !local.force_release(key).await? {
         return Err("it was not held".into());
     }
     drop(guard);
@@ -247,7 +247,7 @@ async fn visit(
 }
 
 /// Renews while the slot of the lock migrates to another server.
-async fn renew_on_the_way(
+async fn renew_during_migration(
     cluster: &RedisCluster,
     names: &[String; 2],
     guard: &LockGuard,
@@ -258,8 +258,8 @@ async fn renew_on_the_way(
     let to = cluster.master_of(other).await?;
     assert_ne!(from, to);
     // Two servers that migrate keys to each other at the same time wait for each other.
-    static SENDING: Mutex<()> = Mutex::const_new(());
-    let _alone = SENDING.lock().await;
+    static MIGRATING: Mutex<()> = Mutex::const_new(());
+    let _serialized = MIGRATING.lock().await;
     let migration = cluster.begin_migration(slot, to).await?;
     for name in names {
         cluster.migrate_key(&migration, name).await?;
@@ -279,10 +279,10 @@ async fn try_each(
     let all: Vec<(bool, &String)> = (rights.servers.iter().map(|right| (true, right)))
         .chain(rights.sentinels.iter().map(|right| (false, right)))
         .collect();
-    let mut users: Vec<(String, Option<(bool, &String)>)> = vec![("whole".into(), None)];
+    let mut users: Vec<(String, Option<(bool, &String)>)> = vec![("all-rights".into(), None)];
     users.extend(all.iter().enumerate().map(|(nth, right)| (format!("lacks-{nth}"), Some(*right))));
     for (user, lacks) in &users {
-        for (places, rights, here) in
+        for (nodes_of_kind, rights, here) in
             [(servers, &rights.servers, true), (sentinels, &rights.sentinels, false)]
         {
             let rights = rights.iter().filter(|right| *lacks != Some((here, *right)));
@@ -290,28 +290,33 @@ async fn try_each(
                 .into_iter()
                 .chain(rights.map(String::as_str))
                 .collect();
-            for server in places {
-                server.ask_args(&words).await.unwrap().granted().unwrap();
+            for server in nodes_of_kind {
+                server.send_command_args(&words).await.unwrap().into_result().unwrap();
             }
         }
     }
     for server in servers {
-        server.ask("CONFIG SET acllog-max-len 100000").await.unwrap();
+        server.send_command("CONFIG SET acllog-max-len 100000").await.unwrap();
     }
     // A script that one user has loaded is available to all. The user without `+eval` therefore
     // runs first, and alone.
     users.sort_by_key(|(_, lacks)| lacks.is_none_or(|(_, right)| right != "+eval"));
-    let patiently = async |(user, _): &(String, _)| {
-        let worked = timeout(LONG, work(user.clone())).await;
-        worked.unwrap_or_else(|_| Err("it takes for ever".into()))
+    let run_with_limit = async |(user, _): &(String, _)| {
+        let results = timeout(LONG, work(user.clone())).await;
+        results.unwrap_or_else(|_| Err("it is not complete in time".into()))
     };
     let (first, others) = users.split_first().unwrap();
-    let mut worked: Vec<Result<(), Box<dyn Error>>> = vec![patiently(first).await];
-    let others = stream::iter(others).map(&patiently).buffered(AT_ONCE);
-    worked.extend(others.collect::<Vec<_>>().await);
+    let mut results: Vec<Result<(), Box<dyn Error>>> = vec![run_with_limit(first).await];
+    let others = stream::iter(others).map(&run_with_limit).buffered(CONCURRENT_USERS);
+    results.extend(others.collect::<Vec<_>>().await);
     let mut refused: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for server in servers.iter().chain(sentinels) {
-        let log = server.ask_args(&["ACL", "LOG", "100000"]).await.unwrap().granted().unwrap();
+        let log = server
+            .send_command_args(&["ACL", "LOG", "100000"])
+            .await
+            .unwrap()
+            .into_result()
+            .unwrap();
         for entry in log.items() {
             let entry: Vec<String> =
                 entry.items().iter().map(|part| part.text().unwrap_or_default()).collect();
@@ -325,15 +330,15 @@ async fn try_each(
             }
         }
     }
-    assert_eq!(refused.get("whole"), None, "the rights are too few");
-    for ((_, lacks), worked) in users.iter().zip(&worked) {
+    assert_eq!(refused.get("all-rights"), None, "the rights are too few");
+    for ((_, lacks), results) in users.iter().zip(&results) {
         if lacks.is_none() {
-            worked.as_ref().unwrap();
+            results.as_ref().unwrap();
         }
     }
     let lacking = users.iter().filter(|(_, lacks)| lacks.is_some());
     let needless: Vec<_> = lacking.filter(|(user, _)| !refused.contains_key(user)).collect();
-    assert!(needless.is_empty(), "nobody misses {needless:?}");
+    assert!(needless.is_empty(), "these rights are not necessary: {needless:?}");
 }
 
 // ---- The content of the book.
@@ -346,15 +351,17 @@ struct Rights {
 impl Rights {
     /// The rights of some rows of the book's table, for a namespace, without duplicates.
     fn of(rows: &[&str], namespace: &str) -> Self {
-        let told = told();
+        let book_rights = book_rights();
         let mut rights = Self { servers: Vec::new(), sentinels: Vec::new() };
         for row in rows {
-            let place =
+            let list =
                 if *row == SENTINELS_OWN { &mut rights.sentinels } else { &mut rights.servers };
-            for right in told.get(*row).unwrap_or_else(|| panic!("the book has no row {row:?}")) {
+            for right in
+                book_rights.get(*row).unwrap_or_else(|| panic!("the book has no row {row:?}"))
+            {
                 let right = right.replace("NAMESPACE", namespace).replace("RESOURCE", namespace);
-                if !place.contains(&right) {
-                    place.push(right);
+                if !list.contains(&right) {
+                    list.push(right);
                 }
             }
         }
@@ -363,7 +370,7 @@ impl Rights {
 }
 
 /// The book's table of rights: the rights by purpose.
-fn told() -> BTreeMap<String, Vec<String>> {
+fn book_rights() -> BTreeMap<String, Vec<String>> {
     let book = book();
     let (_, table) = book.split_once("| for | rights |").unwrap();
     let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));

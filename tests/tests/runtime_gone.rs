@@ -24,21 +24,21 @@ fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-fn over(store: &MemoryBackend, home: &Runtime, lease: Duration) -> Registry {
-    let _inside = home.enter();
+fn over(store: &MemoryBackend, registry_runtime: &Runtime, lease: Duration) -> Registry {
+    let _inside = registry_runtime.enter();
     Registry::builder(Arc::new(store.clone())).lease(lease).build().unwrap()
 }
 
 /// No task can release the claim any more, but the dropped guard must still free its memory.
 #[test]
-fn a_guard_dropped_after_its_runtime_leaves_no_slot() {
-    let (store, home) = (MemoryBackend::new(), runtime());
-    let ours = over(&store, &home, LONG);
-    let guard = home.block_on(ours.obtain("k").lock()).unwrap();
-    drop(home);
+fn a_guard_dropped_after_its_runtime_leaves_no_local_lock() {
+    let (store, registry_runtime) = (MemoryBackend::new(), runtime());
+    let local = over(&store, &registry_runtime, LONG);
+    let guard = registry_runtime.block_on(local.obtain("k").lock()).unwrap();
+    drop(registry_runtime);
     drop(guard);
-    assert_eq!(ours.held(), 0, "held");
-    assert_eq!(ours.slots(), 0, "slots");
+    assert_eq!(local.held(), 0, "held");
+    assert_eq!(local.local_locks(), 0, "local locks");
 }
 
 /// The in-process store, with a reference count that shows whether it still exists.
@@ -65,103 +65,104 @@ impl LockBackend for CountedBackend {
 }
 
 /// A claim still scheduled at the lease renewer would keep the engine, the backend and its
-/// connections alive for ever.
+/// connections open without a limit.
 #[test]
 fn a_registry_dropped_after_its_runtime_frees_its_backend() {
-    let alive = Arc::new(());
-    let home = runtime();
-    let ours = {
-        let _inside = home.enter();
-        let backend = CountedBackend(MemoryBackend::new(), Arc::clone(&alive));
+    let backend_count = Arc::new(());
+    let registry_runtime = runtime();
+    let local = {
+        let _inside = registry_runtime.enter();
+        let backend = CountedBackend(MemoryBackend::new(), Arc::clone(&backend_count));
         Registry::builder(Arc::new(backend)).build().unwrap()
     };
-    let guard = home.block_on(ours.obtain("k").lock()).unwrap();
-    drop(home);
+    let guard = registry_runtime.block_on(local.obtain("k").lock()).unwrap();
+    drop(registry_runtime);
     drop(guard);
-    drop(ours);
-    assert_eq!(Arc::strong_count(&alive), 1, "the backend is never dropped");
+    drop(local);
+    assert_eq!(Arc::strong_count(&backend_count), 1, "the backend is never dropped");
 }
 
 /// Returns the result of a caller in a live runtime after the runtime of its registry has ended.
-fn waits_elsewhere(holder_is_local: bool) -> Result<LockGuard, LockError> {
+fn wait_in_another_runtime(holder_is_local: bool) -> Result<LockGuard, LockError> {
     let store = MemoryBackend::new();
-    let (home, elsewhere) = (runtime(), runtime());
-    let ours = over(&store, &home, Duration::from_millis(500));
-    let theirs = over(&store, &elsewhere, LONG);
-    let holder = if holder_is_local { &ours } else { &theirs };
+    let (registry_runtime, other_runtime) = (runtime(), runtime());
+    let local = over(&store, &registry_runtime, Duration::from_millis(500));
+    let remote = over(&store, &other_runtime, LONG);
+    let holder = if holder_is_local { &local } else { &remote };
     // The lock is not released while the caller waits.
-    let guard = elsewhere.block_on(holder.obtain("k").lock()).unwrap();
-    let lock = ours.obtain("k");
+    let guard = other_runtime.block_on(holder.obtain("k").lock()).unwrap();
+    let lock = local.obtain("k");
     let mut waiting = Box::pin(async move { lock.lock().await });
     {
-        let _inside = elsewhere.enter();
+        let _inside = other_runtime.enter();
         let mut in_passing = Context::from_waker(Waker::noop());
         assert!(waiting.as_mut().poll(&mut in_passing).is_pending());
     }
-    let waiting = elsewhere.spawn(waiting);
-    drop(home);
-    let outcome = elsewhere.block_on(async { timeout(LONG, waiting).await });
+    let waiting = other_runtime.spawn(waiting);
+    drop(registry_runtime);
+    let outcome = other_runtime.block_on(async { timeout(LONG, waiting).await });
     drop(guard);
-    outcome.expect("it waits for ever").unwrap()
+    outcome.expect("the call never returns").unwrap()
 }
 
 #[test]
-fn a_waiter_for_another_process_is_sent_away() {
-    let outcome = waits_elsewhere(false);
+fn a_waiter_for_another_process_returns_closed() {
+    let outcome = wait_in_another_runtime(false);
     assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
 }
 
 #[test]
-fn a_waiter_in_the_local_line_is_sent_away() {
-    let outcome = waits_elsewhere(true);
+fn a_waiter_in_the_local_queue_returns_closed() {
+    let outcome = wait_in_another_runtime(true);
     assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
 }
 
 /// A runtime that only runs inside `block_on`.
-fn undriven() -> Runtime {
+fn undriven_runtime() -> Runtime {
     Builder::new_current_thread().enable_all().build().unwrap()
 }
 
 #[test]
-fn a_lock_whose_home_runtime_is_not_driven_is_lost_at_its_deadline() {
+fn a_lock_whose_runtime_is_not_driven_is_lost_at_its_deadline() {
     let store = MemoryBackend::new();
-    let (home, elsewhere) = (undriven(), runtime());
-    let ours = over(&store, &home, Duration::from_millis(500));
-    let theirs = over(&store, &elsewhere, LONG);
-    elsewhere.block_on(async {
-        let guard = ours.obtain("k").lock().await.unwrap();
+    let (registry_runtime, other_runtime) = (undriven_runtime(), runtime());
+    let local = over(&store, &registry_runtime, Duration::from_millis(500));
+    let remote = over(&store, &other_runtime, LONG);
+    other_runtime.block_on(async {
+        let guard = local.obtain("k").lock().await.unwrap();
         let reason = timeout(LONG, guard.lost()).await.expect("its loss is not reported");
         assert_eq!(reason, LostReason::Expired);
-        let next = timeout(LONG, theirs.obtain("k").lock()).await.expect("the key stays taken");
+        let next = timeout(LONG, remote.obtain("k").lock()).await.expect("the key stays locked");
         assert!(!guard.is_held());
         next.unwrap().unlock().await.unwrap();
     });
 }
 
 #[test]
-fn a_dropped_guard_whose_home_runtime_is_not_driven_is_released_once_it_is() {
+fn a_dropped_guard_is_released_once_its_runtime_is_driven_again() {
     let store = MemoryBackend::new();
-    let (home, elsewhere) = (undriven(), runtime());
-    let ours = over(&store, &home, LONG);
-    let theirs = over(&store, &elsewhere, LONG);
-    elsewhere.block_on(async {
-        drop(ours.obtain("k").lock().await.unwrap());
-        assert!(theirs.obtain("k").try_lock().await.unwrap().is_none(), "something released it");
+    let (registry_runtime, other_runtime) = (undriven_runtime(), runtime());
+    let local = over(&store, &registry_runtime, LONG);
+    let remote = over(&store, &other_runtime, LONG);
+    other_runtime.block_on(async {
+        drop(local.obtain("k").lock().await.unwrap());
+        assert!(remote.obtain("k").try_lock().await.unwrap().is_none(), "something released it");
         // `unlock` needs no task of the home runtime.
-        ours.obtain("other").lock().await.unwrap().unlock().await.unwrap();
-        assert!(theirs.obtain("other").try_lock().await.unwrap().is_some());
+        local.obtain("other").lock().await.unwrap().unlock().await.unwrap();
+        assert!(remote.obtain("other").try_lock().await.unwrap().is_some());
     });
-    home.block_on(ours.idle());
-    let taken = elsewhere.block_on(theirs.obtain("k").try_lock()).unwrap();
-    assert!(taken.is_some(), "the key stays taken");
+    registry_runtime.block_on(local.idle());
+    let taken = other_runtime.block_on(remote.obtain("k").try_lock()).unwrap();
+    assert!(taken.is_some(), "the key stays locked");
 }
 
 #[test]
-fn a_call_to_a_server_whose_home_runtime_is_not_driven_fails() {
-    let (home, elsewhere) = (undriven(), runtime());
-    let server = elsewhere.block_on(RedisServer::start(&[])).unwrap();
-    let ours = home.block_on(lock_registry::connect(&server.url())).unwrap();
-    let outcome = elsewhere.block_on(async { timeout(LONG, ours.obtain("k").try_lock()).await });
-    let outcome = outcome.expect("it waits for ever");
+fn a_call_to_a_server_whose_runtime_is_not_driven_fails() {
+    let (registry_runtime, other_runtime) = (undriven_runtime(), runtime());
+    let server = other_runtime.block_on(RedisServer::start(&[])).unwrap();
+    let local = registry_runtime.block_on(lock_registry::connect(&server.url())).unwrap();
+    let outcome =
+        other_runtime.block_on(async { timeout(LONG, local.obtain("k").try_lock()).await });
+    let outcome = outcome.expect("the call never returns");
     assert!(matches!(outcome, Err(LockError::Backend { .. })), "{outcome:?}");
 }

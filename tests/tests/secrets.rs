@@ -22,12 +22,12 @@ const URLS: u64 = 4_000;
 
 /// Everything that this process has logged.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+struct CapturedLog(Arc<Mutex<Vec<u8>>>);
 
-impl Log {
+impl CapturedLog {
     /// Captures all events from now on, at the most verbose level.
-    fn captured() -> &'static Self {
-        static LOG: OnceLock<Log> = OnceLock::new();
+    fn capture() -> &'static Self {
+        static LOG: OnceLock<CapturedLog> = OnceLock::new();
         LOG.get_or_init(|| {
             let log = Self::default();
             let writer = log.clone();
@@ -44,7 +44,7 @@ impl Log {
     }
 }
 
-impl Write for Log {
+impl Write for CapturedLog {
     fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().write(line)
     }
@@ -55,7 +55,7 @@ impl Write for Log {
 }
 
 /// All representations of an error that may be displayed.
-fn told(error: &dyn Error) -> String {
+fn error_text(error: &dyn Error) -> String {
     let mut text = format!("{error:?}\n{error:#?}");
     let mut next = Some(error);
     while let Some(error) = next {
@@ -65,37 +65,37 @@ fn told(error: &dyn Error) -> String {
     text
 }
 
-fn shown(value: &impl Debug) -> String {
+fn debug_text(value: &impl Debug) -> String {
     format!("{value:?}\n{value:#?}")
 }
 
-/// The representations of `outcome`, success or error.
-fn outcome<T: Debug>(outcome: &Result<T, ConfigError>) -> String {
-    match outcome {
-        Ok(value) => shown(value),
-        Err(error) => told(error),
+/// The representations of `result_text`, success or error.
+fn result_text<T: Debug>(result_text: &Result<T, ConfigError>) -> String {
+    match result_text {
+        Ok(value) => debug_text(value),
+        Err(error) => error_text(error),
     }
 }
 
 #[track_caller]
-fn assert_silent(given: &str, shown: &str) {
-    assert!(!shown.to_lowercase().contains(CANARY), "{given:?} is shown as {shown}");
+fn assert_no_secret(given: &str, debug_text: &str) {
+    assert!(!debug_text.to_lowercase().contains(CANARY), "{given:?} is shown as {debug_text}");
 }
 
 /// Uses a URL in every way that does not open its store.
 fn use_url(url: &str) {
-    assert_silent(url, &redact_url(url));
+    assert_no_secret(url, &redact_url(url));
     let config = RegistryConfig::new().url(url);
-    assert_silent(url, &shown(&config));
-    assert_silent(url, &outcome(&config.check()));
-    assert_silent(url, &outcome(&config.settings()));
-    assert_silent(url, &outcome(&RegistryConfig::from_url(url)));
+    assert_no_secret(url, &debug_text(&config));
+    assert_no_secret(url, &result_text(&config.check()));
+    assert_no_secret(url, &result_text(&config.settings()));
+    assert_no_secret(url, &result_text(&RegistryConfig::from_url(url)));
 
     let variables = [("LOCK_REGISTRY_URL", url), ("LOCK_REGISTRY_POLL", "1s")];
     let from_env = RegistryConfig::new().with_vars(variables);
-    assert_silent(url, &outcome(&from_env));
+    assert_no_secret(url, &result_text(&from_env));
     if let Ok(config) = from_env {
-        assert_silent(url, &outcome(&config.check()));
+        assert_no_secret(url, &result_text(&config.check()));
     }
 
     // Quoted correctly, quoted carelessly, and not quoted.
@@ -108,10 +108,10 @@ fn use_url(url: &str) {
         format!("lease = '1s'\n{url}"),
     ] {
         let from_file = RegistryConfig::new().with_toml(&toml);
-        assert_silent(&toml, &outcome(&from_file));
+        assert_no_secret(&toml, &result_text(&from_file));
         if let Ok(config) = from_file {
-            assert_silent(&toml, &outcome(&config.check()));
-            assert_silent(&toml, &outcome(&config.settings()));
+            assert_no_secret(&toml, &result_text(&config.check()));
+            assert_no_secret(&toml, &result_text(&config.settings()));
         }
     }
 }
@@ -140,7 +140,7 @@ const SCHEMES: &[&str] = &[
 
 /// A password of problematic characters that contains the canary.
 fn password(random: &mut fastrand::Rng) -> String {
-    const NASTY: &[&str] = &[
+    const SPECIAL_CHARACTERS: &[&str] = &[
         "/",
         "?",
         "#",
@@ -184,13 +184,13 @@ fn password(random: &mut fastrand::Rng) -> String {
         "lease=1s&",
     ];
     let mut text = String::new();
-    let place = random.usize(0..4);
+    let canary_index = random.usize(0..4);
     for n in 0..4 {
-        if n == place {
+        if n == canary_index {
             text.push_str(random.choice(["canary", "Canary", "CANARY"]).unwrap());
         }
         if random.bool() {
-            text.push_str(random.choice(NASTY).unwrap());
+            text.push_str(random.choice(SPECIAL_CHARACTERS).unwrap());
         }
     }
     text
@@ -225,18 +225,18 @@ fn url(random: &mut fastrand::Rng) -> String {
 }
 
 #[test]
-fn no_url_with_a_password_shows_it() {
-    Log::captured();
+fn no_url_exposes_its_password() {
+    CapturedLog::capture();
     for seed in 0..URLS {
         let url = url(&mut fastrand::Rng::with_seed(seed));
         use_url(&url);
     }
-    assert_silent("the log", &Log::captured().text());
+    assert_no_secret("the log", &CapturedLog::capture().text());
 }
 
 #[test]
-fn a_password_that_is_cut_off_at_any_point_is_not_shown() {
-    Log::captured();
+fn a_truncated_url_does_not_expose_its_password() {
+    CapturedLog::capture();
     for scheme in SCHEMES {
         let url = format!("{scheme}://user:canary@host:6379/0?password=canary&lease=1s");
         for (end, _) in url.char_indices() {
@@ -244,11 +244,11 @@ fn a_password_that_is_cut_off_at_any_point_is_not_shown() {
             use_url(&url[end..]);
         }
     }
-    assert_silent("the log", &Log::captured().text());
+    assert_no_secret("the log", &CapturedLog::capture().text());
 }
 
 #[test]
-fn what_stores_without_passwords_are_given_is_not_shown_either() {
+fn passwords_for_stores_without_passwords_are_not_exposed() {
     for url in [
         "memory:?password=canary",
         "memory:locks?token=canary&lease=1s",
@@ -267,59 +267,59 @@ fn what_stores_without_passwords_are_given_is_not_shown_either() {
 }
 
 #[tokio::test]
-async fn connecting_in_vain_shows_and_logs_no_password() {
-    Log::captured();
+async fn a_failed_connect_exposes_and_logs_no_password() {
+    CapturedLog::capture();
     for seed in 0..200 {
         let url = url(&mut fastrand::Rng::with_seed(seed));
         let connected = connect(&url).await;
         assert!(connected.is_err(), "{url} is a store");
-        assert_silent(&url, &outcome(&connected));
+        assert_no_secret(&url, &result_text(&connected));
         let config = RegistryConfig::new().url(&url).lease(Duration::from_secs(1));
-        assert_silent(&url, &outcome(&config.connect().await));
+        assert_no_secret(&url, &result_text(&config.connect().await));
     }
-    assert_silent("the log", &Log::captured().text());
+    assert_no_secret("the log", &CapturedLog::capture().text());
 }
 
 /// If the environment has an invalid URL and code a valid one, the invalid URL never appears.
 #[tokio::test]
-async fn an_overruled_url_is_not_shown() {
-    let log = Log::captured();
+async fn an_overridden_url_is_not_exposed() {
+    let log = CapturedLog::capture();
     let folder = tempfile::tempdir().unwrap();
     let config = RegistryConfig::new()
         .with_vars([("LOCK_REGISTRY_URL", "redis://user:canary@host/0")])
         .unwrap()
         .url(format!("sqlite:{}/locks.db", folder.path().display()));
-    assert_silent("config", &shown(&config));
-    assert_silent("settings", &outcome(&config.settings()));
+    assert_no_secret("config", &debug_text(&config));
+    assert_no_secret("settings", &result_text(&config.settings()));
     let registry = config.connect().await.unwrap();
-    assert_silent("registry", &shown(&registry));
+    assert_no_secret("registry", &debug_text(&registry));
     let lock = registry.obtain("orders/42");
     let guard = lock.lock().await.unwrap();
-    assert_silent("lock and guard", &shown(&(&lock, &guard, guard.claim())));
+    assert_no_secret("lock and guard", &debug_text(&(&lock, &guard, guard.claim())));
     let registry = Arc::new(registry);
     let routing =
         RoutingRegistry::new(Arc::clone(&registry) as _).route("x/*", Arc::clone(&registry) as _);
-    assert_silent("routing", &shown(&routing));
+    assert_no_secret("routing", &debug_text(&routing));
     let layer = LockLayer::new(Arc::clone(&registry) as _, |_: &()| String::from("orders/42"));
-    assert_silent("layer", &shown(&layer));
+    assert_no_secret("layer", &debug_text(&layer));
     guard.unlock().await.unwrap();
     registry.close(Duration::from_secs(60)).await;
-    assert_silent("the log", &log.text());
+    assert_no_secret("the log", &log.text());
     // The log does contain other events.
     assert!(log.text().contains("lock granted"), "nothing is captured");
 }
 
 #[tokio::test]
-async fn stores_that_cannot_be_opened_say_so_without_the_environment() {
-    let log = Log::captured();
+async fn a_failed_open_does_not_expose_the_content_of_the_file() {
+    let log = CapturedLog::capture();
     let folder = tempfile::tempdir().unwrap();
     std::fs::write(folder.path().join("corrupt.db"), "canary ".repeat(1_000)).unwrap();
     for file in ["absent/locks.db", "corrupt.db", ""] {
         let url = format!("sqlite:{}/{file}", folder.path().display());
         let connected = connect(&url).await;
         assert!(connected.is_err(), "{url} is a store");
-        // The content of the file is not ours to print.
-        assert_silent(&url, &outcome(&connected));
+        // The content of the file may be confidential.
+        assert_no_secret(&url, &result_text(&connected));
     }
-    assert_silent("the log", &log.text());
+    assert_no_secret("the log", &log.text());
 }

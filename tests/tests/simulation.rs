@@ -2,20 +2,20 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use lock_registry_tests::sim::{run, weather};
-use registry_testkit::seed::{Seed, Seeds, replayed};
+use lock_registry_tests::sim::{fault_profile, run};
+use registry_testkit::seed::{Seed, Seeds, replay};
 
 /// The number of trials, and the grants of each. Together they exceed a million.
 const SEEDS: u64 = 1_200;
 const GRANTS: u64 = 900;
 
 #[test]
-fn no_trial_breaks_a_promise() {
+fn no_trial_violates_a_property() {
     let (grants, lost, dropped, faults) =
         (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
     let seeds = Seeds::first(SEEDS).threads(threads).run(|seed| {
-        let outcome = run(seed, weather(seed), GRANTS);
+        let outcome = run(seed, fault_profile(seed), GRANTS);
         grants.fetch_add(outcome.grants, Ordering::Relaxed);
         lost.fetch_add(outcome.lost, Ordering::Relaxed);
         dropped.fetch_add(outcome.dropped, Ordering::Relaxed);
@@ -24,21 +24,21 @@ fn no_trial_breaks_a_promise() {
     let (grants, lost) = (grants.into_inner(), lost.into_inner());
     let (dropped, faults) = (dropped.into_inner(), faults.into_inner());
     println!("{seeds} seeds, {grants} grants, {lost} lost, {dropped} dropped, {faults} faults");
-    // For a single seed, which is replayed, the totals say nothing.
+    // The totals of a single replayed seed are not meaningful.
     if seeds == SEEDS {
         assert!(grants >= 1_000_000, "only {grants} grants");
         assert!(
             lost > grants / 100 && dropped > grants / 100 && faults > grants,
-            "the weather is too fair"
+            "the fault profile injects too few faults"
         );
     }
 }
 
 #[test]
 fn a_seed_repeats_itself_exactly() {
-    let trial = |seed| run(seed, weather(seed), 300).trace;
+    let trial = |seed| run(seed, fault_profile(seed), 300).trace;
     for seed in 0..6 {
-        let steps = replayed(Seed::new(seed), trial);
+        let steps = replay(Seed::new(seed), trial);
         assert!(steps.iter().filter(|(.., what)| *what == "granted").count() >= 300);
     }
     assert_ne!(trial(Seed::new(0)), trial(Seed::new(3)), "seeds differ");

@@ -3,7 +3,7 @@
 //! other and continue after each other's crash. Needs PostgreSQL and MariaDB.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
-#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, Task};
+use lock_registry_tests::sections::{Form, Section, SectionTask};
 use registry_core::{LockOptions, LockRegistry, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
@@ -27,12 +27,12 @@ const LONG: Duration = Duration::from_secs(300);
 const KEY: &str = "orders/42";
 
 /// A database server.
-enum Server {
+enum SpringServer {
     Postgres(PostgresServer),
     MariaDb(MariaDbServer),
 }
 
-impl Server {
+impl SpringServer {
     fn url(&self) -> String {
         match self {
             Self::Postgres(server) => server.url(),
@@ -41,32 +41,32 @@ impl Server {
     }
 }
 
-async fn servers() -> [Server; 2] {
+async fn servers() -> [SpringServer; 2] {
     [
-        Server::Postgres(PostgresServer::start().await.unwrap()),
-        Server::MariaDb(MariaDbServer::start().await.unwrap()),
+        SpringServer::Postgres(PostgresServer::start().await.unwrap()),
+        SpringServer::MariaDb(MariaDbServer::start().await.unwrap()),
     ]
 }
 
 const GENERATIONS: [&str; 2] = ["v7", "v6"];
 
 /// The URL of our registry. The lease corresponds to Spring's `timeToLive`.
-fn our_url(server: &Server, generation: &str, lease_ms: u64) -> String {
+fn our_url(server: &SpringServer, generation: &str, lease_ms: u64) -> String {
     let lease = format!("lease={lease_ms}ms&poll=20ms");
     format!("{}?layout=spring&spring={generation}&region=R&{lease}", server.url())
 }
 
 /// Opens our registry. It runs before the peers, so it creates the table.
-async fn registry(server: &Server, generation: &str, lease_ms: u64) -> Registry {
+async fn registry(server: &SpringServer, generation: &str, lease_ms: u64) -> Registry {
     lock_registry::connect(&our_url(server, generation, lease_ms)).await.unwrap()
 }
 
 #[tokio::test]
-async fn whoever_holds_a_lock_keeps_the_other_side_out() {
+async fn a_holder_excludes_the_other_side() {
     for generation in GENERATIONS {
         for server in servers().await {
-            let ours = registry(&server, generation, 10_000).await;
-            let lock = ours.obtain(KEY);
+            let local = registry(&server, generation, 10_000).await;
+            let lock = local.obtain(KEY);
             let mut peer = peer(&server, generation, &["--once", "hold"]);
             expect(&mut peer, "held").await;
             assert!(lock.try_lock().await.unwrap().is_none());
@@ -87,11 +87,11 @@ async fn whoever_holds_a_lock_keeps_the_other_side_out() {
 }
 
 #[tokio::test]
-async fn a_held_lock_that_is_renewed_is_never_taken_by_spring() {
+async fn spring_never_acquires_a_renewed_lock() {
     for generation in GENERATIONS {
         for server in servers().await {
-            let ours = registry(&server, generation, 1_000).await;
-            let guard = ours.obtain(KEY).lock().await.unwrap();
+            let local = registry(&server, generation, 1_000).await;
+            let guard = local.obtain(KEY).lock().await.unwrap();
             let mut waiting = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut waiting, "waiting").await;
             // Three leases: a peer whose own lease ended its wait would hold the lock by then.
@@ -106,20 +106,20 @@ async fn a_held_lock_that_is_renewed_is_never_taken_by_spring() {
 }
 
 #[tokio::test]
-async fn a_dead_peer_is_outlived_by_its_time_to_live() {
+async fn the_lock_of_a_dead_peer_ends_with_its_time_to_live() {
     for generation in GENERATIONS {
         for server in servers().await {
-            let ours = registry(&server, generation, 1_000).await;
+            let local = registry(&server, generation, 1_000).await;
             let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut peer, "held").await;
             peer.kill().unwrap();
-            within(LONG, ours.obtain(KEY).lock()).await.unwrap().unlock().await.unwrap();
+            within(LONG, local.obtain(KEY).lock()).await.unwrap().unlock().await.unwrap();
         }
     }
 }
 
 #[tokio::test]
-async fn a_peer_outlives_our_dead() {
+async fn the_lock_of_our_dead_process_ends_with_its_lease() {
     for generation in GENERATIONS {
         for server in servers().await {
             let dead = registry(&server, generation, 1_000).await;
@@ -136,23 +136,23 @@ async fn a_peer_outlives_our_dead() {
 }
 
 #[tokio::test]
-async fn we_take_turns_with_spring_7_in_postgresql() {
-    take_turns(Server::Postgres(PostgresServer::start().await.unwrap()), "v7").await;
+async fn a_lock_is_shared_with_spring_7_in_postgresql() {
+    check_sharing(SpringServer::Postgres(PostgresServer::start().await.unwrap()), "v7").await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_spring_6_in_postgresql() {
-    take_turns(Server::Postgres(PostgresServer::start().await.unwrap()), "v6").await;
+async fn a_lock_is_shared_with_spring_6_in_postgresql() {
+    check_sharing(SpringServer::Postgres(PostgresServer::start().await.unwrap()), "v6").await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_spring_7_in_mariadb() {
-    take_turns(Server::MariaDb(MariaDbServer::start().await.unwrap()), "v7").await;
+async fn a_lock_is_shared_with_spring_7_in_mariadb() {
+    check_sharing(SpringServer::MariaDb(MariaDbServer::start().await.unwrap()), "v7").await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_spring_6_in_mariadb() {
-    take_turns(Server::MariaDb(MariaDbServer::start().await.unwrap()), "v6").await;
+async fn a_lock_is_shared_with_spring_6_in_mariadb() {
+    check_sharing(SpringServer::MariaDb(MariaDbServer::start().await.unwrap()), "v6").await;
 }
 
 /// The number of processes of each side, and of the acquisitions of each process.
@@ -160,7 +160,7 @@ const EACH: u32 = 2;
 const SECTIONS: u32 = 300;
 
 /// Two processes of each side increment a number in several steps, under mutual exclusion.
-async fn take_turns(server: Server, generation: &str) {
+async fn check_sharing(server: SpringServer, generation: &str) {
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
     fs::write(&counter, "0").unwrap();
@@ -170,7 +170,7 @@ async fn take_turns(server: Server, generation: &str) {
         let command = if number < EACH {
             let url = our_url(&server, generation, 10_000);
             let (journal, counter) = (journal.clone(), counter.clone());
-            let mut task = Task::new(url, Form::Spring, "", KEY, journal, counter);
+            let mut task = SectionTask::new(url, Form::Spring, "", KEY, journal, counter);
             task.sections = SECTIONS;
             let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
             command.arg(serde_json::to_string(&task).unwrap());
@@ -192,45 +192,45 @@ async fn take_turns(server: Server, generation: &str) {
     }
     // The first failure ends the test. The other processes could wait for a lock that the failed
     // process left behind.
-    try_join_all(processes.iter().map(|(_, _, process)| done(process))).await.unwrap();
+    try_join_all(processes.iter().map(|(_, _, process)| wait_for_success(process))).await.unwrap();
 
     let mut sections: Vec<(bool, Section)> = Vec::new();
-    for (ours, journal, _) in &processes {
+    for (local, journal, _) in &processes {
         let journal = fs::read_to_string(journal).unwrap();
-        sections.extend(journal.lines().map(|line| (*ours, serde_json::from_str(line).unwrap())));
+        sections.extend(journal.lines().map(|line| (*local, serde_json::from_str(line).unwrap())));
     }
     sections.sort_by_key(|(_, section)| section.entered);
     let events = (0..).zip(&sections).flat_map(|(n, (_, section))| section.events(KEY, n));
     let checked = check(&History::from_events(events).unwrap()).unwrap();
     // Our grants have tokens, and the tokens grow.
-    let ours = (EACH * SECTIONS) as usize;
-    assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
+    let local = (EACH * SECTIONS) as usize;
+    assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * local, local, 0));
     let count = fs::read_to_string(&counter).unwrap();
     assert_eq!(count.trim(), (2 * EACH * SECTIONS).to_string());
 
     let changes = sections.windows(2).filter(|pair| pair[0].0 != pair[1].0).count();
     let (first, last) = (&sections[0].1, &sections[sections.len() - 1].1);
     let took = Duration::from_nanos(last.left - first.asked);
-    println!("{generation}: {} sections in {took:?}, the side changed {changes} times", 2 * ours);
+    println!("{generation}: {} sections in {took:?}, the side changed {changes} times", 2 * local);
     // Neither side starves until the other has finished.
     assert!(changes > 20, "the side changed {changes} times");
 }
 
 /// Waits for the end of a process that must succeed.
-async fn done(process: &HelperProcess) -> Result<(), String> {
+async fn wait_for_success(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
 }
 
-fn attempt(server: &Server, generation: &str) -> HelperProcess {
+fn attempt(server: &SpringServer, generation: &str) -> HelperProcess {
     peer(server, generation, &["--once", "try"])
 }
 
-fn peer(server: &Server, generation: &str, options: &[&str]) -> HelperProcess {
+fn peer(server: &SpringServer, generation: &str, options: &[&str]) -> HelperProcess {
     HelperProcess::spawn(peer_command(server, generation, options)).unwrap()
 }
 
-fn peer_command(server: &Server, generation: &str, options: &[&str]) -> Command {
+fn peer_command(server: &SpringServer, generation: &str, options: &[&str]) -> Command {
     let mut command = Command::new("python3");
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
     // `-B` prevents compiled files among the sources.
@@ -241,7 +241,7 @@ fn peer_command(server: &Server, generation: &str, options: &[&str]) -> Command 
 }
 
 async fn expect(process: &mut HelperProcess, line: &str) {
-    if let Err(late) = process.expect_line(|said| said == line, LONG).await {
+    if let Err(late) = process.expect_line(|received| received == line, LONG).await {
         panic!("{late}");
     }
 }

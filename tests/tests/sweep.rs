@@ -3,13 +3,13 @@
 //!
 //! After every drop the key becomes free again: within a second if no reply was lost, otherwise
 //! within the lease. Other callers of the lock and the registry are not affected, and nothing is
-//! left behind. The scenes are here. The stores, the faults and the checks are in the folder
+//! left behind. The scenarios are here. The stores, the faults and the checks are in the folder
 //! `sweep`.
 
 #![expect(
     clippy::unwrap_used,
     clippy::future_not_send,
-    reason = "a test may panic, and drives its futures by hand on one thread"
+    reason = "a test may panic, and drives its futures manually on one thread"
 )]
 
 use std::sync::Arc;
@@ -19,29 +19,29 @@ use registry_core::{
     DistributedLock, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _, Owner,
 };
 
-#[path = "sweep/worlds.rs"]
-mod worlds;
+#[path = "sweep/environments.rs"]
+mod environments;
 
 #[path = "sweep/faults.rs"]
 mod faults;
 
-#[path = "sweep/wire.rs"]
-mod wire;
+#[path = "sweep/remote_store.rs"]
+mod remote_store;
 
-#[path = "sweep/fair.rs"]
-mod fair;
+#[path = "sweep/fair_store.rs"]
+mod fair_store;
 
-use worlds::{KEY, Scene, Stage, World};
+use environments::{Environment, KEY, Scenario, TestSetup};
 
-/// Each scene becomes two tests: one over the in-process store on paused time, one over SQLite.
+/// Each scenario becomes two tests: one over the in-process store on paused time, one over SQLite.
 macro_rules! swept {
-    ($($(#[doc = $doc:literal])+ $scene:ident;)+) => {
+    ($($(#[doc = $doc:literal])+ $scenario:ident;)+) => {
         mod over_memory {
             $($(#[doc = $doc])+
             #[tokio::test(start_paused = true)]
-            async fn $scene() {
-                for world in super::worlds::paused() {
-                    world.sweep(super::$scene).await;
+            async fn $scenario() {
+                for environment in super::environments::paused() {
+                    environment.sweep(super::$scenario).await;
                 }
             })+
         }
@@ -49,10 +49,10 @@ macro_rules! swept {
         mod over_sqlite {
             $($(#[doc = $doc])+
             #[tokio::test]
-            async fn $scene() {
+            async fn $scenario() {
                 let folder = tempfile::tempdir().unwrap();
-                for world in super::worlds::sqlite(&folder) {
-                    world.sweep(super::$scene).await;
+                for environment in super::environments::sqlite(&folder) {
+                    environment.sweep(super::$scenario).await;
                 }
             })+
         }
@@ -63,21 +63,21 @@ swept! {
     /// `lock` of a free key.
     lock_of_a_free_key;
     /// `lock` of a key that another process holds and frees after a while.
-    lock_of_a_key_that_comes_free;
-    /// `lock` behind a local caller that hands the claim over.
+    lock_of_a_key_that_is_released;
+    /// `lock` behind a local caller whose claim is handed over.
     lock_behind_a_local_holder;
     /// `lock` behind a local caller that still competes with another process.
     lock_behind_a_local_contender;
     /// `try_lock` of a free key.
     try_lock_of_a_free_key;
     /// `try_lock_for` of a key that stays locked.
-    try_lock_for_in_vain;
+    try_lock_for_until_the_deadline;
     /// `try_lock_for` of a key that is released in time.
     try_lock_for_with_success;
     /// `try_lock_for` behind a local holder, until the deadline.
     try_lock_for_behind_a_local_holder;
     /// `lock` for an owner whose other caller gets the lock first.
-    lock_for_an_owner_who_gets_it_elsewhere;
+    lock_for_an_owner_granted_elsewhere;
     /// `lock` for an owner while another caller of the same owner waits behind.
     lock_for_an_owner_with_another_caller;
     /// Nested locks within `Owner::scope`.
@@ -101,9 +101,9 @@ swept! {
     /// `close` of a registry without locks.
     close_at_rest;
     /// `close` while a guard is released.
-    close_while_a_guard_is_let_go;
+    close_while_a_guard_is_released;
     /// `close` while a guard is still held.
-    close_over_a_guard_that_stays;
+    close_with_a_held_guard;
     /// `close` while a caller is acquiring.
     close_while_a_caller_contends;
 }
@@ -123,7 +123,7 @@ async fn hold(guard: LockGuard) {
 }
 
 /// Waits for the lock and holds it for 10 ms.
-async fn visit(lock: DistributedLock, options: LockOptions) {
+async fn lock_and_hold(lock: DistributedLock, options: LockOptions) {
     hold(lock.lock_with(options).await.unwrap().unwrap()).await;
 }
 
@@ -133,140 +133,140 @@ async fn attempt(lock: DistributedLock, options: LockOptions) -> Vec<LockGuard> 
 }
 
 /// Locks with the default options, and ignores failures caused by the faults.
-async fn attempt_plainly(lock: DistributedLock) -> Vec<LockGuard> {
+async fn attempt_default(lock: DistributedLock) -> Vec<LockGuard> {
     lock.lock().await.into_iter().collect()
 }
 
-async fn lock_of_a_free_key(_: &World, stage: &Stage) -> Scene {
-    Scene::of(attempt_plainly(stage.ours.obtain(KEY)))
+async fn lock_of_a_free_key(_: &Environment, setup: &TestSetup) -> Scenario {
+    Scenario::of(attempt_default(setup.local.obtain(KEY)))
 }
 
-async fn lock_of_a_key_that_comes_free(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
-    Scene::of(attempt_plainly(stage.ours.obtain(KEY))).beside(hold(held))
+async fn lock_of_a_key_that_is_released(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    Scenario::of(attempt_default(setup.local.obtain(KEY))).with_concurrent(hold(held))
 }
 
-async fn lock_behind_a_local_holder(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.ours.obtain(KEY)).await;
-    Scene::of(attempt_plainly(stage.ours.obtain(KEY))).beside(hold(held))
+async fn lock_behind_a_local_holder(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.local.obtain(KEY)).await;
+    Scenario::of(attempt_default(setup.local.obtain(KEY))).with_concurrent(hold(held))
 }
 
-async fn lock_behind_a_local_contender(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
-    let (lock, first) = (stage.ours.obtain(KEY), stage.ours.obtain(KEY));
-    let scene = Scene::of(attempt_plainly(lock))
-        .beside(visit(first, LockOptions::new()))
-        .beside(hold(held));
-    in_line().await;
-    scene
+async fn lock_behind_a_local_contender(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    let (lock, first) = (setup.local.obtain(KEY), setup.local.obtain(KEY));
+    let scenario = Scenario::of(attempt_default(lock))
+        .with_concurrent(lock_and_hold(first, LockOptions::new()))
+        .with_concurrent(hold(held));
+    enqueue_spawned().await;
+    scenario
 }
 
 /// Lets the callers that were just spawned join the queue.
-async fn in_line() {
+async fn enqueue_spawned() {
     for _ in 0..3 {
         tokio::task::yield_now().await;
     }
 }
 
-async fn try_lock_of_a_free_key(_: &World, stage: &Stage) -> Scene {
-    Scene::of(attempt(stage.ours.obtain(KEY), LockOptions::new().wait(Duration::ZERO)))
+async fn try_lock_of_a_free_key(_: &Environment, setup: &TestSetup) -> Scenario {
+    Scenario::of(attempt(setup.local.obtain(KEY), LockOptions::new().wait(Duration::ZERO)))
 }
 
-async fn try_lock_for_in_vain(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
-    let lasting = async move {
+async fn try_lock_for_until_the_deadline(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    let holder = async move {
         tokio::time::sleep(ms(100)).await;
         held.unlock().await.unwrap();
     };
     let options = LockOptions::new().wait(ms(50));
-    Scene::of(attempt(stage.ours.obtain(KEY), options)).beside(lasting)
+    Scenario::of(attempt(setup.local.obtain(KEY), options)).with_concurrent(holder)
 }
 
-async fn try_lock_for_with_success(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
+async fn try_lock_for_with_success(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
     let options = LockOptions::new().wait(Duration::from_secs(60));
-    Scene::of(attempt(stage.ours.obtain(KEY), options)).beside(hold(held))
+    Scenario::of(attempt(setup.local.obtain(KEY), options)).with_concurrent(hold(held))
 }
 
-async fn try_lock_for_behind_a_local_holder(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.ours.obtain(KEY)).await;
+async fn try_lock_for_behind_a_local_holder(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.local.obtain(KEY)).await;
     // The deadline and the end of the hold fall on the same instant.
     let options = LockOptions::new().wait(ms(10));
-    Scene::of(attempt(stage.ours.obtain(KEY), options)).beside(hold(held))
+    Scenario::of(attempt(setup.local.obtain(KEY), options)).with_concurrent(hold(held))
 }
 
-async fn lock_for_an_owner_who_gets_it_elsewhere(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
+async fn lock_for_an_owner_granted_elsewhere(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
     let options = LockOptions::new().owner(&Owner::new());
-    let scene = Scene::of(attempt(stage.ours.obtain(KEY), options.clone()))
-        .beside(visit(stage.ours.obtain(KEY), options))
-        .beside(hold(held));
-    in_line().await;
-    scene
+    let scenario = Scenario::of(attempt(setup.local.obtain(KEY), options.clone()))
+        .with_concurrent(lock_and_hold(setup.local.obtain(KEY), options))
+        .with_concurrent(hold(held));
+    enqueue_spawned().await;
+    scenario
 }
 
-async fn lock_for_an_owner_with_another_caller(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.ours.obtain(KEY)).await;
+async fn lock_for_an_owner_with_another_caller(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.local.obtain(KEY)).await;
     let options = LockOptions::new().owner(&Owner::new());
-    Scene::of(attempt(stage.ours.obtain(KEY), options.clone()))
-        .beside(visit(stage.ours.obtain(KEY), options))
-        .beside(hold(held))
+    Scenario::of(attempt(setup.local.obtain(KEY), options.clone()))
+        .with_concurrent(lock_and_hold(setup.local.obtain(KEY), options))
+        .with_concurrent(hold(held))
 }
 
-async fn nested_locks_in_a_scope(_: &World, stage: &Stage) -> Scene {
-    let lock = stage.ours.obtain(KEY);
-    Scene::of(Owner::scope(async move {
-        let mut guards = attempt_plainly(lock.clone()).await;
-        guards.extend(attempt_plainly(lock.clone()).await);
+async fn nested_locks_in_a_scope(_: &Environment, setup: &TestSetup) -> Scenario {
+    let lock = setup.local.obtain(KEY);
+    Scenario::of(Owner::scope(async move {
+        let mut guards = attempt_default(lock.clone()).await;
+        guards.extend(attempt_default(lock.clone()).await);
         if let Some(inner) = guards.pop() {
             drop(inner.unlock().await);
         }
-        guards.extend(attempt_plainly(lock).await);
+        guards.extend(attempt_default(lock).await);
         guards
     }))
 }
 
-async fn let_go(guard: LockGuard) -> Vec<LockGuard> {
+async fn unlock_guard(guard: LockGuard) -> Vec<LockGuard> {
     drop(guard.unlock().await);
     Vec::new()
 }
 
-async fn unlock(_: &World, stage: &Stage) -> Scene {
-    Scene::of(let_go(locked(&stage.ours.obtain(KEY)).await))
+async fn unlock(_: &Environment, setup: &TestSetup) -> Scenario {
+    Scenario::of(unlock_guard(locked(&setup.local.obtain(KEY)).await))
 }
 
-async fn unlock_of_a_further_guard(_: &World, stage: &Stage) -> Scene {
-    let guard = locked(&stage.ours.obtain(KEY)).await;
+async fn unlock_of_a_further_guard(_: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = locked(&setup.local.obtain(KEY)).await;
     let further = guard.reenter().unwrap();
-    Scene { kept: vec![Arc::new(guard)], ..Scene::of(let_go(further)) }
+    Scenario { still_held: vec![Arc::new(guard)], ..Scenario::of(unlock_guard(further)) }
 }
 
-async fn unlock_before_min_hold(_: &World, stage: &Stage) -> Scene {
+async fn unlock_before_min_hold(_: &Environment, setup: &TestSetup) -> Scenario {
     let options = LockOptions::new().min_hold(ms(100)).renew(false);
-    let guard = stage.ours.obtain(KEY).lock_with(options).await.unwrap().unwrap();
-    Scene::of(let_go(guard))
+    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap().unwrap();
+    Scenario::of(unlock_guard(guard))
 }
 
-async fn unlock_of_a_lost_lock(_: &World, stage: &Stage) -> Scene {
-    let guard = locked(&stage.ours.obtain(KEY)).await;
-    assert!(stage.theirs.force_release(KEY).await.unwrap());
-    Scene::of(let_go(guard))
+async fn unlock_of_a_lost_lock(_: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = locked(&setup.local.obtain(KEY)).await;
+    assert!(setup.remote.force_release(KEY).await.unwrap());
+    Scenario::of(unlock_guard(guard))
 }
 
-async fn renew(world: &World, stage: &Stage) -> Scene {
-    let guard = Arc::new(locked(&stage.ours.obtain(KEY)).await);
+async fn renew(environment: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = Arc::new(locked(&setup.local.obtain(KEY)).await);
     let renewed = Arc::clone(&guard);
-    // Renewing for a longer lease would invalidate the limit of worlds that wait for its end.
-    let lease = world.lease();
+    // Renewing for a longer lease would invalidate the limit of environments that wait for its end.
+    let lease = environment.lease();
     let swept = async move {
         drop(renewed.renew(lease).await);
         Vec::new()
     };
-    Scene { kept: vec![guard], ..Scene::of(swept) }
+    Scenario { still_held: vec![guard], ..Scenario::of(swept) }
 }
 
-async fn protect(_: &World, stage: &Stage) -> Scene {
-    let guard = Arc::new(locked(&stage.ours.obtain(KEY)).await);
+async fn protect(_: &Environment, setup: &TestSetup) -> Scenario {
+    let guard = Arc::new(locked(&setup.local.obtain(KEY)).await);
     let protecting = Arc::clone(&guard);
     let swept = async move {
         let work = async {
@@ -277,22 +277,22 @@ async fn protect(_: &World, stage: &Stage) -> Scene {
         protecting.protect(work).await.unwrap();
         Vec::new()
     };
-    Scene { kept: vec![guard], ..Scene::of(swept) }
+    Scenario { still_held: vec![guard], ..Scenario::of(swept) }
 }
 
-async fn protect_until_the_loss(_: &World, stage: &Stage) -> Scene {
+async fn protect_until_the_loss(_: &Environment, setup: &TestSetup) -> Scenario {
     let options = LockOptions::new().max_hold(ms(100));
-    let guard = stage.ours.obtain(KEY).lock_with(options).await.unwrap().unwrap();
-    Scene::of(async move {
+    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap().unwrap();
+    Scenario::of(async move {
         guard.protect(std::future::pending::<()>()).await.unwrap_err();
         drop(guard.unlock().await);
         Vec::new()
     })
 }
 
-async fn execute_locked(_: &World, stage: &Stage) -> Scene {
-    let registry = stage.ours.clone();
-    Scene::of(async move {
+async fn execute_locked(_: &Environment, setup: &TestSetup) -> Scenario {
+    let registry = setup.local.clone();
+    Scenario::of(async move {
         let work = async |guard: &LockGuard| {
             tokio::task::yield_now().await;
             assert!(guard.is_held());
@@ -302,39 +302,40 @@ async fn execute_locked(_: &World, stage: &Stage) -> Scene {
     })
 }
 
-/// A scene that sweeps `close`.
-fn closing(stage: &Stage, limit: Duration) -> Scene {
-    let registry = stage.ours.clone();
+/// A scenario that sweeps `close`.
+fn close_scenario(setup: &TestSetup, limit: Duration) -> Scenario {
+    let registry = setup.local.clone();
     let swept = async move {
         registry.close(limit).await;
         Vec::new()
     };
-    Scene { closes: true, ..Scene::of(swept) }
+    Scenario { closes: true, ..Scenario::of(swept) }
 }
 
-async fn close_at_rest(_: &World, stage: &Stage) -> Scene {
-    closing(stage, Duration::from_secs(60))
+async fn close_at_rest(_: &Environment, setup: &TestSetup) -> Scenario {
+    close_scenario(setup, Duration::from_secs(60))
 }
 
-async fn close_while_a_guard_is_let_go(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.ours.obtain(KEY)).await;
-    closing(stage, Duration::from_secs(60)).beside(hold(held))
+async fn close_while_a_guard_is_released(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.local.obtain(KEY)).await;
+    close_scenario(setup, Duration::from_secs(60)).with_concurrent(hold(held))
 }
 
-async fn close_over_a_guard_that_stays(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.ours.obtain(KEY)).await;
-    let stubborn = async move {
+async fn close_with_a_held_guard(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.local.obtain(KEY)).await;
+    let holder = async move {
         // Holds until the loss notification, or for 200 ms if `close` was dropped before it.
         drop(tokio::time::timeout(ms(200), held.lost()).await);
     };
-    closing(stage, ms(20)).beside(stubborn)
+    close_scenario(setup, ms(20)).with_concurrent(holder)
 }
 
-async fn close_while_a_caller_contends(_: &World, stage: &Stage) -> Scene {
-    let held = locked(&stage.theirs.obtain(KEY)).await;
-    let lock = stage.ours.obtain(KEY);
+async fn close_while_a_caller_contends(_: &Environment, setup: &TestSetup) -> Scenario {
+    let held = locked(&setup.remote.obtain(KEY)).await;
+    let lock = setup.local.obtain(KEY);
     let contender = async move { drop(lock.lock().await) };
-    let scene = closing(stage, ms(20)).beside(contender).beside(hold(held));
-    in_line().await;
-    scene
+    let scenario =
+        close_scenario(setup, ms(20)).with_concurrent(contender).with_concurrent(hold(held));
+    enqueue_spawned().await;
+    scenario
 }

@@ -4,7 +4,7 @@
 //! arrival, and continue after each other's crash. Needs ZooKeeper, Curator and a Java compiler.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
-#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, Task};
+use lock_registry_tests::sections::{Form, Section, SectionTask};
 use registry_core::{LockGuard, LockRegistry, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
@@ -31,7 +31,7 @@ const PATH: &str = "/SpringIntegration-LockRegistry/orders";
 
 /// The kinds of participants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Who {
+enum PeerProgram {
     /// Ours, with Curator's names.
     Ours,
     /// Ours, with `naming=kazoo`.
@@ -45,40 +45,40 @@ enum Who {
     KazooRenamed,
 }
 
-use Who::{Curator, Kazoo, KazooPatterned, KazooRenamed, Ours, OursAsKazoo};
+use PeerProgram::{Curator, Kazoo, KazooPatterned, KazooRenamed, Ours, OursAsKazoo};
 
 // ---- Three processes, many critical sections.
 
 #[tokio::test]
-async fn we_take_turns_with_curator() {
-    take_turns(&[Ours, Curator, Curator]).await;
-    take_turns(&[Ours, Ours, Curator]).await;
+async fn a_lock_is_shared_with_curator() {
+    check_sharing(&[Ours, Curator, Curator]).await;
+    check_sharing(&[Ours, Ours, Curator]).await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_kazoo_that_has_the_names_of_curator() {
-    take_turns(&[Ours, KazooRenamed, KazooRenamed]).await;
+async fn a_lock_is_shared_with_kazoo_under_the_names_of_curator() {
+    check_sharing(&[Ours, KazooRenamed, KazooRenamed]).await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_kazoo_that_waits_for_our_names() {
-    take_turns(&[Ours, KazooPatterned, KazooPatterned]).await;
+async fn a_lock_is_shared_with_kazoo_that_waits_for_our_names() {
+    check_sharing(&[Ours, KazooPatterned, KazooPatterned]).await;
 }
 
 #[tokio::test]
-async fn we_take_turns_with_kazoo_as_it_is_under_its_own_names() {
-    take_turns(&[OursAsKazoo, Kazoo, Kazoo]).await;
+async fn a_lock_is_shared_with_unchanged_kazoo_under_its_own_names() {
+    check_sharing(&[OursAsKazoo, Kazoo, Kazoo]).await;
 }
 
 #[tokio::test]
-async fn curator_kazoo_and_we_take_turns() {
-    take_turns(&[Ours, Curator, KazooRenamed]).await;
+async fn a_lock_is_shared_with_curator_and_kazoo() {
+    check_sharing(&[Ours, Curator, KazooRenamed]).await;
 }
 
 /// Some of our processes may already use kazoo's names while others do not.
 #[tokio::test]
-async fn ours_take_turns_under_either_name() {
-    take_turns(&[Ours, OursAsKazoo, KazooPatterned]).await;
+async fn our_processes_share_a_lock_under_both_names() {
+    check_sharing(&[Ours, OursAsKazoo, KazooPatterned]).await;
 }
 
 /// The number of acquisitions of each process.
@@ -86,18 +86,22 @@ const SECTIONS: u32 = 300;
 
 /// Runs all processes at the same time, and checks mutual exclusion and that grants are in the
 /// order of the queue.
-async fn take_turns(who: &[Who]) {
+async fn check_sharing(program: &[PeerProgram]) {
     let server = server().await;
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
     fs::write(&counter, "0").unwrap();
     let mut processes = Vec::new();
-    for (number, &who) in who.iter().enumerate() {
+    for (number, &program) in program.iter().enumerate() {
         let journal = folder.path().join(format!("journal{number}"));
         let mut task =
-            Task::new(server.url(), Form::Spring, "", KEY, journal.clone(), counter.clone());
+            SectionTask::new(server.url(), Form::Spring, "", KEY, journal.clone(), counter.clone());
         task.sections = SECTIONS;
-        processes.push((who, journal, HelperProcess::spawn(program(who, task)).unwrap()));
+        processes.push((
+            program,
+            journal,
+            HelperProcess::spawn(sections_command(program, task)).unwrap(),
+        ));
     }
     for (_, _, process) in &mut processes {
         expect(process, "ready").await;
@@ -107,30 +111,31 @@ async fn take_turns(who: &[Who]) {
     }
     // The first failure ends the test. The other processes could wait for a lock that the failed
     // process left behind.
-    try_join_all(processes.iter().map(|(_, _, process)| done(process))).await.unwrap();
+    try_join_all(processes.iter().map(|(_, _, process)| wait_for_success(process))).await.unwrap();
 
-    let mut sections: Vec<(Who, Section)> = Vec::new();
-    for (who, journal, _) in &processes {
+    let mut sections: Vec<(PeerProgram, Section)> = Vec::new();
+    for (program, journal, _) in &processes {
         let journal = fs::read_to_string(journal).unwrap();
-        sections.extend(journal.lines().map(|line| (*who, serde_json::from_str(line).unwrap())));
+        sections
+            .extend(journal.lines().map(|line| (*program, serde_json::from_str(line).unwrap())));
     }
     sections.sort_by_key(|(_, section)| section.entered);
     let events =
         (0..).zip(&sections).flat_map(|(number, (_, section))| section.events(KEY, number));
     let checked = check(&History::from_events(events).unwrap()).unwrap();
-    let all = who.len() * SECTIONS as usize;
+    let all = program.len() * SECTIONS as usize;
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (all, all, 0));
     let count = fs::read_to_string(&counter).unwrap();
     assert_eq!(count.trim(), all.to_string());
     // The transaction id of a node is its position in the queue.
     let tokens: Vec<u64> = sections.iter().map(|(_, section)| section.token.unwrap()).collect();
     assert!(tokens.is_sorted_by(|one, next| one < next), "not in the order of arrival");
-    changes_hands(&sections);
+    assert_alternates(&sections);
 }
 
 /// Another process always waits, so a process is rarely granted the lock twice in a row.
-fn changes_hands(sections: &[(Who, Section)]) {
-    let mut takeovers: BTreeMap<(Who, Who), usize> = BTreeMap::new();
+fn assert_alternates(sections: &[(PeerProgram, Section)]) {
+    let mut takeovers: BTreeMap<(PeerProgram, PeerProgram), usize> = BTreeMap::new();
     for pair in sections.windows(2) {
         if pair[0].1.client != pair[1].1.client {
             *takeovers.entry((pair[0].0, pair[1].0)).or_default() += 1;
@@ -142,7 +147,7 @@ fn changes_hands(sections: &[(Who, Section)]) {
 }
 
 /// Waits for the end of a process that must succeed.
-async fn done(process: &HelperProcess) -> Result<(), String> {
+async fn wait_for_success(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
 }
@@ -151,9 +156,9 @@ async fn done(process: &HelperProcess) -> Result<(), String> {
 
 /// Which participants each one waits for: the table in the book.
 #[tokio::test]
-async fn who_waits_for_whom() {
+async fn each_program_waits_for_the_documented_programs() {
     let server = server().await;
-    for (holder, excluded, let_in) in [
+    for (holder, excluded, admitted) in [
         (Ours, &[OursAsKazoo, Curator, KazooPatterned, KazooRenamed][..], &[Kazoo][..]),
         (OursAsKazoo, &[Ours, Kazoo, KazooPatterned, KazooRenamed], &[Curator]),
         (Curator, &[Ours, OursAsKazoo, KazooPatterned, KazooRenamed], &[Kazoo]),
@@ -161,108 +166,112 @@ async fn who_waits_for_whom() {
         (KazooPatterned, &[Ours, OursAsKazoo, Kazoo, KazooRenamed], &[Curator]),
         (KazooRenamed, &[Ours, OursAsKazoo, Curator, KazooPatterned], &[Kazoo]),
     ] {
-        let held = Held::by(&server, holder).await;
-        let attempts = excluded.iter().map(|who| (who, true));
-        for (who, is_excluded) in attempts.chain(let_in.iter().map(|who| (who, false))) {
-            let gets_in = gets_in(&server, *who).await;
-            assert_eq!(gets_in, !is_excluded, "{who:?} while {holder:?} has it");
+        let held = ProgramHold::by(&server, holder).await;
+        let attempts = excluded.iter().map(|program| (program, true));
+        for (program, is_excluded) in
+            attempts.chain(admitted.iter().map(|program| (program, false)))
+        {
+            let try_once = try_once(&server, *program).await;
+            assert_eq!(try_once, !is_excluded, "{program:?} while {holder:?} has it");
         }
-        held.let_go().await;
-        assert!(gets_in(&server, Ours).await, "after {holder:?}");
+        held.release().await;
+        assert!(try_once(&server, Ours).await, "after {holder:?}");
     }
 }
 
 #[tokio::test]
-async fn who_has_it_is_told_whoever_it_is() {
+async fn the_holder_is_reported_for_every_program() {
     let server = server().await;
-    let ours = registry(&server, Ours, "").await;
-    let lock = ours.obtain(KEY);
+    let local = registry(&server, Ours, "").await;
+    let lock = local.obtain(KEY);
     // Curator stores the address of its host.
-    for (who, label) in [(Curator, None), (KazooRenamed, Some("peer")), (Kazoo, Some("peer"))] {
-        let held = Held::by(&server, who).await;
+    for (program, label) in [(Curator, None), (KazooRenamed, Some("peer")), (Kazoo, Some("peer"))] {
+        let held = ProgramHold::by(&server, program).await;
         let holder = lock.holder().await.unwrap().unwrap();
-        println!("{who:?}: {holder:?}");
+        println!("{program:?}: {holder:?}");
         assert!(holder.token.is_some());
         assert!(holder.label.is_some() && (label.is_none() || holder.label.as_deref() == label));
-        let listed = ours.list().await.unwrap();
+        let listed = local.list().await.unwrap();
         assert_eq!(listed.len(), 1, "{listed:?}");
         assert_eq!(listed[0].key.as_str(), KEY);
-        held.let_go().await;
+        held.release().await;
         assert!(lock.holder().await.unwrap().is_none());
     }
 }
 
 #[tokio::test]
-async fn the_dead_are_outlived_by_their_session() {
+async fn the_lock_of_a_dead_process_ends_with_its_session() {
     let server = server().await;
-    let ours = registry(&server, Ours, "").await;
-    for who in [Curator, KazooRenamed] {
-        let Held::There(peer) = Held::by_with(&server, who, 1_000).await else { unreachable!() };
+    let local = registry(&server, Ours, "").await;
+    for program in [Curator, KazooRenamed] {
+        let ProgramHold::Remote(peer) = ProgramHold::by_with(&server, program, 1_000).await else {
+            unreachable!()
+        };
         peer.kill().unwrap();
-        let guard = within(LONG, ours.obtain(KEY).lock()).await.unwrap();
+        let guard = within(LONG, local.obtain(KEY).lock()).await.unwrap();
         guard.unlock().await.unwrap();
     }
     // The reverse: one of our processes dies, and the peers acquire its lock.
     let folder = TempDir::new().unwrap();
     let (journal, counter) = (folder.path().join("journal"), folder.path().join("counter"));
     fs::write(&counter, "0").unwrap();
-    let mut task = Task::new(server.url(), Form::Spring, "", KEY, journal, counter);
+    let mut task = SectionTask::new(server.url(), Form::Spring, "", KEY, journal, counter);
     task.url = our_url(&server, Ours, "&session=1s");
     task.hold_ms = 1_000_000;
-    let mut dead = HelperProcess::spawn(ours_at_work(&task)).unwrap();
+    let mut dead = HelperProcess::spawn(our_command(&task)).unwrap();
     expect(&mut dead, "ready").await;
     dead.write_line("go").unwrap();
-    let lock = ours.obtain(KEY);
+    let lock = local.obtain(KEY);
     eventually(LONG, async || lock.holder().await.unwrap()).await;
     dead.kill().unwrap();
-    Held::by(&server, Curator).await.let_go().await;
+    ProgramHold::by(&server, Curator).await.release().await;
 }
 
 #[tokio::test]
-async fn a_lock_that_was_broken_goes_to_the_next_in_line_whoever_it_is() {
+async fn a_broken_lock_passes_to_the_next_in_the_queue() {
     let server = server().await;
-    let ours = registry(&server, Ours, "").await;
+    let local = registry(&server, Ours, "").await;
     let other = registry(&server, Ours, "").await;
-    let guard = ours.obtain(KEY).lock().await.unwrap();
+    let guard = local.obtain(KEY).lock().await.unwrap();
     let mut peer = peer(&server, Curator, 10_000, &["--once", "hold"]);
     expect(&mut peer, "waiting").await;
-    eventually(LONG, async || server.figure("zk_watch_count").await.unwrap() > 0).await;
+    eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0).await;
     other.force_release(KEY).await.unwrap();
     expect(&mut peer, "held").await;
     within(LONG, guard.lost()).await;
     guard.unlock().await.unwrap_err();
-    assert!(!gets_in(&server, Ours).await);
+    assert!(!try_once(&server, Ours).await);
     // No client notifies Curator of the loss, so it releases the node that it believes to hold.
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
 }
 
 /// A process that holds the lock.
-enum Held {
-    Here { guard: LockGuard, _registry: Registry },
-    There(HelperProcess),
+enum ProgramHold {
+    Local { guard: LockGuard, _registry: Registry },
+    Remote(HelperProcess),
 }
 
-impl Held {
-    async fn by(server: &ZooKeeperServer, who: Who) -> Self {
-        Self::by_with(server, who, 10_000).await
+impl ProgramHold {
+    async fn by(server: &ZooKeeperServer, program: PeerProgram) -> Self {
+        Self::by_with(server, program, 10_000).await
     }
 
-    async fn by_with(server: &ZooKeeperServer, who: Who, session_ms: u32) -> Self {
-        if matches!(who, Ours | OursAsKazoo) {
-            let ours = registry(server, who, "").await;
-            let guard = within(LONG, ours.obtain(KEY).lock()).await.unwrap();
-            return Self::Here { guard, _registry: ours };
+    async fn by_with(server: &ZooKeeperServer, program: PeerProgram, session_ms: u32) -> Self {
+        if matches!(program, Ours | OursAsKazoo) {
+            let local = registry(server, program, "").await;
+            let guard = within(LONG, local.obtain(KEY).lock()).await.unwrap();
+            return Self::Local { guard, _registry: local };
         }
-        let mut peer = peer(server, who, session_ms, &["--once", "hold"]);
+        let mut peer = peer(server, program, session_ms, &["--once", "hold"]);
         expect(&mut peer, "held").await;
-        Self::There(peer)
+        Self::Remote(peer)
     }
 
-    async fn let_go(self) {
+    async fn release(self) {
         match self {
-            Self::Here { guard, .. } => guard.unlock().await.unwrap(),
-            Self::There(mut peer) => {
+            Self::Local { guard, .. } => guard.unlock().await.unwrap(),
+            Self::Remote(mut peer) => {
                 peer.write_line("").unwrap();
                 expect(&mut peer, "released").await;
             }
@@ -271,16 +280,16 @@ impl Held {
 }
 
 /// Whether a participant that tries once is granted the lock. If so, the lock is released.
-async fn gets_in(server: &ZooKeeperServer, who: Who) -> bool {
-    if matches!(who, Ours | OursAsKazoo) {
-        let ours = registry(server, who, "").await;
-        let Some(guard) = ours.obtain(KEY).try_lock().await.unwrap() else { return false };
+async fn try_once(server: &ZooKeeperServer, program: PeerProgram) -> bool {
+    if matches!(program, Ours | OursAsKazoo) {
+        let local = registry(server, program, "").await;
+        let Some(guard) = local.obtain(KEY).try_lock().await.unwrap() else { return false };
         guard.unlock().await.unwrap();
         return true;
     }
-    let mut peer = peer(server, who, 10_000, &["--once", "try"]);
+    let mut peer = peer(server, program, 10_000, &["--once", "try"]);
     let answer = peer.expect_line(|line| ["held", "busy"].contains(&line), LONG).await.unwrap();
-    done(&peer).await.unwrap();
+    wait_for_success(&peer).await.unwrap();
     &*answer == "held"
 }
 
@@ -291,23 +300,23 @@ async fn server() -> ZooKeeperServer {
     ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap()
 }
 
-fn our_url(server: &ZooKeeperServer, who: Who, options: &str) -> String {
-    let naming = if who == OursAsKazoo { "kazoo" } else { "curator" };
+fn our_url(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> String {
+    let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
     format!("{}?layout=curator&naming={naming}{options}", server.url())
 }
 
-async fn registry(server: &ZooKeeperServer, who: Who, options: &str) -> Registry {
-    lock_registry::connect(&our_url(server, who, options)).await.unwrap()
+async fn registry(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> Registry {
+    lock_registry::connect(&our_url(server, program, options)).await.unwrap()
 }
 
-/// The command of `who` for a task whose URL is the server's.
-fn program(who: Who, mut task: Task) -> Command {
-    if matches!(who, Ours | OursAsKazoo) {
-        let naming = if who == OursAsKazoo { "kazoo" } else { "curator" };
+/// The command of `program` for a task whose URL is the server's.
+fn sections_command(program: PeerProgram, mut task: SectionTask) -> Command {
+    if matches!(program, Ours | OursAsKazoo) {
+        let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
         task.url = format!("{}?layout=curator&naming={naming}", task.url);
-        return ours_at_work(&task);
+        return our_command(&task);
     }
-    let mut command = theirs(who, &task.url, 10_000);
+    let mut command = peer_command(program, &task.url, 10_000);
     command.arg("--on-cue").arg("--journal").arg(&task.journal);
     command.arg("--counter").arg(&task.counter);
     for (option, value) in [
@@ -320,23 +329,28 @@ fn program(who: Who, mut task: Task) -> Command {
     command
 }
 
-fn ours_at_work(task: &Task) -> Command {
+fn our_command(task: &SectionTask) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
     command.arg(serde_json::to_string(task).unwrap());
     command
 }
 
-fn peer(server: &ZooKeeperServer, who: Who, session_ms: u32, options: &[&str]) -> HelperProcess {
-    let mut command = theirs(who, &server.url(), session_ms);
+fn peer(
+    server: &ZooKeeperServer,
+    program: PeerProgram,
+    session_ms: u32,
+    options: &[&str],
+) -> HelperProcess {
+    let mut command = peer_command(program, &server.url(), session_ms);
     command.args(options);
     HelperProcess::spawn(command).unwrap()
 }
 
 /// The command of a peer that acquires the lock at [`PATH`].
-fn theirs(who: Who, url: &str, session_ms: u32) -> Command {
+fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
-    let layout = match who {
+    let layout = match program {
         Curator => {
             // The manifest of `curator-recipes.jar` names its dependencies.
             const CLASSES: &str =
@@ -351,7 +365,7 @@ fn theirs(who: Who, url: &str, session_ms: u32) -> Command {
         Kazoo => "stock",
         KazooPatterned => "patterned",
         KazooRenamed => "renamed",
-        Ours | OursAsKazoo => unreachable!("ours is no peer"),
+        Ours | OursAsKazoo => unreachable!("our own process is no peer"),
     };
     let mut command = Command::new("python3");
     // `-B` prevents compiled files among the sources.
@@ -361,8 +375,8 @@ fn theirs(who: Who, url: &str, session_ms: u32) -> Command {
 }
 
 async fn expect(process: &mut HelperProcess, line: &str) {
-    let said = process.expect_line(|said| said == line, LONG).await;
-    if let Err(late) = said {
+    let received = process.expect_line(|received| received == line, LONG).await;
+    if let Err(late) = received {
         panic!("{late}");
     }
 }

@@ -4,18 +4,18 @@
 //! The processes are this program itself with another argument. All timestamps are from the
 //! monotonic clock, which the processes share.
 
-mod turns;
-mod held;
-mod store;
-mod bare_redis;
-mod bare_postgres;
-mod measure;
+mod contention;
+mod held_locks;
+mod server;
+mod redis_reference;
+mod postgres_reference;
+mod measurement;
 
 use std::io::BufRead;
 
 use nix::time::{ClockId, clock_gettime};
 
-use crate::store::Store;
+use crate::server::LockServer;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -24,27 +24,27 @@ fn main() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         match words[..] {
-            ["child", "turns", ref rest @ ..] => turns::child(rest).await,
-            ["child", "held", ref rest @ ..] => held::child(rest).await,
+            ["child", "contention", ref rest @ ..] => contention::child(rest).await,
+            ["child", "held", ref rest @ ..] => held_locks::child(rest).await,
             _ => {
                 // `cargo test` only verifies that the benchmark works, not how fast it is.
-                let in_earnest = words.contains(&"--bench");
-                let wanted = |name: &str| {
-                    let named: Vec<_> =
+                let is_full_run = words.contains(&"--bench");
+                let is_selected = |name: &str| {
+                    let filters: Vec<_> =
                         words.iter().filter(|word| !word.starts_with('-')).collect();
-                    named.is_empty() || named.iter().any(|word| name.contains(**word))
+                    filters.is_empty() || filters.iter().any(|word| name.contains(**word))
                 };
-                if wanted("redis-turns") {
-                    turns::bench(&Store::redis().await, in_earnest).await;
+                if is_selected("redis-turns") {
+                    contention::bench(&LockServer::redis().await, is_full_run).await;
                 }
-                if wanted("redis-held") {
-                    held::bench_redis(in_earnest).await;
+                if is_selected("redis-held") {
+                    held_locks::bench_redis(is_full_run).await;
                 }
-                if wanted("postgres-turns") {
-                    turns::bench(&Store::postgres().await, in_earnest).await;
+                if is_selected("postgres-turns") {
+                    contention::bench(&LockServer::postgres().await, is_full_run).await;
                 }
-                if wanted("postgres-held") {
-                    held::bench_postgres(in_earnest).await;
+                if is_selected("postgres-held") {
+                    held_locks::bench_postgres(is_full_run).await;
                 }
             }
         }
@@ -58,7 +58,7 @@ fn now() -> u64 {
 }
 
 /// Reads the next line from the parent process.
-async fn order() -> String {
+async fn read_stdin_line() -> String {
     let line = tokio::task::spawn_blocking(|| {
         let mut line = String::new();
         std::io::stdin().lock().read_line(&mut line).unwrap();

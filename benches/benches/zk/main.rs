@@ -5,15 +5,15 @@
 //! `tests/peers/Curator.java` runs it. They may run on all processors: the server and Curator have
 //! many threads, and their work for one request overlaps.
 
-mod bare;
-mod turns;
+mod reference;
+mod hand_over;
 
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry_benches::in_a_task;
+use lock_registry_benches::compare_in_task;
 use registry_core::{LockRegistry, Registry};
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -21,7 +21,7 @@ use registry_zk::{ZkBackend, ZkConfig};
 use tokio::sync::Mutex;
 use zookeeper_client::{Acls, Client, CreateMode, LockOptions, LockPrefix};
 
-use bare::Bare;
+use reference::ZkReference;
 
 /// The time limit of every step, on top of the measured time.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -34,22 +34,22 @@ fn main() {
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
         if let ["child", ref rest @ ..] = words[..] {
-            turns::child(rest).await;
+            hand_over::child(rest).await;
             return;
         }
         // `cargo test` only verifies that the benchmark works, not how fast it is.
-        let in_earnest = words.contains(&"--bench");
+        let is_full_run = words.contains(&"--bench");
         let server = ZooKeeperServer::start().await.unwrap();
-        pairs(&server, in_earnest).await;
-        turns::bench(&server, in_earnest).await;
+        pairs(&server, is_full_run).await;
+        hand_over::bench(&server, is_full_run).await;
     });
 }
 
-async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
-    const OURS: &str = "lock and unlock";
-    let registry = ours(&server.addr().to_string()).await;
+async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
+    const LABEL: &str = "lock and unlock";
+    let registry = open_registry(&server.addr().to_string()).await;
     let lock = registry.obtain("orders/42");
-    let ours = move |pairs| {
+    let lock_and_unlock = move |pairs| {
         let lock = lock.clone();
         async move {
             for _ in 0..pairs {
@@ -58,44 +58,44 @@ async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
         }
     };
 
-    let bare = Bare::connect(&server.addr().to_string(), "/bare").await;
-    let bare = Arc::new(Mutex::new(bare));
-    let one_by_one = {
-        let bare = Arc::clone(&bare);
+    let reference = ZkReference::connect(&server.addr().to_string(), "/bare").await;
+    let reference = Arc::new(Mutex::new(reference));
+    let sequential = {
+        let reference = Arc::clone(&reference);
         move |pairs| {
-            let bare = Arc::clone(&bare).lock_owned();
+            let reference = Arc::clone(&reference).lock_owned();
             async move {
-                let mut bare = bare.await;
+                let mut reference = reference.await;
                 for _ in 0..pairs {
-                    bare.lock().await;
-                    bare.unlock().await;
+                    reference.lock().await;
+                    reference.unlock().await;
                 }
             }
         }
     };
-    let group = "uncontended pairs on ZooKeeper, beside create, list and delete";
-    in_a_task(group, one_by_one, OURS, ours.clone()).await;
-    let at_once = move |pairs| {
-        let bare = Arc::clone(&bare).lock_owned();
+    let group = "uncontended pairs on ZooKeeper, next to create, list and delete";
+    compare_in_task(group, sequential, LABEL, lock_and_unlock.clone()).await;
+    let pipelined = move |pairs| {
+        let reference = Arc::clone(&reference).lock_owned();
         async move {
-            let mut bare = bare.await;
+            let mut reference = reference.await;
             for _ in 0..pairs {
-                bare.lock_at_once().await;
-                bare.unlock().await;
+                reference.lock_pipelined().await;
+                reference.unlock().await;
             }
         }
     };
-    let group = "the same, create and list sent at once";
-    in_a_task(group, at_once, OURS, ours.clone()).await;
+    let group = "the same, create and list sent together";
+    compare_in_task(group, pipelined, LABEL, lock_and_unlock.clone()).await;
 
     let client = connect(&server.addr().to_string()).await;
-    let theirs = move |pairs| lock_of_the_client(client.clone(), pairs);
-    let group = "uncontended pairs beside the lock of zookeeper-client, deleted explicitly";
-    in_a_task(group, theirs, OURS, ours.clone()).await;
+    let other = move |pairs| lock_with_client_library(client.clone(), pairs);
+    let group = "uncontended pairs next to the lock of zookeeper-client, deleted explicitly";
+    compare_in_task(group, other, LABEL, lock_and_unlock.clone()).await;
 
-    let warm = if in_earnest { 3_000 } else { 10 };
-    let curator = Arc::new(Mutex::new(curator(&server.url(), warm).await));
-    let theirs = move |pairs: usize| {
+    let warm_up_pairs = if is_full_run { 3_000 } else { 10 };
+    let curator = Arc::new(Mutex::new(curator(&server.url(), warm_up_pairs).await));
+    let other = move |pairs: usize| {
         let curator = Arc::clone(&curator).lock_owned();
         async move {
             let mut curator = curator.await;
@@ -104,12 +104,12 @@ async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
             done.unwrap();
         }
     };
-    let group = "uncontended pairs beside Curator's InterProcessMutex";
-    in_a_task(group, theirs, OURS, ours).await;
+    let group = "uncontended pairs next to Curator's InterProcessMutex";
+    compare_in_task(group, other, LABEL, lock_and_unlock).await;
     registry.close(LIMIT).await;
 }
 
-async fn lock_of_the_client(client: Client, pairs: usize) {
+async fn lock_with_client_library(client: Client, pairs: usize) {
     let directory = CreateMode::Container.with_acls(Acls::anyone_all());
     for _ in 0..pairs {
         let options = LockOptions::new(Acls::anyone_all());
@@ -123,18 +123,18 @@ async fn lock_of_the_client(client: Client, pairs: usize) {
 }
 
 /// Starts Curator and warms it up.
-async fn curator(url: &str, warm: usize) -> HelperProcess {
+async fn curator(url: &str, warm_up_pairs: usize) -> HelperProcess {
     const CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/peers/Curator.java");
     let mut java = Command::new("java");
     java.args(["-cp", CLASSES]).arg(program).args(["--url", url, "--path", "/curator/orders"]);
-    java.args(["--bench", &warm.to_string()]);
+    java.args(["--bench", &warm_up_pairs.to_string()]);
     let mut curator = HelperProcess::spawn(java).unwrap();
     curator.expect_line(|line| line == "ready", LIMIT).await.unwrap();
     curator
 }
 
-async fn ours(servers: &str) -> Registry {
+async fn open_registry(servers: &str) -> Registry {
     let config = ZkConfig::new(servers).unwrap().with_session_timeout(SESSION);
     let backend = ZkBackend::open(config).await.unwrap();
     Registry::builder(Arc::new(backend)).lease(SESSION / 2).build().unwrap()

@@ -9,88 +9,88 @@ use distributed_lock_core::traits::{DistributedLock as _, LockHandle as _, LockP
 use distributed_lock_redis::{RedisDistributedLock, RedisLockProvider};
 use redis::Script;
 use redis::aio::MultiplexedConnection;
-use registry_core::{DistributedLock as OurLock, LockRegistry as _, Registry};
+use registry_core::{DistributedLock as EngineLock, LockRegistry as _, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 use rslock::LockManager;
 
 #[derive(Debug, Clone, Copy)]
-pub enum Kind {
+pub enum ContestantKind {
     Bare,
-    Ours,
+    Engine,
     Rslock,
     DistributedLock,
-    /// Has no mutual exclusion, which proves that overlaps are detected.
-    Broken,
+    /// Has no mutual exclusion. It tests the detection of overlaps.
+    Unsynchronized,
 }
 
 pub enum Contestant {
-    Bare(Bare),
-    Ours(Registry),
+    Bare(ScriptLock),
+    Engine(Registry),
     Rslock(LockManager),
     DistributedLock(RedisLockProvider),
-    Broken,
+    Unsynchronized,
 }
 
 /// The state of one task.
-pub enum Mine {
-    Bare(Bare, String, String),
-    Ours(OurLock),
+pub enum TaskLock {
+    Bare(ScriptLock, String, String),
+    Engine(EngineLock),
     Rslock(LockManager, String),
     DistributedLock(RedisDistributedLock),
-    Broken,
+    Unsynchronized,
 }
 
 const LEASE: Duration = Duration::from_secs(30);
 
 impl Contestant {
-    pub async fn new(kind: Kind, server: &RedisServer) -> Self {
+    pub async fn new(kind: ContestantKind, server: &RedisServer) -> Self {
         let url = server.url();
         match kind {
-            Kind::Bare => Self::Bare(Bare::connect(server).await),
-            Kind::Ours => {
+            ContestantKind::Bare => Self::Bare(ScriptLock::connect(server).await),
+            ContestantKind::Engine => {
                 let config = RedisConfig::from_url(&url).unwrap();
                 let backend = RedisBackend::open(config).await.unwrap();
-                Self::Ours(Registry::builder(Arc::new(backend)).build().unwrap())
+                Self::Engine(Registry::builder(Arc::new(backend)).build().unwrap())
             }
-            Kind::Rslock => Self::Rslock(LockManager::new(vec![url])),
-            Kind::DistributedLock => {
+            ContestantKind::Rslock => Self::Rslock(LockManager::new(vec![url])),
+            ContestantKind::DistributedLock => {
                 Self::DistributedLock(RedisLockProvider::new(url).await.unwrap())
             }
-            Kind::Broken => Self::Broken,
+            ContestantKind::Unsynchronized => Self::Unsynchronized,
         }
     }
 
-    pub fn of(&self, key: &str) -> Mine {
+    pub fn task_lock(&self, key: &str) -> TaskLock {
         match self {
             Self::Bare(bare) => {
-                let id = format!("{:032x}", u128::from(NEXT.fetch_add(1, Ordering::Relaxed)));
-                Mine::Bare(bare.clone(), key.to_owned(), id)
+                let id = format!("{:032x}", u128::from(NEXT_ID.fetch_add(1, Ordering::Relaxed)));
+                TaskLock::Bare(bare.clone(), key.to_owned(), id)
             }
-            Self::Ours(registry) => Mine::Ours(registry.obtain(key)),
-            Self::Rslock(manager) => Mine::Rslock(manager.clone(), key.to_owned()),
-            Self::DistributedLock(provider) => Mine::DistributedLock(provider.create_lock(key)),
-            Self::Broken => Mine::Broken,
+            Self::Engine(registry) => TaskLock::Engine(registry.obtain(key)),
+            Self::Rslock(manager) => TaskLock::Rslock(manager.clone(), key.to_owned()),
+            Self::DistributedLock(provider) => TaskLock::DistributedLock(provider.create_lock(key)),
+            Self::Unsynchronized => TaskLock::Unsynchronized,
         }
     }
 
-    pub async fn section(&self, key: &str, work: impl FnOnce()) {
-        self.of(key).section(work).await;
+    pub async fn run_section(&self, key: &str, work: impl FnOnce()) {
+        self.task_lock(key).run_section(work).await;
     }
 
     pub async fn close(&self) {
-        if let Self::Ours(registry) = self {
+        if let Self::Engine(registry) = self {
             registry.close(Duration::from_secs(1)).await;
         }
     }
 }
 
-/// Ids for contestants that have none of their own.
-static NEXT: AtomicU64 = AtomicU64::new(0);
+/// Owner ids for contestants that do not generate them.
+static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
-impl Mine {
+impl TaskLock {
     /// Runs `work` while the lock is held.
-    pub async fn section(&self, work: impl FnOnce()) {
+    pub async fn run_section(&self, work: impl FnOnce()) {
         match self {
             Self::Bare(bare, key, id) => {
                 while !bare.acquire(key, id).await {
@@ -99,7 +99,7 @@ impl Mine {
                 work();
                 assert!(bare.release(key, id).await);
             }
-            Self::Ours(lock) => {
+            Self::Engine(lock) => {
                 let guard = lock.lock().await.unwrap();
                 work();
                 guard.unlock().await.unwrap();
@@ -110,7 +110,7 @@ impl Mine {
                 guard.release().await;
             }
             Self::DistributedLock(lock) => {
-                // This library gives up after a while even without a limit.
+                // This library returns `Timeout` even without a limit.
                 let handle = loop {
                     match lock.acquire(None).await {
                         Ok(handle) => break handle,
@@ -121,7 +121,7 @@ impl Mine {
                 work();
                 handle.release().await.unwrap();
             }
-            Self::Broken => {
+            Self::Unsynchronized => {
                 work();
                 tokio::task::yield_now().await;
             }
@@ -132,13 +132,13 @@ impl Mine {
 /// The minimum that a correct lock must do. A grant expires and has a growing number. Only the
 /// holder can release it, and the release notifies waiters.
 #[derive(Clone)]
-pub struct Bare {
+pub struct ScriptLock {
     connection: MultiplexedConnection,
     acquire: Arc<Script>,
     release: Arc<Script>,
 }
 
-impl Bare {
+impl ScriptLock {
     async fn connect(server: &RedisServer) -> Self {
         let address =
             redis::ConnectionAddr::Tcp(server.addr().ip().to_string(), server.addr().port());

@@ -1,5 +1,5 @@
-//! Merges the options of all sources by precedence. The options are in `layer`, the meaning of URLs
-//! is in `store_url`, and `connect` opens the result.
+//! Merges the options of all sources by precedence. The options are in `options`, the meaning of
+//! URLs is in `store_url`, and `connect` opens the result.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,10 +8,10 @@ use std::time::Duration;
 use registry_core::{ConfigError, Observer, Registry};
 
 use crate::connect;
-use crate::layer::{Layer, OPTIONS, OptionRow, Origin};
 use crate::layout::Layout;
+use crate::options::{OPTIONS, OptionSpec, Options, Origin};
 use crate::scheme;
-use crate::store_url::{Store, UrlText};
+use crate::store_url::{StoreLocation, UrlText};
 
 /// The configuration of a registry: its lock store and options, merged from several sources.
 ///
@@ -40,7 +40,8 @@ use crate::store_url::{Store, UrlText};
 /// - `handoff`: maximum number of consecutive hand-overs of a lock within this process, before
 ///   other processes can acquire it. `0` (none) to `256`. Default: `32`, and up to 64 within 20 ms
 ///   of the grant.
-/// - `timeout`: how long the store may take to answer one operation. `10ms` to `1h`. Default: `3s`.
+/// - `timeout`: how long the store may take to respond to one operation. `10ms` to `1h`. Default:
+///   `3s`.
 /// - `label`: text shown to other clients that ask for the holder of a lock. Default: none.
 /// - `layout`: the format of the store's records: `native`, or that of a peer. Peers are `spring`
 ///   (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) and `etcdctl`
@@ -141,16 +142,16 @@ use crate::store_url::{Store, UrlText};
 #[derive(Clone, Default)]
 #[must_use = "a configuration does nothing until it is connected"]
 pub struct RegistryConfig {
-    code: Layer,
-    command_line: Layer,
-    environment: Layer,
-    file: Layer,
+    code: Options,
+    command_line: Options,
+    environment: Options,
+    file: Options,
     observers: Vec<Arc<dyn Observer>>,
     connect_within: Option<Duration>,
     /// The first error of a deserialized section. `check` returns it, because a deserializer's
     /// error would quote the surrounding text, which may contain a password.
     #[cfg(feature = "config")]
-    pub(crate) deferred: Option<ConfigError>,
+    pub(crate) deferred_error: Option<ConfigError>,
 }
 
 impl RegistryConfig {
@@ -210,7 +211,7 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets how long the store may take to answer one operation.
+    /// Sets how long the store may take to respond to one operation.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.code.timeout = Some(timeout);
         self
@@ -243,7 +244,7 @@ impl RegistryConfig {
     /// assert!(error.to_string().starts_with("--lease is \"30\", which has no unit"));
     /// ```
     pub fn with_argument(mut self, name: &str, value: &str) -> Result<Self, ConfigError> {
-        self.command_line.read(Origin::CommandLine, name, value)?;
+        self.command_line.set(Origin::CommandLine, name, value)?;
         Ok(self)
     }
 
@@ -261,7 +262,7 @@ impl RegistryConfig {
         self
     }
 
-    /// Validates everything that needs no I/O: the URL, every value, every name.
+    /// Validates the URL, every value and every name, without I/O.
     ///
     /// # Errors
     /// [`ConfigError`] for the first problem found.
@@ -280,7 +281,7 @@ impl RegistryConfig {
     /// [`ConfigError`] if the configuration is invalid or the store cannot be opened.
     ///
     /// # Cancel safety
-    /// Dropping the future closes everything opened so far. A database file that was created
+    /// Dropping the future closes all connections opened so far. A database file that was created
     /// remains.
     pub async fn connect(self) -> Result<Registry, ConfigError> {
         let resolved = self.resolve()?;
@@ -294,21 +295,22 @@ impl RegistryConfig {
     /// As [`RegistryConfig::check`].
     pub fn settings(&self) -> Result<Vec<Setting>, ConfigError> {
         self.resolve()?;
-        let layers = self.layers()?;
-        let settings = OPTIONS.iter().filter_map(|row| {
-            let (origin, value) =
-                layers.iter().find_map(|(origin, layer)| Some((*origin, row.shown_in(layer)?)))?;
-            Some(Setting { name: row.name, value, origin })
+        let sources = self.options_by_source()?;
+        let settings = OPTIONS.iter().filter_map(|spec| {
+            let (origin, value) = sources
+                .iter()
+                .find_map(|(origin, options)| Some((*origin, spec.redacted_value(options)?)))?;
+            Some(Setting { name: spec.name, value, origin })
         });
         Ok(settings.collect())
     }
 
     /// Returns the options of each source, strongest first.
-    fn layers(&self) -> Result<[(Origin, Layer); 5], ConfigError> {
-        let mut url = Layer::default();
-        if let Some(text) = self.chosen_url() {
+    fn options_by_source(&self) -> Result<[(Origin, Options); 5], ConfigError> {
+        let mut url = Options::default();
+        if let Some(text) = self.selected_url() {
             for (name, value) in text.parse()?.options {
-                url.read(Origin::Url, &name, value.told())?;
+                url.set(Origin::Url, &name, value.expose())?;
             }
         }
         Ok([
@@ -320,46 +322,49 @@ impl RegistryConfig {
         ])
     }
 
-    fn chosen_url(&self) -> Option<&UrlText> {
+    fn selected_url(&self) -> Option<&UrlText> {
         [&self.code, &self.command_line, &self.environment, &self.file]
             .into_iter()
-            .find_map(|layer| layer.url.as_ref())
+            .find_map(|options| options.url.as_ref())
     }
 
     /// Validates the configuration and merges the sources by precedence.
     fn resolve(&self) -> Result<Resolved, ConfigError> {
         #[cfg(feature = "config")]
-        if let Some(error) = &self.deferred {
+        if let Some(error) = &self.deferred_error {
             return Err(error.clone());
         }
-        let Some(url) = self.chosen_url() else {
+        let Some(url) = self.selected_url() else {
             return Err(ConfigError::Invalid(format!(
-                "no store URL is given; set one, such as `sqlite:PATH`; schemes are {}",
+                "no store URL is set; set `url`, for example to `sqlite:PATH`; known schemes: {}",
                 scheme::known()
             )));
         };
         let store = url.parse()?.store;
-        let layers = self.layers()?;
-        for (origin, layer) in &layers {
-            layer.check(*origin, store.scheme())?;
+        let sources = self.options_by_source()?;
+        for (origin, options) in &sources {
+            options.check(*origin, store.scheme())?;
         }
-        let mut options = Layer::default();
-        for (_, layer) in layers.clone() {
-            options = options.or(layer);
+        let mut merged = Options::default();
+        for (_, source) in sources.clone() {
+            merged = merged.or(source);
         }
-        options.check_together(store.scheme(), |option| {
-            let sets = |layer: &Layer| {
-                OptionRow::find(option).is_some_and(|row| row.shown_in(layer).is_some())
+        merged.check_combinations(store.scheme(), |option| {
+            let is_set = |options: &Options| {
+                OptionSpec::find(option).is_some_and(|spec| spec.redacted_value(options).is_some())
             };
-            layers.iter().find(|(_, layer)| sets(layer)).map_or(Origin::Code, |(origin, _)| *origin)
+            sources
+                .iter()
+                .find(|(_, options)| is_set(options))
+                .map_or(Origin::Code, |(origin, _)| *origin)
         })?;
-        connect::check(&store, &options)?;
-        Ok(Resolved { store, options })
+        connect::check(&store, &merged)?;
+        Ok(Resolved { store, options: merged })
     }
 
     /// Returns the options of a source that is read from text.
     #[cfg(feature = "config")]
-    pub(crate) fn layer_mut(&mut self, origin: Origin) -> &mut Layer {
+    pub(crate) fn options_mut(&mut self, origin: Origin) -> &mut Options {
         match origin {
             Origin::Environment => &mut self.environment,
             Origin::File => &mut self.file,
@@ -378,10 +383,10 @@ impl fmt::Debug for RegistryConfig {
             (Origin::File, &self.file),
         ];
         let mut debug = f.debug_map();
-        for row in OPTIONS {
-            for (origin, layer) in sources {
-                if let Some(value) = row.shown_in(layer) {
-                    debug.entry(&format_args!("{} ({origin})", row.name), &value);
+        for spec in OPTIONS {
+            for (origin, options) in sources {
+                if let Some(value) = spec.redacted_value(options) {
+                    debug.entry(&format_args!("{} ({origin})", spec.name), &value);
                 }
             }
         }
@@ -404,13 +409,13 @@ pub struct Setting {
 /// A validated configuration.
 #[derive(Debug)]
 pub(crate) struct Resolved {
-    pub(crate) store: Store,
+    pub(crate) store: StoreLocation,
     /// Options that are not set here have the default of the store or the engine.
-    pub(crate) options: Layer,
+    pub(crate) options: Options,
 }
 
-impl Layer {
-    /// Returns this layer, completed with the options that only `weaker` sets.
+impl Options {
+    /// Returns these options, completed with the options that only `weaker` sets.
     fn or(self, weaker: Self) -> Self {
         Self {
             url: self.url.or(weaker.url),

@@ -30,12 +30,12 @@ use registry_core::{
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::config::{RegistryConfig, Resolved};
-use crate::layer::Layer;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-use crate::layer::SpringVersion;
 use crate::layout::Layout;
 use crate::memory;
-use crate::store_url::Store;
+use crate::options::Options;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use crate::options::SpringVersion;
+use crate::store_url::StoreLocation;
 
 /// Opens the registry of the store at `url`.
 ///
@@ -78,7 +78,8 @@ use crate::store_url::Store;
 /// validated before any I/O where possible. No error shows a password.
 ///
 /// # Cancel safety
-/// Dropping the future closes everything opened so far. A database file that was created remains.
+/// Dropping the future closes all connections opened so far. A database file that was created
+/// remains.
 ///
 /// # Examples
 /// ```
@@ -106,19 +107,21 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     )),
     expect(unused_variables, reason = "there is no server then")
 )]
-pub(crate) fn check(store: &Store, options: &Layer) -> Result<(), ConfigError> {
+pub(crate) fn check(store: &StoreLocation, options: &Options) -> Result<(), ConfigError> {
     let checked: Result<(), BackendError> = match store {
-        Store::Memory { .. } | Store::PassThrough | Store::Sqlite { .. } => Ok(()),
+        StoreLocation::Memory { .. }
+        | StoreLocation::PassThrough
+        | StoreLocation::Sqlite { .. } => Ok(()),
         #[cfg(feature = "postgres")]
-        Store::Postgres(server) => postgres::check(server, options),
+        StoreLocation::Postgres(server) => postgres::check(server, options),
         #[cfg(feature = "mysql")]
-        Store::MySql(server) => mysql::check(server, options),
+        StoreLocation::MySql(server) => mysql::check(server, options),
         #[cfg(feature = "redis")]
-        Store::Redis(servers) => redis::check(servers, options),
+        StoreLocation::Redis(servers) => redis::check(servers, options),
         #[cfg(feature = "zk")]
-        Store::Zk(servers) => zk::check(servers, options),
+        StoreLocation::Zk(servers) => zk::check(servers, options),
         #[cfg(feature = "etcd")]
-        Store::Etcd(cluster) => etcd::check(cluster, options),
+        StoreLocation::Etcd(cluster) => etcd::check(cluster, options),
         #[cfg(not(all(
             feature = "postgres",
             feature = "mysql",
@@ -143,10 +146,10 @@ pub(crate) async fn open(
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
-    let is_zookeeper = matches!(store, Store::Zk(_));
-    let is_database = matches!(store, Store::Postgres(_) | Store::MySql(_));
+    let is_zookeeper = matches!(store, StoreLocation::Zk(_));
+    let is_database = matches!(store, StoreLocation::Postgres(_) | StoreLocation::MySql(_));
     let limit = limit.or(options.connect_timeout).unwrap_or(CONNECT_TIMEOUT);
-    let backend = backend_within(limit, &store, &options).await?;
+    let backend = open_with_retries(limit, &store, &options).await?;
     let mut builder = Registry::builder(backend);
     #[cfg(feature = "metrics")]
     {
@@ -189,24 +192,25 @@ pub(crate) async fn open(
 
 /// Opens the backend of `store`. Repeats an attempt that failed with a transient error until
 /// `limit` is over.
-async fn backend_within(
+async fn open_with_retries(
     limit: Duration,
-    store: &Store,
-    options: &Layer,
+    store: &StoreLocation,
+    options: &Options,
 ) -> Result<Arc<dyn LockBackend>, ConfigError> {
     let deadline = Instant::now() + limit.min(LockOptions::WAIT_MAX);
     let mut pause = RETRY_PAUSE;
     // Terminates: the deadline is fixed, and the pause is never zero.
     loop {
-        let source = match backend(store.clone(), options).await {
+        let source = match open_backend(store.clone(), options).await {
             Ok(backend) => return Ok(backend),
             Err(source) => source,
         };
-        let is_file = matches!(store, Store::Sqlite { .. });
+        let is_file = matches!(store, StoreLocation::Sqlite { .. });
         if is_file || !source.is_retryable() || Instant::now() + pause >= deadline {
             let source = match unresolved_host(store).await {
                 Some(host) => {
-                    BackendError::transient(format!("cannot resolve {host}")).with_source(source)
+                    BackendError::transient(format!("cannot resolve {host}; check the host name"))
+                        .with_source(source)
                 }
                 None => source,
             };
@@ -219,13 +223,13 @@ async fn backend_within(
 
 /// Returns the first host of `store` whose name cannot be resolved. Client libraries report that as
 /// a lost connection.
-async fn unresolved_host(store: &Store) -> Option<String> {
+async fn unresolved_host(store: &StoreLocation) -> Option<String> {
     for (host, port) in store.hosts() {
         let (host, port) = (host.clone(), *port);
-        let looked_up = tokio::task::spawn_blocking(move || {
+        let lookup = tokio::task::spawn_blocking(move || {
             (host.as_str(), port).to_socket_addrs().is_err().then_some(host)
         });
-        if let Ok(Ok(Some(host))) = timeout(RESOLVE_LIMIT, looked_up).await {
+        if let Ok(Ok(Some(host))) = timeout(RESOLVE_LIMIT, lookup).await {
             return Some(host);
         }
     }
@@ -239,45 +243,50 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that an error message waits for the resolver.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
 
-async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, BackendError> {
+async fn open_backend(
+    store: StoreLocation,
+    options: &Options,
+) -> Result<Arc<dyn LockBackend>, BackendError> {
     Ok(match store {
-        Store::Memory { name: None } => Arc::new(MemoryBackend::new()),
-        Store::Memory { name: Some(name) } => {
+        StoreLocation::Memory { name: None } => Arc::new(MemoryBackend::new()),
+        StoreLocation::Memory { name: Some(name) } => {
             Arc::new(memory::named(name, options.namespace.clone()))
         }
-        Store::PassThrough => Arc::new(PassThroughBackend::new()),
+        StoreLocation::PassThrough => Arc::new(PassThroughBackend::new()),
         #[cfg(feature = "sqlite")]
-        Store::Sqlite { path } => {
+        StoreLocation::Sqlite { path } => {
             Arc::new(registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await?)
         }
         #[cfg(not(feature = "sqlite"))]
-        Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::Sqlite { .. } => {
+            unreachable!("its scheme is refused when the URL is parsed")
+        }
         #[cfg(feature = "postgres")]
-        Store::Postgres(server) => postgres::open(&server, options).await?,
+        StoreLocation::Postgres(server) => postgres::open(&server, options).await?,
         #[cfg(not(feature = "postgres"))]
-        Store::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "mysql")]
-        Store::MySql(server) => mysql::open(&server, options).await?,
+        StoreLocation::MySql(server) => mysql::open(&server, options).await?,
         #[cfg(not(feature = "mysql"))]
-        Store::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "redis")]
-        Store::Redis(servers) => Arc::new(redis::open(&servers, options).await?),
+        StoreLocation::Redis(servers) => Arc::new(redis::open(&servers, options).await?),
         #[cfg(feature = "zk")]
-        Store::Zk(servers) => Arc::new(zk::open(&servers, options).await?),
+        StoreLocation::Zk(servers) => Arc::new(zk::open(&servers, options).await?),
         #[cfg(not(feature = "zk"))]
-        Store::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(not(feature = "redis"))]
-        Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "etcd")]
-        Store::Etcd(cluster) => Arc::new(etcd::open(&cluster, options).await?),
+        StoreLocation::Etcd(cluster) => Arc::new(etcd::open(&cluster, options).await?),
         #[cfg(not(feature = "etcd"))]
-        Store::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        StoreLocation::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
     })
 }
 
 /// Returns the table of Spring Integration to use, if the layout is `spring`.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
+fn spring_table(options: &Options) -> Option<registry_jdbc::SpringTable> {
     if options.layout != Some(Layout::Spring) {
         return None;
     }
@@ -300,7 +309,7 @@ const SPRING_POLL: Duration = Duration::from_millis(100);
 const ZOOKEEPER_POLL: Duration = Duration::from_secs(2);
 
 #[cfg(feature = "sqlite")]
-fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::SqliteConfig {
+fn sqlite_config(path: std::path::PathBuf, options: &Options) -> registry_jdbc::SqliteConfig {
     let mut config = registry_jdbc::SqliteConfig::new(path);
     if let Some(namespace) = &options.namespace {
         config = config.with_namespace(namespace);

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use registry_core::ConfigError;
 
 use crate::config::RegistryConfig;
-use crate::layer::{Origin, VARIABLE_PREFIX};
+use crate::options::{Origin, VARIABLE_PREFIX};
 
 impl RegistryConfig {
     /// Adds the options of this process's `LOCK_REGISTRY_*` variables. Code and the command line
@@ -55,9 +55,11 @@ impl RegistryConfig {
                 continue;
             }
             let Some(value) = value.to_str() else {
-                return Err(ConfigError::Invalid(format!("{name} is not UTF-8")));
+                return Err(ConfigError::Invalid(format!(
+                    "{name} is not UTF-8; set it to UTF-8 text"
+                )));
             };
-            self.layer_mut(Origin::Environment).read_variable(&name, value)?;
+            self.options_mut(Origin::Environment).set_variable(&name, value)?;
         }
         Ok(self)
     }

@@ -10,7 +10,7 @@ use registry_core::ConfigError;
 use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
 
 use crate::config::RegistryConfig;
-use crate::layer::{Layer, Origin};
+use crate::options::{Options, Origin};
 
 impl RegistryConfig {
     /// Adds the options of `text`, a TOML document. They are weaker than code, command line and
@@ -38,7 +38,7 @@ impl RegistryConfig {
     /// ```
     pub fn with_toml(mut self, text: &str) -> Result<Self, ConfigError> {
         let mut table: toml::Table =
-            toml::from_str(text).map_err(|error| unreadable(text, &error))?;
+            toml::from_str(text).map_err(|error| invalid_toml(text, &error))?;
         if let Some(section) = table.remove(SECTION) {
             let toml::Value::Table(section) = section else {
                 return Err(ConfigError::Invalid(format!(
@@ -50,12 +50,12 @@ impl RegistryConfig {
         }
         for (name, value) in table {
             let value = match value {
-                toml::Value::String(text) => Value::Text(text),
-                toml::Value::Boolean(on) => Value::Text(on.to_string()),
-                toml::Value::Integer(number) => Value::Text(number.to_string()),
-                _ => Value::Other,
+                toml::Value::String(text) => OptionValue::Text(text),
+                toml::Value::Boolean(on) => OptionValue::Text(on.to_string()),
+                toml::Value::Integer(number) => OptionValue::Text(number.to_string()),
+                _ => OptionValue::Other,
             };
-            value.read_into(self.layer_mut(Origin::File), &name)?;
+            value.set_in(self.options_mut(Origin::File), &name)?;
         }
         Ok(self)
     }
@@ -63,15 +63,15 @@ impl RegistryConfig {
 
 const SECTION: &str = "lock-registry";
 
-fn unreadable(text: &str, error: &toml::de::Error) -> ConfigError {
+fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
     let line = error
         .span()
         .map_or(1, |span| text.bytes().take(span.start).filter(|byte| *byte == b'\n').count() + 1);
-    ConfigError::Invalid(format!("{} is not TOML: look at line {line}", Origin::File))
+    ConfigError::Invalid(format!("{} is not valid TOML at line {line}", Origin::File))
 }
 
 /// Value of an option.
-enum Value {
+enum OptionValue {
     /// Text. Numbers and booleans are converted to text, so that one function per option parses
     /// every source.
     Text(String),
@@ -79,13 +79,13 @@ enum Value {
     Other,
 }
 
-impl Value {
-    fn read_into(self, layer: &mut Layer, name: &str) -> Result<(), ConfigError> {
+impl OptionValue {
+    fn set_in(self, options: &mut Options, name: &str) -> Result<(), ConfigError> {
         match self {
-            Self::Text(text) => layer.read(Origin::File, name, &text),
+            Self::Text(text) => options.set(Origin::File, name, &text),
             Self::Other => {
                 // If the name is unknown too, that error is more helpful.
-                layer.clone().read(Origin::File, name, "")
+                options.clone().set(Origin::File, name, "")
                     .err()
                     .filter(|error| matches!(error, ConfigError::Unknown { .. }))
                     .map_or_else(
@@ -107,13 +107,13 @@ impl Value {
 /// mistake, which may contain a password.
 impl<'de> Deserialize<'de> for RegistryConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_map(Section)
+        deserializer.deserialize_map(SectionVisitor)
     }
 }
 
-struct Section;
+struct SectionVisitor;
 
-impl<'de> Visitor<'de> for Section {
+impl<'de> Visitor<'de> for SectionVisitor {
     type Value = RegistryConfig;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -122,61 +122,61 @@ impl<'de> Visitor<'de> for Section {
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RegistryConfig, A::Error> {
         let mut config = RegistryConfig::new();
-        while let Some((name, value)) = map.next_entry::<String, Value>()? {
-            if let Err(error) = value.read_into(config.layer_mut(Origin::File), &name) {
-                config.deferred.get_or_insert(error);
+        while let Some((name, value)) = map.next_entry::<String, OptionValue>()? {
+            if let Err(error) = value.set_in(config.options_mut(Origin::File), &name) {
+                config.deferred_error.get_or_insert(error);
             }
         }
         Ok(config)
     }
 }
 
-impl<'de> Deserialize<'de> for Value {
+impl<'de> Deserialize<'de> for OptionValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(AnyValue)
+        deserializer.deserialize_any(OptionValueVisitor)
     }
 }
 
-struct AnyValue;
+struct OptionValueVisitor;
 
-impl<'de> Visitor<'de> for AnyValue {
-    type Value = Value;
+impl<'de> Visitor<'de> for OptionValueVisitor {
+    type Value = OptionValue;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("the value of an option")
     }
 
-    fn visit_bool<E: de::Error>(self, on: bool) -> Result<Value, E> {
-        Ok(Value::Text(on.to_string()))
+    fn visit_bool<E: de::Error>(self, on: bool) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(on.to_string()))
     }
 
-    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Value, E> {
-        Ok(Value::Text(number.to_string()))
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(number.to_string()))
     }
 
-    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Value, E> {
-        Ok(Value::Text(number.to_string()))
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(number.to_string()))
     }
 
-    fn visit_f64<E: de::Error>(self, _number: f64) -> Result<Value, E> {
-        Ok(Value::Other)
+    fn visit_f64<E: de::Error>(self, _number: f64) -> Result<OptionValue, E> {
+        Ok(OptionValue::Other)
     }
 
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<Value, E> {
-        Ok(Value::Text(text.to_owned()))
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<OptionValue, E> {
+        Ok(OptionValue::Text(text.to_owned()))
     }
 
-    fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
-        Ok(Value::Other)
+    fn visit_unit<E: de::Error>(self) -> Result<OptionValue, E> {
+        Ok(OptionValue::Other)
     }
 
-    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<OptionValue, A::Error> {
         while seq.next_element::<de::IgnoredAny>()?.is_some() {}
-        Ok(Value::Other)
+        Ok(OptionValue::Other)
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<OptionValue, A::Error> {
         while map.next_entry::<de::IgnoredAny, de::IgnoredAny>()?.is_some() {}
-        Ok(Value::Other)
+        Ok(OptionValue::Other)
     }
 }

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use registry_core::ConfigError;
 
-use crate::value::{Problem, choice};
+use crate::value::{InvalidValue, parse_choice};
 
 /// The format of a store's records, which determines the other programs that share its locks.
 ///
@@ -41,8 +41,8 @@ const LAYOUTS: [(&str, Layout); 5] = [
 ];
 
 /// Parses the name of a layout.
-pub(crate) fn layout(text: &str) -> Result<Layout, Problem> {
-    choice(text, "layout", &LAYOUTS)
+pub(crate) fn parse_layout(text: &str) -> Result<Layout, InvalidValue> {
+    parse_choice(text, "layout", &LAYOUTS)
 }
 
 impl fmt::Display for Layout {
@@ -61,8 +61,9 @@ impl FromStr for Layout {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        layout(text)
-            .map_err(|Problem(problem)| ConfigError::Invalid(format!("{text:?}, {problem}")))
+        parse_layout(text).map_err(|InvalidValue(problem)| {
+            ConfigError::Invalid(format!("the layout {text:?} {problem}"))
+        })
     }
 }
 
@@ -71,7 +72,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_layout_reads_as_it_is_written() {
+    fn a_layout_parses_from_its_displayed_name() {
         for (name, layout) in LAYOUTS {
             assert_eq!(
                 (layout.to_string().as_str(), name.parse::<Layout>().unwrap()),
@@ -79,6 +80,6 @@ mod tests {
             );
         }
         let error = "sprnig".parse::<Layout>().unwrap_err().to_string();
-        assert!(error.contains("did you mean `spring`? There are `native`"), "{error}");
+        assert!(error.contains("did you mean `spring`? known values: `native`"), "{error}");
     }
 }

@@ -13,10 +13,10 @@ mod config;
 mod environment;
 #[cfg(feature = "config")]
 mod file;
-mod layer;
+mod options;
 mod layout;
 mod value;
-mod nearest;
+mod suggestion;
 // Store URLs.
 mod scheme;
 mod store_url;
@@ -29,8 +29,8 @@ pub mod tower;
 
 pub use config::{RegistryConfig, Setting};
 pub use connect::connect;
-pub use layer::Origin;
 pub use layout::Layout;
+pub use options::Origin;
 pub use store_url::redact_url;
 pub use value::parse_duration;
 

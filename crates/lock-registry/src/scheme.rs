@@ -2,7 +2,7 @@
 
 use registry_core::ConfigError;
 
-use crate::nearest::nearest;
+use crate::suggestion::suggest;
 
 /// One scheme of a store URL.
 #[derive(Debug)]
@@ -16,7 +16,7 @@ pub(crate) struct Scheme {
 struct Feature {
     name: &'static str,
     /// Whether this build has the feature.
-    is_on: bool,
+    is_enabled: bool,
 }
 
 impl Scheme {
@@ -27,14 +27,14 @@ impl Scheme {
                 "scheme",
                 name,
                 "the store URL",
-                nearest(name, SCHEMES.iter().map(|scheme| scheme.name)),
+                suggest(name, SCHEMES.iter().map(|scheme| scheme.name)),
                 known(),
             ));
         };
         match &scheme.feature {
-            None | Some(Feature { is_on: true, .. }) => Ok(scheme),
+            None | Some(Feature { is_enabled: true, .. }) => Ok(scheme),
             Some(feature) => {
-                Err(ConfigError::not_built_in(scheme.name, feature.name, feature.remedy()))
+                Err(ConfigError::not_built_in(scheme.name, feature.name, feature.hint()))
             }
         }
     }
@@ -46,15 +46,15 @@ pub(crate) fn is_known(name: &str) -> bool {
 }
 
 /// Returns whether `name` is a scheme or a probable misspelling of one.
-pub(crate) fn is_like_known(name: &str) -> bool {
+pub(crate) fn is_similar_to_known(name: &str) -> bool {
     SCHEMES.iter().any(|scheme| strsim::normalized_damerau_levenshtein(name, scheme.name) >= 0.7)
 }
 
 impl Feature {
-    fn remedy(&self) -> String {
+    fn hint(&self) -> String {
         let (name, version) = (self.name, env!("CARGO_PKG_VERSION"));
         format!(
-            "turn on feature `{name}` in Cargo.toml: lock-registry = {{ version = \"{version}\", features = [\"{name}\"] }}"
+            "enable feature `{name}` in Cargo.toml: lock-registry = {{ version = \"{version}\", features = [\"{name}\"] }}"
         )
     }
 }
@@ -64,12 +64,12 @@ pub(crate) fn known() -> String {
     SCHEMES.iter().map(|scheme| scheme.name).collect::<Vec<_>>().join(", ")
 }
 
-const fn always(name: &'static str) -> Scheme {
+const fn built_in(name: &'static str) -> Scheme {
     Scheme { name, feature: None }
 }
 
-const fn with(name: &'static str, feature: &'static str, built_in: bool) -> Scheme {
-    Scheme { name, feature: Some(Feature { name: feature, is_on: built_in }) }
+const fn optional(name: &'static str, feature: &'static str, is_enabled: bool) -> Scheme {
+    Scheme { name, feature: Some(Feature { name: feature, is_enabled }) }
 }
 
 const ETCD: bool = cfg!(feature = "etcd");
@@ -82,26 +82,26 @@ const ZK: bool = cfg!(feature = "zk");
 const ZK_TLS: bool = cfg!(feature = "zk-tls");
 
 static SCHEMES: &[Scheme] = &[
-    always("memory"),
-    with("sqlite", "sqlite", cfg!(feature = "sqlite")),
-    always("pass-through"),
-    with("postgres", "postgres", POSTGRES),
-    with("postgresql", "postgres", POSTGRES),
-    with("mysql", "mysql", MYSQL),
-    with("mariadb", "mysql", MYSQL),
-    with("redis", "redis", REDIS),
-    with("rediss", "redis-tls", REDIS_TLS),
-    with("redis+unix", "redis", REDIS),
-    with("redis+sentinel", "redis", REDIS),
-    with("rediss+sentinel", "redis-tls", REDIS_TLS),
-    with("redis+cluster", "redis", REDIS),
-    with("rediss+cluster", "redis-tls", REDIS_TLS),
-    with("redis+quorum", "redis", REDIS),
-    with("rediss+quorum", "redis-tls", REDIS_TLS),
-    with("zk", "zk", ZK),
-    with("zks", "zk-tls", ZK_TLS),
-    with("etcd", "etcd", ETCD),
-    with("etcds", "etcd-tls", ETCD_TLS),
+    built_in("memory"),
+    optional("sqlite", "sqlite", cfg!(feature = "sqlite")),
+    built_in("pass-through"),
+    optional("postgres", "postgres", POSTGRES),
+    optional("postgresql", "postgres", POSTGRES),
+    optional("mysql", "mysql", MYSQL),
+    optional("mariadb", "mysql", MYSQL),
+    optional("redis", "redis", REDIS),
+    optional("rediss", "redis-tls", REDIS_TLS),
+    optional("redis+unix", "redis", REDIS),
+    optional("redis+sentinel", "redis", REDIS),
+    optional("rediss+sentinel", "redis-tls", REDIS_TLS),
+    optional("redis+cluster", "redis", REDIS),
+    optional("rediss+cluster", "redis-tls", REDIS_TLS),
+    optional("redis+quorum", "redis", REDIS),
+    optional("rediss+quorum", "redis-tls", REDIS_TLS),
+    optional("zk", "zk", ZK),
+    optional("zks", "zk-tls", ZK_TLS),
+    optional("etcd", "etcd", ETCD),
+    optional("etcds", "etcd-tls", ETCD_TLS),
 ];
 
 #[cfg(test)]
@@ -109,18 +109,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_unknown_scheme_is_told_the_nearest_and_all() {
+    fn an_error_about_an_unknown_scheme_suggests_the_most_similar_and_lists_all() {
         let error = Scheme::find("postgress").unwrap_err();
         let ConfigError::Unknown { what, given, nearest, known, .. } = &error else {
             panic!("{error:?}")
         };
-        let told = (*what, given.as_str(), nearest.as_deref());
-        assert_eq!(told, ("scheme", "postgress", Some("postgres")));
+        let fields = (*what, given.as_str(), nearest.as_deref());
+        assert_eq!(fields, ("scheme", "postgress", Some("postgres")));
         assert!(known.contains("redis+sentinel"), "{known}");
     }
 
     #[test]
-    fn a_store_whose_feature_is_off_names_the_cargo_line() {
+    fn an_error_about_a_disabled_feature_contains_the_cargo_line() {
         for (scheme, feature, built_in) in [
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
             ("postgres", "postgres", POSTGRES),

@@ -1,4 +1,4 @@
-//! Parses store URLs without I/O. Options remain text here; `layer` parses them.
+//! Parses store URLs without I/O. Options remain text here; `options` parses them.
 //!
 //! The URL is split here, not by a general URL parser: hosts can be lists, and paths are opaque. A
 //! general parser would normalise `.` and `..`, which changes the meaning of a path with symbolic
@@ -8,7 +8,7 @@ mod database;
 mod etcd;
 mod parts;
 mod redis;
-mod shown;
+mod redact;
 mod zk;
 
 use std::path::PathBuf;
@@ -17,29 +17,26 @@ use registry_core::ConfigError;
 
 use crate::scheme::{self, Scheme};
 use crate::value::Secret;
-use parts::{Host, Parts, decoded_text, file_path, unusable};
+use parts::{Host, UrlParts, decode_text, invalid_url, parse_file_path};
 
-pub(crate) use database::DatabaseServer;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub(crate) use database::Place as DatabasePlace;
+pub(crate) use database::{DatabaseAddress, DatabaseServer};
 pub(crate) use etcd::EtcdMembers;
-pub(crate) use redis::Place;
-pub(crate) use redis::RedisServers;
-pub(crate) use shown::UrlText;
-pub use shown::redact_url;
+pub(crate) use redact::UrlText;
+pub use redact::redact_url;
+pub(crate) use redis::{RedisServers, RedisTopology};
 pub(crate) use zk::ZkServers;
 
 /// A store and the options that its URL sets.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct StoreUrl {
-    pub(crate) store: Store,
+    pub(crate) store: StoreLocation,
     /// Name and value, decoded. A value may be a password.
     pub(crate) options: Vec<(String, Secret)>,
 }
 
 /// A store that this build can open.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Store {
+pub(crate) enum StoreLocation {
     /// The in-process store: a new one, or the shared one of this name.
     Memory { name: Option<String> },
     /// The SQLite file at this path.
@@ -58,7 +55,7 @@ pub(crate) enum Store {
     PassThrough,
 }
 
-impl Store {
+impl StoreLocation {
     /// Returns the scheme of the store's URLs, which also names it in errors.
     pub(crate) fn scheme(&self) -> &'static str {
         match self {
@@ -89,9 +86,11 @@ impl Store {
     pub(crate) fn address(&self) -> String {
         let path = match self {
             Self::Sqlite { path } => Some(path),
-            Self::Postgres(DatabaseServer { place: database::Place::Socket(path, _), .. })
-            | Self::MySql(DatabaseServer { place: database::Place::Socket(path, _), .. })
-            | Self::Redis(RedisServers { place: Place::Socket(path), .. }) => Some(path),
+            Self::Postgres(DatabaseServer {
+                address: DatabaseAddress::Socket(path, _), ..
+            })
+            | Self::MySql(DatabaseServer { address: DatabaseAddress::Socket(path, _), .. })
+            | Self::Redis(RedisServers { topology: RedisTopology::Socket(path), .. }) => Some(path),
             _ => None,
         };
         let host = |(host, port): &Host| {
@@ -111,30 +110,30 @@ impl StoreUrl {
     pub(crate) fn parse(url: &str) -> Result<Self, ConfigError> {
         if url.is_empty() {
             return Err(invalid(
-                "the store URL is empty; write `sqlite:PATH` or another of",
+                "the store URL is empty; write for example `sqlite:PATH`; known schemes:",
                 &scheme::known(),
             ));
         }
-        let Some(parts) = Parts::cut(url) else {
+        let Some(parts) = UrlParts::split(url) else {
             return Err(invalid(
-                "the store URL does not start with a scheme; for an SQLite file write `sqlite:PATH`; schemes are",
+                "the store URL does not start with a scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
                 &scheme::known(),
             ));
         };
-        if !parts.names_a_scheme() {
+        if !parts.has_scheme() {
             return Err(invalid(
-                "the store URL starts with no scheme that there is; for an SQLite file write `sqlite:PATH`; schemes are",
+                "the store URL does not start with a known scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
                 &scheme::known(),
             ));
         }
         let scheme = Scheme::find(&parts.scheme)?;
         if url.chars().any(char::is_control) {
-            return Err(unusable(scheme, "holds a control character; percent-encode it"));
+            return Err(invalid_url(scheme, "contains a control character; percent-encode it"));
         }
         if parts.fragment.is_some() {
-            return Err(unusable(
+            return Err(invalid_url(
                 scheme,
-                "holds a `#`, which has no meaning here; as part of a name write `%23`",
+                "contains a `#`, which has no meaning here; write `%23` for this character in a name",
             ));
         }
         let store = match scheme.name {
@@ -142,14 +141,16 @@ impl StoreUrl {
             "sqlite" => sqlite(&parts, scheme)?,
             "postgres" | "postgresql" => {
                 let port = database::POSTGRES_PORT;
-                Store::Postgres(DatabaseServer::parse(&parts, scheme, port)?)
+                StoreLocation::Postgres(DatabaseServer::parse(&parts, scheme, port)?)
             }
             "mysql" | "mariadb" => {
-                Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
+                StoreLocation::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
             }
-            "zk" | "zks" => Store::Zk(ZkServers::parse(&parts, scheme)?),
-            "etcd" | "etcds" => Store::Etcd(EtcdMembers::parse(&parts, scheme)?),
-            name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
+            "zk" | "zks" => StoreLocation::Zk(ZkServers::parse(&parts, scheme)?),
+            "etcd" | "etcds" => StoreLocation::Etcd(EtcdMembers::parse(&parts, scheme)?),
+            name if name.starts_with("redis") => {
+                StoreLocation::Redis(RedisServers::parse(&parts, scheme)?)
+            }
             _ => pass_through(&parts, scheme)?,
         };
         let options = parts.query.map_or(Ok(Vec::new()), |query| options(query, scheme))?;
@@ -157,50 +158,54 @@ impl StoreUrl {
     }
 }
 
-fn memory(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
+fn memory(parts: &UrlParts<'_>, scheme: &Scheme) -> Result<StoreLocation, ConfigError> {
     if parts.authority.is_some() {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "has no `//`: write `memory:`, or `memory:NAME` to share one store by name",
+            "contains `//`; write `memory:`, or `memory:NAME` to share one store by name",
         ));
     }
-    let name = decoded_text(parts.path, scheme, "a name")?;
-    Ok(Store::Memory { name: Some(name).filter(|name| !name.is_empty()) })
+    let name = decode_text(parts.path, scheme, "a name")?;
+    Ok(StoreLocation::Memory { name: Some(name).filter(|name| !name.is_empty()) })
 }
 
-fn sqlite(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
+fn sqlite(parts: &UrlParts<'_>, scheme: &Scheme) -> Result<StoreLocation, ConfigError> {
     if parts.authority.is_some_and(|authority| !authority.is_empty()) {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "names a host or a user after `//`, which a file does not have; write `sqlite:PATH` for a path from the working \
-             directory, `sqlite:///PATH` for one from the root",
+            "contains a host or a user after `//`; write `sqlite:PATH` for a relative path, `sqlite:///PATH` for an absolute path",
         ));
     }
     if parts.path == ":memory:" {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "names no file; for a store within this process write `memory:`",
+            "does not contain a file path; for a store within this process write `memory:`",
         ));
     }
-    Ok(Store::Sqlite { path: file_path(parts.path, scheme, "write `sqlite:PATH`")? })
+    Ok(StoreLocation::Sqlite { path: parse_file_path(parts.path, scheme, "write `sqlite:PATH`")? })
 }
 
-fn pass_through(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
+fn pass_through(parts: &UrlParts<'_>, scheme: &Scheme) -> Result<StoreLocation, ConfigError> {
     if parts.authority.is_some() || !parts.path.is_empty() {
-        return Err(unusable(scheme, "is just `pass-through:`, with nothing before the options"));
+        return Err(invalid_url(
+            scheme,
+            "contains more than the scheme and options; write `pass-through:`",
+        ));
     }
-    Ok(Store::PassThrough)
+    Ok(StoreLocation::PassThrough)
 }
 
 fn options(query: &str, scheme: &Scheme) -> Result<Vec<(String, Secret)>, ConfigError> {
-    let text = |part: &str| decoded_text(part, scheme, "an option");
+    let text = |part: &str| decode_text(part, scheme, "an option");
     query
         .split('&')
         .filter(|pair| !pair.is_empty())
         .map(|pair| match pair.split_once('=') {
             Some((name, value)) => Ok((text(name)?, Secret::new(text(value)?))),
             // Not shown: it may be the rest of a password that contains a `?`.
-            None => Err(unusable(scheme, "has an option without a value; write `name=value`")),
+            None => {
+                Err(invalid_url(scheme, "contains an option without a value; write `name=value`"))
+            }
         })
         .collect()
 }
@@ -213,13 +218,13 @@ fn invalid(problem: &str, list: &str) -> ConfigError {
 mod tests {
     use super::*;
 
-    fn store(url: &str) -> Store {
+    fn store(url: &str) -> StoreLocation {
         StoreUrl::parse(url).unwrap().store
     }
 
     #[cfg(feature = "sqlite")]
     #[test]
-    fn sqlite_paths_are_taken_as_they_are_written() {
+    fn a_sqlite_path_is_not_normalised() {
         for (url, path) in [
             ("sqlite:locks.db", "locks.db"),
             ("sqlite:./a/../locks.db", "./a/../locks.db"),
@@ -230,13 +235,13 @@ mod tests {
             ("sqlite:me@home:1.db", "me@home:1.db"),
             ("sqlite:a+b c.db", "a+b c.db"),
         ] {
-            assert_eq!(store(url), Store::Sqlite { path: path.into() }, "{url}");
+            assert_eq!(store(url), StoreLocation::Sqlite { path: path.into() }, "{url}");
         }
     }
 
     #[cfg(feature = "sqlite")]
     #[test]
-    fn a_sqlite_url_that_names_no_file_says_what_to_write() {
+    fn an_error_about_a_sqlite_url_without_a_file_contains_a_hint() {
         for (url, hint) in [
             ("sqlite:", "has no path"),
             ("sqlite:///", "ends in `/`"),
@@ -255,16 +260,16 @@ mod tests {
     }
 
     #[test]
-    fn memory_stores_have_a_name_or_none() {
-        assert_eq!(store("memory:"), Store::Memory { name: None });
-        assert_eq!(store("memory:a%2Fb"), Store::Memory { name: Some("a/b".to_owned()) });
+    fn a_memory_url_has_an_optional_name() {
+        assert_eq!(store("memory:"), StoreLocation::Memory { name: None });
+        assert_eq!(store("memory:a%2Fb"), StoreLocation::Memory { name: Some("a/b".to_owned()) });
         assert!(StoreUrl::parse("memory://a").is_err());
-        assert_eq!(store("pass-through:"), Store::PassThrough);
+        assert_eq!(store("pass-through:"), StoreLocation::PassThrough);
         assert!(StoreUrl::parse("pass-through:x").is_err());
     }
 
     #[test]
-    fn options_are_decoded_and_plus_is_no_space() {
+    fn options_are_percent_decoded_and_a_plus_sign_stays() {
         let url = StoreUrl::parse("memory:?label=a%20b+c&lease=5s&").unwrap();
         let pairs = [("label", "a b+c"), ("lease", "5s")];
         assert_eq!(url.options, pairs.map(|(name, value)| (name.to_owned(), Secret::new(value))));

@@ -179,7 +179,7 @@ impl<E> From<LockError> for LockServiceError<E> {
 impl<E> fmt::Display for LockServiceError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Busy { key } => write!(f, "lock {key:?} is held by others"),
+            Self::Busy { key } => write!(f, "lock {key:?} is held by another client"),
             Self::Lock(_) => f.write_str("the lock of the request failed"),
             Self::Inner(_) => f.write_str("the service failed"),
         }

@@ -6,32 +6,35 @@ use std::time::Duration;
 
 use registry_core::ConfigError;
 
-use crate::nearest::nearest;
+use crate::suggestion::suggest;
 
-/// Description of an invalid value, as the end of a sentence about it. Does not repeat the value.
+/// Why a value is invalid, as a predicate: `is not a time; HINT`. Does not contain the value.
 #[derive(Debug)]
-pub(crate) struct Problem(pub(crate) String);
+pub(crate) struct InvalidValue(pub(crate) String);
 
-pub(crate) fn duration(text: &str) -> Result<Duration, Problem> {
-    time(text).map_err(|problem| Problem(problem.to_owned()))
+pub(crate) fn parse_time(text: &str) -> Result<Duration, InvalidValue> {
+    parse_with_unit(text).map_err(|problem| InvalidValue(problem.to_owned()))
 }
 
-pub(crate) fn switch(text: &str) -> Result<bool, Problem> {
+pub(crate) fn parse_bool(text: &str) -> Result<bool, InvalidValue> {
     match text {
         "true" => Ok(true),
         "false" => Ok(false),
-        _ => Err(Problem("which is no answer; write `true` or `false`".to_owned())),
+        _ => Err(InvalidValue("is not a boolean; write `true` or `false`".to_owned())),
     }
 }
 
-pub(crate) fn count(text: &str) -> Result<u32, Problem> {
+pub(crate) fn parse_u32(text: &str) -> Result<u32, InvalidValue> {
     text.parse().map_err(|_| {
-        Problem(format!("which is no count; write a whole number from 0 to {}", u32::MAX))
+        InvalidValue(format!(
+            "is not a number in range; write a whole number from 0 to {}",
+            u32::MAX
+        ))
     })
 }
 
-/// Formats a time for people.
-pub(crate) fn shown(span: Duration) -> String {
+/// Formats a time for messages.
+pub(crate) fn format_duration(span: Duration) -> String {
     humantime::format_duration(span).to_string()
 }
 
@@ -50,50 +53,54 @@ pub(crate) fn shown(span: Duration) -> String {
 /// # Ok::<(), lock_registry::ConfigError>(())
 /// ```
 pub fn parse_duration(text: &str) -> Result<Duration, ConfigError> {
-    time(text).map_err(|problem| ConfigError::Invalid(format!("{text:?}, {problem}")))
+    parse_with_unit(text)
+        .map_err(|problem| ConfigError::Invalid(format!("the time {text:?} {problem}")))
 }
 
-/// Parses a time, or returns what is wrong with it.
-fn time(text: &str) -> Result<Duration, &'static str> {
+/// Parses a time, or returns why it is invalid.
+fn parse_with_unit(text: &str) -> Result<Duration, &'static str> {
     let trimmed = text.trim();
     // `humantime` accepts a bare `0`, the only number without a unit.
     humantime::parse_duration(trimmed).map_err(|_| {
         if trimmed.starts_with('-') {
-            "which is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
+            "is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
         } else if trimmed.parse::<f64>().is_ok() {
-            "which has no unit; write a time such as `30s`, `1500ms` or `1m 30s`"
+            "has no unit; write a time such as `30s`, `1500ms` or `1m 30s`"
         } else {
-            "which is no time; write a time such as `30s`, `1500ms` or `1m 30s`"
+            "is not a time; write a time such as `30s`, `1500ms` or `1m 30s`"
         }
     })
 }
 
-/// Parses one of a few words. `what` names the set of words.
-pub(crate) fn choice<T: Copy>(text: &str, what: &str, words: &[(&str, T)]) -> Result<T, Problem> {
-    if let Some((_, meant)) = words.iter().find(|(word, _)| *word == text) {
-        return Ok(*meant);
+/// Parses one of the names in `choices`. `what` describes the set in the error.
+pub(crate) fn parse_choice<T: Copy>(
+    text: &str,
+    what: &str,
+    choices: &[(&str, T)],
+) -> Result<T, InvalidValue> {
+    if let Some((_, value)) = choices.iter().find(|(name, _)| *name == text) {
+        return Ok(*value);
     }
-    let near = nearest(text, words.iter().map(|(word, _)| *word))
-        .map_or_else(|| "; there".to_owned(), |near| format!("; did you mean `{near}`? There"));
-    let known: Vec<String> = words.iter().map(|(word, _)| format!("`{word}`")).collect();
-    Err(Problem(format!("which is no {what}{near} are {}", known.join(", "))))
+    let hint = suggest(text, choices.iter().map(|(name, _)| *name))
+        .map_or_else(String::new, |name| format!("did you mean `{name}`? "));
+    let known: Vec<String> = choices.iter().map(|(name, _)| format!("`{name}`")).collect();
+    Err(InvalidValue(format!("is not a known {what}; {hint}known values: {}", known.join(", "))))
 }
 
 /// Parses the path of a file. Refuses text that looks like the contents of the file.
-pub(crate) fn path(text: &str) -> Result<PathBuf, Problem> {
+pub(crate) fn parse_path(text: &str) -> Result<PathBuf, InvalidValue> {
     if text.is_empty() {
-        return Err(Problem("which names no file".to_owned()));
+        return Err(InvalidValue("is empty; write the path of a file".to_owned()));
     }
     if text.chars().any(char::is_control) || text.contains("-----") {
-        return Err(Problem(
-            "which is no path of a file; write what it holds into a file, and the path of that here"
-                .to_owned(),
+        return Err(InvalidValue(
+            "is not a path; save the PEM text to a file and write the path of that file".to_owned(),
         ));
     }
     Ok(text.into())
 }
 
-/// A text that is never shown.
+/// A text that `Debug` never shows.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(String);
 
@@ -103,16 +110,16 @@ impl Secret {
     }
 
     /// Returns the secret text.
-    pub(crate) fn told(&self) -> &str {
+    pub(crate) fn expose(&self) -> &str {
         &self.0
     }
 }
 
 impl fmt::Debug for Secret {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(HIDDEN)
+        f.write_str(REDACTED)
     }
 }
 
 /// Replaces a secret in output.
-pub(crate) const HIDDEN: &str = "***";
+pub(crate) const REDACTED: &str = "***";

@@ -23,7 +23,7 @@ fn code_is_stronger_than_the_url() {
 }
 
 #[test]
-fn nothing_is_opened_without_a_url() {
+fn a_configuration_without_a_url_is_refused() {
     let error = RegistryConfig::new().check().unwrap_err();
     assert!(error.to_string().contains("sqlite:PATH"), "{error}");
 }
@@ -55,7 +55,7 @@ async fn values_from_code_are_checked_too() {
     feature = "etcd"
 ))]
 #[test]
-fn what_can_be_told_without_the_store_is_told_by_the_check() {
+fn check_returns_every_error_that_needs_no_io() {
     for (url, hint) in [
         ("postgres://h/db?table_prefix=a-b", "prefix"),
         ("postgres://h/db?schema=a.b", "schema"),
@@ -92,13 +92,13 @@ fn what_can_be_told_without_the_store_is_told_by_the_check() {
 
 #[cfg(feature = "zk-tls")]
 #[test]
-fn encrypted_zookeeper_needs_an_authority_before_it_is_reached() {
+fn encrypted_zookeeper_without_a_ca_is_refused_by_the_check() {
     let error = RegistryConfig::new().url("zks://h").check().unwrap_err();
     assert!(error.to_string().contains("`ca`"), "{error}");
 }
 
 #[tokio::test]
-async fn the_engine_takes_every_value_that_passes_the_check() {
+async fn the_engine_accepts_every_value_that_passes_the_check() {
     for query in [
         "lease=100ms&timeout=10ms",
         "lease=1day&poll=1h&timeout=1h&handoff=256",
@@ -111,7 +111,7 @@ async fn the_engine_takes_every_value_that_passes_the_check() {
 }
 
 #[tokio::test]
-async fn every_plain_memory_url_is_a_store_of_its_own() {
+async fn each_memory_url_without_a_name_opens_a_separate_store() {
     let (one, other) = (connect("memory:").await.unwrap(), connect("memory:").await.unwrap());
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("key").try_lock().await.unwrap().is_some());
@@ -130,7 +130,7 @@ async fn a_named_memory_store_is_shared_within_its_namespace() {
 }
 
 #[tokio::test]
-async fn pass_through_keeps_out_only_callers_of_the_same_registry() {
+async fn pass_through_excludes_only_callers_of_the_same_registry() {
     let registry = connect("pass-through:").await.unwrap();
     let other = connect("pass-through:").await.unwrap();
     let _one = registry.obtain("key").try_lock().await.unwrap().unwrap();
@@ -194,30 +194,30 @@ mod sqlite {
 
     #[tokio::test]
     async fn a_file_excludes_two_registries() {
-        let folder = tempfile::tempdir().unwrap();
-        let url = format!("sqlite:{}/a%20b.db?lease=60s&timeout=60s", folder.path().display());
+        let directory = tempfile::tempdir().unwrap();
+        let url = format!("sqlite:{}/a%20b.db?lease=60s&timeout=60s", directory.path().display());
         let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
         let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
         assert!(other.obtain("key").try_lock().await.unwrap().is_none());
         guard.unlock().await.unwrap();
         assert!(other.obtain("key").try_lock().await.unwrap().is_some());
-        assert!(folder.path().join("a b.db").exists());
+        assert!(directory.path().join("a b.db").exists());
     }
 
     #[tokio::test]
-    async fn nothing_is_made_when_an_option_is_wrong() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().display();
+    async fn an_invalid_option_creates_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().display();
         for query in ["leese=5s", "lease=1ms", "layout=spring", "purge_after=soon"] {
             connect(&format!("sqlite:{path}/locks.db?{query}")).await.unwrap_err();
         }
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 
     #[tokio::test]
     async fn a_missing_folder_is_an_error_that_names_it() {
-        let folder = tempfile::tempdir().unwrap();
-        let error = connect(&format!("sqlite:{}/absent/locks.db", folder.path().display()))
+        let directory = tempfile::tempdir().unwrap();
+        let error = connect(&format!("sqlite:{}/absent/locks.db", directory.path().display()))
             .await
             .unwrap_err();
         assert!(matches!(error, ConfigError::Open { .. }), "{error:?}");
@@ -225,7 +225,7 @@ mod sqlite {
     }
 
     #[test]
-    fn options_of_sqlite_are_for_sqlite() {
+    fn an_option_of_sqlite_is_refused_by_other_stores() {
         assert!(RegistryConfig::from_url("sqlite:a.db?busy_timeout=1s").is_ok());
         assert!(RegistryConfig::from_url("memory:?busy_timeout=1s").is_err());
     }
@@ -236,7 +236,7 @@ mod texts {
     use super::*;
 
     #[test]
-    fn code_beats_environment_beats_file_beats_url() {
+    fn code_overrides_environment_overrides_file_overrides_url() {
         let toml = "url = 'memory:?namespace=url&lease=1s&poll=1s&label=url'\nlease = '2s'\npoll = '2s'\nlabel = 'file'";
         let vars = [("LOCK_REGISTRY_POLL", "3s"), ("LOCK_REGISTRY_LABEL", "environment")];
         let config =
@@ -247,7 +247,7 @@ mod texts {
     }
 
     #[test]
-    fn the_strongest_url_is_taken_with_its_options_alone() {
+    fn the_options_of_an_overridden_url_are_ignored() {
         let config = RegistryConfig::new()
             .with_toml("url = 'memory:file?lease=1s'")
             .unwrap()
@@ -259,7 +259,7 @@ mod texts {
     }
 
     #[test]
-    fn toml_takes_numbers_and_truth_values_and_a_table_of_its_own() {
+    fn toml_accepts_numbers_booleans_and_its_own_table() {
         let config = RegistryConfig::new()
             .with_toml(
                 "title = 'app'\n[lock-registry]\nurl = 'memory:'\nrenew = false\nhandoff = 8",
@@ -270,7 +270,7 @@ mod texts {
     }
 
     #[test]
-    fn bad_toml_is_refused_with_a_way_out() {
+    fn an_error_about_invalid_toml_contains_a_hint() {
         for (toml, hint) in [
             ("leese = '1s'", "lease"),
             ("lease = 30", "no unit"),
@@ -289,17 +289,18 @@ mod texts {
     }
 
     #[test]
-    fn unknown_variables_name_the_nearest_and_others_are_passed_over() {
+    fn an_unknown_variable_is_refused_with_a_suggestion_and_unrelated_variables_are_ignored() {
         for (variable, nearest) in [
             ("LOCK_REGISTRY_LEESE", "LOCK_REGISTRY_LEASE"),
             ("LOCK_REGISTRY_URI", "LOCK_REGISTRY_URL"),
             ("LOCK_REGISTRY_lease", "LOCK_REGISTRY_LEASE"),
         ] {
             let error = RegistryConfig::new().with_vars([(variable, "1s")]).unwrap_err();
-            let ConfigError::Unknown { what: "variable", given, nearest: told, .. } = error else {
+            let ConfigError::Unknown { what: "variable", given, nearest: suggestion, .. } = error
+            else {
                 panic!("{error:?}")
             };
-            assert_eq!((given.as_str(), told.as_deref()), (variable, Some(nearest)));
+            assert_eq!((given.as_str(), suggestion.as_deref()), (variable, Some(nearest)));
         }
         let vars = [("LOCK_REGISTRY_LOG", "debug"), ("LOCK_REGISTRIES", "x"), ("PATH", "/bin")];
         assert!(RegistryConfig::new().with_vars(vars).is_ok());
@@ -359,7 +360,7 @@ mod texts {
     }
 
     #[test]
-    fn a_section_of_another_file_tells_its_mistakes_when_it_is_checked() {
+    fn an_error_in_a_deserialized_section_is_returned_by_check() {
         #[derive(Debug, serde::Deserialize)]
         struct App {
             locks: RegistryConfig,

@@ -27,7 +27,7 @@ async fn refused(url: &str) -> BackendErrorKind {
 }
 
 #[tokio::test]
-async fn a_cluster_excludes_two_registries_and_tells_who_holds() {
+async fn two_registries_of_a_cluster_exclude_each_other_and_see_the_holder() {
     let server = EtcdServer::start().await.unwrap();
     let url = format!("{}?label=worker%201&lease=60s&timeout=60s&poll=1h", url(&server, ""));
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
@@ -70,20 +70,20 @@ async fn a_guard_writes_only_while_it_holds_its_lock() {
 }
 
 #[tokio::test]
-async fn users_are_let_in_with_their_password_alone() {
+async fn a_user_without_the_right_password_is_refused() {
     let options = EtcdOptions::new().login("worker", CANARY);
     let server = EtcdServer::start_with(options).await.unwrap();
     let registry = connect(&url(&server, "worker:canary@")).await.unwrap();
     registry.obtain("key").lock().await.unwrap().unlock().await.unwrap();
     assert_eq!(refused(&url(&server, "worker:canary2@")).await, BackendErrorKind::Denied);
-    assert_eq!(refused(&url(&server, "nobody:canary@")).await, BackendErrorKind::Denied);
+    assert_eq!(refused(&url(&server, "unknown:canary@")).await, BackendErrorKind::Denied);
     assert_eq!(refused(&url(&server, "")).await, BackendErrorKind::Denied);
     let elsewhere = url(&server, "worker:canary@") + "?namespace=elsewhere";
     assert_eq!(refused(&elsewhere).await, BackendErrorKind::Denied);
 }
 
 #[tokio::test]
-async fn a_cluster_that_is_not_there_is_told() {
+async fn an_unreachable_cluster_is_a_transient_error() {
     let mut server = EtcdServer::start().await.unwrap();
     server.kill();
     let gone = url(&server, "worker:canary@");
@@ -93,7 +93,7 @@ async fn a_cluster_that_is_not_there_is_told() {
 }
 
 #[tokio::test]
-async fn members_that_are_gone_are_passed_over() {
+async fn unreachable_members_are_skipped() {
     let mut gone = EtcdServer::start().await.unwrap();
     let server = EtcdServer::start().await.unwrap();
     gone.kill();
@@ -109,7 +109,7 @@ async fn members_that_are_gone_are_passed_over() {
 }
 
 #[tokio::test]
-async fn names_are_those_of_etcdctl_if_that_is_wanted() {
+async fn the_layout_etcdctl_uses_the_names_of_etcdctl() {
     let server = EtcdServer::start().await.unwrap();
     let url = url(&server, "") + "?layout=etcdctl&namespace=%2Flocks";
     let registry = connect(&url).await.unwrap();

@@ -10,18 +10,18 @@ use lock_registry::{GuaranteeClass, LockIn, LockInError, LockRegistry, Registry,
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 
-async fn works(url: &str, query: &str) -> Registry {
-    let (here, there) = (format!("{url}?{query}"), format!("{url}?{query}&label=other"));
-    let (here, there) = (connect(&here).await.unwrap(), connect(&there).await.unwrap());
-    let guard = here.obtain("orders/42").lock().await.unwrap();
-    assert!(there.obtain("orders/42").try_lock().await.unwrap().is_none());
+async fn assert_locks(url: &str, query: &str) -> Registry {
+    let (one, other) = (format!("{url}?{query}"), format!("{url}?{query}&label=other"));
+    let (one, other) = (connect(&one).await.unwrap(), connect(&other).await.unwrap());
+    let guard = one.obtain("orders/42").lock().await.unwrap();
+    assert!(other.obtain("orders/42").try_lock().await.unwrap().is_none());
     let token = guard.fencing_token();
     guard.unlock().await.unwrap();
-    let next = there.obtain("orders/42").lock().await.unwrap();
+    let next = other.obtain("orders/42").lock().await.unwrap();
     assert!(next.fencing_token() > token);
     next.unlock().await.unwrap();
-    there.close(Duration::from_secs(5)).await;
-    here
+    other.close(Duration::from_secs(5)).await;
+    one
 }
 
 #[tokio::test]
@@ -33,7 +33,7 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
         ("mode=session&namespace=b", GuaranteeClass::C),
         ("mode=row&row_locks=2&namespace=c", GuaranteeClass::C),
     ] {
-        let registry = works(&server.url(), query).await;
+        let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
         let mut data = PgConnection::connect(&server.url()).await.unwrap();
         let mut tx = data.begin().await.unwrap();
@@ -52,7 +52,7 @@ async fn locks_in_mariadb_are_leases_or_end_with_a_connection() {
         ("mode=session", GuaranteeClass::C),
         ("mode=row", GuaranteeClass::C),
     ] {
-        let registry = works(&server.url(), query).await;
+        let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
         let mut data = MySqlConnection::connect(&server.url()).await.unwrap();
         let mut tx = data.begin().await.unwrap();

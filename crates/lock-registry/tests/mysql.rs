@@ -21,7 +21,7 @@ async fn refused(url: &str) -> BackendErrorKind {
 }
 
 #[tokio::test]
-async fn a_server_is_locked_in_by_its_url_and_fences_what_is_written_beside() {
+async fn a_url_selects_a_server_and_a_guard_fences_a_transaction_in_it() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().password(CANARY)).await.unwrap();
     let options =
         "namespace=shop&lease=20s&table_prefix=shop_locks&pool=2&busy_timeout=1s&purge_after=1day";
@@ -47,7 +47,7 @@ async fn a_server_is_locked_in_by_its_url_and_fences_what_is_written_beside() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_used_is_refused_with_its_kind_and_without_its_password() {
+async fn an_error_has_its_kind_and_no_password() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().password(CANARY)).await.unwrap();
     let addr = server.addr();
     for (url, kind) in [
@@ -68,20 +68,24 @@ async fn what_cannot_be_used_is_refused_with_its_kind_and_without_its_password()
     }
     for option in ["schema=locks", "prepared=false", "listen=off", "replicas=1"] {
         let error = connect(&format!("{}?{option}", server.url())).await.unwrap_err();
-        assert!(matches!(&error, ConfigError::Invalid(says) if says.contains("is for")), "{error}");
+        assert!(
+            matches!(&error, ConfigError::Invalid(message) if message.contains("is an option of")),
+            "{error}"
+        );
     }
 }
 
 #[cfg(feature = "mysql-tls")]
 #[tokio::test]
-async fn an_authority_is_believed_that_a_file_names_and_no_other() {
-    let (ours, theirs) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
-    let options = MariaDbOptions::new().password(CANARY).tls(&ours);
+async fn only_the_certificate_authority_in_the_file_is_trusted() {
+    let (trusted, untrusted) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let options = MariaDbOptions::new().password(CANARY).tls(&trusted);
     let server = MariaDbServer::start_with(options).await.unwrap();
-    let with = |folder: &TlsFolder| format!("{}?ca={}", server.url(), folder.ca_file().display());
-    let registry = connect(&with(&ours)).await.unwrap();
+    let with =
+        |directory: &TlsFolder| format!("{}?ca={}", server.url(), directory.ca_file().display());
+    let registry = connect(&with(&trusted)).await.unwrap();
     registry.obtain("k").lock().await.unwrap().unlock().await.unwrap();
-    assert_eq!(refused(&with(&theirs)).await, BackendErrorKind::Misconfigured);
+    assert_eq!(refused(&with(&untrusted)).await, BackendErrorKind::Misconfigured);
     assert_eq!(
         refused(&format!("{}?sslmode=disable", server.url())).await,
         BackendErrorKind::Denied

@@ -8,7 +8,7 @@ use registry_testkit::error_text;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
 #[tokio::test]
-async fn a_database_excludes_two_registries_and_tells_who_holds() {
+async fn two_registries_of_a_database_exclude_each_other_and_see_the_holder() {
     let server = PostgresServer::start().await.unwrap();
     server.sql("CREATE SCHEMA locks").await.unwrap();
     let options = "label=worker%201&lease=60s&timeout=60s&poll=1h&pool=2&schema=locks&table_prefix=app&busy_timeout=2s\
@@ -34,7 +34,7 @@ async fn a_database_excludes_two_registries_and_tells_who_holds() {
 }
 
 #[tokio::test]
-async fn who_listens_elsewhere_or_not_at_all_says_so() {
+async fn capabilities_report_whether_the_store_listens() {
     let server = PostgresServer::start().await.unwrap();
     let url = server.url();
     let elsewhere = url.replace(':', "%3A").replace('/', "%2F").replace('@', "%40");
@@ -51,7 +51,7 @@ async fn who_listens_elsewhere_or_not_at_all_says_so() {
 }
 
 #[tokio::test]
-async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+async fn a_refused_connection_has_its_kind_and_no_password_is_shown() {
     let options = PostgresOptions::new().password("right");
     let server = PostgresServer::start_with(options).await.unwrap();
     let right = server.url();

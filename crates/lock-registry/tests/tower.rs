@@ -1,6 +1,6 @@
 //! Guarantees for requests under a lock.
 #![cfg(feature = "tower")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};
@@ -16,24 +16,24 @@ use tokio::sync::Notify;
 use tower_layer::Layer;
 use tower_service::Service;
 
-type Boxed<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
+type BoxFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
 /// A service that signals its start, waits for permission to continue, and counts concurrent
 /// requests.
 #[derive(Clone, Default)]
-struct Slow(Arc<Shared>);
+struct SlowService(Arc<RequestState>);
 
 #[derive(Default)]
-struct Shared {
+struct RequestState {
     running: AtomicUsize,
     started: Notify,
-    go_on: Notify,
+    resume: Notify,
 }
 
-impl Service<&'static str> for Slow {
+impl Service<&'static str> for SlowService {
     type Response = &'static str;
     type Error = Infallible;
-    type Future = Boxed<&'static str, Infallible>;
+    type Future = BoxFuture<&'static str, Infallible>;
 
     fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
         Poll::Ready(Ok(()))
@@ -44,7 +44,7 @@ impl Service<&'static str> for Slow {
         Box::pin(async move {
             assert_eq!(shared.running.fetch_add(1, Ordering::SeqCst), 0, "two at once");
             shared.started.notify_one();
-            shared.go_on.notified().await;
+            shared.resume.notified().await;
             shared.running.fetch_sub(1, Ordering::SeqCst);
             Ok(key)
         })
@@ -53,9 +53,9 @@ impl Service<&'static str> for Slow {
 
 type KeyOf = fn(&&'static str) -> String;
 
-async fn locked(wait: Duration) -> (Registry, Slow, LockService<Slow, KeyOf>) {
+async fn locked(wait: Duration) -> (Registry, SlowService, LockService<SlowService, KeyOf>) {
     let registry = connect("memory:").await.unwrap();
-    let slow = Slow::default();
+    let slow = SlowService::default();
     let key: KeyOf = |request| (*request).to_owned();
     let layer = LockLayer::new(Arc::new(registry.clone()), key).wait(wait);
     let service = layer.layer(slow.clone());
@@ -63,7 +63,7 @@ async fn locked(wait: Duration) -> (Registry, Slow, LockService<Slow, KeyOf>) {
 }
 
 async fn call(
-    mut service: LockService<Slow, KeyOf>,
+    mut service: LockService<SlowService, KeyOf>,
     key: &'static str,
 ) -> Result<&'static str, LockServiceError<Infallible>> {
     poll_fn(|cx| service.poll_ready(cx)).await?;
@@ -76,7 +76,7 @@ async fn requests_of_one_key_run_one_after_the_other() {
     let calls: Vec<_> = (0..4).map(|_| tokio::task::spawn(call(service.clone(), "a"))).collect();
     for _ in &calls {
         slow.0.started.notified().await;
-        slow.0.go_on.notify_one();
+        slow.0.resume.notify_one();
     }
     for done in calls {
         assert_eq!(done.await.unwrap().unwrap(), "a");
@@ -86,7 +86,7 @@ async fn requests_of_one_key_run_one_after_the_other() {
 }
 
 #[tokio::test]
-async fn a_busy_key_is_an_answer_of_its_own() {
+async fn a_busy_key_is_a_separate_error() {
     let (registry, _slow, service) = locked(Duration::ZERO).await;
     let guard = registry.obtain("a").lock().await.unwrap();
     let error = call(service, "a").await.unwrap_err();
@@ -102,11 +102,11 @@ async fn a_lost_lock_stops_the_request() {
     registry.close(Duration::ZERO).await;
     let error = running.await.unwrap().unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::Lost { .. })), "{error:?}");
-    assert_eq!(slow.0.running.load(Ordering::SeqCst), 1, "it was stopped in the middle");
+    assert_eq!(slow.0.running.load(Ordering::SeqCst), 1, "the inner future was dropped");
 }
 
 #[tokio::test]
-async fn an_invalid_key_is_told_before_the_service_starts() {
+async fn an_invalid_key_is_refused_before_the_service_starts() {
     let (_registry, _slow, service) = locked(Duration::ZERO).await;
     let error = call(service, "").await.unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::InvalidKey(_))), "{error:?}");

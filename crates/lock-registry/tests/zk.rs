@@ -1,6 +1,6 @@
 //! ZooKeeper by URL: real servers, with and without logins, and the errors if they cannot be used.
 #![cfg(feature = "zk")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 use std::time::Duration;
 
@@ -25,13 +25,13 @@ async fn refused(url: &str) -> (BackendErrorKind, String) {
 }
 
 async fn locks_and_unlocks(registry: &Registry) {
-    let guard = registry.obtain("key").try_lock().await.unwrap().expect("nobody holds it");
+    let guard = registry.obtain("key").try_lock().await.unwrap().expect("the key is not locked");
     assert!(guard.fencing_token().is_some());
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_server_excludes_two_registries_and_tells_who_holds() {
+async fn two_registries_of_a_server_exclude_each_other_and_see_the_holder() {
     let server = server().await;
     let url = format!("{}?label=worker%201&lease=20s&timeout=60s&poll=1h", server.url());
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
@@ -52,7 +52,7 @@ async fn a_server_excludes_two_registries_and_tells_who_holds() {
 }
 
 #[tokio::test]
-async fn namespaces_roots_and_layouts_keep_locks_apart() {
+async fn locks_in_different_namespaces_roots_and_layouts_are_independent() {
     let server = server().await;
     let url = server.url();
     let here = connect(&url).await.unwrap();
@@ -69,11 +69,11 @@ async fn namespaces_roots_and_layouts_keep_locks_apart() {
 }
 
 #[tokio::test]
-async fn a_chroot_must_be_there_and_keeps_everything_below_it() {
+async fn a_chroot_must_exist_and_contains_all_nodes() {
     let server = server().await;
-    let (kind, says) = refused(&format!("{}/app", server.url())).await;
-    assert_eq!(kind, BackendErrorKind::Misconfigured, "{says}");
-    assert!(says.contains("make it"), "{says}");
+    let (kind, message) = refused(&format!("{}/app", server.url())).await;
+    assert_eq!(kind, BackendErrorKind::Misconfigured, "{message}");
+    assert!(message.contains("make it"), "{message}");
     // A lock of the Curator layout creates the chroot's node.
     let outside = connect(&format!("{}?layout=curator&root=/", server.url())).await.unwrap();
     let parent = outside.obtain("app").lock().await.unwrap();
@@ -90,45 +90,45 @@ async fn a_lease_is_half_of_the_session_that_the_servers_grant() {
     let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=4000"]);
     let server = ZooKeeperServer::start_with(options).await.unwrap();
     let url = server.url();
-    let as_it_comes = connect(&url).await.unwrap();
-    assert_eq!(as_it_comes.capabilities().lease_max, Duration::from_secs(2));
-    locks_and_unlocks(&as_it_comes).await;
-    let (kind, says) = refused(&format!("{url}?lease=10s")).await;
+    let default_session = connect(&url).await.unwrap();
+    assert_eq!(default_session.capabilities().lease_max, Duration::from_secs(2));
+    locks_and_unlocks(&default_session).await;
+    let (kind, message) = refused(&format!("{url}?lease=10s")).await;
     assert_eq!(kind, BackendErrorKind::Misconfigured);
-    assert!(says.contains("maxSessionTimeout") && says.contains("2s"), "{says}");
+    assert!(message.contains("maxSessionTimeout") && message.contains("2s"), "{message}");
     locks_and_unlocks(&connect(&format!("{url}?lease=1s&session=3s")).await.unwrap()).await;
 }
 
 #[tokio::test]
-async fn nodes_can_be_kept_to_those_who_log_in_alike() {
+async fn an_acl_restricts_nodes_to_clients_with_the_same_login() {
     let server = server().await;
     let url = |login: &str, rest: &str| {
         format!("zk://{login}{}?acl=creator&root=/private{rest}", server.addr())
     };
-    let ours = connect(&url("app:canary@", "")).await.unwrap();
-    let guard = ours.obtain("key").lock().await.unwrap();
+    let client = connect(&url("app:canary@", "")).await.unwrap();
+    let guard = client.obtain("key").lock().await.unwrap();
     let again = connect(&url("", "&auth=digest:app:canary")).await.unwrap();
     assert!(again.obtain("key").try_lock().await.unwrap().is_none());
-    let strangers = connect(&url("other:canary@", "")).await.unwrap();
-    let error = strangers.obtain("key").try_lock().await.unwrap_err();
+    let other_login = connect(&url("other:canary@", "")).await.unwrap();
+    let error = other_login.obtain("key").try_lock().await.unwrap_err();
     let text = error_text(&error);
     assert!(text.contains("may not do that") && !text.contains(CANARY), "{text}");
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn servers_that_are_not_there_are_told_as_such() {
+async fn an_unreachable_zookeeper_is_a_transient_error() {
     let mut server = server().await;
     server.kill();
-    let (kind, says) = refused(&format!("zk://app:canary@{}", server.addr())).await;
-    assert_eq!(kind, BackendErrorKind::Transient, "{says}");
+    let (kind, message) = refused(&format!("zk://app:canary@{}", server.addr())).await;
+    assert_eq!(kind, BackendErrorKind::Transient, "{message}");
 }
 
 #[tokio::test]
-async fn what_does_not_fit_is_refused_before_anything_is_sent() {
+async fn an_invalid_combination_of_options_is_refused_before_any_io() {
     for (options, hint) in [
         ("lease=10s&session=15s", "less than twice the `lease`"),
-        ("session=1ms", "less than the least"),
+        ("session=1ms", "less than the minimum"),
         ("layout=spring", "`native` and `curator`"),
         ("naming=zoo", "did you mean"),
         ("namespace=", "is empty"),
@@ -137,7 +137,7 @@ async fn what_does_not_fit_is_refused_before_anything_is_sent() {
         // Without a login, the creator has no identity.
         ("acl=creator", "need a login"),
         ("ca=x.pem", "encrypted"),
-        ("purge_after=1h", "for sqlite"),
+        ("purge_after=1h", "option of sqlite"),
     ] {
         let error = connect(&format!("zk://127.0.0.1:1?{options}")).await.unwrap_err();
         let text = error_text(&error);
@@ -152,29 +152,29 @@ mod encrypted {
     use super::*;
 
     #[tokio::test]
-    async fn an_encrypted_server_is_believed_by_its_certificate_alone() {
-        let folder = TlsFolder::new().unwrap();
-        let options = ZooKeeperOptions::new().tls(&folder);
+    async fn a_server_with_an_untrusted_certificate_is_refused() {
+        let directory = TlsFolder::new().unwrap();
+        let options = ZooKeeperOptions::new().tls(&directory);
         let server = ZooKeeperServer::start_with(options).await.unwrap();
         let ca = |ca: std::path::PathBuf| {
             format!("zks://{}?ca={}&connect_timeout=20s", server.addr(), ca.display())
         };
-        locks_and_unlocks(&connect(&ca(folder.ca_file())).await.unwrap()).await;
-        let stranger = TlsFolder::new().unwrap();
-        refused(&ca(stranger.ca_file())).await;
+        locks_and_unlocks(&connect(&ca(directory.ca_file())).await.unwrap()).await;
+        let untrusted = TlsFolder::new().unwrap();
+        refused(&ca(untrusted.ca_file())).await;
         // Over an unencrypted connection the server does not answer.
         refused(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
     }
 
     #[tokio::test]
-    async fn a_server_that_wants_a_certificate_gets_ours() {
-        let folder = TlsFolder::new().unwrap();
-        let options = ZooKeeperOptions::new().tls(&folder).settings(&["ssl.clientAuth=need"]);
+    async fn a_server_that_requires_a_client_certificate_accepts_it() {
+        let directory = TlsFolder::new().unwrap();
+        let options = ZooKeeperOptions::new().tls(&directory).settings(&["ssl.clientAuth=need"]);
         let server = ZooKeeperServer::start_with(options).await.unwrap();
-        let url = format!("zks://{}?ca={}", server.addr(), folder.ca_file().display());
-        let (cert, key) = (folder.client_cert_file(), folder.client_key_file());
-        let ours = format!("{url}&cert={}&key={}", cert.display(), key.display());
-        locks_and_unlocks(&connect(&format!("{ours}&connect_timeout=20s")).await.unwrap()).await;
+        let url = format!("zks://{}?ca={}", server.addr(), directory.ca_file().display());
+        let (cert, key) = (directory.client_cert_file(), directory.client_key_file());
+        let client = format!("{url}&cert={}&key={}", cert.display(), key.display());
+        locks_and_unlocks(&connect(&format!("{client}&connect_timeout=20s")).await.unwrap()).await;
         refused(&format!("{url}&connect_timeout=3s")).await;
     }
 }

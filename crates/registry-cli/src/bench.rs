@@ -7,37 +7,44 @@ use lock_registry::{ClaimId, LockError, LockRegistry, Registry};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
-use crate::args::{self, Global};
-use crate::exit::Failure;
-use crate::say::{Say, table};
-use crate::store::Store;
-use crate::take::close;
+use crate::acquire::close;
+use crate::args::{self, GlobalArgs};
+use crate::exit::CliError;
+use crate::output::{Output, table};
+use crate::store::StoreConfig;
 
 /// `lockreg bench`.
-pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Result<u8, Failure> {
-    let registry = Store::choose(global)?.open(say).await?;
+pub(crate) async fn bench(
+    global: &GlobalArgs,
+    bench: &args::BenchArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    let registry = StoreConfig::choose(global)?.open(output).await?;
     let store = registry.capabilities().store;
     // A random prefix, so that the keys differ from those of other users and of other benchmarks.
     let prefix = format!("lockreg-bench/{}", ClaimId::random());
-    let trip = if registry.capabilities().inspect {
-        Figures::of(round_trips(&registry, &prefix).await?)
+    let round_trip = if registry.capabilities().inspect {
+        LatencyStats::of(round_trips(&registry, &prefix).await?)
     } else {
         None
     };
-    let began = Instant::now();
+    let started = Instant::now();
     let mut tasks = JoinSet::new();
     for task in 0..bench.tasks {
-        tasks.spawn(pairs(registry.clone(), format!("{prefix}/{task}"), began + bench.time));
+        tasks.spawn(pairs(registry.clone(), format!("{prefix}/{task}"), started + bench.time));
     }
-    let mut spans = Vec::new();
+    let mut durations = Vec::new();
     while let Some(done) = tasks.join_next().await {
-        spans.extend(done.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
+        durations
+            .extend(done.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()))?);
     }
-    let took = began.elapsed();
+    let elapsed = started.elapsed();
     close(&registry).await;
-    let per_second = spans.len() as f64 / took.as_secs_f64();
-    let Some(pair) = Figures::of(spans) else {
-        return Err(Failure::usage("no task has measured anything"));
+    let per_second = durations.len() as f64 / elapsed.as_secs_f64();
+    let Some(pair) = LatencyStats::of(durations) else {
+        return Err(CliError::usage(
+            "no task completed a lock and unlock pair; set a longer --for",
+        ));
     };
     let report = json!({
         "store": store,
@@ -45,15 +52,15 @@ pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Res
         "pairs": pair.count,
         "pairs_per_second": per_second.round(),
         "pair": pair.view(),
-        "round_trip": trip.as_ref().map(Figures::view),
+        "round_trip": round_trip.as_ref().map(LatencyStats::view),
     });
-    say.result(&report, || {
-        let row = |name: &str, figures: &Figures| {
-            [name.to_owned(), micros(figures.median), micros(figures.p99), micros(figures.max)]
+    output.result(&report, || {
+        let row = |name: &str, stats: &LatencyStats| {
+            [name.to_owned(), micros(stats.median), micros(stats.p99), micros(stats.max)]
         };
         let rows = [
             Some(row("lock and unlock", &pair)),
-            trip.as_ref().map(|trip| row("one round trip", trip)),
+            round_trip.as_ref().map(|round_trip| row("one round trip", round_trip)),
         ];
         format!(
             "{store}, {} task(s): {} pairs, {per_second:.0} per second\n\n{}",
@@ -68,13 +75,13 @@ pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Res
 /// Measures inspections of a key that is not locked, which need one round trip.
 async fn round_trips(registry: &Registry, prefix: &str) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(prefix);
-    let mut spans = Vec::with_capacity(TRIPS);
-    for _ in 0..TRIPS {
-        let asked = Instant::now();
+    let mut durations = Vec::with_capacity(ROUND_TRIPS);
+    for _ in 0..ROUND_TRIPS {
+        let sent_at = Instant::now();
         lock.holder().await?;
-        spans.push(asked.elapsed());
+        durations.push(sent_at.elapsed());
     }
-    Ok(spans)
+    Ok(durations)
 }
 
 async fn pairs(
@@ -83,33 +90,34 @@ async fn pairs(
     until: Instant,
 ) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(&key);
-    let mut spans = Vec::new();
+    let mut durations = Vec::new();
     // Checked at the end of the loop, so that each task measures at least one pair.
     loop {
-        let began = Instant::now();
+        let started = Instant::now();
         lock.lock().await?.unlock().await?;
-        spans.push(began.elapsed());
-        if Instant::now() >= until || spans.len() >= PAIRS_MAX {
-            return Ok(spans);
+        durations.push(started.elapsed());
+        if Instant::now() >= until || durations.len() >= PAIRS_MAX {
+            return Ok(durations);
         }
     }
 }
 
-/// Statistics of many time spans.
+/// Statistics of many durations.
 #[derive(Debug)]
-struct Figures {
+struct LatencyStats {
     count: usize,
     median: Duration,
     p99: Duration,
     max: Duration,
 }
 
-impl Figures {
-    fn of(mut spans: Vec<Duration>) -> Option<Self> {
-        spans.sort_unstable();
-        let at =
-            |percent: usize| spans.get((spans.len().saturating_sub(1)) * percent / 100).copied();
-        Some(Self { count: spans.len(), median: at(50)?, p99: at(99)?, max: at(100)? })
+impl LatencyStats {
+    fn of(mut durations: Vec<Duration>) -> Option<Self> {
+        durations.sort_unstable();
+        let at = |percent: usize| {
+            durations.get((durations.len().saturating_sub(1)) * percent / 100).copied()
+        };
+        Some(Self { count: durations.len(), median: at(50)?, p99: at(99)?, max: at(100)? })
     }
 
     fn view(&self) -> Value {
@@ -123,7 +131,7 @@ fn micros(span: Duration) -> String {
 }
 
 /// The number of measured round trips.
-const TRIPS: usize = 200;
+const ROUND_TRIPS: usize = 200;
 /// The maximum number of pairs per task, which limits the memory of a task.
 const PAIRS_MAX: usize = 5_000_000;
 
@@ -132,11 +140,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_of_nothing_are_none_and_of_many_are_in_order() {
-        assert!(Figures::of(Vec::new()).is_none());
-        let figures = Figures::of((1..=101).rev().map(Duration::from_micros).collect()).unwrap();
-        assert_eq!((figures.median, figures.p99, figures.max).0, Duration::from_micros(51));
-        assert_eq!(figures.p99, Duration::from_micros(100));
-        assert_eq!(figures.max, Duration::from_micros(101));
+    fn latency_stats_are_none_without_values_and_percentiles_otherwise() {
+        assert!(LatencyStats::of(Vec::new()).is_none());
+        let stats = LatencyStats::of((1..=101).rev().map(Duration::from_micros).collect()).unwrap();
+        assert_eq!((stats.median, stats.p99, stats.max).0, Duration::from_micros(51));
+        assert_eq!(stats.p99, Duration::from_micros(100));
+        assert_eq!(stats.max, Duration::from_micros(101));
     }
 }

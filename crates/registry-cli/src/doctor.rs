@@ -8,47 +8,47 @@ use lock_registry::{
 };
 use serde_json::json;
 
-use crate::args::{self, Global};
-use crate::exit::{self, Failure};
-use crate::say::{Say, coarse, millis, printable, table};
-use crate::store::Store;
-use crate::take::close;
+use crate::acquire::close;
+use crate::args::{self, GlobalArgs};
+use crate::exit::{self, CliError};
+use crate::output::{Output, format_coarse, printable, table, whole_millis};
+use crate::store::StoreConfig;
 
 /// `lockreg doctor`.
 pub(crate) async fn doctor(
-    global: &Global,
-    doctor: &args::Doctor,
-    say: Say,
-) -> Result<u8, Failure> {
-    let store = Store::choose(global)?;
+    global: &GlobalArgs,
+    doctor: &args::DoctorArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    let store = StoreConfig::choose(global)?;
     let settings = store.settings()?;
-    let registry = store.open(say).await?;
-    let asked = Instant::now();
+    let registry = store.open(output).await?;
+    let started = Instant::now();
     let findings = registry.diagnose().await?;
-    let took = asked.elapsed();
+    let elapsed = started.elapsed();
     let capabilities = registry.capabilities();
     close(&registry).await;
-    say.result(&machine_report(&settings, &capabilities, &findings, took), || {
-        human_report(&settings, &capabilities, &findings)
+    output.result(&json_report(&settings, &capabilities, &findings, elapsed), || {
+        text_report(&settings, &capabilities, &findings)
     })?;
-    let is_warned = findings.iter().any(|finding| finding.severity > Severity::Note);
-    Ok(if doctor.strict && is_warned { exit::NEGATIVE } else { 0 })
+    let has_warning = findings.iter().any(|finding| finding.severity > Severity::Note);
+    Ok(if doctor.strict && has_warning { exit::NEGATIVE } else { 0 })
 }
 
-fn machine_report(
+fn json_report(
     settings: &[Setting],
     capabilities: &Capabilities,
     findings: &[Finding],
-    took: Duration,
+    elapsed: Duration,
 ) -> serde_json::Value {
     let settings: Vec<_> = settings
         .iter()
-        .map(|setting| json!({ "name": setting.name, "value": setting.value, "origin": machine_origin(setting.origin) }))
+        .map(|setting| json!({ "name": setting.name, "value": setting.value, "origin": json_origin(setting.origin) }))
         .collect();
     json!({
         "store": capabilities.store,
         "reachable": true,
-        "diagnosis_ms": millis(took),
+        "diagnosis_ms": whole_millis(elapsed),
         "capabilities": {
             "class": capabilities.class,
             "reach": capabilities.reach,
@@ -59,41 +59,45 @@ fn machine_report(
             "shared": capabilities.shared,
             "labels": capabilities.labels,
             "inspect": capabilities.inspect,
-            "lease_min_ms": millis(capabilities.lease_min),
-            "lease_max_ms": millis(capabilities.lease_max),
+            "lease_min_ms": whole_millis(capabilities.lease_min),
+            "lease_max_ms": whole_millis(capabilities.lease_max),
         },
         "settings": settings,
         "findings": findings,
     })
 }
 
-fn human_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Finding]) -> String {
+fn text_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Finding]) -> String {
     let yes_no = |yes: bool| if yes { "yes" } else { "no" }.to_owned();
     let row = |name: &str, value: String| [name.to_owned(), value];
-    let promises = [
+    let guarantees = [
         row("store", capabilities.store.to_owned()),
         row("excludes", capabilities.reach.to_string()),
-        row("class", format!("{}: {}", capabilities.class, meaning(capabilities.class))),
+        row("class", format!("{}: {}", capabilities.class, describe_class(capabilities.class))),
         row("fencing tokens", yes_no(capabilities.fencing)),
         row("grants in order", yes_no(capabilities.fair)),
-        row("wakes waiters", yes_no(capabilities.wakes)),
-        row("tells losses", yes_no(capabilities.reports_invalidations)),
-        row("keeps labels", yes_no(capabilities.labels)),
-        row("tells holders", yes_no(capabilities.inspect)),
+        row("notifies waiters", yes_no(capabilities.wakes)),
+        row("reports losses", yes_no(capabilities.reports_invalidations)),
+        row("stores labels", yes_no(capabilities.labels)),
+        row("reports holders", yes_no(capabilities.inspect)),
         row(
             "leases",
-            format!("{} to {}", coarse(capabilities.lease_min), coarse(capabilities.lease_max)),
+            format!(
+                "{} to {}",
+                format_coarse(capabilities.lease_min),
+                format_coarse(capabilities.lease_max)
+            ),
         ),
     ];
-    let mut report = table(["THE STORE", ""], promises);
+    let mut report = table(["STORE", ""], guarantees);
     report.push('\n');
     let settings = settings.iter().map(|setting| {
-        [setting.name.to_owned(), printable(&setting.value), human_origin(setting.origin)]
+        [setting.name.to_owned(), printable(&setting.value), text_origin(setting.origin)]
     });
-    report.push_str(&table(["SET", "TO", "BY"], settings));
+    report.push_str(&table(["OPTION", "VALUE", "SOURCE"], settings));
     report.push('\n');
     if findings.is_empty() {
-        report.push_str("Nothing is wrong.\n");
+        report.push_str("No configuration faults found.\n");
     }
     for finding in findings {
         let severity = if finding.severity == Severity::Note { "note" } else { "warning" };
@@ -102,27 +106,29 @@ fn human_report(settings: &[Setting], capabilities: &Capabilities, findings: &[F
     report
 }
 
-fn meaning(class: GuaranteeClass) -> &'static str {
+fn describe_class(class: GuaranteeClass) -> &'static str {
     match class {
-        GuaranteeClass::A => "fenced writes are safe under every fault that its data survives",
-        GuaranteeClass::B => {
-            "one holder, and safe fenced writes, as long as the store's data and clock survive"
+        GuaranteeClass::A => {
+            "fenced writes are safe under every fault that preserves the store's data"
         }
-        GuaranteeClass::C => "one holder as long as there is no failover, data loss or clock jump",
-        GuaranteeClass::None => "nobody is excluded",
-        _ => "newer than this program",
+        GuaranteeClass::B => {
+            "one holder, and safe fenced writes, unless the store loses data or its clock jumps"
+        }
+        GuaranteeClass::C => "one holder unless a failover, data loss or clock jump happens",
+        GuaranteeClass::None => "no client is excluded",
+        _ => "unknown to this version of lockreg",
     }
 }
 
 /// Returns the origin of a setting as text. In this program, only the defaults are set by code.
-fn human_origin(origin: Origin) -> String {
+fn text_origin(origin: Origin) -> String {
     match origin {
         Origin::Code => "the default of lockreg".to_owned(),
         other => other.to_string(),
     }
 }
 
-fn machine_origin(origin: Origin) -> &'static str {
+fn json_origin(origin: Origin) -> &'static str {
     match origin {
         Origin::Code => "default",
         Origin::CommandLine => "command_line",

@@ -19,33 +19,33 @@ pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
 /// A bug in `lockreg`: `EX_SOFTWARE`.
 pub(crate) const INTERNAL: u8 = 70;
-/// The operating system refused something that normally works: `EX_OSERR`.
+/// The operating system refused an operation that normally succeeds: `EX_OSERR`.
 pub(crate) const OS: u8 = 71;
 const OUTPUT: u8 = 74;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
 /// Returns the status that a shell reports for a process that signal `number` ended.
-pub(crate) fn by_signal(number: i32) -> u8 {
+pub(crate) fn status_of_signal(number: i32) -> u8 {
     u8::try_from(128 + number).unwrap_or(u8::MAX)
 }
 
 /// A reason why `lockreg` could not do what was requested.
 #[derive(Debug)]
-pub(crate) enum Failure {
-    /// The command line is wrong. The text says how to correct it.
+pub(crate) enum CliError {
+    /// The command line is invalid. The text contains a hint.
     Usage(String),
     Config(ConfigError),
     Lock(LockError),
     /// The command of `run` is not a program, or this user may not execute it.
     NotExecutable(String),
     NotFound(String),
-    /// The folder of the default store cannot be created.
-    Folder {
-        folder: PathBuf,
+    /// The directory of the default store cannot be created.
+    Directory {
+        directory: PathBuf,
         source: io::Error,
     },
-    /// The operating system refused something that normally works.
+    /// The operating system refused an operation that normally succeeds.
     Os {
         what: &'static str,
         source: io::Error,
@@ -54,7 +54,7 @@ pub(crate) enum Failure {
     Output(io::Error),
 }
 
-impl Failure {
+impl CliError {
     pub(crate) fn usage(message: impl Into<String>) -> Self {
         Self::Usage(message.into())
     }
@@ -72,7 +72,7 @@ impl Failure {
             Self::Config(_) => USAGE,
             Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
             Self::Lock(LockError::Lost { .. }) => LOST,
-            Self::Lock(_) | Self::Folder { .. } => UNAVAILABLE,
+            Self::Lock(_) | Self::Directory { .. } => UNAVAILABLE,
             Self::NotExecutable(_) => NOT_EXECUTABLE,
             Self::NotFound(_) => NOT_FOUND,
             Self::Os { .. } => OS,
@@ -99,7 +99,7 @@ pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
     let mut next = Some(error);
     while let Some(error) = next {
         let text = error.to_string();
-        if !texts.last().is_some_and(|told| told.contains(&text)) {
+        if !texts.last().is_some_and(|previous| previous.contains(&text)) {
             texts.push(text);
         }
         next = error.source();
@@ -107,7 +107,7 @@ pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
     texts
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Usage(message) | Self::NotExecutable(message) | Self::NotFound(message) => {
@@ -115,7 +115,7 @@ impl fmt::Display for Failure {
             }
             Self::Config(ConfigError::NotBuiltIn { scheme, feature, .. }) => write!(
                 f,
-                "this lockreg was built without {scheme} stores: cargo install registry-cli --features {feature}"
+                "this lockreg was built without {scheme} stores; run `cargo install registry-cli --features {feature}`"
             ),
             Self::Config(error) => fmt::Display::fmt(error, f),
             Self::Lock(LockError::InvalidOption(invalid)) => {
@@ -130,39 +130,42 @@ impl fmt::Display for Failure {
                 ..
             }) => write!(
                 f,
-                "{store} with mode=session: the server does not know who holds a lock, so none can be shown, listed or broken; leases and mode=row can"
+                "{store} with mode=session does not record holders, so locks cannot be shown, listed or broken; use mode=lease or mode=row"
             ),
             Self::Lock(error) => fmt::Display::fmt(error, f),
-            Self::Folder { folder, .. } => {
-                write!(f, "cannot make the folder {folder:?} for the default store")
+            Self::Directory { directory, .. } => {
+                write!(
+                    f,
+                    "cannot create the directory {directory:?} for the default store; check its permissions"
+                )
             }
             Self::Os { what, .. } => f.write_str(what),
-            Self::Output(_) => f.write_str("cannot write to stdout"),
+            Self::Output(_) => f.write_str("write to stdout failed"),
         }
     }
 }
 
-impl StdError for Failure {
+impl StdError for CliError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
         match self {
             Self::Usage(_) | Self::NotExecutable(_) | Self::NotFound(_) => None,
             Self::Config(error) => error.source(),
             Self::Lock(LockError::InvalidOption(_)) => None,
             Self::Lock(error) => error.source(),
-            Self::Folder { source, .. } | Self::Os { source, .. } | Self::Output(source) => {
+            Self::Directory { source, .. } | Self::Os { source, .. } | Self::Output(source) => {
                 Some(source)
             }
         }
     }
 }
 
-impl From<ConfigError> for Failure {
+impl From<ConfigError> for CliError {
     fn from(error: ConfigError) -> Self {
         Self::Config(error)
     }
 }
 
-impl From<LockError> for Failure {
+impl From<LockError> for CliError {
     fn from(error: LockError) -> Self {
         Self::Lock(error)
     }
@@ -173,14 +176,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cause_is_told_once() {
+    fn a_cause_is_printed_once() {
         let io = io::Error::new(io::ErrorKind::NotFound, "gone");
-        let failure = Failure::Os { what: "cannot start", source: io };
+        let failure = CliError::Os { what: "cannot start", source: io };
         assert_eq!(failure.chain(), ["cannot start", "gone"]);
     }
 
     #[test]
-    fn signals_end_as_in_a_shell() {
-        assert_eq!((by_signal(2), by_signal(15), by_signal(9)), (130, 143, 137));
+    fn a_signal_has_the_status_that_a_shell_reports() {
+        assert_eq!(
+            (status_of_signal(2), status_of_signal(15), status_of_signal(9)),
+            (130, 143, 137)
+        );
     }
 }

@@ -11,57 +11,67 @@ use serde_json::json;
 use tokio::sync::oneshot;
 use tokio::time::{Instant, timeout};
 
+use crate::acquire::{
+    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_about_process_reach,
+};
 use crate::args;
-use crate::exit::{self, Failure};
-use crate::say::{Say, json_to_stdout, millis, printable};
-use crate::signals::{Signals, asks_to_end};
-use crate::store::Store;
-use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
+use crate::exit::{self, CliError};
+use crate::output::{Output, json_to_stdout, printable, whole_millis};
+use crate::signals::{Signals, is_termination_signal};
+use crate::store::StoreConfig;
 
-/// A checked `lockreg hold`, before any access to the store.
+/// A validated `lockreg hold`, before any access to the store.
 #[derive(Debug)]
-pub(crate) struct Hold {
+pub(crate) struct HoldCommand {
     key: Key,
-    store: Store,
-    wait: Wait,
+    store: StoreConfig,
+    wait: AcquireOptions,
 }
 
 #[derive(Debug, Serialize)]
-struct Held {
+struct HeldLine {
     key: String,
     token: Option<u64>,
     valid_for_ms: u64,
 }
 
 #[derive(Debug, Serialize)]
-struct Lost {
+struct LostLine {
     key: String,
     lost: LostReason,
 }
 
-impl Hold {
-    pub(crate) fn check(global: &args::Global, hold: &args::Hold) -> Result<Self, Failure> {
-        let key = args::key(&hold.key)?;
-        let store = Store::choose(global)?.taking(&hold.taking)?;
-        Ok(Self { key, store, wait: Wait::of(&hold.taking) })
+impl HoldCommand {
+    pub(crate) fn check(
+        global: &args::GlobalArgs,
+        hold: &args::HoldArgs,
+    ) -> Result<Self, CliError> {
+        let key = args::parse_key(&hold.key)?;
+        let store = StoreConfig::choose(global)?.with_acquire_args(&hold.acquire)?;
+        Ok(Self { key, store, wait: AcquireOptions::from_args(&hold.acquire) })
     }
 
-    /// Acquires the lock, holds it until a reason to stop, and releases it. Returns the exit
-    /// status.
-    pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
+    /// Acquires the lock, holds it until stdin ends, a signal arrives or the lock is lost, and
+    /// releases it. Returns the exit status.
+    pub(crate) async fn execute(
+        self,
+        mut signals: Signals,
+        output: Output,
+    ) -> Result<u8, CliError> {
         let Self { key, store, wait } = self;
-        let began = Instant::now();
-        let ear = Ear::new();
+        let started_at = Instant::now();
+        let observer = LockObserver::new();
         let registry = tokio::select! {
-            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open(say) => registry?,
-            signal = signals.end() => return Ok(exit::by_signal(signal as i32)),
+            registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
+            signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
-        warn_of_short_reach(&registry, say);
+        warn_about_process_reach(&registry, output);
         let lock = registry.obtain(key.as_str());
-        let status = match take(&lock, &wait, began, &ear, &mut signals, say).await {
-            Ok(Taken::Busy) => Ok(wait.busy_status),
-            Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
-            Ok(Taken::Guard(guard)) => hold(guard, &mut signals, say).await,
+        let status = match acquire(&lock, &wait, started_at, &observer, &mut signals, output).await
+        {
+            Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Guard(guard)) => hold_until_end(guard, &mut signals, output).await,
             Err(failure) => Err(failure),
         };
         close_after(&registry, &status, wait.min_hold, &mut signals).await;
@@ -69,41 +79,45 @@ impl Hold {
     }
 }
 
-async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, Failure> {
+async fn hold_until_end(
+    guard: LockGuard,
+    signals: &mut Signals,
+    output: Output,
+) -> Result<u8, CliError> {
     let key = guard.key().to_owned();
     let token = guard.fencing_token().map(u64::from);
-    let held = Held { key: key.clone(), token, valid_for_ms: millis(guard.valid_for()) };
-    let mut telling = Box::pin(line_on_stdout(held));
-    let mut told = None;
+    let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
+    let mut printing = Box::pin(print_line(held));
+    let mut printed = None;
     let mut done = Box::pin(async {
         tokio::select! {
-            () = asked_to_end(signals) => {}
-            () = end_of_stdin() => {}
+            () = termination_signal(signals) => {}
+            () = stdin_closed() => {}
         }
     });
-    // If the line cannot be written, the reader cannot know of the lock, so the lock is released.
-    while !matches!(told, Some(Err(_))) {
+    // If the line cannot be written, the reader is not notified of the lock. So it is released.
+    while !matches!(printed, Some(Err(_))) {
         tokio::select! {
             biased;
             reason = guard.lost() => {
                 // The engine knows of the loss, so the drop releases nothing.
                 drop(guard);
-                tell_lost(say, key, reason).await;
+                report_loss(output, key, reason).await;
                 return Ok(exit::LOST);
             }
-            written = &mut telling, if told.is_none() => told = Some(written),
+            written = &mut printing, if printed.is_none() => printed = Some(written),
             () = &mut done => break,
         }
     }
-    if told.is_none() {
-        // The reader may still want the line, even if it has closed our stdin. The limit applies
-        // because it may never read.
-        told = timeout(READ_LIMIT, telling).await.ok();
+    if printed.is_none() {
+        // The reader may still read the line, even if it has closed the stdin of `lockreg`. The
+        // limit applies because it may never read.
+        printed = timeout(READ_LIMIT, printing).await.ok();
     }
     let released = guard.unlock().await;
-    match (released, told) {
+    match (released, printed) {
         (Err(LockError::Lost { reason, .. }), _) => {
-            tell_lost(say, key, reason).await;
+            report_loss(output, key, reason).await;
             Ok(exit::LOST)
         }
         (_, Some(Err(failure))) => Err(failure),
@@ -113,10 +127,10 @@ async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, F
 }
 
 /// Prints the loss on stdout, or on stderr if no reader accepts it within [`READ_LIMIT`].
-async fn tell_lost(say: Say, key: String, reason: LostReason) {
-    let line = line_on_stdout(Lost { key: key.clone(), lost: reason });
+async fn report_loss(output: Output, key: String, reason: LostReason) {
+    let line = print_line(LostLine { key: key.clone(), lost: reason });
     if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {
-        say.notice(
+        output.notice(
             "lost",
             &format!("the lock {} was lost: {reason}", printable(&key)),
             json!({ "key": key, "lost": reason }),
@@ -126,42 +140,42 @@ async fn tell_lost(say: Say, key: String, reason: LostReason) {
 
 /// Prints `value` on stdout and waits for it asynchronously. Signals and a loss must be handled
 /// even if no process reads stdout.
-async fn line_on_stdout(value: impl Serialize + Send + 'static) -> Result<(), Failure> {
-    let (tell, written) = oneshot::channel();
+async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliError> {
+    let (sender, written) = oneshot::channel();
     // A separate thread, which ends with the process. The runtime would wait for one of its own
     // threads.
     std::thread::Builder::new()
         .name("stdout".to_owned())
         .spawn(move || {
-            let _ = tell.send(json_to_stdout(&value));
+            let _ = sender.send(json_to_stdout(&value));
         })
-        .map_err(Failure::os("cannot start a thread"))?;
-    written.await.unwrap_or_else(|error| Err(Failure::Output(io::Error::other(error))))
+        .map_err(CliError::os("cannot start a thread"))?;
+    written.await.unwrap_or_else(|error| Err(CliError::Output(io::Error::other(error))))
 }
 
 /// How long a reader of stdout has for the last line before `lockreg` ends.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
-async fn asked_to_end(signals: &mut Signals) {
-    while !asks_to_end(signals.end().await) {}
+async fn termination_signal(signals: &mut Signals) {
+    while !is_termination_signal(signals.next_termination().await) {}
 }
 
 /// Waits until the other end of stdin is closed, and ignores the input.
-async fn end_of_stdin() {
-    let (tell, ended) = oneshot::channel();
+async fn stdin_closed() {
+    let (sender, ended) = oneshot::channel();
     // A separate thread, which ends with the process. The runtime would wait for one of its own
     // threads.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {
-        let mut bin = [0; 4_096];
+        let mut buffer = [0; 4_096];
         let mut stdin = io::stdin().lock();
         loop {
-            match stdin.read(&mut bin) {
+            match stdin.read(&mut buffer) {
                 Ok(1..) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Ok(0) | Err(_) => break,
             }
         }
-        let _ = tell.send(());
+        let _ = sender.send(());
     });
     if reader.is_ok() {
         let _ = ended.await;

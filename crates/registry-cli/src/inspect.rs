@@ -3,25 +3,33 @@
 use lock_registry::LockRegistry;
 use serde_json::json;
 
-use crate::args::{self, Global};
-use crate::exit::{self, Failure};
-use crate::say::{HOLDER_HEADING, HolderView, Say, holder_phrase, holder_row, printable, table};
-use crate::store::Store;
-use crate::take::close;
+use crate::acquire::close;
+use crate::args::{self, GlobalArgs};
+use crate::exit::{self, CliError};
+use crate::output::{
+    HOLDER_HEADING, HolderView, Output, describe_holder, holder_row, printable, table,
+};
+use crate::store::StoreConfig;
 
 /// `lockreg show`.
-pub(crate) async fn show(global: &Global, show: &args::Show, say: Say) -> Result<u8, Failure> {
-    let key = args::key(&show.key)?;
-    let registry = Store::choose(global)?.open(say).await?;
+pub(crate) async fn show(
+    global: &GlobalArgs,
+    show: &args::ShowArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    let key = args::parse_key(&show.key)?;
+    let registry = StoreConfig::choose(global)?.open(output).await?;
     let holder = registry.obtain(key.as_str()).holder().await?;
     close(&registry).await;
     match &holder {
         Some(holder) => {
-            say.result(&HolderView::from(holder), || table(HOLDER_HEADING, [holder_row(holder)]))?;
+            output.result(&HolderView::from(holder), || {
+                table(HOLDER_HEADING, [holder_row(holder)])
+            })?;
             Ok(0)
         }
         None => {
-            say.result(&HolderView::nobody(key.as_str()), || {
+            output.result(&HolderView::unlocked(key.as_str()), || {
                 format!("{} is not locked\n", printable(key.as_str()))
             })?;
             Ok(exit::NEGATIVE)
@@ -30,12 +38,12 @@ pub(crate) async fn show(global: &Global, show: &args::Show, say: Say) -> Result
 }
 
 /// `lockreg list`.
-pub(crate) async fn list(global: &Global, say: Say) -> Result<u8, Failure> {
-    let registry = Store::choose(global)?.open(say).await?;
+pub(crate) async fn list(global: &GlobalArgs, output: Output) -> Result<u8, CliError> {
+    let registry = StoreConfig::choose(global)?.open(output).await?;
     let holders = registry.list().await?;
     close(&registry).await;
     let views: Vec<HolderView<'_>> = holders.iter().map(HolderView::from).collect();
-    say.result(&views, || {
+    output.result(&views, || {
         if holders.is_empty() {
             return "no lock is held\n".to_owned();
         }
@@ -46,39 +54,39 @@ pub(crate) async fn list(global: &Global, say: Say) -> Result<u8, Failure> {
 
 /// `lockreg break`.
 pub(crate) async fn break_lock(
-    global: &Global,
-    broken: &args::Break,
-    say: Say,
-) -> Result<u8, Failure> {
-    let key = args::key(&broken.key)?;
-    let registry = Store::choose(global)?.open(say).await?;
+    global: &GlobalArgs,
+    args: &args::BreakArgs,
+    output: Output,
+) -> Result<u8, CliError> {
+    let key = args::parse_key(&args.key)?;
+    let registry = StoreConfig::choose(global)?.open(output).await?;
     let holder = registry.obtain(key.as_str()).holder().await?;
-    if !broken.yes
+    if !args.yes
         && let Some(holder) = &holder
     {
         close(&registry).await;
-        return Err(Failure::usage(format!(
-            "{} is held by {}; add --yes to break the lock",
+        return Err(CliError::usage(format!(
+            "{} is held by {}; add --yes to release the lock by force",
             printable(key.as_str()),
-            holder_phrase(Some(holder))
+            describe_holder(Some(holder))
         )));
     }
-    let freed = broken.yes && registry.force_release(key.as_str()).await?;
+    let is_released = args.yes && registry.force_release(key.as_str()).await?;
     close(&registry).await;
-    let view = holder.as_ref().filter(|_| freed).map(HolderView::from);
-    say.result(
-        &json!({ "key": key.as_str(), "broken": freed, "holder": view }),
+    let view = holder.as_ref().filter(|_| is_released).map(HolderView::from);
+    output.result(
+        &json!({ "key": key.as_str(), "broken": is_released, "holder": view }),
         || match &holder {
-            Some(holder) if freed => {
+            Some(holder) if is_released => {
                 format!(
-                    "{} was taken from {}\n",
+                    "{} was released; it was held by {}\n",
                     printable(key.as_str()),
-                    holder_phrase(Some(holder))
+                    describe_holder(Some(holder))
                 )
             }
-            _ if freed => format!("{} was taken from its holder\n", printable(key.as_str())),
+            _ if is_released => format!("{} was released\n", printable(key.as_str())),
             _ => format!("{} is not locked\n", printable(key.as_str())),
         },
     )?;
-    Ok(if freed { 0 } else { exit::NEGATIVE })
+    Ok(if is_released { 0 } else { exit::NEGATIVE })
 }

@@ -4,18 +4,18 @@ use std::io::IsTerminal as _;
 
 use tracing_subscriber::EnvFilter;
 
-use crate::exit::Failure;
-use crate::say::LogToStderr;
+use crate::exit::CliError;
+use crate::output::LogToStderr;
 
 const VARIABLE: &str = "LOCK_REGISTRY_LOG";
 
 /// Starts the log with the level of `-v` or the directives of LOCK_REGISTRY_LOG. The variable takes
 /// precedence. Without either, nothing is logged.
-pub(crate) fn start(verbose: u8) -> Result<(), Failure> {
+pub(crate) fn start(verbose: u8) -> Result<(), CliError> {
     let directives = match std::env::var(VARIABLE) {
         Ok(directives) => directives,
         Err(std::env::VarError::NotUnicode(_)) => {
-            return Err(Failure::usage(format!("{VARIABLE} is not UTF-8")));
+            return Err(CliError::usage(format!("{VARIABLE} is not UTF-8; set it to UTF-8 text")));
         }
         Err(std::env::VarError::NotPresent) => match verbose {
             0 => return Ok(()),
@@ -25,7 +25,7 @@ pub(crate) fn start(verbose: u8) -> Result<(), Failure> {
         },
     };
     let filter = EnvFilter::builder().parse(&directives).map_err(|error| {
-        Failure::usage(format!("{VARIABLE} is {directives:?}, {error}; write a level such as `debug`, or `lock_registry=trace`"))
+        CliError::usage(format!("{VARIABLE} is {directives:?}, {error}; write a level such as `debug`, or `lock_registry=trace`"))
     })?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)

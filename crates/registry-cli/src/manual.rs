@@ -4,12 +4,12 @@ use std::io;
 
 use clap::CommandFactory as _;
 
-use crate::args::{Cli, Completions, Man};
-use crate::exit::Failure;
-use crate::say::to_stdout;
+use crate::args::{Cli, CompletionsArgs, ManArgs};
+use crate::exit::CliError;
+use crate::output::to_stdout;
 
 /// `lockreg completions`.
-pub(crate) fn completions(completions: &Completions) -> Result<u8, Failure> {
+pub(crate) fn completions(completions: &CompletionsArgs) -> Result<u8, CliError> {
     let mut script = Vec::new();
     clap_complete::generate(completions.shell, &mut Cli::command(), "lockreg", &mut script);
     to_stdout(&script)?;
@@ -17,7 +17,7 @@ pub(crate) fn completions(completions: &Completions) -> Result<u8, Failure> {
 }
 
 /// `lockreg man`.
-pub(crate) fn man(man: &Man) -> Result<u8, Failure> {
+pub(crate) fn man(man: &ManArgs) -> Result<u8, CliError> {
     let mut command = Cli::command();
     // Sets the full name of each command, such as `lockreg run`, and its global options.
     command.build();
@@ -25,13 +25,13 @@ pub(crate) fn man(man: &Man) -> Result<u8, Failure> {
         None => command,
         Some(name) => command.find_subcommand(name).cloned().ok_or_else(|| {
             let known: Vec<&str> = command.get_subcommands().map(clap::Command::get_name).collect();
-            Failure::usage(format!(
-                "{name:?} is no command of lockreg; there are {}",
+            CliError::usage(format!(
+                "{name:?} is not a command of lockreg; known commands: {}",
                 known.join(", ")
             ))
         })?,
     };
-    let page = page(command).map_err(Failure::Output)?;
+    let page = page(command).map_err(CliError::Output)?;
     to_stdout(&page)?;
     Ok(0)
 }

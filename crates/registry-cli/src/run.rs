@@ -17,55 +17,68 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
 
-use self::child::{Change, Ending, Running};
+use self::child::{CommandExit, RunningCommand, StateChange};
 use self::command::Program;
 use self::terminal::{AfterStop, Terminal};
 use self::watchdog::Watchdog;
+use crate::acquire::{
+    AcquireOptions, AcquireOutcome, LockObserver, acquire, close_after, warn_about_process_reach,
+};
 use crate::args;
-use crate::exit::{self, Failure, causes};
-use crate::say::{Say, printable};
-use crate::signals::{Signals, asks_to_end};
-use crate::store::Store;
-use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
+use crate::exit::{self, CliError, causes};
+use crate::output::{Output, printable};
+use crate::signals::{Signals, is_termination_signal};
+use crate::store::StoreConfig;
 
-/// A checked `lockreg run`, before any access to the store.
+/// A validated `lockreg run`, before any access to the store.
 #[derive(Debug)]
-pub(crate) struct Run {
+pub(crate) struct RunCommand {
     key: Key,
     program: Program,
-    store: Store,
-    wait: Wait,
+    store: StoreConfig,
+    wait: AcquireOptions,
     grace: Duration,
 }
 
-impl Run {
-    pub(crate) fn check(global: &args::Global, run: &args::Run) -> Result<Self, Failure> {
+impl RunCommand {
+    pub(crate) fn check(global: &args::GlobalArgs, run: &args::RunArgs) -> Result<Self, CliError> {
         let (key, command) = run.key_and_command()?;
-        let key = args::key(key)?;
-        let store = Store::choose(global)?.taking(&run.taking)?;
+        let key = args::parse_key(key)?;
+        let store = StoreConfig::choose(global)?.with_acquire_args(&run.acquire)?;
         // Checked last: any other mistake must exit with 64, and not with the status of a missing
         // command.
         let program = Program::find(command.to_vec())?;
-        Ok(Self { key, program, store, wait: Wait::of(&run.taking), grace: run.grace })
+        Ok(Self {
+            key,
+            program,
+            store,
+            wait: AcquireOptions::from_args(&run.acquire),
+            grace: run.grace,
+        })
     }
 
     /// Acquires the lock, runs the command, and releases the lock. Returns the exit status.
-    pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
+    pub(crate) async fn execute(
+        self,
+        mut signals: Signals,
+        output: Output,
+    ) -> Result<u8, CliError> {
         let Self { key, program, store, wait, grace } = self;
-        let began = Instant::now();
-        let ear = Ear::new();
+        let started_at = Instant::now();
+        let observer = LockObserver::new();
         let registry = tokio::select! {
-            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open(say) => registry?,
-            signal = signals.end() => return Ok(exit::by_signal(signal as i32)),
+            registry = store.with_observer(Arc::clone(&observer) as Arc<dyn Observer>).open(output) => registry?,
+            signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
-        warn_of_short_reach(&registry, say);
+        warn_about_process_reach(&registry, output);
         let lock = registry.obtain(key.as_str());
-        let status = match take(&lock, &wait, began, &ear, &mut signals, say).await {
-            Ok(Taken::Busy) => Ok(wait.busy_status),
-            Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
-            Ok(Taken::Guard(guard)) => {
-                let held = Held { guard, program: &program, grace, say };
-                held.run(&ear, &mut signals).await
+        let status = match acquire(&lock, &wait, started_at, &observer, &mut signals, output).await
+        {
+            Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Guard(guard)) => {
+                let locked = LockedRun { guard, program: &program, grace, output };
+                locked.run(&observer, &mut signals).await
             }
             Err(failure) => Err(failure),
         };
@@ -75,148 +88,148 @@ impl Run {
 }
 
 /// A held lock, and the command to run under it.
-struct Held<'a> {
+struct LockedRun<'a> {
     guard: LockGuard,
     program: &'a Program,
     grace: Duration,
-    say: Say,
+    output: Output,
 }
 
-impl Held<'_> {
-    async fn run(self, ear: &Ear, signals: &mut Signals) -> Result<u8, Failure> {
-        let started = self.start().await;
-        let Self { guard, grace, say, .. } = self;
-        let ended = match started {
+impl LockedRun<'_> {
+    async fn run(self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
+        let start_result = self.start().await;
+        let Self { guard, grace, output, .. } = self;
+        let ended = match start_result {
             Ok((running, watchdog, terminal)) => {
-                let mut watch = Watch {
+                let mut supervisor = Supervisor {
                     guard: &guard,
                     running,
                     watchdog,
                     terminal,
                     grace,
-                    say,
+                    output,
                     lost: None,
-                    pressure: Pressure::None,
+                    termination: Termination::NotRequested,
                 };
-                let ending = watch.until_end(ear, signals).await;
-                watch.terminal.take_back(watch.running.group());
-                watch.watchdog.dismiss();
-                Ok((ending, watch.lost))
+                let exit_state = supervisor.until_end(observer, signals).await;
+                supervisor.terminal.reclaim(supervisor.running.group());
+                supervisor.watchdog.shut_down();
+                Ok((exit_state, supervisor.lost))
             }
             Err(failure) => Err(failure),
         };
         let key = guard.key().to_owned();
         let released = guard.unlock().await;
-        let (ending, lost) = ended?;
-        // A loss that is found only now occurred after the last renewal, while the command may have
-        // run.
+        let (exit_state, lost) = ended?;
+        // A loss that is detected only here occurred after the last renewal, while the command may
+        // have run.
         let lost = match (lost, &released) {
             (None, Err(LockError::Lost { reason, .. })) => {
-                tell_lost(say, &key, *reason);
+                report_loss(output, &key, *reason);
                 true
             }
             (lost, _) => lost.is_some(),
         };
         if lost {
-            say.alert(
+            output.alert(
                 "ended",
-                &format!("the command {ending}"),
-                json!({ "key": key, "status": ending.status() }),
+                &format!("the command {exit_state}"),
+                json!({ "key": key, "status": exit_state.status() }),
             );
             return Ok(exit::LOST);
         }
         if let Err(error) = released {
-            say.alert(
+            output.alert(
                 "release_failed",
-                &format!("{}; the lock is free when its lease ends", causes(&error).join(": ")),
+                &format!("{}; the key is free when its lease ends", causes(&error).join(": ")),
                 json!({ "key": key, "causes": causes(&error) }),
             );
         }
-        Ok(ending.status())
+        Ok(exit_state.status())
     }
 
     /// Starts the command under the watchdog.
-    async fn start(&self) -> Result<(Running, Watchdog, Terminal), Failure> {
+    async fn start(&self) -> Result<(RunningCommand, Watchdog, Terminal), CliError> {
         // This process may have been stopped since the lock was granted.
         self.guard.protect(std::future::ready(())).await?;
         let terminal = Terminal::open();
-        let mut watchdog = Watchdog::start().map_err(Failure::os("cannot start the watchdog"))?;
+        let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
             // Removed if the store has no token, because the one of an outer `lockreg` would be
             // wrong.
             ("LOCKREG_FENCING_TOKEN", self.guard.fencing_token().map(|token| token.to_string())),
         ];
-        match Running::start(self.program, environment, terminal.is_ours_alone()).await {
+        match RunningCommand::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {
-                watchdog.guard(running.group(), self.grace);
-                watchdog.held_for(self.guard.valid_for());
+                watchdog.watch_group(running.group(), self.grace);
+                watchdog.extend_lease(self.guard.valid_for());
                 // This process may have been stopped again. From here on, the watchdog covers this
                 // case.
                 if let Err(error) = self.guard.protect(std::future::ready(())).await {
-                    watchdog.dismiss();
+                    watchdog.shut_down();
                     return Err(error.into());
                 }
-                running.begin();
+                running.open_gate();
                 Ok((running, watchdog, terminal))
             }
             Err(error) => {
-                watchdog.dismiss();
-                Err(Failure::os("cannot start the command")(error))
+                watchdog.shut_down();
+                Err(CliError::os("cannot start the command")(error))
             }
         }
     }
 }
 
-/// A command that runs under a lock, and the handlers of all events until its end.
-struct Watch<'a> {
+/// Handles all events of a command that runs under a lock, until its end.
+struct Supervisor<'a> {
     guard: &'a LockGuard,
-    running: Running,
+    running: RunningCommand,
     watchdog: Watchdog,
     terminal: Terminal,
     grace: Duration,
-    say: Say,
+    output: Output,
     lost: Option<LostReason>,
-    pressure: Pressure,
+    termination: Termination,
 }
 
 /// How the command is being ended.
 #[derive(Debug, Clone, Copy)]
-enum Pressure {
-    None,
-    /// It received a signal to end, and is killed at `kill_at`.
-    Asked {
+enum Termination {
+    NotRequested,
+    /// It received a termination signal, and is killed at `kill_at`.
+    Requested {
         kill_at: Instant,
     },
     /// It received SIGKILL. Processes that survive this cannot be ended.
     Killed,
 }
 
-impl Watch<'_> {
-    /// Waits until the command has ended. If it was asked to end, also waits for all processes in
-    /// its group.
-    async fn until_end(&mut self, ear: &Ear, signals: &mut Signals) -> Ending {
-        let mut renewals = ear.renewals();
+impl Supervisor<'_> {
+    /// Waits until the command has ended. If its termination was requested, also waits for all
+    /// processes in its group.
+    async fn until_end(&mut self, observer: &LockObserver, signals: &mut Signals) -> CommandExit {
+        let mut renewals = observer.renewals();
         let mut lost = Box::pin(self.guard.lost());
-        let ending = loop {
-            let pressure = self.pressure;
+        let exit_state = loop {
+            let termination = self.termination;
             tokio::select! {
                 biased;
                 // The loss comes first, so that the command does not continue when this process was
                 // stopped beyond the lease.
                 reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
                 signal = signals.next() => self.on_signal(signal),
-                change = self.running.change() => match change {
-                    Change::Ended(ending) => break ending,
-                    Change::Stopped(signal) => self.on_stop(signal),
+                change = self.running.next_change() => match change {
+                    StateChange::Ended(exit_state) => break exit_state,
+                    StateChange::Stopped(signal) => self.on_stop(signal),
                 },
-                () = time_to_kill(pressure) => self.kill(),
-                Ok(()) = renewals.changed() => self.watchdog.held_for(self.guard.valid_for()),
+                () = until_kill_time(termination) => self.kill(),
+                Ok(()) = renewals.changed() => self.watchdog.extend_lease(self.guard.valid_for()),
             }
         };
-        // A command may leave processes running on purpose, unless it was asked to end.
-        while let Pressure::Asked { kill_at } = self.pressure
-            && self.running.is_anybody_left()
+        // A command may leave processes running on purpose, unless its termination was requested.
+        while let Termination::Requested { kill_at } = self.termination
+            && self.running.has_processes()
         {
             let now = Instant::now();
             if now >= kill_at {
@@ -228,36 +241,36 @@ impl Watch<'_> {
                 reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
                 // A process that ignores one signal may end at another.
                 signal = signals.next() => {
-                    if asks_to_end(signal) {
-                        self.ask_to_end(signal);
+                    if is_termination_signal(signal) {
+                        self.request_termination(signal);
                     }
                 }
-                // Without these messages, the watchdog would treat the lease as over.
+                // Without these messages, the watchdog would treat the lease as expired.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => {
-                    self.watchdog.held_for(self.guard.valid_for());
+                    self.watchdog.extend_lease(self.guard.valid_for());
                 }
-                () = tokio::time::sleep_until(kill_at.min(now + LOOK)) => {}
+                () = tokio::time::sleep_until(kill_at.min(now + GROUP_POLL_INTERVAL)) => {}
             }
         }
-        ending
+        exit_state
     }
 
     fn on_lost(&mut self, reason: LostReason) {
         self.lost = Some(reason);
         // The signal comes first, to save time. `mine` must not reach the watchdog before the
         // signal is sent.
-        self.ask_to_end(Signal::SIGTERM);
-        self.watchdog.mine();
-        tell_lost(self.say, self.guard.key(), reason);
+        self.request_termination(Signal::SIGTERM);
+        self.watchdog.disarm();
+        report_loss(self.output, self.guard.key(), reason);
     }
 
     fn on_signal(&mut self, signal: Signal) {
         match signal {
-            signal if asks_to_end(signal) => self.ask_to_end(signal),
+            signal if is_termination_signal(signal) => self.request_termination(signal),
             Signal::SIGTSTP => {
                 self.running.signal_all(signal);
                 terminal::stop_self();
-                self.go_on();
+                self.resume();
             }
             Signal::SIGWINCH => self.running.signal_all(signal),
             // Only for the command, which handles it. The processes that it started may not handle
@@ -267,32 +280,32 @@ impl Watch<'_> {
     }
 
     fn on_stop(&mut self, signal: Signal) {
-        if !matches!(self.pressure, Pressure::None) {
+        if !matches!(self.termination, Termination::NotRequested) {
             // Stopped processes do not end.
             return self.running.signal_all(Signal::SIGCONT);
         }
         match self.terminal.after_stop(self.running.group(), signal) {
-            AfterStop::Leave => {}
-            AfterStop::GoOn => self.go_on(),
+            AfterStop::Ignore => {}
+            AfterStop::Resume => self.resume(),
             AfterStop::StopJob => {
-                self.terminal.take_back(self.running.group());
+                self.terminal.reclaim(self.running.group());
                 terminal::stop_job();
-                self.go_on();
+                self.resume();
             }
         }
     }
 
     /// Continues a stopped command, unless the lock was lost in the meantime.
-    fn go_on(&self) {
+    fn resume(&self) {
         if self.guard.is_held() {
-            self.terminal.give(self.running.group());
+            self.terminal.hand_to(self.running.group());
             self.running.signal_all(Signal::SIGCONT);
         }
     }
 
-    fn ask_to_end(&mut self, signal: Signal) {
-        if let Pressure::None = self.pressure {
-            self.pressure = Pressure::Asked { kill_at: Instant::now() + self.grace };
+    fn request_termination(&mut self, signal: Signal) {
+        if let Termination::NotRequested = self.termination {
+            self.termination = Termination::Requested { kill_at: Instant::now() + self.grace };
         }
         self.running.signal_all(signal);
         self.running.signal_all(Signal::SIGCONT);
@@ -300,25 +313,25 @@ impl Watch<'_> {
 
     fn kill(&mut self) {
         self.running.signal_all(Signal::SIGKILL);
-        self.pressure = Pressure::Killed;
+        self.termination = Termination::Killed;
     }
 }
 
-fn tell_lost(say: Say, key: &str, reason: LostReason) {
-    say.alert(
+fn report_loss(output: Output, key: &str, reason: LostReason) {
+    output.alert(
         "lost",
         &format!("the lock {} was lost: {reason}", printable(key)),
         json!({ "key": key, "lost": reason }),
     );
 }
 
-async fn time_to_kill(pressure: Pressure) {
-    match pressure {
-        Pressure::Asked { kill_at } => tokio::time::sleep_until(kill_at).await,
-        Pressure::None | Pressure::Killed => std::future::pending().await,
+async fn until_kill_time(termination: Termination) {
+    match termination {
+        Termination::Requested { kill_at } => tokio::time::sleep_until(kill_at).await,
+        Termination::NotRequested | Termination::Killed => std::future::pending().await,
     }
 }
 
 /// How often the group is checked for remaining processes. There is no notification of the end of
 /// grandchildren.
-const LOOK: Duration = Duration::from_millis(20);
+const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);

@@ -4,26 +4,26 @@
 use serde_json::json;
 
 use crate::args;
-use crate::exit::Failure;
-use crate::say::Say;
+use crate::exit::CliError;
+use crate::output::Output;
 
 /// `lockreg schema`.
-pub(crate) fn schema(schema: &args::Schema, say: Say) -> Result<u8, Failure> {
+pub(crate) fn schema(schema: &args::SchemaArgs, output: Output) -> Result<u8, CliError> {
     let Some((dialect, sql)) = DIALECTS.iter().find(|(dialect, _)| *dialect == schema.dialect)
     else {
         let dialect = &schema.dialect;
         if ALL_DIALECTS.contains(&dialect.as_str()) {
-            return Err(Failure::usage(format!(
-                "this lockreg was built without {dialect} stores: cargo install registry-cli --features {dialect}"
+            return Err(CliError::usage(format!(
+                "this lockreg was built without {dialect} stores; run `cargo install registry-cli --features {dialect}`"
             )));
         }
         let known: Vec<&str> = DIALECTS.iter().map(|(dialect, _)| *dialect).collect();
-        return Err(Failure::usage(format!(
-            "there is no schema of that name; there is one for: {}",
+        return Err(CliError::usage(format!(
+            "unknown schema dialect; known dialects: {}",
             known.join(", ")
         )));
     };
-    say.result(&json!({ "dialect": dialect, "sql": sql }), || (*sql).to_owned())?;
+    output.result(&json!({ "dialect": dialect, "sql": sql }), || (*sql).to_owned())?;
     Ok(0)
 }
 

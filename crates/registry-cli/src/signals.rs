@@ -20,12 +20,12 @@ const CAUGHT: [Signal; 8] = [
 
 /// The terminal sends this signal to a background process that writes to it or changes its
 /// foreground group. `lockreg` does both.
-const HARMLESS: Signal = Signal::SIGTTOU;
+const BLOCKED: Signal = Signal::SIGTTOU;
 
-/// The received signals that are not handled yet.
+/// Receives the signals of this process.
 #[derive(Debug)]
 pub(crate) struct Signals {
-    came: mpsc::UnboundedReceiver<Signal>,
+    receiver: mpsc::UnboundedReceiver<Signal>,
 }
 
 impl Signals {
@@ -38,25 +38,25 @@ impl Signals {
         // shell) stay ignored, for `lockreg` and for the command.
         CAUGHT
             .into_iter()
-            .filter(|signal| !is_in(*signal, ignored))
+            .filter(|signal| !contains(*signal, ignored))
             .for_each(|signal| caught.add(signal));
         let mut blocked = caught;
-        blocked.add(HARMLESS);
+        blocked.add(BLOCKED);
         blocked.thread_block()?;
-        let (tell, came) = mpsc::unbounded_channel();
+        let (sender, receiver) = mpsc::unbounded_channel();
         std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
             while let Ok(signal) = caught.wait() {
-                if tell.send(signal).is_err() {
+                if sender.send(signal).is_err() {
                     return;
                 }
             }
         })?;
-        Ok(Self { came })
+        Ok(Self { receiver })
     }
 
     /// Waits for the next signal.
     pub(crate) async fn next(&mut self) -> Signal {
-        match self.came.recv().await {
+        match self.receiver.recv().await {
             Some(signal) => signal,
             // The thread ends only with the process.
             None => std::future::pending().await,
@@ -65,7 +65,7 @@ impl Signals {
 
     /// Waits for a signal that requests the end of this process. SIGTSTP stops this process, and
     /// SIGWINCH is ignored.
-    pub(crate) async fn end(&mut self) -> Signal {
+    pub(crate) async fn next_termination(&mut self) -> Signal {
         loop {
             match self.next().await {
                 Signal::SIGTSTP => crate::run::terminal::stop_self(),
@@ -80,16 +80,16 @@ impl Signals {
 /// mask, and the command must not.
 pub(crate) fn unblock() -> io::Result<()> {
     let mut blocked = SigSet::empty();
-    CAUGHT.into_iter().chain([HARMLESS]).for_each(|signal| blocked.add(signal));
+    CAUGHT.into_iter().chain([BLOCKED]).for_each(|signal| blocked.add(signal));
     Ok(blocked.thread_unblock()?)
 }
 
 /// Returns whether `signal` requests the end of a process, which then gets the grace time.
-pub(crate) fn asks_to_end(signal: Signal) -> bool {
+pub(crate) fn is_termination_signal(signal: Signal) -> bool {
     matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP | Signal::SIGQUIT)
 }
 
-fn is_in(signal: Signal, set: u64) -> bool {
+fn contains(signal: Signal, set: u64) -> bool {
     set & (1 << (signal as u32 - 1)) != 0
 }
 
@@ -109,12 +109,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ignored_signals_are_read_from_the_kernels_mask() {
+    fn ignored_signals_are_parsed_from_proc_status() {
         let set = ignored_in("Name:\tlockreg\nSigIgn:\t0000000000001001\nSigCgt:\t0\n");
         assert!(
-            is_in(Signal::SIGHUP, set)
-                && is_in(Signal::SIGPIPE, set)
-                && !is_in(Signal::SIGTERM, set)
+            contains(Signal::SIGHUP, set)
+                && contains(Signal::SIGPIPE, set)
+                && !contains(Signal::SIGTERM, set)
         );
         assert_eq!(ignored_in("no such line"), 0);
     }

@@ -12,60 +12,60 @@ use std::sync::Arc;
 use lock_registry::{LockRegistry as _, Observer, Reach, Registry, RegistryConfig, Setting};
 use serde_json::json;
 
-use crate::args::{Global, Taking};
-use crate::exit::Failure;
-use crate::say::Say;
+use crate::args::{AcquireArgs, GlobalArgs};
+use crate::exit::CliError;
+use crate::output::Output;
 
 /// A store whose configuration is checked, but which is not open yet.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct StoreConfig {
     config: RegistryConfig,
-    /// The folder to create before opening. Only for the default store.
-    folder: Option<PathBuf>,
+    /// The directory to create before opening. Only for the default store.
+    directory: Option<PathBuf>,
     /// Whether the default store is used because neither a URL nor `--local` was given.
     is_implicit: bool,
     require_reach: Option<Reach>,
 }
 
-impl Store {
+impl StoreConfig {
     /// Chooses the store of the command line, else of the environment, else the SQLite file of this
     /// user.
-    pub(crate) fn choose(global: &Global) -> Result<Self, Failure> {
+    pub(crate) fn choose(global: &GlobalArgs) -> Result<Self, CliError> {
         let mut config = RegistryConfig::new().with_env()?;
-        let mut folder = None;
+        let mut directory = None;
         if let Some(url) = &global.url {
             config = config.with_argument("url", url)?;
         } else if global.local || std::env::var_os("LOCK_REGISTRY_URL").is_none() {
             if global.require_reach.is_some_and(|required| Reach::from(required) > Reach::Host) {
-                return Err(Failure::usage(
-                    "the default store excludes processes of this host only, and --require-reach asks for network; \
-                     name a store with --url or LOCK_REGISTRY_URL",
+                return Err(CliError::usage(
+                    "the default store excludes only processes of this host, less than --require-reach network; \
+                     set another store with --url or LOCK_REGISTRY_URL",
                 ));
             }
-            let state = state_folder(|name| std::env::var_os(name))?;
+            let state = state_directory(|name| std::env::var_os(name))?;
             config = config.url(sqlite_url(&state.join("locks.db")));
-            folder = Some(state);
+            directory = Some(state);
         }
         if let Some(namespace) = &global.namespace {
             config = config.with_argument("namespace", namespace)?;
         }
         config.check()?;
-        let is_implicit = folder.is_some() && !global.local;
+        let is_implicit = directory.is_some() && !global.local;
         let require_reach = global.require_reach.map(Reach::from);
-        Ok(Self { config, folder, is_implicit, require_reach })
+        Ok(Self { config, directory, is_implicit, require_reach })
     }
 
     /// Adds the options of a command that acquires a lock.
-    pub(crate) fn taking(mut self, taking: &Taking) -> Result<Self, Failure> {
-        if let Some(lease) = &taking.lease {
+    pub(crate) fn with_acquire_args(mut self, args: &AcquireArgs) -> Result<Self, CliError> {
+        if let Some(lease) = &args.lease {
             self.config = self.config.with_argument("lease", lease)?;
         }
-        if let Some(label) = &taking.label {
+        if let Some(label) = &args.label {
             self.config = self.config.with_argument("label", label)?;
         } else if !self.settings()?.iter().any(|setting| setting.name == "label") {
             self.config = self.config.label(default_label());
         }
-        if let Some(wait) = taking.wait {
+        if let Some(wait) = args.wait {
             self.config = self.config.connect_within(wait);
         }
         self.config.check()?;
@@ -73,39 +73,39 @@ impl Store {
     }
 
     /// Adds an observer of registry events.
-    pub(crate) fn observed(mut self, observer: Arc<dyn Observer>) -> Self {
+    pub(crate) fn with_observer(mut self, observer: Arc<dyn Observer>) -> Self {
         self.config = self.config.observer(observer);
         self
     }
 
     /// Returns the settings and their origins.
-    pub(crate) fn settings(&self) -> Result<Vec<Setting>, Failure> {
+    pub(crate) fn settings(&self) -> Result<Vec<Setting>, CliError> {
         Ok(self.config.settings()?)
     }
 
     /// Opens the store, and checks its reach.
-    pub(crate) async fn open(self, say: Say) -> Result<Registry, Failure> {
+    pub(crate) async fn open(self, output: Output) -> Result<Registry, CliError> {
         if self.is_implicit && !io::stderr().is_terminal() {
-            say.notice(
+            output.notice(
                 "warning",
-                "locks are in a file of this host and exclude no other host; name a store with --url or \
-                 LOCK_REGISTRY_URL, or say --local",
+                "locks are stored in a local file and do not exclude other hosts; set a store with --url or \
+                 LOCK_REGISTRY_URL, or confirm the file with --local",
                 json!({ "store": "sqlite" }),
             );
         }
-        if let Some(folder) = &self.folder {
+        if let Some(directory) = &self.directory {
             // A user with write access here can break every lock.
             std::fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
-                .create(folder)
-                .map_err(|source| Failure::Folder { folder: folder.clone(), source })?;
+                .create(directory)
+                .map_err(|source| CliError::Directory { directory: directory.clone(), source })?;
         }
         let registry = self.config.connect().await?;
         let capabilities = registry.capabilities();
         match self.require_reach {
-            Some(required) if capabilities.reach < required => Err(Failure::usage(format!(
-                "the {} store excludes {} only, and --require-reach asks for {required}; name another store with --url",
+            Some(required) if capabilities.reach < required => Err(CliError::usage(format!(
+                "the {} store excludes only {}, but --require-reach requires {required}; set another store with --url",
                 capabilities.store, capabilities.reach
             ))),
             _ => Ok(registry),
@@ -113,15 +113,15 @@ impl Store {
     }
 }
 
-/// Returns the folder for state that persists over reboots, by the XDG base directory
+/// Returns the directory for state that persists over reboots, by the XDG base directory
 /// specification.
-fn state_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, Failure> {
+fn state_directory(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, CliError> {
     let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));
     match state {
         Some(state) => Ok(state.join("lock-registry")),
-        None => Err(Failure::usage(
-            "neither XDG_STATE_HOME nor HOME is an absolute path, so there is no default store; name one with --url",
+        None => Err(CliError::usage(
+            "neither XDG_STATE_HOME nor HOME is an absolute path, so no default store exists; set a store with --url",
         )),
     }
 }
@@ -151,29 +151,29 @@ fn default_label() -> String {
 mod tests {
     use super::*;
 
-    fn folder(variables: &[(&str, &str)]) -> Option<PathBuf> {
-        state_folder(|name| {
+    fn directory(variables: &[(&str, &str)]) -> Option<PathBuf> {
+        state_directory(|name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.into())
         })
         .ok()
     }
 
     #[test]
-    fn the_default_store_is_where_xdg_says() {
+    fn the_default_store_is_in_the_xdg_state_directory() {
         assert_eq!(
-            folder(&[("XDG_STATE_HOME", "/s"), ("HOME", "/h")]),
+            directory(&[("XDG_STATE_HOME", "/s"), ("HOME", "/h")]),
             Some("/s/lock-registry".into())
         );
-        assert_eq!(folder(&[("HOME", "/h")]), Some("/h/.local/state/lock-registry".into()));
+        assert_eq!(directory(&[("HOME", "/h")]), Some("/h/.local/state/lock-registry".into()));
         assert_eq!(
-            folder(&[("XDG_STATE_HOME", "s"), ("HOME", "/h")]),
+            directory(&[("XDG_STATE_HOME", "s"), ("HOME", "/h")]),
             Some("/h/.local/state/lock-registry".into())
         );
-        assert_eq!(folder(&[("HOME", "")]), None);
+        assert_eq!(directory(&[("HOME", "")]), None);
     }
 
     #[test]
-    fn any_path_survives_the_url() {
+    fn a_path_is_percent_encoded_in_the_url() {
         assert_eq!(sqlite_url(Path::new("/a b?#%/ü.db")), "sqlite:/a%20b%3F%23%25/%C3%BC.db");
     }
 }

@@ -18,8 +18,8 @@ use tokio::time::sleep;
 
 mod plan;
 
+use plan::{CallFaults, Plan};
 pub use plan::{Fault, Faults, Operation};
-use plan::{Plan, Verdict};
 
 /// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///
@@ -42,7 +42,9 @@ use plan::{Plan, Verdict};
 /// let claim = Claim::new(Key::new("orders:42").unwrap(), Duration::from_secs(30));
 /// assert!(faulty.try_acquire(&claim).await.unwrap_err().is_retryable());
 /// let other = Claim::new(claim.key().clone(), Duration::from_secs(30));
-/// assert!(matches!(store.try_acquire(&other).await, Ok(registry_core::Attempt::Busy(_))), "it was done all the same");
+/// // The store executed the request: the key is locked.
+/// let answer = store.try_acquire(&other).await;
+/// assert!(matches!(answer, Ok(registry_core::Attempt::Busy(_))));
 /// # }
 /// ```
 pub struct FaultyBackend {
@@ -72,7 +74,7 @@ impl FaultyBackend {
     }
 
     /// Stops injecting faults. Running delays end at once, but late repetitions are still executed.
-    pub fn heal(&self) {
+    pub fn clear_faults(&self) {
         self.apply(Faults::none());
     }
 
@@ -97,7 +99,7 @@ impl FaultyBackend {
     /// Returns the number of faults injected since the start.
     #[must_use]
     pub fn faults(&self) -> u64 {
-        self.plan().hits()
+        self.plan().injected()
     }
 
     /// Returns the wrapped backend.
@@ -110,7 +112,7 @@ impl FaultyBackend {
     ///
     /// # Cancel safety
     /// Dropping the future drops the repetitions that have not been executed yet.
-    pub async fn settled(&self) {
+    pub async fn wait_for_late_requests(&self) {
         loop {
             let mut late = std::mem::take(&mut *self.late());
             if late.is_empty() {
@@ -131,28 +133,28 @@ impl FaultyBackend {
         F: Future<Output = T> + Send + 'static,
         T: Send,
     {
-        let verdict = self.plan().verdict(operation);
-        self.delay(verdict.delay_request).await;
-        if verdict.refuse {
+        let faults_of_call = self.plan().faults_of_call(operation);
+        self.delay(faults_of_call.delay_request).await;
+        if faults_of_call.refuse {
             return fail(BackendError::transient("refused on purpose").as_refused());
         }
-        if verdict.deny {
+        if faults_of_call.deny {
             return fail(
                 BackendError::new(BackendErrorKind::Denied, "denied on purpose").as_refused(),
             );
         }
-        if verdict.lose_request {
+        if faults_of_call.lose_request {
             return fail(BackendError::transient("request lost on purpose"));
         }
         let reply = request(Arc::clone(&self.inner)).await;
-        if verdict.repeat {
+        if faults_of_call.repeat {
             drop(request(Arc::clone(&self.inner)).await);
         }
-        if let Some(after) = verdict.repeat_late {
+        if let Some(after) = faults_of_call.repeat_late {
             self.repeat_late(after, request);
         }
-        self.delay(verdict.delay_reply).await;
-        if verdict.lose_reply {
+        self.delay(faults_of_call.delay_reply).await;
+        if faults_of_call.lose_reply {
             return fail(BackendError::transient("reply lost on purpose"));
         }
         reply
@@ -169,7 +171,7 @@ impl FaultyBackend {
     {
         let inner = Arc::clone(&self.inner);
         let mut late = self.late();
-        // Completed repetitions would accumulate until `settled` is called.
+        // Completed repetitions would accumulate until `wait_for_late_requests` is called.
         while late.try_join_next().is_some() {}
         late.spawn(async move {
             sleep(after).await;
@@ -256,25 +258,25 @@ impl LockBackend for FaultyBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        let verdict: Verdict = self.plan().verdict(Operation::Wait);
-        self.delay(verdict.delay_request).await;
-        let early = async {
-            match verdict.wake_early {
+        let faults_of_call: CallFaults = self.plan().faults_of_call(Operation::Wait);
+        self.delay(faults_of_call.delay_request).await;
+        let premature_wake_up = async {
+            match faults_of_call.wake_early {
                 Some(after) => self.delay(Some(after)).await,
                 None => std::future::pending().await,
             }
         };
-        let told = async {
+        let woken = async {
             self.inner.wait(claim, busy).await;
-            if verdict.lose_wake {
+            if faults_of_call.lose_wake {
                 std::future::pending::<()>().await;
             }
-            self.delay(verdict.delay_reply).await;
+            self.delay(faults_of_call.delay_reply).await;
         };
         tokio::select! {
             biased;
-            () = early => (),
-            () = told => (),
+            () = premature_wake_up => (),
+            () = woken => (),
         }
     }
 
@@ -327,7 +329,7 @@ impl LockBackend for FaultyBackend {
     }
 
     async fn close(&self) {
-        self.settled().await;
+        self.wait_for_late_requests().await;
         self.inner.close().await;
     }
 }

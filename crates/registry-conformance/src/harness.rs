@@ -1,5 +1,5 @@
 //! Traits that a backend's author implements: how to open a store under test, and what the suite
-//! can do to that store. Contains no clause; see `clauses`. Called by `run` and `lab`.
+//! can do to that store. Contains no clause; see `clauses`. Called by `run` and `context`.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ pub trait Store: Debug + Send + Sync {
     }
 
     /// Opens a client of the same store in another namespace. The default returns `None`.
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         None
     }
 
@@ -119,18 +119,18 @@ pub trait RemoteHolder: Debug + Send {
     /// Kills the process without any clean-up.
     async fn kill(&mut self);
 
-    /// Stops the process, as `SIGSTOP` does.
-    async fn stop(&mut self);
+    /// Pauses the process, as `SIGSTOP` does.
+    async fn pause(&mut self);
 
-    /// Continues a stopped process.
-    async fn cont(&mut self);
+    /// Resumes a paused process.
+    async fn resume(&mut self);
 }
 
 /// The result of [`RemoteHolder::lock`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(
     clippy::exhaustive_enums,
-    reason = "a lock is held or it is busy; trouble is a panic of the harness"
+    reason = "a lock is held or busy; the harness panics on a store error"
 )]
 pub enum RemoteLock {
     /// The process holds the lock.

@@ -7,7 +7,7 @@
 //!
 //! Backends and applications can also use three tools on their own. [`FaultyBackend`] injects
 //! faults between an engine and its store, [`mod@sweep`] drops a future at every poll, and
-//! [`distant`] opens a client in another process.
+//! [`remote`] opens a client in another process.
 
 // Implemented by the author of a backend.
 mod harness;
@@ -18,15 +18,15 @@ mod need;
 mod run;
 // The clauses.
 pub mod clauses;
-mod lab;
+mod context;
 mod list;
 // Tools.
-pub mod distant;
+pub mod remote;
 mod faulty;
 pub mod sweep;
 
+pub use context::TestContext;
 pub use faulty::{Fault, Faults, FaultyBackend, Operation};
 pub use harness::{Clock, Harness, RemoteHolder, RemoteLock, Store};
-pub use lab::Lab;
 pub use need::Need;
 pub use run::{Clause, check, clauses as all_clauses, run};

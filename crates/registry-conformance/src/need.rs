@@ -5,8 +5,8 @@ use std::fmt;
 
 use registry_core::{Capabilities, Reach};
 
+use crate::context::TestContext;
 use crate::harness::Harness;
-use crate::lab::Lab;
 
 /// A feature that a clause needs. A store without it skips the clause as an ignored test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -29,7 +29,7 @@ pub enum Need {
     Labels,
     /// [`Capabilities::inspect`].
     Inspect,
-    /// [`Store::stranger`](crate::Store::stranger).
+    /// [`Store::other_namespace`](crate::Store::other_namespace).
     Namespaces,
     /// [`Store::restart`](crate::Store::restart).
     Restart,
@@ -87,7 +87,7 @@ impl Need {
 
     /// Returns whether a store with these capabilities has the feature, or `None` if the
     /// capabilities do not determine it.
-    pub(crate) fn told_by(self, capabilities: &Capabilities) -> Option<bool> {
+    pub(crate) fn from_capabilities(self, capabilities: &Capabilities) -> Option<bool> {
         match self {
             Self::Fencing => Some(capabilities.fencing),
             Self::Fair => Some(capabilities.fair),
@@ -106,18 +106,18 @@ impl Need {
     /// Returns whether the stores of `harness` have the feature. Tries it on a fresh store if the
     /// capabilities do not determine it.
     pub(crate) async fn is_met_by(self, harness: &dyn Harness) -> bool {
-        let lab = Lab::open(harness).await;
-        if let Some(told) = self.told_by(lab.capabilities()) {
-            return told;
+        let context = TestContext::open(harness).await;
+        if let Some(known) = self.from_capabilities(context.capabilities()) {
+            return known;
         }
         match self {
-            Self::Faithful => lab.store().faithful(),
-            Self::Namespaces => lab.store().stranger().await.is_some(),
-            Self::Restart => lab.store().restart().await,
-            Self::Wipe => lab.store().wipe().await,
-            Self::Remote => lab.store().remote(lab.long()).await.is_some(),
-            Self::Roaming => lab.store().roams(),
-            told => unreachable!("{told} is told by the capabilities"),
+            Self::Faithful => context.store().faithful(),
+            Self::Namespaces => context.store().other_namespace().await.is_some(),
+            Self::Restart => context.store().restart().await,
+            Self::Wipe => context.store().wipe().await,
+            Self::Remote => context.store().remote(context.long_lease()).await.is_some(),
+            Self::Roaming => context.store().roams(),
+            known => unreachable!("{known} is determined by the capabilities"),
         }
     }
 }

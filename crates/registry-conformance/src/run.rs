@@ -9,8 +9,8 @@ use futures_util::future::LocalBoxFuture;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
 
+use crate::context::TestContext;
 use crate::harness::{Clock, Harness};
-use crate::lab::Lab;
 use crate::list::CLAUSES;
 use crate::need::Need;
 
@@ -24,7 +24,7 @@ pub struct Clause {
     pub name: &'static str,
     /// The features that a store needs for the clause to apply.
     pub needs: &'static [Need],
-    pub(crate) call: for<'a> fn(&'a Lab) -> LocalBoxFuture<'a, ()>,
+    pub(crate) call: for<'a> fn(&'a TestContext) -> LocalBoxFuture<'a, ()>,
 }
 
 impl fmt::Debug for Clause {
@@ -55,7 +55,7 @@ pub fn run(harness: impl Harness + 'static, theme: &str, name: &str) {
     });
     // On paused time, a clause that spins would never reach its own limit.
     if let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(CLAUSE_LIMIT) {
-        panic!("{clause:?} is not done after {CLAUSE_LIMIT:?}");
+        panic!("{clause:?} is not complete after {CLAUSE_LIMIT:?}");
     }
     if let Err(panic) = thread.join() {
         std::panic::resume_unwind(panic);
@@ -64,20 +64,20 @@ pub fn run(harness: impl Harness + 'static, theme: &str, name: &str) {
 
 #[expect(clippy::future_not_send, reason = "a clause runs where it begins")]
 async fn run_clause(harness: &dyn Harness, clause: &Clause) {
-    let lab = Lab::open(harness).await;
+    let context = TestContext::open(harness).await;
     for need in clause.needs {
-        let told = match need {
-            Need::Faithful => Some(lab.store().faithful()),
-            Need::Roaming => Some(lab.store().roams()),
-            need => need.told_by(lab.capabilities()),
+        let known = match need {
+            Need::Faithful => Some(context.store().faithful()),
+            Need::Roaming => Some(context.store().roams()),
+            need => need.from_capabilities(context.capabilities()),
         };
         // The clause itself checks what the capabilities do not determine.
-        assert!(told != Some(false), "the store has no {need}: say so in `without`");
+        assert!(known != Some(false), "the store has no {need}: list it in `without`");
     }
-    if timeout(lab.limit(), (clause.call)(&lab)).await.is_err() {
-        panic!("{clause:?} is not done after {:?} on its store's clock", lab.limit());
+    if timeout(context.limit(), (clause.call)(&context)).await.is_err() {
+        panic!("{clause:?} is not complete after {:?} on its store's clock", context.limit());
     }
-    lab.store().close().await;
+    context.store().close().await;
 }
 
 /// Checks the tests that [`conformance!`](crate::conformance) emitted: each clause was emitted, the
@@ -98,7 +98,7 @@ pub fn check(
         .map(|name| {
             Need::of_name(name).unwrap_or_else(|| {
                 let known: Vec<_> = Need::ALL.iter().map(|need| need.name()).collect();
-                panic!("`{name}` is nothing a clause needs; known are {}", known.join(", "))
+                panic!("`{name}` is not a need; the needs are {}", known.join(", "))
             })
         })
         .collect();
@@ -110,7 +110,7 @@ pub fn check(
             let met = need.is_met_by(harness).await;
             let declared = without.contains(&need);
             assert!(!(met && declared), "the store has {need}: it must not be skipped");
-            assert!(met || declared, "the store has no {need}: say so in `without`");
+            assert!(met || declared, "the store has no {need}: list it in `without`");
         }
     });
 
@@ -119,7 +119,7 @@ pub fn check(
     assert_eq!(
         (CLAUSES.len() - skipped, skipped),
         (runs, skips),
-        "(runs, skips) of {} clauses are not what the caller states",
+        "(runs, skips) of {} clauses differ from the stated numbers",
         CLAUSES.len()
     );
 }

@@ -2,8 +2,8 @@
 //! in `list`.
 
 /// Emits the suite for one harness: a test per clause, in a module per theme, and the test
-/// `the_suite_is_run_whole`. That test compares `runs` and `skips` with the clauses, and `without`
-/// with the store.
+/// `every_clause_is_run_or_declared_as_skipped`. That test compares `runs` and `skips` with the
+/// clauses, and `without` with the store.
 ///
 /// Use it once per module, in a test file of the backend's crate:
 ///
@@ -40,7 +40,8 @@
 ///
 /// `without` lists the features that the store lacks, by the names of [`Need`](crate::Need). A
 /// clause that needs one of them is emitted as an ignored test with the reason.
-/// `the_suite_is_run_whole` fails if the store has a listed feature or lacks an unlisted one.
+/// `every_clause_is_run_or_declared_as_skipped` fails if the store has a listed feature or lacks an
+/// unlisted one.
 #[macro_export]
 macro_rules! conformance {
     (
@@ -98,7 +99,7 @@ macro_rules! __conformance {
                 )*
 
                 #[test]
-                fn the_suite_is_run_whole() {
+                fn every_clause_is_run_or_declared_as_skipped() {
                     $crate::check(
                         &__harness(),
                         $runs,
@@ -119,7 +120,7 @@ macro_rules! __conformance {
 macro_rules! __ignored {
     (faithful $test:item) => {
         #[test]
-        #[ignore = "faults are put in on purpose: what the store itself does cannot be seen"]
+        #[ignore = "the test injects faults, so the replies of the store itself are unknown"]
         $test
     };
     (fencing $test:item) => {
@@ -129,12 +130,12 @@ macro_rules! __ignored {
     };
     (fair $test:item) => {
         #[test]
-        #[ignore = "the store does not queue its claimants"]
+        #[ignore = "the store has no queue"]
         $test
     };
     (handoff $test:item) => {
         #[test]
-        #[ignore = "the store queues its claimants, so nothing is handed over locally"]
+        #[ignore = "the store has a queue, so claims are not handed over locally"]
         $test
     };
     (wakes $test:item) => {
@@ -144,12 +145,12 @@ macro_rules! __ignored {
     };
     (reports_invalidations $test:item) => {
         #[test]
-        #[ignore = "the store does not tell holders of losses"]
+        #[ignore = "the store does not report losses"]
         $test
     };
     (labels $test:item) => {
         #[test]
-        #[ignore = "the store keeps no labels"]
+        #[ignore = "the store stores no labels"]
         $test
     };
     (inspect $test:item) => {
@@ -164,17 +165,17 @@ macro_rules! __ignored {
     };
     (restart $test:item) => {
         #[test]
-        #[ignore = "the store does not outlive a restart"]
+        #[ignore = "the store cannot be restarted"]
         $test
     };
     (wipe $test:item) => {
         #[test]
-        #[ignore = "the harness cannot make the store lose its data"]
+        #[ignore = "the harness cannot delete the data of the store"]
         $test
     };
     (roaming $test:item) => {
         #[test]
-        #[ignore = "a grant lives and dies with the client that got it"]
+        #[ignore = "a grant ends with its client"]
         $test
     };
     (remote $test:item) => {

@@ -17,7 +17,7 @@ const WAKE_LIMIT: Duration = Duration::from_secs(60);
 /// How one run of a swept future ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Swept<T> {
+pub enum SweepOutcome<T> {
     /// It was dropped right after this many polls, or before the first one.
     Dropped {
         /// The number of polls.
@@ -58,23 +58,23 @@ pub enum Swept<T> {
 /// # Examples
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() {
-/// use registry_conformance::sweep::{Swept, sweep};
+/// use registry_conformance::sweep::{SweepOutcome, sweep};
 ///
 /// let mut dropped = 0;
 /// let polls = sweep(
 ///     async || async { tokio::task::yield_now().await },
 ///     10,
-///     async |end| if !matches!(end, Swept::Completed { .. }) { dropped += 1 },
+///     async |end| if !matches!(end, SweepOutcome::Completed { .. }) { dropped += 1 },
 /// )
 /// .await;
 /// assert_eq!(polls, 2);
-/// assert_eq!(dropped, 3, "before the first poll, after it, and woken for the second");
+/// assert_eq!(dropped, 3, "before the first poll, after it, and after the wake-up for the second");
 /// # }
 /// ```
 pub async fn sweep<Fut, T>(
     mut make: impl AsyncFnMut() -> Fut,
     polls_max: usize,
-    mut check: impl AsyncFnMut(Swept<T>),
+    mut check: impl AsyncFnMut(SweepOutcome<T>),
 ) -> usize
 where
     Fut: Future<Output = T>,
@@ -84,7 +84,7 @@ where
         for woken in if polls == 0 { &[false][..] } else { &[false, true][..] } {
             let end = run(make().await, polls, *woken).await;
             let completed = match &end {
-                Swept::Completed { polls, .. } => Some(*polls),
+                SweepOutcome::Completed { polls, .. } => Some(*polls),
                 _ => None,
             };
             check(end).await;
@@ -98,8 +98,8 @@ where
 
 /// Polls `future` at most `polls_max` times, then drops it. If `woken`, waits for the next wake-up
 /// first.
-async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) -> Swept<T> {
-    let signal = Arc::new(Signal(Notify::new()));
+async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) -> SweepOutcome<T> {
+    let signal = Arc::new(TestWaker(Notify::new()));
     let waker = Waker::from(Arc::clone(&signal));
     let mut future = pin!(future);
     for polls in 1..=polls_max {
@@ -110,27 +110,29 @@ async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) 
         // occur.
         let poll = poll_fn(|_| Poll::Ready(future.as_mut().poll(&mut Context::from_waker(&waker))));
         if let Poll::Ready(output) = poll.await {
-            return Swept::Completed { polls, output };
+            return SweepOutcome::Completed { polls, output };
         }
     }
     if woken {
         signal.woken().await;
-        Swept::DroppedWoken { polls: polls_max }
+        SweepOutcome::DroppedWoken { polls: polls_max }
     } else {
-        Swept::Dropped { polls: polls_max }
+        SweepOutcome::Dropped { polls: polls_max }
     }
 }
 
 /// A waker whose wake-ups can be awaited.
-struct Signal(Notify);
+struct TestWaker(Notify);
 
-impl Signal {
+impl TestWaker {
     async fn woken(&self) {
-        timeout(WAKE_LIMIT, self.0.notified()).await.expect("a pending future is woken some time");
+        timeout(WAKE_LIMIT, self.0.notified())
+            .await
+            .expect("a pending future is woken within a minute");
     }
 }
 
-impl Wake for Signal {
+impl Wake for TestWaker {
     fn wake(self: Arc<Self>) {
         self.0.notify_one();
     }

@@ -6,13 +6,13 @@ mod tiny;
 use std::panic::catch_unwind;
 
 use registry_conformance::run;
-use tiny::{Bug, Tiny};
+use tiny::{StoreBug, Tiny};
 
 mod without_a_bug {
-    use super::tiny::{Bug, Tiny};
+    use super::tiny::{StoreBug, Tiny};
 
     registry_conformance::conformance! {
-        harness = Tiny(Bug::None),
+        harness = Tiny(StoreBug::None),
         runs = 220,
         skips = 12,
         without = [fair, namespaces, restart, wipe, remote],
@@ -21,11 +21,11 @@ mod without_a_bug {
 
 /// Asserts that a store with `bug` fails each of `clauses`.
 #[track_caller]
-fn found(bug: Bug, clauses: &[&str]) {
+fn assert_found(bug: StoreBug, clauses: &[&str]) {
     for clause in clauses {
         let (theme, name) = clause.split_once("::").expect("a theme and a name");
         // First without the bug, because a clause that always fails proves nothing.
-        run(Tiny(Bug::None), theme, name);
+        run(Tiny(StoreBug::None), theme, name);
         assert!(
             catch_unwind(|| run(Tiny(bug), theme, name)).is_err(),
             "{clause} does not find {bug:?}"
@@ -38,17 +38,17 @@ macro_rules! bugs {
         $(
             #[test]
             fn $test() {
-                found(Bug::$bug, &[$($clause),+]);
+                assert_found(StoreBug::$bug, &[$($clause),+]);
             }
         )*
     };
 }
 
 bugs! {
-    a_release_by_anybody_is_found: ReleaseWithoutOwner => [
-        "release::releasing_anothers_grant_does_not_free_it",
+    a_release_by_another_claim_is_found: ReleaseWithoutOwner => [
+        "release::releasing_another_claim_does_not_free_the_key",
         "release::a_late_release_does_not_free_the_successor",
-        "expiry::an_expired_claim_is_powerless_against_its_successor",
+        "expiry::an_expired_claim_does_not_affect_its_successor",
     ];
     a_release_that_compares_more_than_the_id_is_found: ReleaseComparesLease => [
         "release::a_grant_is_released_through_another_client",
@@ -56,31 +56,31 @@ bugs! {
     a_release_of_another_key_is_found: ReleaseIgnoresKey => [
         "release::a_release_under_another_key_frees_nothing",
     ];
-    a_release_that_takes_its_time_is_found: ReleaseFreesLate => [
+    a_late_release_is_found: ReleaseIsDelayed => [
         "release::a_released_key_is_free_at_once",
-        "release::an_unlocked_lock_is_free_for_all_at_once",
+        "release::an_unlocked_lock_is_free_for_another_process_at_once",
     ];
-    a_release_that_is_always_right_is_found: ReleaseAlwaysFreed => [
-        "release::a_repeated_release_is_harmless",
-        "release::repetitions_of_one_release_at_once_free_once",
-        "loss::unlocking_finds_out_about_the_loss",
+    a_release_that_always_returns_freed_is_found: ReleaseAlwaysFreed => [
+        "release::a_repeated_release_returns_not_held",
+        "release::of_concurrent_repetitions_of_one_release_at_most_one_frees",
+        "loss::unlock_detects_the_loss",
     ];
-    a_renewal_that_brings_back_the_dead_is_found: RenewResurrects => [
-        "renewal::renewing_does_not_bring_back_an_expired_grant",
+    a_renewal_that_revives_an_expired_grant_is_found: RenewRevives => [
+        "renewal::a_renewal_does_not_revive_an_expired_grant",
     ];
     a_renewal_that_grants_is_found: RenewGrants => [
-        "renewal::renewing_what_was_never_granted_grants_nothing",
-        "renewal::renewing_does_not_bring_back_a_released_grant",
-        "loss::a_lock_that_is_gone_is_told_to_its_holder",
+        "renewal::renewing_a_claim_that_was_never_granted_grants_nothing",
+        "renewal::a_renewal_does_not_revive_a_released_grant",
+        "loss::a_holder_is_notified_when_its_claim_is_gone",
     ];
-    a_renewal_by_anybody_is_found: RenewWithoutOwner => [
-        "renewal::renewing_anothers_grant_does_nothing_to_it",
+    a_renewal_by_another_claim_is_found: RenewWithoutOwner => [
+        "renewal::renewing_another_claim_does_not_extend_the_holders_lease",
     ];
     a_renewal_that_shortens_is_found: RenewShortens => [
-        "renewal::renewing_never_shortens_a_lease",
+        "renewal::a_renewal_never_shortens_a_lease",
     ];
-    a_batch_that_stops_at_the_first_dead_is_found: BatchStopsAtGone => [
-        "renewal::a_dead_claim_in_a_batch_does_not_stop_the_others",
+    a_batch_that_stops_at_the_first_gone_claim_is_found: BatchStopsAtGone => [
+        "renewal::a_released_claim_in_a_batch_does_not_prevent_other_renewals",
     ];
     a_batch_that_is_answered_out_of_order_is_found: BatchOutOfOrder => [
         "renewal::a_batch_is_answered_in_the_order_of_its_claims",
@@ -88,92 +88,92 @@ bugs! {
     a_batch_of_one_lease_is_found: BatchOfOneLease => [
         "renewal::each_claim_of_a_batch_has_its_own_lease",
     ];
-    a_batch_that_is_cut_off_is_found: BatchCutOff => [
-        "renewal::a_large_batch_is_renewed_whole",
+    a_truncated_batch_is_found: BatchTruncated => [
+        "renewal::a_large_batch_is_renewed_completely",
     ];
-    tokens_that_begin_anew_are_found: TokensResetOnRelease => [
-        "fencing::tokens_grow_over_release",
-        "fencing::tokens_grow_when_one_claim_is_granted_anew",
-        "fencing::guards_of_all_processes_have_growing_tokens",
+    tokens_that_restart_are_found: TokensResetOnRelease => [
+        "fencing::tokens_increase_after_a_release",
+        "fencing::tokens_increase_when_one_claim_is_granted_again",
+        "fencing::guards_of_two_processes_have_increasing_tokens",
     ];
     tokens_of_each_client_are_found: TokensPerClient => [
-        "fencing::tokens_grow_over_clients",
+        "fencing::tokens_increase_across_clients",
     ];
     tokens_without_blocks_are_found: TokensIgnoreBlock => [
-        "fencing::a_reserved_block_of_tokens_is_given_to_nobody_else",
-        "fencing::a_reserved_block_of_tokens_outlives_its_holder",
+        "fencing::a_reserved_block_of_tokens_is_issued_to_no_other_grant",
+        "fencing::a_reserved_block_of_tokens_stays_reserved_after_an_expiry",
         "handoff::each_hand_over_has_a_larger_token",
     ];
-    a_token_for_each_repetition_is_found: TokensAnewOnRepeat => [
+    a_token_for_each_repetition_is_found: NewTokenOnRepeat => [
         "fencing::a_repeated_acquire_has_the_same_token",
     ];
     tokens_of_a_coarse_clock_are_found: TokensOfCoarseClock => [
-        "fencing::tokens_grow_over_release",
+        "fencing::tokens_increase_after_a_release",
     ];
     a_grant_without_token_is_found: NoToken => [
         "fencing::every_grant_has_a_token",
     ];
-    a_claim_that_is_busy_for_itself_is_found: AcquireBusyForItself => [
+    a_claim_that_is_busy_for_itself_is_found: RepeatedAcquireIsBusy => [
         "spi::a_granted_claim_is_granted_again",
     ];
-    a_repetition_that_counts_as_reentry_is_found: AcquireCountsRepeats => [
+    a_repetition_that_counts_as_reentry_is_found: RepeatedAcquireCounts => [
         "spi::a_granted_claim_is_granted_again",
-        "spi::repetitions_of_one_acquire_at_once_are_one_grant",
+        "spi::concurrent_repetitions_of_one_acquire_are_one_grant",
     ];
-    a_repetition_that_shortens_the_lease_is_found: AcquireShortensOnRepeat => [
+    a_repetition_that_shortens_the_lease_is_found: RepeatedAcquireShortens => [
         "spi::a_repeated_acquire_does_not_shorten_the_lease",
     ];
-    a_gap_between_looking_and_taking_is_found: CheckThenAct => [
-        "exclusion::of_many_claims_at_once_exactly_one_is_granted",
-        "exclusion::of_many_try_locks_at_once_exactly_one_wins",
+    a_gap_between_check_and_acquire_is_found: CheckThenAct => [
+        "exclusion::of_many_concurrent_claims_exactly_one_is_granted",
+        "exclusion::of_many_concurrent_try_locks_exactly_one_returns_a_guard",
     ];
-    a_refusal_that_prolongs_the_lease_is_found: BusyProlongs => [
-        "expiry::failed_attempts_do_not_prolong_the_holders_lease",
+    a_busy_answer_that_extends_the_lease_is_found: BusyExtendsLease => [
+        "expiry::busy_attempts_do_not_extend_the_holders_lease",
     ];
-    a_refused_claim_that_is_kept_is_found: BusyKeepsClaim => [
-        "spi::a_busy_claim_leaves_nothing_behind",
+    a_busy_claim_that_stays_queued_is_found: BusyQueuesClaim => [
+        "spi::a_busy_claim_leaves_no_record",
         "drop_and_cancel::a_dropped_waiter_leaves_no_record",
     ];
     a_lease_without_end_is_found: NeverExpires => [
         "expiry::a_grant_ends_with_its_lease",
-        "expiry::a_waiter_gets_a_dead_holders_lock",
+        "expiry::a_waiter_acquires_the_lock_of_a_dead_holder",
     ];
     a_lease_that_ends_early_is_found: ExpiresEarly => [
         "expiry::a_grant_does_not_end_before_its_lease",
-        "renewal::a_renewed_grant_does_not_end_before_it_was_told",
-        "expiry::a_holder_knows_of_its_end_before_anybody_else_can_have_the_lock",
+        "renewal::a_renewed_grant_does_not_end_before_its_returned_lease",
+        "expiry::an_expired_guard_is_not_held_once_another_process_has_the_lock",
     ];
-    a_lease_that_is_told_too_long_is_found: TellsLongerLease => [
+    a_lease_that_is_stated_too_long_is_found: StatesLongerLease => [
         "expiry::a_grant_does_not_end_before_its_lease",
         "expiry::a_guard_is_valid_for_less_than_its_lease",
-        "expiry::a_holder_knows_of_its_end_before_anybody_else_can_have_the_lock",
+        "expiry::an_expired_guard_is_not_held_once_another_process_has_the_lock",
     ];
     a_missed_wake_up_is_found: WakesAreMissed => [
         "waiting::a_release_between_busy_and_wait_is_not_missed",
     ];
     a_wake_up_for_one_client_is_found: WakesOwnClientOnly => [
-        "waiting::a_store_that_wakes_ends_the_waits_of_other_clients",
+        "waiting::a_release_ends_the_wait_of_another_client",
     ];
-    folded_keys_are_found: KeysFolded => ["keys::keys_that_look_alike_are_different_locks"];
-    trimmed_keys_are_found: KeysTrimmed => ["keys::keys_that_look_alike_are_different_locks"];
-    cut_keys_are_found: KeysCut => ["keys::the_longest_keys_are_different_locks"];
+    folded_keys_are_found: KeysFolded => ["keys::similar_keys_are_different_locks"];
+    trimmed_keys_are_found: KeysTrimmed => ["keys::similar_keys_are_different_locks"];
+    truncated_keys_are_found: KeysTruncated => ["keys::the_longest_keys_are_different_locks"];
     badly_escaped_keys_are_found: KeysEscapedBadly => ["keys::keys_made_of_separators_are_different_locks"];
-    a_list_of_the_dead_is_found: ListsTheDead => ["inspect::nobody_is_told_of_a_free_key"];
-    forgotten_labels_are_found: ForgetsLabels => ["inspect::a_label_comes_back_as_it_was_given"];
-    a_break_that_breaks_nothing_is_found: ForcesNothing => [
+    a_list_of_expired_holders_is_found: ListsExpired => ["inspect::inspect_returns_none_for_a_free_key"];
+    forgotten_labels_are_found: LabelsLost => ["inspect::labels_are_returned_unchanged"];
+    a_forced_release_without_effect_is_found: ForceReleaseHasNoEffect => [
         "inspect::a_forced_release_frees_the_key_at_once",
         "inspect::a_forced_release_of_a_free_key_frees_nothing",
     ];
-    a_break_that_wakes_nobody_is_found: ForcesWithoutWaking => ["inspect::a_forced_release_wakes_those_who_wait"];
-    a_break_that_is_told_to_nobody_is_found: ForcesInSilence => [
-        "loss::a_broken_lock_is_told_at_once",
-        "loss::a_broken_lock_that_is_not_renewed_is_told_at_once",
+    a_forced_release_without_a_wake_up_is_found: ForceReleaseWakesNone => ["inspect::a_forced_release_ends_a_wait"];
+    a_forced_release_without_an_invalidation_is_found: ForceReleaseSendsNoInvalidation => [
+        "loss::a_forced_release_is_reported_before_the_next_renewal",
+        "loss::a_forced_release_is_reported_to_a_holder_that_does_not_renew",
     ];
-    a_break_that_is_told_to_one_registry_is_found: TellsLastRegistryOnly => [
-        "loss::every_registry_over_a_client_is_told_of_its_losses",
+    an_invalidation_sent_to_only_one_registry_is_found: NotifiesLastRegistryOnly => [
+        "loss::every_registry_over_one_client_is_notified_of_its_losses",
     ];
-    an_inspection_that_renews_is_found: InspectRenews => ["inspect::inspecting_holds_and_changes_nothing"];
-    a_connection_that_a_parked_caller_keeps_is_found: ConnectionHeldByCaller => [
-        "drop_and_cancel::a_future_that_is_not_polled_holds_up_no_other_key",
+    an_inspection_that_renews_is_found: InspectRenews => ["inspect::inspection_neither_locks_nor_extends"];
+    a_connection_held_by_an_unpolled_caller_is_found: ConnectionHeldByCaller => [
+        "drop_and_cancel::an_unpolled_future_does_not_block_other_keys",
     ];
 }

@@ -26,7 +26,7 @@ async fn is_held(store: &MemoryBackend, key: &str) -> bool {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lost_reply_was_executed_and_a_lost_request_was_not() {
+async fn a_request_with_a_lost_reply_is_executed_and_a_lost_request_is_not() {
     let store = MemoryBackend::new();
     let faults = Faults::none()
         .at(Operation::Acquire, 1, Fault::LoseReply)
@@ -72,19 +72,19 @@ async fn a_late_repetition_takes_effect_after_everything_else() {
     faulty.try_acquire(&held).await.unwrap();
     assert_eq!(faulty.release(&held).await.unwrap(), Release::Freed);
     assert!(!is_held(&store, "a").await);
-    faulty.settled().await;
+    faulty.wait_for_late_requests().await;
     assert!(is_held(&store, "a").await, "the acquire came again after its release");
 }
 
 #[tokio::test(start_paused = true)]
-async fn delays_take_the_time_they_say_and_a_new_plan_ends_them() {
+async fn delays_take_their_stated_time_and_a_new_plan_ends_them() {
     let store = MemoryBackend::new();
     let faults = Faults::none()
         .at(Operation::Acquire, 1, Fault::DelayRequest(Duration::from_secs(2)))
         .at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(3)))
         .at(Operation::Acquire, 2, Fault::DelayRequest(Duration::from_secs(86_400)));
     let faulty = over(&store, faults);
-    let begun = Instant::now();
+    let started = Instant::now();
     let (first, other) = (claim("a"), claim("b"));
     {
         let mut acquiring = pin!(faulty.try_acquire(&first));
@@ -94,12 +94,12 @@ async fn delays_take_the_time_they_say_and_a_new_plan_ends_them() {
         assert!(is_held(&store, "a").await, "the reply is still on its way");
         acquiring.await.unwrap();
     }
-    assert_eq!(begun.elapsed().as_secs(), 5);
+    assert_eq!(started.elapsed().as_secs(), 5);
     let mut hanging = pin!(faulty.try_acquire(&other));
     assert!(poll!(hanging.as_mut()).is_pending());
-    faulty.heal();
+    faulty.clear_faults();
     assert!(matches!(hanging.await, Ok(Attempt::Granted(_))));
-    assert_eq!(begun.elapsed().as_secs(), 5);
+    assert_eq!(started.elapsed().as_secs(), 5);
 }
 
 #[tokio::test(start_paused = true)]
@@ -117,7 +117,7 @@ async fn a_batch_that_fails_has_an_answer_for_each_claim() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn wake_ups_are_lost_or_come_for_nothing() {
+async fn wake_ups_are_lost_or_premature() {
     let store = MemoryBackend::new();
     let faulty = over(&store, Faults::none());
     let (holder, waiter) = (claim("a"), claim("a"));
@@ -135,14 +135,14 @@ async fn wake_ups_are_lost_or_come_for_nothing() {
         timeout(Duration::from_secs(3_600), waiting).await.is_err(),
         "the wake-up was to be lost"
     );
-    faulty.heal();
+    faulty.clear_faults();
     timeout(Duration::from_secs(1), faulty.wait(&waiter, &Busy::new()))
         .await
-        .expect("nobody holds");
+        .expect("it is not held");
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_outage_refuses_everything_and_ends_when_it_is_healed() {
+async fn an_outage_refuses_every_request_until_the_faults_are_cleared() {
     let store = MemoryBackend::new();
     let faulty = over(&store, Faults::outage());
     let claim = claim("a");
@@ -152,6 +152,6 @@ async fn an_outage_refuses_everything_and_ends_when_it_is_healed() {
     assert!(faulty.force_release(claim.key()).await.unwrap_err().refused());
     assert!(faulty.list().await.is_err() && faulty.diagnose().await.is_err());
     assert_eq!(faulty.requests(), 6);
-    faulty.heal();
+    faulty.clear_faults();
     assert!(matches!(faulty.try_acquire(&claim).await, Ok(Attempt::Granted(_))));
 }

@@ -6,7 +6,7 @@ mod tiny;
 use std::panic::catch_unwind;
 
 use registry_conformance::{all_clauses, check, run};
-use tiny::{Bug, Tiny};
+use tiny::{StoreBug, Tiny};
 
 const WITHOUT: [&str; 5] = ["fair", "namespaces", "restart", "wipe", "remote"];
 
@@ -14,7 +14,7 @@ fn emitted() -> Vec<(&'static str, &'static str)> {
     all_clauses().iter().map(|clause| (clause.theme, clause.name)).collect()
 }
 
-fn figures() -> (usize, usize) {
+fn numbers() -> (usize, usize) {
     let is_skipped = |clause: &&registry_conformance::Clause| {
         clause.needs.iter().any(|need| WITHOUT.contains(&need.name()))
     };
@@ -23,13 +23,13 @@ fn figures() -> (usize, usize) {
 }
 
 /// Runs `check` and returns its panic message, if any.
-fn complaint(
+fn panic_message(
     runs: usize,
     skips: usize,
     without: &[&str],
     emitted: &[(&str, &str)],
 ) -> Option<String> {
-    let end = catch_unwind(|| check(&Tiny(Bug::None), runs, skips, without, emitted));
+    let end = catch_unwind(|| check(&Tiny(StoreBug::None), runs, skips, without, emitted));
     end.err().map(|panic| match panic.downcast::<String>() {
         Ok(text) => *text,
         Err(_) => "a panic without a text".to_owned(),
@@ -37,67 +37,67 @@ fn complaint(
 }
 
 #[test]
-fn the_truth_passes() {
-    let (runs, skips) = figures();
-    assert_eq!(complaint(runs, skips, &WITHOUT, &emitted()), None);
+fn correct_numbers_pass() {
+    let (runs, skips) = numbers();
+    assert_eq!(panic_message(runs, skips, &WITHOUT, &emitted()), None);
 }
 
 #[test]
-fn wrong_figures_are_found() {
-    let (runs, skips) = figures();
+fn wrong_numbers_are_found() {
+    let (runs, skips) = numbers();
     assert!(
-        complaint(runs - 1, skips, &WITHOUT, &emitted())
+        panic_message(runs - 1, skips, &WITHOUT, &emitted())
             .unwrap()
-            .contains("not what the caller states")
+            .contains("differ from the stated numbers")
     );
     assert!(
-        complaint(runs, skips + 1, &WITHOUT, &emitted())
+        panic_message(runs, skips + 1, &WITHOUT, &emitted())
             .unwrap()
-            .contains("not what the caller states")
+            .contains("differ from the stated numbers")
     );
 }
 
 #[test]
-fn what_a_store_can_do_must_not_be_skipped() {
-    let (runs, skips) = figures();
+fn a_feature_of_the_store_must_not_be_skipped() {
+    let (runs, skips) = numbers();
     for can in
         ["fencing", "wakes", "reports_invalidations", "labels", "inspect", "faithful", "handoff"]
     {
         let mut without = WITHOUT.to_vec();
         without.push(can);
-        let complaint = complaint(runs, skips, &without, &emitted()).unwrap();
+        let panic_message = panic_message(runs, skips, &without, &emitted()).unwrap();
         assert!(
-            complaint.contains(&format!("the store has {can}: it must not be skipped")),
-            "{complaint}"
+            panic_message.contains(&format!("the store has {can}: it must not be skipped")),
+            "{panic_message}"
         );
     }
 }
 
 #[test]
-fn what_a_store_cannot_do_must_be_declared() {
-    let (runs, skips) = figures();
+fn a_missing_feature_must_be_declared() {
+    let (runs, skips) = numbers();
     for cannot in WITHOUT {
         let without: Vec<_> = WITHOUT.into_iter().filter(|need| *need != cannot).collect();
-        let complaint = complaint(runs, skips, &without, &emitted()).unwrap();
+        let panic_message = panic_message(runs, skips, &without, &emitted()).unwrap();
         assert!(
-            complaint.contains(&format!("the store has no {cannot}: say so in `without`")),
-            "{complaint}"
+            panic_message.contains(&format!("the store has no {cannot}: list it in `without`")),
+            "{panic_message}"
         );
     }
 }
 
 #[test]
-fn a_need_that_nobody_knows_is_found() {
-    let (runs, skips) = figures();
-    let complaint = complaint(runs, skips, &["fencign"], &emitted()).unwrap();
-    assert!(complaint.contains("`fencign` is nothing a clause needs"), "{complaint}");
+fn an_unknown_need_is_found() {
+    let (runs, skips) = numbers();
+    let panic_message = panic_message(runs, skips, &["fencign"], &emitted()).unwrap();
+    assert!(panic_message.contains("`fencign` is not a need"), "{panic_message}");
 }
 
 #[test]
 fn a_clause_that_was_not_emitted_is_found() {
-    let (runs, skips) = figures();
+    let (runs, skips) = numbers();
     assert!(
-        complaint(runs, skips, &WITHOUT, &emitted()[1..])
+        panic_message(runs, skips, &WITHOUT, &emitted()[1..])
             .unwrap()
             .contains("every clause becomes a test")
     );
@@ -107,13 +107,13 @@ fn a_clause_that_was_not_emitted_is_found() {
 fn a_clause_that_cannot_run_fails_instead_of_passing() {
     for (theme, name) in [
         ("spi", "queued_claims_are_granted_in_the_order_of_their_arrival"),
-        ("fencing", "tokens_grow_over_a_restart"),
-        ("fencing", "tokens_grow_even_when_the_store_lost_its_data"),
+        ("fencing", "tokens_increase_after_a_restart"),
+        ("fencing", "tokens_increase_after_a_restart_without_data"),
         ("inspect", "namespaces_share_no_locks"),
         ("exclusion", "a_lock_that_another_process_holds_is_busy_here"),
     ] {
         assert!(
-            catch_unwind(|| run(Tiny(Bug::None), theme, name)).is_err(),
+            catch_unwind(|| run(Tiny(StoreBug::None), theme, name)).is_err(),
             "{name} ran without what it needs"
         );
     }

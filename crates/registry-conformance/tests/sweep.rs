@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use registry_conformance::sweep::{Swept, sweep};
+use registry_conformance::sweep::{SweepOutcome, sweep};
 use tokio::sync::{Semaphore, oneshot};
 use tokio::task::yield_now;
 use tokio::time::sleep;
@@ -19,12 +19,12 @@ async fn three_steps() -> &'static str {
 }
 
 #[tokio::test(start_paused = true)]
-async fn every_number_of_polls_is_swept_once_in_each_way() {
+async fn every_number_of_polls_is_swept_with_and_without_a_wake_up() {
     let mut ends = Vec::new();
     let polls = sweep(async || three_steps(), 10, async |end| ends.push(end)).await;
     assert_eq!(polls, 4);
     let (dropped, woken) =
-        (|polls| Swept::Dropped { polls }, |polls| Swept::DroppedWoken { polls });
+        (|polls| SweepOutcome::Dropped { polls }, |polls| SweepOutcome::DroppedWoken { polls });
     assert_eq!(
         ends,
         [
@@ -35,13 +35,13 @@ async fn every_number_of_polls_is_swept_once_in_each_way() {
             woken(2),
             dropped(3),
             woken(3),
-            Swept::Completed { polls: 4, output: "done" },
+            SweepOutcome::Completed { polls: 4, output: "done" },
         ]
     );
 }
 
 #[tokio::test]
-async fn it_works_with_real_input_and_output() {
+async fn sweep_works_with_real_input_and_output() {
     let polls = sweep(
         async || async {
             let (sender, receiver) = oneshot::channel();
@@ -69,12 +69,12 @@ async fn leaky(permits: &Semaphore, given: oneshot::Receiver<()>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_leaks_when_it_is_dropped_is_found() {
+async fn a_leak_on_drop_is_found() {
     let leaks = AtomicUsize::new(0);
     let permits = Semaphore::new(1);
     #[expect(
         clippy::async_yields_async,
-        reason = "the sweep polls what is made; making it must not"
+        reason = "the sweep polls the created future; creating it must not"
     )]
     let make = async || {
         let (give, given) = oneshot::channel();

@@ -126,7 +126,7 @@ impl LocalLocks {
         self.local_locks.capacity()
     }
 
-    /// Removes a local lock that is still in use: the bug [`Mutant::HeldSlotEvicted`].
+    /// Removes a local lock that is still in use: the bug [`Mutant::HeldLockEvicted`].
     fn evict(&self, key: &Key) {
         self.local_locks.remove(key);
     }
@@ -681,7 +681,7 @@ impl LocalPermit {
         if let (Some(local_lock), Some(contention)) = (&self.local_lock, &mut self.contention) {
             local_lock.engine.fairness.on_grant(contention);
         }
-        if mutated(Mutant::HeldSlotEvicted) {
+        if mutated(Mutant::HeldLockEvicted) {
             let local_lock = self.local_lock();
             local_lock.table.evict(&local_lock.key);
         }

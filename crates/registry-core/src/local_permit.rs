@@ -33,7 +33,7 @@ impl Registry {
     ///
     /// # Cancel safety
     /// Dropping the future releases the permit and drops `attempts`.
-    pub async fn in_local_turn<T>(
+    pub async fn with_local_permit<T>(
         &self,
         key: &Key,
         wait: Duration,

@@ -19,9 +19,9 @@ pub enum Mutant {
     /// A dropped acquisition leaves its requests without clean-up.
     CancelledAcquireLeaks,
     /// The next local caller starts before the response to the release.
-    TurnBeforeRelease,
+    PermitBeforeRelease,
     /// A local lock leaves the table while its lock is held.
-    HeldSlotEvicted,
+    HeldLockEvicted,
     /// A failed release is reported as success.
     ReleaseErrorSwallowed,
     /// A waiter relies on wake-ups alone.
@@ -42,8 +42,8 @@ impl Mutant {
         Self::DeadlineFromReply,
         Self::RenewAfterRelease,
         Self::CancelledAcquireLeaks,
-        Self::TurnBeforeRelease,
-        Self::HeldSlotEvicted,
+        Self::PermitBeforeRelease,
+        Self::HeldLockEvicted,
         Self::ReleaseErrorSwallowed,
         Self::WakeUpOnly,
     ];

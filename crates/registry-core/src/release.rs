@@ -59,7 +59,7 @@ pub(crate) fn release_in_background(pending: PendingRelease) {
 
 /// Releases a claim, and repeats this while the outcome is unknown.
 pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome {
-    if mutated(Mutant::TurnBeforeRelease) {
+    if mutated(Mutant::PermitBeforeRelease) {
         pending.permit = None;
     }
     let outcome = release_until_answered(&mut pending).await;

@@ -34,7 +34,7 @@ async fn a_claim_is_not_handed_over_to_a_caller_that_waits_for_a_bare_permit() {
         assert!(matches!(attempt, Attempt::Granted(_)), "{attempt:?}");
         backend.release(&claim).await.unwrap();
     };
-    let mut permit = pin!(registry.in_local_turn(&key, Duration::MAX, attempt));
+    let mut permit = pin!(registry.with_local_permit(&key, Duration::MAX, attempt));
     assert!(poll!(permit.as_mut()).is_pending(), "another caller is in front");
     let mut behind = pin!(lock.lock());
     assert!(poll!(behind.as_mut()).is_pending(), "two guards of one key");
@@ -49,15 +49,18 @@ async fn attempts_run_without_a_permit_that_does_not_come_in_time() {
     let (_backend, registry) = store();
     let guard = registry.obtain("k").lock().await.unwrap();
     let began = Instant::now();
-    assert_eq!(registry.in_local_turn(&key(), Duration::from_millis(500), async { 7 }).await, 7);
+    assert_eq!(
+        registry.with_local_permit(&key(), Duration::from_millis(500), async { 7 }).await,
+        7
+    );
     assert_eq!(began.elapsed(), Duration::from_millis(500));
     // The caller in front may wait for something that this caller has locked.
     let began = Instant::now();
-    assert_eq!(registry.in_local_turn(&key(), Duration::MAX, async { 7 }).await, 7);
+    assert_eq!(registry.with_local_permit(&key(), Duration::MAX, async { 7 }).await, 7);
     assert_eq!(began.elapsed(), Duration::from_secs(1));
     guard.unlock().await.unwrap();
     registry.close(Duration::ZERO).await;
-    assert_eq!(registry.in_local_turn(&key(), Duration::MAX, async { 7 }).await, 7);
+    assert_eq!(registry.with_local_permit(&key(), Duration::MAX, async { 7 }).await, 7);
 }
 
 #[tokio::test(start_paused = true)]
@@ -65,7 +68,7 @@ async fn a_bare_permit_ends_after_a_lease_polled_or_not() {
     for is_polled in [true, false] {
         let (_backend, registry) = store();
         let key = key();
-        let mut permit = pin!(registry.in_local_turn(&key, Duration::MAX, pending::<()>()));
+        let mut permit = pin!(registry.with_local_permit(&key, Duration::MAX, pending::<()>()));
         assert!(poll!(permit.as_mut()).is_pending());
         let lock = registry.obtain("k");
         let behind = timeout(LEASE * 2, lock.lock());

@@ -10,71 +10,72 @@ use registry_core::{
     Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 
-use crate::claims::Claims;
+use crate::claims::ClaimCache;
+use crate::client::EtcdClient;
 use crate::config::EtcdConfig;
-use crate::ears::Ears;
-use crate::error::Failure;
+use crate::error::CallError;
 use crate::keep_alive::KeepAlive;
-use crate::link::Link;
-use crate::names::{Names, end_of};
-use crate::pool::Pool;
+use crate::names::{KeyNames, prefix_end};
+use crate::pool::LeasePool;
+use crate::proto::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 use crate::record;
-use crate::traces::Traces;
-use crate::txn::{self, Answer};
-use crate::wire::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
+use crate::tombstones::Tombstones;
+use crate::txn::{self, TxnResults};
+use crate::watcher::Watcher;
 
 /// A lock store on an etcd cluster of version 3.4 or later.
 ///
 /// Each lock has a queue in the cluster, with at most one claim per process and key. The first
 /// claim in the queue holds the lock. A release, or the end of the holder's lease, wakes only the
-/// next claim. Fencing tokens are the revisions in which the keys were created. They grow over
-/// every failure that a majority of the members survives.
+/// next claim. Fencing tokens are the revisions in which the keys were created. They increase
+/// across every failure that a majority of the members survives.
 ///
-/// Each claim has its own lease for as long as it lasts. A lock that is no longer renewed is
-/// therefore freed independently of the other locks of its process. A later claim reuses the lease
-/// of a finished claim, which saves a write. One stream keeps all leases alive, or a few streams if
-/// the member is slow. Another stream carries all watches.
+/// Each claim has its own lease. A lock that is no longer renewed is therefore freed independently
+/// of the other locks of its process. A later claim reuses the lease of a finished claim, which
+/// saves a write. One stream keeps all leases alive, or up to 16 streams if the member is slow.
+/// Another stream carries all watches.
 ///
 /// Leases last whole seconds, at least 2. The lease in the cluster is up to 2 s longer than the
 /// requested one, and the members check for expired leases every 0.5 s. The lock of a crashed
-/// holder is free that long after its lease.
+/// holder becomes free up to 2.5 s after its lease.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
-    pub(crate) names: Names,
+    pub(crate) names: KeyNames,
     pub(crate) host: String,
-    pub(crate) link: Link,
+    pub(crate) client: EtcdClient,
     pub(crate) keep_alive: KeepAlive,
-    pub(crate) ears: Ears,
-    pub(crate) pool: Pool,
-    pub(crate) traces: Traces,
-    pub(crate) claims: Claims,
+    pub(crate) watcher: Watcher,
+    pub(crate) pool: LeasePool,
+    pub(crate) tombstones: Tombstones,
+    pub(crate) claims: ClaimCache,
 }
 
 impl EtcdBackend {
     /// Connects to a member and logs in.
     ///
     /// # Errors
-    /// Returns a [`BackendError`] whose message names the remedy. `Misconfigured`: the
-    /// configuration cannot work. `Denied`: the user or password is wrong. `Transient`: no member
-    /// can be reached, or the cluster has no leader.
+    /// Returns a [`BackendError`] of one of these kinds:
+    /// - `Misconfigured`: the configuration is invalid.
+    /// - `Denied`: the user or password is wrong.
+    /// - `Transient`: no member can be reached, or the cluster has no leader.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection.
     pub async fn open(config: EtcdConfig) -> Result<Self, BackendError> {
-        let link = Link::new(&config)?;
-        let names = Names::new(config.layout, config.namespace());
+        let client = EtcdClient::new(&config)?;
+        let names = KeyNames::new(config.layout, config.namespace());
         let backend = Self {
-            host: record::host(),
-            keep_alive: KeepAlive::new(link.clone()),
-            ears: Ears::new(link.clone()),
-            pool: Pool::new(link.clone()),
-            traces: Traces::default(),
-            claims: Claims::default(),
-            link,
+            host: record::host_name(),
+            keep_alive: KeepAlive::new(client.clone()),
+            watcher: Watcher::new(client.clone()),
+            pool: LeasePool::new(client.clone()),
+            tombstones: Tombstones::default(),
+            claims: ClaimCache::default(),
+            client,
             names,
             config,
         };
-        backend.try_out().await?;
+        backend.probe().await?;
         Ok(backend)
     }
 
@@ -85,50 +86,51 @@ impl EtcdBackend {
     }
 
     /// Reads one key of the namespace. Tries each configured member at most once.
-    async fn try_out(&self) -> Result<(), BackendError> {
+    async fn probe(&self) -> Result<(), BackendError> {
         let mut tried = 0;
         loop {
-            let probe = RangeRequest { limit: 1, ..self.all_names(Vec::new()) };
+            let probe = RangeRequest { limit: 1, ..self.namespace_range(Vec::new()) };
             tried += 1;
-            match self.link.call(probe).await {
+            match self.client.call(probe).await {
                 Ok(_) => return Ok(()),
-                Err(Failure::Elsewhere(_)) if tried < self.link.members() => {}
+                Err(CallError::MemberFailed(_)) if tried < self.client.member_count() => {}
                 Err(failure) => return Err(failure.into_error()),
             }
         }
     }
 
-    pub(crate) async fn ask(&self, txn: TxnRequest) -> Result<Answer, Failure> {
-        let answer = self.link.call(txn).await?;
-        Answer::read(answer).map_err(Failure::Trouble)
+    /// Executes a transaction.
+    pub(crate) async fn execute(&self, txn: TxnRequest) -> Result<TxnResults, CallError> {
+        let response = self.client.call(txn).await?;
+        TxnResults::decode(response).map_err(CallError::Other)
     }
 
     pub(crate) async fn range(&self, range: RangeRequest) -> Result<RangeResponse, BackendError> {
-        self.link.call(range).await.map_err(Failure::into_error)
+        self.client.call(range).await.map_err(CallError::into_error)
     }
 
-    async fn first(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
-        Ok(self.range(txn::first(&self.names.queue(key))).await?.kvs.into_iter().next())
+    async fn first_entry(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
+        Ok(self.range(txn::first_entry(&self.names.queue(key))).await?.kvs.into_iter().next())
     }
 
     /// Returns the holder of `key`, given the first entry of its queue.
-    async fn holder(&self, key: Key, first: &KeyValue) -> Result<Holder, BackendError> {
-        let asked = LeaseTimeToLiveRequest { id: first.lease };
-        let answer = self.link.call(asked).await.map_err(Failure::into_error)?;
-        let left = u64::try_from(answer.ttl).ok().map(Duration::from_secs);
-        Ok(record::holder(key, first, left))
+    async fn holder_of(&self, key: Key, first: &KeyValue) -> Result<Holder, BackendError> {
+        let request = LeaseTimeToLiveRequest { id: first.lease };
+        let response = self.client.call(request).await.map_err(CallError::into_error)?;
+        let remaining = u64::try_from(response.ttl).ok().map(Duration::from_secs);
+        Ok(record::decode_holder(key, first, remaining))
     }
 
     /// Returns a range request for the keys of this namespace from `after` on. It requests no sort
-    /// order: keys arrive in order anyway, and a sorted request makes the member read all keys for
-    /// each page.
-    fn all_names(&self, after: Vec<u8>) -> RangeRequest {
+    /// order: members return keys in order anyway, but read all keys for each page of a sorted
+    /// request.
+    fn namespace_range(&self, after: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
-        let begin = if prefix.is_empty() { b"\0" } else { prefix };
+        let start = if prefix.is_empty() { b"\0" } else { prefix };
         RangeRequest {
-            key: if after.is_empty() { begin.to_vec() } else { after },
-            range_end: end_of(prefix),
-            limit: PAGE,
+            key: if after.is_empty() { start.to_vec() } else { after },
+            range_end: prefix_end(prefix),
+            limit: PAGE_SIZE,
             ..RangeRequest::default()
         }
     }
@@ -148,76 +150,78 @@ impl LockBackend for EtcdBackend {
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        self.names.check(key)
+        self.names.check_key(key)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.step_up(claim).await
+        self.enqueue(claim).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut answers = Vec::with_capacity(claims.len());
+        let mut renewals = Vec::with_capacity(claims.len());
         for batch in claims.chunks(BATCH_MAX) {
-            answers.extend(self.renew_batch(batch).await);
+            renewals.extend(self.renew_batch(batch).await);
         }
-        answers
+        renewals
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.step_down(claim).await
+        self.dequeue(claim).await
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.stand_by(claim, busy.mark).await;
+        self.wait_for_predecessor(claim, busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.ears.tell(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.watcher.subscribe(invalidations);
     }
 
     fn verify_after(&self) -> Option<Duration> {
-        Some(FIRST_LOOK)
+        Some(WATCH_AFTER)
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        match self.first(key).await? {
-            Some(first) => self.holder(key.clone(), &first).await.map(Some),
+        match self.first_entry(key).await? {
+            Some(first) => self.holder_of(key.clone(), &first).await.map(Some),
             None => Ok(None),
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        // Queues are contiguous, so the first entry of each is found page by page.
-        let mut firsts: Vec<(Key, KeyValue)> = Vec::new();
+        // The keys of a queue are contiguous, so one pass over the pages finds each first entry.
+        let mut first_entries: Vec<(Key, KeyValue)> = Vec::new();
         let mut after = Vec::new();
         loop {
             // Each page reads the current revision: the members may have compacted that of the
             // first page.
-            let page = self.range(self.all_names(after)).await?;
+            let page = self.range(self.namespace_range(after)).await?;
             after = page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
-            let more = page.more && !after.is_empty();
+            let has_more = page.more && !after.is_empty();
             for found in page.kvs {
                 // Keys without a lease belong to other programs.
-                let Some(key) = self.names.key(&found.key).filter(|_| found.lease != 0) else {
+                let Some(key) = self.names.parse_key(&found.key).filter(|_| found.lease != 0)
+                else {
                     continue;
                 };
-                match firsts.last_mut() {
+                match first_entries.last_mut() {
                     Some((last, first)) if *last == key => {
                         if found.create_revision < first.create_revision {
                             *first = found;
                         }
                     }
-                    _ => firsts.push((key, found)),
+                    _ => first_entries.push((key, found)),
                 }
             }
-            if !more {
+            if !has_more {
                 break;
             }
         }
-        let mut holders = Vec::with_capacity(firsts.len());
-        for some in firsts.chunks(BATCH_MAX) {
-            let told = some.iter().map(|(key, first)| self.holder(key.clone(), first));
-            for holder in join_all(told).await {
+        let mut holders = Vec::with_capacity(first_entries.len());
+        for batch in first_entries.chunks(BATCH_MAX) {
+            let holders_in_batch =
+                batch.iter().map(|(key, first)| self.holder_of(key.clone(), first));
+            for holder in join_all(holders_in_batch).await {
                 holders.push(holder?);
             }
         }
@@ -225,29 +229,32 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        for _ in 0..TRIES {
-            let Some(first) = self.first(key).await? else { return Ok(Release::NotHeld) };
-            // The lease is not revoked: it may belong to a peer's session that holds other locks.
-            let gone = txn::delete(&first.key, first.create_revision);
-            if self.ask(gone).await.map_err(Failure::into_error)?.succeeded {
+        for _ in 0..ATTEMPTS_MAX {
+            let Some(first) = self.first_entry(key).await? else { return Ok(Release::NotHeld) };
+            // The lease is not revoked, because a peer may hold other locks by the same lease.
+            let delete = txn::delete(&first.key, first.create_revision);
+            if self.execute(delete).await.map_err(CallError::into_error)?.succeeded {
                 return Ok(Release::Freed);
             }
         }
-        Err(BackendError::transient("etcd: the lock has another holder each time").as_refused())
+        Err(BackendError::transient(format!(
+            "etcd: in {ATTEMPTS_MAX} attempts, the holder of the lock changed each time"
+        ))
+        .as_refused())
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        self.check_members().await
     }
 
     async fn close(&self) {
-        if self.ears.are_wanted() {
+        if self.watcher.has_subscribers() {
             // Another registry still uses this backend.
             return;
         }
         self.pool.close().await;
-        self.traces.close(&self.pool).await;
-        self.link.close();
+        self.tombstones.close(&self.pool).await;
+        self.client.close();
     }
 }
 
@@ -259,12 +266,12 @@ impl fmt::Debug for EtcdBackend {
 
 /// The shortest lease that members grant by default.
 const LEASE_MIN: Duration = Duration::from_secs(2);
-/// How long a lock is held before the store watches its key for losses. Each watch costs the
-/// members resources.
-const FIRST_LOOK: Duration = Duration::from_millis(25);
+/// The time after which a held lock is watched for losses. Shorter holds are not watched, because
+/// each watch costs the members resources.
+const WATCH_AFTER: Duration = Duration::from_millis(25);
 /// The number of operations per transaction. The members' default limit is 128.
 const BATCH_MAX: usize = 100;
 /// The number of keys per page.
-const PAGE: i64 = 1_000;
+const PAGE_SIZE: i64 = 1_000;
 /// The limit of attempts for an operation that concurrent changes may invalidate.
-pub(crate) const TRIES: usize = 4;
+pub(crate) const ATTEMPTS_MAX: usize = 4;

@@ -1,5 +1,5 @@
-//! This client's cache of its claims: the queue entry and the lease of each. A claim that is not in
-//! the cache is looked up in the queue.
+//! This client's cache of its claims: the queue entry and the lease of each claim. A claim that is
+//! not in the cache is searched for in the queue.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,220 +8,224 @@ use std::time::Duration;
 use registry_core::{Busy, Claim, ClaimId, Key, Moment};
 use tokio::sync::OwnedMutexGuard;
 
-use crate::ears::Watch;
-use crate::lease::Lease;
-use crate::names::Names;
-use crate::wire::KeyValue;
+use crate::lease::EtcdLease;
+use crate::names::KeyNames;
+use crate::proto::KeyValue;
+use crate::watcher::KeyWatch;
 
 /// A claim's entry in a queue.
 #[derive(Debug)]
-pub(crate) struct Place {
+pub(crate) struct ClaimEntry {
     /// The entry's key.
     pub(crate) name: Vec<u8>,
-    pub(crate) lease: Lease,
+    pub(crate) lease: EtcdLease,
     /// The requested duration of the lease in seconds. `None` for a lease that another client
     /// created.
-    pub(crate) seconds: Option<i64>,
+    pub(crate) ttl_seconds: Option<i64>,
     /// The revision in which the key was created. `None` while that is unknown, or while the key
     /// may not exist.
-    pub(crate) created: Option<i64>,
-    /// The entry was first in the queue, and so has been since.
-    pub(crate) granted: bool,
-    /// When the entry became first after a holder that may not know yet that its lock is lost.
-    pub(crate) settling: Option<Moment>,
+    pub(crate) create_revision: Option<i64>,
+    /// The entry was first in the queue. No later change of the queue can revert that.
+    pub(crate) is_granted: bool,
+    /// Set when the entry became first after a holder that may not have detected its loss yet. The
+    /// grant is delayed from this time on.
+    pub(crate) delayed_since: Option<Moment>,
     /// An earlier request for this entry may still take effect.
-    pub(crate) stray: bool,
+    pub(crate) is_unresolved: bool,
     /// The predecessor in the queue, if the last read found one.
-    pub(crate) before: Option<Before>,
+    pub(crate) predecessor: Option<Predecessor>,
     /// Watches for the deletion of the entry.
-    pub(crate) watch: Option<Watch>,
+    pub(crate) watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
-    pub(crate) trace: Option<i64>,
+    pub(crate) tombstone_lease: Option<i64>,
 }
 
-impl Place {
+impl ClaimEntry {
     /// Creates an entry that is not in the queue yet.
-    pub(crate) fn new(queue: &[u8], lease: Lease, seconds: i64) -> Self {
+    pub(crate) fn new(queue: &[u8], lease: EtcdLease, ttl_seconds: i64) -> Self {
         Self {
-            name: Names::place(queue, lease.id),
+            name: KeyNames::entry(queue, lease.id),
             lease,
-            seconds: Some(seconds),
-            created: None,
-            granted: false,
-            settling: None,
-            stray: false,
-            before: None,
+            ttl_seconds: Some(ttl_seconds),
+            create_revision: None,
+            is_granted: false,
+            delayed_since: None,
+            is_unresolved: false,
+            predecessor: None,
             watch: None,
-            trace: None,
+            tombstone_lease: None,
         }
     }
 
     /// Returns the last `Busy` if it is still valid without a request: the predecessor is watched
     /// and not deleted, and the entry's own lease was kept alive.
-    pub(crate) fn still_waits(&self, now: Moment) -> Option<Busy> {
-        let before = self.before.as_ref()?;
-        let (busy, at) = before.first.as_ref()?;
-        let is_certain = !before.gone
-            && before.watch.as_ref().is_some_and(Watch::is_confirmed)
-            && now.since(*at) < LOOK_EACH_WATCHED
-            && now.since(self.lease.latest()) < self.lease.ttl();
-        is_certain.then(|| busy.clone())
+    pub(crate) fn cached_busy(&self, now: Moment) -> Option<Busy> {
+        let predecessor = self.predecessor.as_ref()?;
+        let (busy, read_at) = predecessor.last_busy.as_ref()?;
+        let is_valid = !predecessor.is_deleted
+            && predecessor.watch.as_ref().is_some_and(KeyWatch::is_confirmed)
+            && now.since(*read_at) < WATCHED_READ_INTERVAL
+            && now.since(self.lease.last_extended()) < self.lease.ttl();
+        is_valid.then(|| busy.clone())
     }
 
-    /// Returns whether the lease has not been kept alive for twice its duration. One duration is
-    /// not enough: the members extend leases when their leader changes, and the entry is then
-    /// still valid.
-    fn is_over(&self, now: Moment) -> bool {
-        let asked_for = self.seconds.and_then(|seconds| u64::try_from(seconds).ok());
-        let lasts = self.lease.ttl().max(Duration::from_secs(asked_for.unwrap_or(0)));
-        now.since(self.lease.latest()) >= lasts * 2
+    /// Returns whether the lease was last extended at least twice its duration ago. One duration is
+    /// not enough: the members extend leases when their leader changes, and the entry is then still
+    /// valid.
+    fn is_expired(&self, now: Moment) -> bool {
+        let requested = self.ttl_seconds.and_then(|ttl_seconds| u64::try_from(ttl_seconds).ok());
+        let ttl = self.lease.ttl().max(Duration::from_secs(requested.unwrap_or(0)));
+        now.since(self.lease.last_extended()) >= ttl * 2
     }
 
     /// Creates the entry for a key that was found in the queue.
-    pub(crate) fn found(key: KeyValue, lease: Lease, is_first: bool) -> Self {
+    pub(crate) fn found(key: KeyValue, lease: EtcdLease, is_first: bool) -> Self {
         Self {
             name: key.key,
             lease,
-            seconds: None,
-            created: Some(key.create_revision),
-            granted: is_first,
-            settling: None,
-            stray: false,
-            before: None,
+            ttl_seconds: None,
+            create_revision: Some(key.create_revision),
+            is_granted: is_first,
+            delayed_since: None,
+            is_unresolved: false,
+            predecessor: None,
             watch: None,
-            trace: None,
+            tombstone_lease: None,
         }
     }
 }
 
 /// The predecessor of an entry.
 #[derive(Debug)]
-pub(crate) struct Before {
+pub(crate) struct Predecessor {
     pub(crate) name: Vec<u8>,
     /// The revision in which its key was created.
-    pub(crate) created: i64,
+    pub(crate) create_revision: i64,
     pub(crate) lease: i64,
     /// A revision in which the key existed.
-    pub(crate) seen: i64,
+    pub(crate) seen_revision: i64,
     /// The watch has reported its deletion.
-    pub(crate) gone: bool,
+    pub(crate) is_deleted: bool,
     /// The holder of the lock at the last read of the whole queue, and the time of that read.
-    pub(crate) first: Option<(Busy, Moment)>,
+    pub(crate) last_busy: Option<(Busy, Moment)>,
     /// This library created the key. Peers write no record.
-    pub(crate) is_ours: bool,
-    /// Watches for its deletion, once a caller has waited for it.
-    pub(crate) watch: Option<Watch>,
+    pub(crate) has_record: bool,
+    /// Watches for its deletion. Created by the first wait.
+    pub(crate) watch: Option<KeyWatch>,
 }
 
-impl Before {
-    pub(crate) fn new(found: KeyValue, seen: i64) -> Self {
-        let KeyValue { key: name, create_revision: created, value, lease } = found;
+impl Predecessor {
+    pub(crate) fn new(found: KeyValue, seen_revision: i64) -> Self {
+        let KeyValue { key: name, create_revision, value, lease } = found;
         Self {
             name,
-            created,
+            create_revision,
             lease,
-            seen,
-            gone: false,
-            first: None,
-            is_ours: !value.is_empty(),
+            seen_revision,
+            is_deleted: false,
+            last_busy: None,
+            has_record: !value.is_empty(),
             watch: None,
         }
     }
 
-    /// Takes over the watch of an earlier read, if that found the same key.
+    /// Reuses the watch of an earlier read, if that read found the same key.
     pub(crate) fn with_watch_of(mut self, earlier: Option<&mut Self>) -> Self {
-        let is_same =
-            |earlier: &&mut Self| earlier.created == self.created && earlier.name == self.name;
+        let is_same = |earlier: &&mut Self| {
+            earlier.create_revision == self.create_revision && earlier.name == self.name
+        };
         self.watch = earlier.filter(is_same).and_then(|earlier| earlier.watch.take());
         self
     }
 }
 
-type Known = Arc<tokio::sync::Mutex<Option<Place>>>;
+type SharedEntry = Arc<tokio::sync::Mutex<Option<ClaimEntry>>>;
 
 /// The entries of all claims.
 #[derive(Debug, Default)]
-pub(crate) struct Claims(Mutex<Table>);
+pub(crate) struct ClaimCache(Mutex<ClaimTable>);
 
 #[derive(Debug, Default)]
-struct Table {
-    known: HashMap<(ClaimId, Key), Known>,
+struct ClaimTable {
+    entries: HashMap<(ClaimId, Key), SharedEntry>,
     /// The time of the last search for expired entries.
-    looked: Option<Moment>,
+    last_sweep: Option<Moment>,
 }
 
 /// Exclusive access to the entry of one claim, so that its requests run one at a time.
-pub(crate) struct Seat<'a> {
-    claims: &'a Claims,
+pub(crate) struct EntryGuard<'a> {
+    claims: &'a ClaimCache,
     id: (ClaimId, Key),
-    place: Option<OwnedMutexGuard<Option<Place>>>,
+    entry: Option<OwnedMutexGuard<Option<ClaimEntry>>>,
 }
 
-impl Claims {
-    pub(crate) async fn seat(&self, claim: &Claim) -> Seat<'_> {
+impl ClaimCache {
+    /// Waits for exclusive access to the entry of `claim`.
+    pub(crate) async fn lock_entry(&self, claim: &Claim) -> EntryGuard<'_> {
         let id = (claim.id(), claim.key().clone());
-        let known = Arc::clone(self.table().known.entry(id.clone()).or_default());
-        Seat { claims: self, id, place: Some(known.lock_owned().await) }
+        let shared = Arc::clone(self.table().entries.entry(id.clone()).or_default());
+        EntryGuard { claims: self, id, entry: Some(shared.lock_owned().await) }
     }
 
-    /// Removes and returns the entries whose lease is no longer kept alive. The engine has left
-    /// them to expire.
-    pub(crate) fn over(&self) -> Vec<Place> {
+    /// Removes and returns the entries whose lease is no longer kept alive, because the engine has
+    /// left them to expire.
+    pub(crate) fn take_expired(&self) -> Vec<ClaimEntry> {
         let (now, mut table) = (Moment::now(), self.table());
-        if table.looked.is_some_and(|looked| now.since(looked) < OVER_EACH) {
+        if table.last_sweep.is_some_and(|last_sweep| now.since(last_sweep) < SWEEP_INTERVAL) {
             return Vec::new();
         }
-        table.looked = Some(now);
-        let mut over = Vec::new();
-        table.known.retain(|_, known| {
+        table.last_sweep = Some(now);
+        let mut expired = Vec::new();
+        table.entries.retain(|_, shared| {
             // The table is locked, so every user of an entry already has a reference to it.
-            let unused = Arc::strong_count(known) == 1;
-            let Some(mut place) = known.try_lock().ok().filter(|_| unused) else { return true };
-            let is_over = place.as_ref().is_none_or(|place| place.is_over(now));
-            if is_over {
-                over.extend(place.take());
+            let is_unused = Arc::strong_count(shared) == 1;
+            let Some(mut entry) = shared.try_lock().ok().filter(|_| is_unused) else { return true };
+            let is_expired = entry.as_ref().is_none_or(|entry| entry.is_expired(now));
+            if is_expired {
+                expired.extend(entry.take());
             }
-            !is_over
+            !is_expired
         });
-        over
+        expired
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
+    fn table(&self) -> MutexGuard<'_, ClaimTable> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl std::ops::Deref for Seat<'_> {
-    type Target = Option<Place>;
+impl std::ops::Deref for EntryGuard<'_> {
+    type Target = Option<ClaimEntry>;
 
-    fn deref(&self) -> &Option<Place> {
-        self.place.as_ref().expect("it is here until it is dropped")
+    fn deref(&self) -> &Option<ClaimEntry> {
+        self.entry.as_ref().expect("the entry is present until the guard is dropped")
     }
 }
 
-impl std::ops::DerefMut for Seat<'_> {
-    fn deref_mut(&mut self) -> &mut Option<Place> {
-        self.place.as_mut().expect("it is here until it is dropped")
+impl std::ops::DerefMut for EntryGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Option<ClaimEntry> {
+        self.entry.as_mut().expect("the entry is present until the guard is dropped")
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for EntryGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.claims.table();
-        let is_empty = self.place.take().is_none_or(|place| place.is_none());
+        let is_empty = self.entry.take().is_none_or(|entry| entry.is_none());
         // No other caller uses or awaits the entry, and a new one must lock the table first.
-        if is_empty && table.known.get(&self.id).is_some_and(|known| Arc::strong_count(known) == 1)
+        if is_empty
+            && table.entries.get(&self.id).is_some_and(|shared| Arc::strong_count(shared) == 1)
         {
-            table.known.remove(&self.id);
+            table.entries.remove(&self.id);
         }
     }
 }
 
 /// How often a waiter with a watched predecessor reads its queue. Another client may have deleted
 /// the waiter's key, and the holder may have changed.
-const LOOK_EACH_WATCHED: Duration = Duration::from_secs(3 * 60);
+const WATCHED_READ_INTERVAL: Duration = Duration::from_secs(3 * 60);
 /// How often expired entries are searched for.
-const OVER_EACH: Duration = Duration::from_secs(1);
+const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
@@ -229,59 +233,63 @@ mod tests {
 
     const TTL: Duration = Duration::from_secs(3);
 
-    async fn take_places(claims: &Claims, count: u32) -> Vec<Claim> {
+    async fn insert_entries(claims: &ClaimCache, count: u32) -> Vec<Claim> {
         let claim = |n: u32| Claim::new(Key::new(&n.to_string()).unwrap(), Duration::from_secs(2));
         let all: Vec<_> = (0..count).map(claim).collect();
         for claim in &all {
-            let lease = Lease::new(1, TTL, Moment::now());
-            *claims.seat(claim).await = Some(Place::new(b"q/", lease, 3));
+            let lease = EtcdLease::new(1, TTL, Moment::now());
+            *claims.lock_entry(claim).await = Some(ClaimEntry::new(b"q/", lease, 3));
         }
         all
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_is_over_is_forgotten_and_told_once() {
-        let claims = Claims::default();
-        let [used, kept, ..] = &*take_places(&claims, 10).await else { panic!("ten") };
+    async fn an_expired_entry_is_removed_and_returned_once() {
+        let claims = ClaimCache::default();
+        let [used, renewed, ..] = &*insert_entries(&claims, 10).await else { panic!("ten") };
         tokio::time::advance(TTL).await;
-        assert!(claims.over().is_empty(), "the members may give it more time");
+        assert!(claims.take_expired().is_empty(), "the members may have extended the lease");
         tokio::time::advance(TTL).await;
-        claims.seat(kept).await.as_mut().unwrap().lease.kept_alive(Moment::now(), TTL, 1);
-        let in_use = claims.seat(used).await;
-        assert_eq!(claims.over().len(), 8);
+        claims.lock_entry(renewed).await.as_mut().unwrap().lease.record_extension(
+            Moment::now(),
+            TTL,
+            1,
+        );
+        let in_use = claims.lock_entry(used).await;
+        assert_eq!(claims.take_expired().len(), 8);
         drop(in_use);
-        tokio::time::advance(OVER_EACH).await;
-        assert_eq!(claims.over().len(), 1);
-        assert_eq!(claims.table().known.len(), 1);
-        assert!(claims.seat(kept).await.is_some());
-        drop(claims.seat(used).await);
-        assert_eq!(claims.table().known.len(), 1);
+        tokio::time::advance(SWEEP_INTERVAL).await;
+        assert_eq!(claims.take_expired().len(), 1);
+        assert_eq!(claims.table().entries.len(), 1);
+        assert!(claims.lock_entry(renewed).await.is_some());
+        drop(claims.lock_entry(used).await);
+        assert_eq!(claims.table().entries.len(), 1);
     }
 
-    /// The next renewal looks up its lease, which is unknown until then.
+    /// The next renewal searches for its lease, which is unknown until then.
     #[tokio::test(start_paused = true)]
-    async fn a_place_whose_lease_is_not_known_just_now_is_not_over() {
-        let claims = Claims::default();
-        let [claim] = &*take_places(&claims, 1).await else { panic!("one") };
-        let lease = Lease::new(2, Duration::ZERO, Moment::now());
-        claims.seat(claim).await.as_mut().unwrap().lease = lease;
+    async fn an_entry_with_an_unknown_lease_is_not_expired() {
+        let claims = ClaimCache::default();
+        let [claim] = &*insert_entries(&claims, 1).await else { panic!("one") };
+        let lease = EtcdLease::new(2, Duration::ZERO, Moment::now());
+        claims.lock_entry(claim).await.as_mut().unwrap().lease = lease;
         tokio::time::advance(TTL).await;
-        assert!(claims.over().is_empty());
+        assert!(claims.take_expired().is_empty());
     }
 
     /// Waiters keep their leases alive but do not verify them by a majority.
     #[tokio::test(start_paused = true)]
-    async fn who_waits_for_longer_than_a_lease_is_not_forgotten() {
-        let claims = Claims::default();
-        let all = take_places(&claims, 10).await;
+    async fn an_entry_that_waits_longer_than_a_lease_is_not_expired() {
+        let claims = ClaimCache::default();
+        let all = insert_entries(&claims, 10).await;
         for _ in 0..6 {
             tokio::time::advance(TTL * 2 / 3).await;
             for claim in &all {
-                let mut seat = claims.seat(claim).await;
-                let place = seat.as_mut().expect("it was kept alive");
-                place.lease.kept_alive(Moment::now(), TTL, 1);
+                let mut entry_guard = claims.lock_entry(claim).await;
+                let entry = entry_guard.as_mut().expect("it was kept alive");
+                entry.lease.record_extension(Moment::now(), TTL, 1);
             }
-            assert!(claims.over().is_empty());
+            assert!(claims.take_expired().is_empty());
         }
     }
 }

@@ -10,28 +10,28 @@ use tonic::transport::Endpoint;
 #[cfg(feature = "tls")]
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
-use crate::error::unusable;
+use crate::error::misconfigured;
 
 /// The members and the format of the locks of an [`EtcdBackend`](crate::EtcdBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct EtcdConfig {
     pub(crate) members: Vec<(String, u16)>,
-    pub(crate) login: Option<Login>,
+    pub(crate) credentials: Option<Credentials>,
     pub(crate) layout: Layout,
     namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
-    encrypted: bool,
+    is_encrypted: bool,
     #[cfg(feature = "tls")]
-    authority: Option<Vec<u8>>,
+    ca_certificates: Option<Vec<u8>>,
     #[cfg(feature = "tls")]
-    certificate: Option<(Vec<u8>, Vec<u8>)>,
+    client_certificate: Option<(Vec<u8>, Vec<u8>)>,
 }
 
 /// A user and the user's password.
 #[derive(Clone)]
-pub(crate) struct Login {
+pub(crate) struct Credentials {
     pub(crate) user: String,
     pub(crate) password: String,
 }
@@ -40,7 +40,7 @@ pub(crate) struct Login {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This library's own format: `NAMESPACE/KEY/LEASE`. Namespace and key are percent-encoded, so
+    /// The format of this library: `NAMESPACE/KEY/LEASE`. Namespace and key are percent-encoded, so
     /// every key is valid.
     #[default]
     Native,
@@ -59,22 +59,22 @@ impl EtcdConfig {
     /// The default [response timeout](Self::with_response_timeout).
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-    /// Configures a cluster by some of its members. Each is a host and its client port. The host is
-    /// a name, or an IP address without brackets.
+    /// Configures a cluster by some of its members. Each member is a host and its client port. The
+    /// host is a name, or an IP address without brackets.
     #[must_use]
     pub fn new(members: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
             members: members.into_iter().collect(),
-            login: None,
+            credentials: None,
             layout: Layout::Native,
             namespace: None,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
-            encrypted: false,
+            is_encrypted: false,
             #[cfg(feature = "tls")]
-            authority: None,
+            ca_certificates: None,
             #[cfg(feature = "tls")]
-            certificate: None,
+            client_certificate: None,
         }
     }
 
@@ -85,27 +85,27 @@ impl EtcdConfig {
     /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        let unreadable = || unusable("the URL cannot be used; write etcd://HOST:PORT,HOST:PORT");
-        let (scheme, rest) = url.split_once("://").ok_or_else(unreadable)?;
-        let (login, hosts) = match rest.rsplit_once('@') {
-            Some((login, hosts)) => (Some(login), hosts),
+        let invalid_url = || misconfigured("the URL is invalid; use etcd://HOST:PORT,HOST:PORT");
+        let (scheme, rest) = url.split_once("://").ok_or_else(invalid_url)?;
+        let (credentials, hosts) = match rest.rsplit_once('@') {
+            Some((credentials, hosts)) => (Some(credentials), hosts),
             None => (None, rest),
         };
         let hosts = hosts.strip_suffix('/').unwrap_or(hosts);
-        let members: Option<Vec<_>> = hosts.split(',').map(member).collect();
-        let mut config = Self::new(members.ok_or_else(unreadable)?);
-        config.encrypted = match scheme {
+        let members: Option<Vec<_>> = hosts.split(',').map(parse_member).collect();
+        let mut config = Self::new(members.ok_or_else(invalid_url)?);
+        config.is_encrypted = match scheme {
             "etcd" => false,
             "etcds" => true,
-            _ => return Err(unusable("the URL's scheme is not etcd or etcds")),
+            _ => return Err(misconfigured("the URL's scheme is invalid; use etcd or etcds")),
         };
-        if let Some(login) = login {
-            let (user, password) = login.split_once(':').ok_or_else(unreadable)?;
+        if let Some(credentials) = credentials {
+            let (user, password) = credentials.split_once(':').ok_or_else(invalid_url)?;
             let text = |part: &str| percent_decode_str(part).decode_utf8().map(String::from);
             let (Ok(user), Ok(password)) = (text(user), text(password)) else {
-                return Err(unreadable());
+                return Err(invalid_url());
             };
-            config.login = Some(Login { user, password });
+            config.credentials = Some(Credentials { user, password });
         }
         Ok(config)
     }
@@ -113,7 +113,8 @@ impl EtcdConfig {
     /// Sets the user and the password.
     #[must_use]
     pub fn with_login(mut self, user: &str, password: &str) -> Self {
-        self.login = Some(Login { user: user.to_owned(), password: password.to_owned() });
+        self.credentials =
+            Some(Credentials { user: user.to_owned(), password: password.to_owned() });
         self
     }
 
@@ -151,7 +152,7 @@ impl EtcdConfig {
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self) -> Self {
-        self.encrypted = true;
+        self.is_encrypted = true;
         self
     }
 
@@ -160,7 +161,7 @@ impl EtcdConfig {
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
-        self.authority = Some(certificates.into());
+        self.ca_certificates = Some(certificates.into());
         self.with_tls()
     }
 
@@ -173,7 +174,7 @@ impl EtcdConfig {
         certificate: impl Into<Vec<u8>>,
         key: impl Into<Vec<u8>>,
     ) -> Self {
-        self.certificate = Some((certificate.into(), key.into()));
+        self.client_certificate = Some((certificate.into(), key.into()));
         self.with_tls()
     }
 
@@ -192,32 +193,33 @@ impl EtcdConfig {
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        let least = usize::from(self.layout == Layout::Native);
-        if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
-            return Err(unusable(format!(
-                "a namespace has {least} to {NAMESPACE_BYTES_MAX} bytes"
+        let bytes_min = usize::from(self.layout == Layout::Native);
+        if !(bytes_min..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
+            return Err(misconfigured(format!(
+                "the namespace has {} bytes; the limits are {bytes_min} and {NAMESPACE_BYTES_MAX}",
+                self.namespace().len()
             )));
         }
-        for (option, given) in
+        for (option, timeout) in
             [("connect_timeout", self.connect_timeout), ("response_timeout", self.response_timeout)]
         {
-            if !(Duration::from_millis(10)..=TIME_MAX).contains(&given) {
-                return Err(unusable(format!(
-                    "{option} of {given:?} is not between 10 ms and 1 hour"
+            if !(Duration::from_millis(10)..=TIME_MAX).contains(&timeout) {
+                return Err(misconfigured(format!(
+                    "{option} of {timeout:?} is not between 10 ms and 1 hour"
                 )));
             }
         }
-        if self.encrypted && !cfg!(feature = "tls") {
-            return Err(unusable("encrypted connections need the feature `tls`"));
+        if self.is_encrypted && !cfg!(feature = "tls") {
+            return Err(misconfigured("encrypted connections require the feature `tls`"));
         }
         if self.members.is_empty() {
-            return Err(unusable("no member is named"));
+            return Err(misconfigured("no member is configured"));
         }
         let mut members = self.members.clone();
         members.sort();
         members.dedup();
         if members.len() != self.members.len() {
-            return Err(unusable("a member is named twice"));
+            return Err(misconfigured("a member is configured twice"));
         }
         Ok(())
     }
@@ -226,27 +228,26 @@ impl EtcdConfig {
     pub(crate) fn endpoints(&self) -> Result<Vec<Endpoint>, BackendError> {
         self.check()?;
         #[cfg(feature = "tls")]
-        let tls = self.encrypted.then(|| self.tls());
-        let scheme = if self.encrypted { "https" } else { "http" };
+        let tls = self.is_encrypted.then(|| self.tls());
+        let scheme = if self.is_encrypted { "https" } else { "http" };
         let endpoint = |(host, port): &(String, u16)| {
             let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
             let endpoint = Endpoint::from_shared(format!("{scheme}://{host}:{port}"))
-                .map_err(|_| unusable("the name of a member is none of a host"))?
+                .map_err(|_| misconfigured("the name of a member is not a valid host name"))?
                 .user_agent(concat!("lock-registry/", env!("CARGO_PKG_VERSION")))
-                .map_err(|_| unusable("the client cannot be set up"))?
+                .map_err(|_| misconfigured("the user agent is invalid"))?
                 .tcp_nodelay(true)
                 .connect_timeout(self.connect_timeout)
-                // Detects a dead host only while no request is running: members reject clients that
-                // ping more often than every 5 s. During a request, the response timeout detects
-                // it.
+                // Detects a dead host only slowly, because members reject clients that ping more
+                // often than every 5 s. The response timeout detects it faster.
                 .http2_keep_alive_interval(PING_INTERVAL)
                 .keep_alive_timeout(PING_TIMEOUT)
                 .keep_alive_while_idle(false);
             #[cfg(feature = "tls")]
             if let Some(tls) = &tls {
                 return endpoint.tls_config(tls.clone()).map_err(|_| {
-                    unusable(
-                        "the certificates or the key cannot be used; they must be in the form PEM",
+                    misconfigured(
+                        "the certificates or the key are invalid; they must be in PEM format",
                     )
                 });
             }
@@ -257,13 +258,13 @@ impl EtcdConfig {
 
     #[cfg(feature = "tls")]
     fn tls(&self) -> ClientTlsConfig {
-        let tls = match &self.authority {
-            Some(authority) => {
-                ClientTlsConfig::new().ca_certificate(Certificate::from_pem(authority))
+        let tls = match &self.ca_certificates {
+            Some(certificates) => {
+                ClientTlsConfig::new().ca_certificate(Certificate::from_pem(certificates))
             }
             None => ClientTlsConfig::new().with_native_roots(),
         };
-        match &self.certificate {
+        match &self.client_certificate {
             Some((certificate, key)) => tls.identity(Identity::from_pem(certificate, key)),
             None => tls,
         }
@@ -271,7 +272,7 @@ impl EtcdConfig {
 }
 
 /// Parses `HOST`, `HOST:PORT`, `[ADDRESS]` or `[ADDRESS]:PORT`.
-fn member(text: &str) -> Option<(String, u16)> {
+fn parse_member(text: &str) -> Option<(String, u16)> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
             let (address, port) = rest.split_once(']')?;
@@ -282,8 +283,8 @@ fn member(text: &str) -> Option<(String, u16)> {
             None => (text, None),
         },
     };
-    let is_known = |char: char| char.is_alphanumeric() || matches!(char, '.' | '-' | '_' | ':');
-    if host.is_empty() || !host.chars().all(is_known) {
+    let is_host_char = |char: char| char.is_alphanumeric() || matches!(char, '.' | '-' | '_' | ':');
+    if host.is_empty() || !host.chars().all(is_host_char) {
         return None;
     }
     let port = port.map_or(Some(EtcdConfig::PORT), |port| port.parse().ok())?;
@@ -300,7 +301,7 @@ impl fmt::Debug for EtcdConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EtcdConfig")
             .field("members", &self.members)
-            .field("encrypted", &self.encrypted)
+            .field("encrypted", &self.is_encrypted)
             .field("layout", &self.layout)
             .field("namespace", &self.namespace())
             .field("connect_timeout", &self.connect_timeout)
@@ -314,20 +315,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_url_says_who_and_where() {
+    fn a_url_contains_members_and_credentials() {
         let url = "etcd://worker:hunter%2F2@a:2380,[::1]:2379,b/";
         let config = EtcdConfig::from_url(url).unwrap();
         let members = [("a", 2380), ("::1", 2379), ("b", 2379)];
         assert_eq!(config.members, members.map(|(host, port)| (host.to_owned(), port)));
-        let login = config.login.as_ref().unwrap();
-        assert_eq!((login.user.as_str(), login.password.as_str()), ("worker", "hunter/2"));
+        let credentials = config.credentials.as_ref().unwrap();
+        assert_eq!(
+            (credentials.user.as_str(), credentials.password.as_str()),
+            ("worker", "hunter/2")
+        );
         config.endpoints().unwrap();
         let printed = format!("{config:?}");
         assert!(!printed.contains("hunter"), "{printed}");
     }
 
     #[test]
-    fn what_cannot_be_read_is_refused_without_repeating_it() {
+    fn an_invalid_url_is_refused_without_repeating_it() {
         for url in [
             "",
             "etcd",
@@ -342,32 +346,32 @@ mod tests {
             "http://u:hunter2@a",
         ] {
             let error = EtcdConfig::from_url(url).unwrap_err();
-            let told = format!("{error} {error:?}");
-            assert!(error.refused() && !told.contains("hunter2"), "{url}: {told}");
+            let text = format!("{error} {error:?}");
+            assert!(error.refused() && !text.contains("hunter2"), "{url}: {text}");
         }
     }
 
     #[test]
-    fn what_cannot_work_is_refused() {
-        let one = || EtcdConfig::new([("h".to_owned(), 1)]);
-        for (config, says) in [
+    fn an_invalid_configuration_is_refused() {
+        let valid = || EtcdConfig::new([("h".to_owned(), 1)]);
+        for (config, expected) in [
             (EtcdConfig::new([]), "no member"),
             (EtcdConfig::new([("h".to_owned(), 1), ("h".to_owned(), 1)]), "twice"),
             (EtcdConfig::new([("not a host".to_owned(), 1)]), "name of a member"),
-            (one().with_namespace(""), "namespace"),
-            (one().with_namespace("n".repeat(256)), "namespace"),
-            (one().with_connect_timeout(Duration::ZERO), "connect_timeout"),
-            (one().with_response_timeout(Duration::MAX), "response_timeout"),
+            (valid().with_namespace(""), "namespace"),
+            (valid().with_namespace("n".repeat(256)), "namespace"),
+            (valid().with_connect_timeout(Duration::ZERO), "connect_timeout"),
+            (valid().with_response_timeout(Duration::MAX), "response_timeout"),
         ] {
             let error = config.endpoints().unwrap_err();
-            assert!(error.refused() && error.to_string().contains(says), "{error}");
+            assert!(error.refused() && error.to_string().contains(expected), "{error}");
         }
-        one().with_layout(Layout::Etcdctl).check().unwrap();
+        valid().with_layout(Layout::Etcdctl).check().unwrap();
     }
 
     #[cfg(not(feature = "tls"))]
     #[test]
-    fn encryption_that_is_not_built_in_is_refused() {
+    fn encryption_without_the_feature_is_refused() {
         let error = EtcdConfig::from_url("etcds://a").unwrap().check().unwrap_err();
         assert!(error.to_string().contains("feature"), "{error}");
     }

@@ -1,25 +1,25 @@
-//! Checks the members' versions and states for hazards.
+//! Checks the members' versions and states for risks.
 
 use futures_util::future::join_all;
 use registry_core::{BackendError, Finding};
 
 use crate::backend::EtcdBackend;
-use crate::error::Failure;
-use crate::wire::{MemberListRequest, StatusRequest, StatusResponse};
+use crate::error::CallError;
+use crate::proto::{MemberListRequest, StatusRequest, StatusResponse};
 
 impl EtcdBackend {
     /// Checks all configured members.
-    pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        let members = 0..self.link.members();
-        let looks = members.map(|member| self.link.call_at(member, StatusRequest {}));
-        let looks = join_all(looks).await;
-        // Some unreachable members are a finding; if all of them are unreachable, that is an error.
+    pub(crate) async fn check_members(&self) -> Result<Vec<Finding>, BackendError> {
+        let members = 0..self.client.member_count();
+        let statuses = members.map(|member| self.client.call_member(member, StatusRequest {}));
+        let statuses = join_all(statuses).await;
+        // An unreachable member is a finding. If no member is reachable, that is an error.
         let (mut findings, mut failed, mut reached) = (Vec::new(), None, false);
-        for (look, (host, port)) in looks.into_iter().zip(&self.config.members) {
-            match look {
+        for (status, (host, port)) in statuses.into_iter().zip(&self.config.members) {
+            match status {
                 Ok(status) => {
                     reached = true;
-                    findings.extend(of_member(&format!("{host}:{port}"), &status));
+                    findings.extend(member_findings(&format!("{host}:{port}"), &status));
                 }
                 Err(error) => {
                     findings.push(Finding::warning(format!("{host}:{port}: {error}")));
@@ -30,48 +30,48 @@ impl EtcdBackend {
         if let Some(error) = failed.filter(|_| !reached) {
             return Err(error);
         }
-        // Not every user has the right to list the members.
-        let list = self.link.call(MemberListRequest {}).await.map_err(Failure::into_error);
+        // Listing the members requires a permission that this user may lack.
+        let list = self.client.call(MemberListRequest {}).await.map_err(CallError::into_error);
         if let Ok(list) = list {
             let voters = list.members.iter().filter(|member| !member.is_learner).count();
-            findings.push(of_cluster(voters));
+            findings.push(cluster_finding(voters));
         }
         Ok(findings)
     }
 }
 
-fn of_member(name: &str, status: &StatusResponse) -> Vec<Finding> {
+fn member_findings(name: &str, status: &StatusResponse) -> Vec<Finding> {
     let mut findings = vec![Finding::note(format!("{name}: etcd {}", status.version))];
     let version = version(&status.version);
-    if version.is_some_and(|version| version < OLDEST) {
+    if version.is_some_and(|version| version < VERSION_MIN) {
         findings.push(Finding::warning(format!(
-            "{name}: this version is older than 3.4 and not tested; update the member"
+            "{name}: versions before 3.4 are not tested; update the member"
         )));
-    } else if version.is_some_and(ends_leases_early) {
+    } else if version.is_some_and(may_end_leases_early) {
         findings.push(Finding::warning(format!(
-            "{name}: a leader of this version that stood still for longer than a lease may end leases that its successor has kept alive \
-             (etcd issue 15247): two may then believe for a moment that they hold a lock, and only fenced writes are safe; update to \
-             3.4.31, 3.5.13 or later"
+            "{name}: after a pause longer than a lease, a leader of this version may end leases that its \
+             successor has kept alive (etcd issue 15247). Two guards of one lock may then be valid until the \
+             first holder is notified, and only fenced writes are safe; update to 3.4.31, 3.5.13 or later"
         )));
     }
     if status.leader == 0 {
         findings.push(Finding::warning(format!(
-            "{name}: knows no leader: most members are down or cannot reach each other"
+            "{name}: has no leader: a majority of the members is down or disconnected"
         )));
     }
     for error in status.errors.iter().filter(|error| !error.contains("no leader")) {
-        findings.push(Finding::warning(format!("{name}: says {error}")));
+        findings.push(Finding::warning(format!("{name}: reports {error}")));
     }
     findings
 }
 
-fn of_cluster(voters: usize) -> Finding {
+fn cluster_finding(voters: usize) -> Finding {
     match voters {
         1 => Finding::note(
-            "the cluster has one member: while it is down there are no locks; three are the usual number",
+            "the cluster has one member: while it is down, no lock is available; use three members",
         ),
         even if even.is_multiple_of(2) => Finding::warning(format!(
-            "the cluster has {even} members: it survives no more failures than with {}, and fewer are enough to stop it",
+            "the cluster has {even} members: it survives no more failures than with {}, and each further member may fail; use an odd number",
             even - 1
         )),
         odd => {
@@ -85,11 +85,11 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
     Some((parts.next()??, parts.next()??, parts.next()??))
 }
 
-fn ends_leases_early(version: (u32, u32, u32)) -> bool {
+fn may_end_leases_early(version: (u32, u32, u32)) -> bool {
     version < (3, 4, 31) || ((3, 5, 0)..(3, 5, 13)).contains(&version)
 }
 
-const OLDEST: (u32, u32, u32) = (3, 4, 0);
+const VERSION_MIN: (u32, u32, u32) = (3, 4, 0);
 
 #[cfg(test)]
 mod tests {
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_told_apart() {
+    fn versions_with_the_lease_bug_are_detected() {
         for (text, early) in [
             ("3.4.23", true),
             ("3.4.31", false),
@@ -107,14 +107,14 @@ mod tests {
             ("3.6.0-rc.1", false),
             ("what", false),
         ] {
-            assert_eq!(version(text).is_some_and(ends_leases_early), early, "{text}");
+            assert_eq!(version(text).is_some_and(may_end_leases_early), early, "{text}");
         }
     }
 
     #[test]
-    fn an_even_number_of_members_is_a_mistake() {
-        assert_eq!(of_cluster(1).severity, Severity::Note);
-        assert_eq!(of_cluster(2).severity, Severity::Warning);
-        assert_eq!(of_cluster(3).severity, Severity::Note);
+    fn an_even_number_of_members_is_a_warning() {
+        assert_eq!(cluster_finding(1).severity, Severity::Note);
+        assert_eq!(cluster_finding(2).severity, Severity::Warning);
+        assert_eq!(cluster_finding(3).severity, Severity::Note);
     }
 }

@@ -1,4 +1,4 @@
-//! Maps the errors of etcd and of the connection to `BackendError`: one table.
+//! Maps the errors of etcd and of the connection to `BackendError`.
 
 use std::error::Error as _;
 
@@ -9,108 +9,109 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Why a call failed.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum CallError {
     /// The member does not know the lease. Nothing was executed.
-    NoLease,
+    LeaseNotFound,
     /// The login has expired. Nothing was executed.
-    Login,
+    Unauthenticated,
     /// The transaction has more operations than the members permit. Nothing was executed.
-    TooMany,
+    TooManyOperations,
     /// This member failed; another one may succeed.
-    Elsewhere(BackendError),
+    MemberFailed(BackendError),
     /// Any other store error.
-    Trouble(BackendError),
+    Other(BackendError),
 }
 
-impl Failure {
+impl CallError {
     pub(crate) fn into_error(self) -> BackendError {
         match self {
-            Self::NoLease => BackendError::transient("etcd: the lease ended just now").as_refused(),
-            Self::Login => BackendError::new(
+            Self::LeaseNotFound => {
+                BackendError::transient("etcd: the lease has expired or was revoked").as_refused()
+            }
+            Self::Unauthenticated => BackendError::new(
                 Denied,
-                "etcd: the members ask for a user and a password, or do not take the login that they gave just now",
+                "etcd: the members require a login or rejected a new token; check user and password",
             )
             .as_refused(),
-            Self::TooMany => BackendError::new(
+            Self::TooManyOperations => BackendError::new(
                 Misconfigured,
-                "etcd: the transaction has more parts than the members take (--max-txn-ops)",
+                "etcd: the transaction exceeds the members' limit of operations (--max-txn-ops)",
             )
             .as_refused(),
-            Self::Elsewhere(error) | Self::Trouble(error) => error,
+            Self::MemberFailed(error) | Self::Other(error) => error,
         }
     }
 }
 
 /// Returns `Misconfigured` for a configuration that cannot work.
-pub(crate) fn unusable(says: impl std::fmt::Display) -> BackendError {
-    BackendError::new(Misconfigured, format!("etcd: {says}")).as_refused()
+pub(crate) fn misconfigured(text: impl std::fmt::Display) -> BackendError {
+    BackendError::new(Misconfigured, format!("etcd: {text}")).as_refused()
 }
 
 /// Returns `Protocol` for a response that no etcd member sends.
-pub(crate) fn unreadable() -> BackendError {
-    BackendError::new(Protocol, "etcd: the member answered what makes no sense")
+pub(crate) fn protocol_error() -> BackendError {
+    BackendError::new(Protocol, "etcd: the member sent an unexpected response")
 }
 
 /// Classifies the status of a failed call.
-pub(crate) fn judge(status: &Status) -> Failure {
-    let said = status.message();
-    let has = |part: &str| said.contains(part);
-    let error = |kind, says: &str| {
-        BackendError::new(kind, format!("etcd: {says}")).with_source(Said(said.to_owned()))
+pub(crate) fn classify(status: &Status) -> CallError {
+    let message = status.message();
+    let has = |part: &str| message.contains(part);
+    let error = |kind, text: &str| {
+        BackendError::new(kind, format!("etcd: {text}"))
+            .with_source(StatusMessage(message.to_owned()))
     };
-    let refused = |kind, says| Failure::Trouble(error(kind, says).as_refused());
-    if let Some(alert) = causes(status).find(|cause| cause.contains(ALERT)) {
+    let refused = |kind, text| CallError::Other(error(kind, text).as_refused());
+    if let Some(alert) = causes(status).find(|cause| cause.contains(TLS_ALERT)) {
         // In TLS 1.3 the client considers the handshake complete before the member has checked the
         // client certificate. The member does not read a request that the client sends before it
         // receives the alert.
         if alert.contains("ertificate") || alert.contains("UnknownCA") {
-            return Failure::Trouble(untaken(alert));
+            return CallError::Other(certificate_rejected(alert));
         }
     }
     match status.code() {
-        Code::NotFound if has("lease not found") => Failure::NoLease,
-        Code::Unauthenticated => Failure::Login,
-        Code::InvalidArgument if has("auth store is old") => Failure::Login,
+        Code::NotFound if has("lease not found") => CallError::LeaseNotFound,
+        Code::Unauthenticated => CallError::Unauthenticated,
+        Code::InvalidArgument if has("auth store is old") => CallError::Unauthenticated,
         Code::InvalidArgument if has("authentication failed") => {
-            refused(Denied, "the members do not take this user or password")
+            refused(Denied, "the members rejected this user or password")
         }
         // Authentication was enabled after this connection was opened without a login.
-        Code::InvalidArgument if has("user name is empty") => Failure::Login,
-        Code::InvalidArgument if has("too many operations") => Failure::TooMany,
+        Code::InvalidArgument if has("user name is empty") => CallError::Unauthenticated,
+        Code::InvalidArgument if has("too many operations") => CallError::TooManyOperations,
         Code::PermissionDenied => refused(
             Denied,
-            "this user may not do that; see the book for the rights that are needed",
+            "this user lacks a permission; the book's chapter on etcd lists the required ones",
         ),
         Code::ResourceExhausted if has("database space exceeded") => refused(
             Transient,
-            "the members have no space left for writes (alarm NOSPACE): compact and defragment them",
+            "the members have no space for writes (alarm NOSPACE); compact and defragment them",
         ),
         Code::ResourceExhausted if has("too many requests") => {
-            refused(Transient, "the members have too many requests to carry out")
+            refused(Transient, "the members are overloaded: too many requests")
         }
         // The request may still be executed: a lost leader may have replicated it.
         Code::Unavailable if has("etcdserver:") => {
-            Failure::Elsewhere(error(Transient, "the members have no leader just now, or lost it"))
+            CallError::MemberFailed(error(Transient, "the cluster has no leader or lost it"))
         }
         Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded | Code::Aborted => {
-            Failure::Elsewhere(error(Transient, "the connection was lost"))
+            CallError::MemberFailed(error(Transient, "the connection was lost"))
         }
         // The client library reports a truncated stream with these codes.
         Code::Unknown | Code::Internal if !has("etcdserver:") => {
-            Failure::Elsewhere(error(Transient, "the connection was lost"))
+            CallError::MemberFailed(error(Transient, "the connection was lost"))
         }
-        Code::Unimplemented => {
-            refused(Misconfigured, "this is no etcd, or one that is older than version 3.4")
-        }
+        Code::Unimplemented => refused(Misconfigured, "the server is not etcd 3.4 or later"),
         Code::DataLoss => refused(Protocol, "the data of a member is corrupt (alarm CORRUPT)"),
-        _ => Failure::Trouble(error(Protocol, "the member said no")),
+        _ => CallError::Other(error(Protocol, "the member refused the request")),
     }
 }
 
 /// Returns `Denied`: the member ended the TLS connection because of the client certificate.
-pub(crate) fn untaken(said: String) -> BackendError {
-    BackendError::new(Denied, "etcd: the member does not take our certificate, or wants one")
-        .with_source(Said(said))
+pub(crate) fn certificate_rejected(message: String) -> BackendError {
+    BackendError::new(Denied, "etcd: the member rejected the client certificate or requires one")
+        .with_source(StatusMessage(message))
         .as_refused()
 }
 
@@ -118,21 +119,21 @@ fn causes(status: &Status) -> impl Iterator<Item = String> {
     std::iter::successors(status.source(), |&cause| cause.source()).map(ToString::to_string)
 }
 
-/// The text of a TLS connection that the other side refused.
-pub(crate) const ALERT: &str = "received fatal alert";
+/// Part of the error text of a TLS connection that the peer refused.
+pub(crate) const TLS_ALERT: &str = "received fatal alert";
 
 /// The member's message, without additions by the client library. It never contains a password.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Said(String);
+struct StatusMessage(String);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
-    fn what_passes_is_tried_again_and_what_does_not_is_told() {
-        for (code, said, kind, refused) in [
+    fn each_status_is_classified() {
+        for (code, message, kind, refused) in [
             (Code::Unavailable, "etcdserver: request timed out", Transient, false),
             (Code::Unavailable, "etcdserver: leader changed", Transient, false),
             (Code::Unavailable, "error reading from server", Transient, false),
@@ -159,22 +160,22 @@ mod tests {
             (Code::Unimplemented, "unknown service", Misconfigured, true),
             (Code::OutOfRange, "something else", Protocol, false),
         ] {
-            let error = judge(&Status::new(code, said)).into_error();
-            assert_eq!((error.kind(), error.refused()), (kind, refused), "{said}: {error:?}");
+            let error = classify(&Status::new(code, message)).into_error();
+            assert_eq!((error.kind(), error.refused()), (kind, refused), "{message}: {error:?}");
         }
     }
 
     #[test]
-    fn a_certificate_that_is_not_taken_is_no_lost_connection() {
-        for (said, kind, refused) in [
+    fn a_rejected_certificate_is_not_a_lost_connection() {
+        for (message, kind, refused) in [
             ("received fatal alert: CertificateRequired", Denied, true),
             ("received fatal alert: BadCertificate", Denied, true),
             ("received fatal alert: UnknownCA", Denied, true),
             ("received fatal alert: InternalError", Transient, false),
             ("connection reset by peer", Transient, false),
         ] {
-            let error = judge(&Status::from_error(said.into())).into_error();
-            assert_eq!((error.kind(), error.refused()), (kind, refused), "{said}: {error:?}");
+            let error = classify(&Status::from_error(message.into())).into_error();
+            assert_eq!((error.kind(), error.refused()), (kind, refused), "{message}: {error:?}");
         }
     }
 }

@@ -5,18 +5,18 @@ use std::fmt;
 use registry_core::{BackendError, Claim, LockGuard};
 
 use crate::backend::EtcdBackend;
-use crate::error::{Failure, unreadable};
-use crate::names::end_of;
-use crate::txn::{self, Answer};
-use crate::wire::{DeleteRangeRequest, Op, PutRequest, TxnRequest};
+use crate::error::{CallError, protocol_error};
+use crate::names::prefix_end;
+use crate::proto::{DeleteRangeRequest, OpRequest, PutRequest, TxnRequest};
+use crate::txn::{self, TxnResults};
 
 /// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
     /// Starts a transaction that is executed only if this guard still holds the lock. The cluster
     /// compares the creation revision of the lock's key with the guard's token.
     ///
-    /// A holder can lose its lock without noticing in time: no lease protects a process that is
-    /// suspended during a write. A late write of such a holder is not executed.
+    /// A holder may detect the loss of its lock too late: no lease protects a process that is
+    /// suspended during a write. A late transaction of such a holder is not executed.
     ///
     /// # Examples
     /// ```no_run
@@ -35,7 +35,7 @@ pub trait Fence {
 #[must_use]
 pub struct FencedTxn<'a> {
     guard: &'a LockGuard,
-    operations: Vec<Op>,
+    operations: Vec<OpRequest>,
 }
 
 /// The result of a transaction.
@@ -60,7 +60,7 @@ pub enum FenceError {
         key: String,
     },
     /// The lock is in another kind of store.
-    #[error("lock {key:?} does not live in etcd, so it cannot guard writes there")]
+    #[error("lock {key:?} is not stored in etcd, so it cannot fence writes to etcd")]
     #[non_exhaustive]
     Unsupported {
         /// The lock's key.
@@ -68,7 +68,7 @@ pub enum FenceError {
     },
     /// The cluster returned a store error. Unless it is [refused](BackendError::refused), the
     /// transaction may or may not have been executed.
-    #[error("etcd could not carry out what lock {key:?} guards")]
+    #[error("the etcd transaction fenced by lock {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The lock's key.
@@ -88,14 +88,14 @@ impl FencedTxn<'_> {
     /// Adds an operation that writes `value` to `key`.
     pub fn put(mut self, key: impl Into<Vec<u8>>, value: impl Into<Vec<u8>>) -> Self {
         let put = PutRequest { key: key.into(), value: value.into(), ..PutRequest::default() };
-        self.operations.push(Op::Put(put));
+        self.operations.push(OpRequest::Put(put));
         self
     }
 
     /// Adds an operation that deletes `key`.
     pub fn delete(mut self, key: impl Into<Vec<u8>>) -> Self {
-        let gone = DeleteRangeRequest { key: key.into(), range_end: Vec::new() };
-        self.operations.push(Op::Delete(gone));
+        let delete = DeleteRangeRequest { key: key.into(), range_end: Vec::new() };
+        self.operations.push(OpRequest::Delete(delete));
         self
     }
 
@@ -103,15 +103,15 @@ impl FencedTxn<'_> {
     /// the cluster.
     pub fn delete_prefix(mut self, prefix: impl Into<Vec<u8>>) -> Self {
         let prefix = prefix.into();
-        let range_end = end_of(&prefix);
+        let range_end = prefix_end(&prefix);
         let key = if prefix.is_empty() { vec![0] } else { prefix };
-        self.operations.push(Op::Delete(DeleteRangeRequest { key, range_end }));
+        self.operations.push(OpRequest::Delete(DeleteRangeRequest { key, range_end }));
         self
     }
 
     /// Adds an operation that reads `key`, as it is after the preceding operations.
     pub fn get(mut self, key: impl Into<Vec<u8>>) -> Self {
-        self.operations.push(Op::Range(txn::one(&key.into())));
+        self.operations.push(OpRequest::Range(txn::get(&key.into())));
         self
     }
 
@@ -131,15 +131,17 @@ impl FencedTxn<'_> {
             return Err(FenceError::Lost { key });
         }
         let token = self.guard.fencing_token();
-        let created = token.and_then(|token| i64::try_from(token.get()).ok());
-        let (Some(backend), Some(created)) = (self.guard.backend::<EtcdBackend>(), created) else {
+        let create_revision = token.and_then(|token| i64::try_from(token.get()).ok());
+        let (Some(backend), Some(create_revision)) =
+            (self.guard.backend::<EtcdBackend>(), create_revision)
+        else {
             return Err(FenceError::Unsupported { key });
         };
         let Ok(claim) = self.guard.claim_for_fence() else {
             return Err(FenceError::Lost { key });
         };
-        let done = run(backend, claim, created, self.operations).await;
-        match done {
+        let result = execute(backend, claim, create_revision, self.operations).await;
+        match result {
             Ok(Some(committed)) => Ok(committed),
             Ok(None) => Err(FenceError::Lost { key }),
             Err(source) => Err(FenceError::Backend { key, source }),
@@ -148,35 +150,35 @@ impl FencedTxn<'_> {
 }
 
 /// Executes the transaction. Returns `None` if the lock is no longer held.
-async fn run(
+async fn execute(
     backend: &EtcdBackend,
     claim: &Claim,
-    created: i64,
-    operations: Vec<Op>,
+    create_revision: i64,
+    operations: Vec<OpRequest>,
 ) -> Result<Option<Committed>, BackendError> {
-    let Some(name) = backend.name_of(claim, created).await? else { return Ok(None) };
-    let reads: Vec<bool> = operations.iter().map(|op| matches!(op, Op::Range(_))).collect();
+    let Some(name) = backend.entry_name(claim, create_revision).await? else { return Ok(None) };
+    let reads: Vec<bool> = operations.iter().map(|op| matches!(op, OpRequest::Range(_))).collect();
     let txn = TxnRequest {
-        compare: vec![txn::created_in(&name, created)],
+        compare: vec![txn::compare_create_revision(&name, create_revision)],
         success: operations.into_iter().map(txn::op).collect(),
         failure: Vec::new(),
     };
-    let mut answer: Answer = backend.ask(txn).await.map_err(Failure::into_error)?;
-    if !answer.succeeded {
+    let mut results: TxnResults = backend.execute(txn).await.map_err(CallError::into_error)?;
+    if !results.succeeded {
         return Ok(None);
     }
     let mut values = Vec::new();
     for is_read in reads {
         if is_read {
-            values.push(answer.key()?.map(|found| found.value));
+            values.push(results.next_key()?.map(|found| found.value));
         } else {
-            answer.skip()?;
+            results.skip()?;
         }
     }
-    if answer.header.revision == 0 {
-        return Err(unreadable());
+    if results.header.revision == 0 {
+        return Err(protocol_error());
     }
-    Ok(Some(Committed { revision: answer.header.revision, values }))
+    Ok(Some(Committed { revision: results.header.revision, values }))
 }
 
 // Written manually, because the written values may be secret.

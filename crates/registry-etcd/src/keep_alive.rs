@@ -1,10 +1,10 @@
-//! Keeps leases alive: queues requests and sends them over a few streams, each of which answers in
-//! order. This module handles leases and does not know claims.
+//! Keeps leases alive: queues requests and sends them over a few streams. Each stream returns
+//! responses in order. This module handles leases and does not depend on claims.
 //!
 //! A follower forwards each request to the leader before it reads the next one of that stream. One
 //! stream therefore carries one request per round trip between the members, and a long queue is
-//! distributed over further streams. The lease that ends first is sent first. Its time counts from
-//! the moment of sending, however long it was queued.
+//! distributed over further streams. The request for the lease that expires first is sent first.
+//! The extension counts from the time of sending, however long the request was queued.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -19,94 +19,109 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::Streaming;
 
-use crate::lease::Lease;
-use crate::link::{Limits, Link, Wire};
-use crate::wire::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
+use crate::client::{EtcdClient, MemberConnection, RequestLimits};
+use crate::lease::EtcdLease;
+use crate::proto::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
 
 /// The queue of requests and the tasks that send them. Dropping it ends the tasks.
 pub(crate) struct KeepAlive {
-    queue: Arc<Queue>,
+    queue: Arc<RequestQueue>,
     _streams: JoinSet<()>,
 }
 
 /// Whether a lease is alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum KeptAlive {
-    Yes,
+pub(crate) enum LeaseStatus {
+    Alive,
     /// The member does not know the lease. A member that lags behind may not know it yet.
     Unknown,
 }
 
 /// A response, and the time at which its request was sent.
 #[derive(Debug, Clone, Copy)]
-struct Answer {
-    sent: Moment,
+struct TimedResponse {
+    sent_at: Moment,
     /// In seconds. Zero or negative for a lease that the member does not know.
     ttl: i64,
     term: u64,
 }
 
 impl KeepAlive {
-    pub(crate) fn new(link: Link) -> Self {
-        let queue = Arc::<Queue>::default();
+    pub(crate) fn new(client: EtcdClient) -> Self {
+        let queue = Arc::<RequestQueue>::default();
         let mut streams = JoinSet::new();
         for number in 0..STREAMS_MAX {
-            streams.spawn(send_all(link.clone(), Arc::clone(&queue), number));
+            streams.spawn(run_streams(client.clone(), Arc::clone(&queue), number));
         }
         Self { queue, _streams: streams }
     }
 
-    /// Extends `lease` to its full duration. The result counts once it is [proven](Lease::prove).
+    /// Extends `lease` to its full duration. The extension counts once it is
+    /// [confirmed](EtcdLease::confirm).
     ///
-    /// A stream that is silent for too long is dropped, and the request is sent again over another
-    /// one.
+    /// A stream that is silent for longer than `idle_timeout` is dropped, and the request is sent
+    /// again over another stream.
     pub(crate) async fn keep_alive(
         &self,
-        lease: &mut Lease,
-        limits: Limits,
-    ) -> Result<KeptAlive, BackendError> {
-        let answered = self.queue.push(lease.id, lease.ends(), limits.silence);
-        let answer = timeout(limits.total, answered).await;
-        let answer = answer
-            .map_err(|_| BackendError::transient("etcd: a lease was not kept alive in time"))?;
-        let answer = answer.map_err(|_| {
-            BackendError::transient("etcd: a lease could not be kept alive").as_refused()
+        lease: &mut EtcdLease,
+        limits: RequestLimits,
+    ) -> Result<LeaseStatus, BackendError> {
+        let receiver = self.queue.push(lease.id, lease.expires_at(), limits.idle_timeout);
+        let response = timeout(limits.total, receiver).await;
+        let response = response.map_err(|_| {
+            BackendError::transient("etcd: LeaseKeepAlive failed: no response in time")
         })?;
-        let Ok(seconds @ 1..) = u64::try_from(answer.ttl) else {
-            return Ok(KeptAlive::Unknown);
+        let response = response.map_err(|_| {
+            BackendError::transient("etcd: LeaseKeepAlive failed: no connection to a member")
+                .as_refused()
+        })?;
+        let Ok(ttl_seconds @ 1..) = u64::try_from(response.ttl) else {
+            return Ok(LeaseStatus::Unknown);
         };
-        lease.kept_alive(answer.sent, Duration::from_secs(seconds), answer.term);
-        Ok(KeptAlive::Yes)
+        lease.record_extension(response.sent_at, Duration::from_secs(ttl_seconds), response.term);
+        Ok(LeaseStatus::Alive)
     }
 
-    /// Requests to extend a lease that would otherwise end at `ends`. The caller reads the outcome
-    /// later.
-    pub(crate) fn ask(&self, lease: i64, ends: Moment, silence: Duration) -> Asked {
-        Asked { at: Moment::now(), answered: self.queue.push(lease, ends, silence) }
+    /// Requests to extend a lease that would otherwise end at `expires_at`. The caller reads the
+    /// outcome later.
+    pub(crate) fn request(
+        &self,
+        lease: i64,
+        expires_at: Moment,
+        idle_timeout: Duration,
+    ) -> PendingKeepAlive {
+        PendingKeepAlive {
+            sent_at: Moment::now(),
+            receiver: self.queue.push(lease, expires_at, idle_timeout),
+        }
     }
 }
 
 /// A request whose outcome is read later.
 #[derive(Debug)]
-pub(crate) struct Asked {
-    pub(crate) at: Moment,
-    answered: oneshot::Receiver<Answer>,
+pub(crate) struct PendingKeepAlive {
+    pub(crate) sent_at: Moment,
+    receiver: oneshot::Receiver<TimedResponse>,
 }
 
 /// The outcome of a `LeaseKeepAlive` request.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Outcome {
-    /// The lease lasts for its full duration from this moment on, at minimum.
-    KeptAlive(Moment),
+pub(crate) enum KeepAliveOutcome {
+    /// The lease lasts at least for its full duration from this time on.
+    Extended(Moment),
     /// The member does not know the lease.
     Unknown,
 }
 
-impl Asked {
+impl PendingKeepAlive {
     /// Returns the outcome; `None` while the request is unanswered.
-    pub(crate) fn outcome(&mut self) -> Option<Outcome> {
-        let answer = self.answered.try_recv().ok()?;
-        Some(if answer.ttl > 0 { Outcome::KeptAlive(answer.sent) } else { Outcome::Unknown })
+    pub(crate) fn outcome(&mut self) -> Option<KeepAliveOutcome> {
+        let response = self.receiver.try_recv().ok()?;
+        Some(if response.ttl > 0 {
+            KeepAliveOutcome::Extended(response.sent_at)
+        } else {
+            KeepAliveOutcome::Unknown
+        })
     }
 }
 
@@ -117,114 +132,121 @@ impl fmt::Debug for KeepAlive {
 }
 
 /// All unanswered requests, at most one per lease.
-struct Queue {
-    requests: Mutex<Requests>,
+struct RequestQueue {
+    requests: Mutex<PendingRequests>,
     /// Notifies the stream of this number that a request is ready.
     ready: [Notify; STREAMS_MAX],
 }
 
 #[derive(Default)]
-struct Requests {
+struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
-    by_lease: HashMap<i64, Request>,
-    /// Since when the queue has never been empty.
-    busy_since: Option<Instant>,
+    by_lease: HashMap<i64, QueuedRequest>,
+    /// The time since which the queue has not been empty.
+    backlog_since: Option<Instant>,
     /// The further stream that is notified next.
-    turn: usize,
+    next_stream: usize,
 }
 
-struct Request {
-    ends: Moment,
-    silence: Duration,
-    answers: Vec<oneshot::Sender<Answer>>,
+struct QueuedRequest {
+    expires_at: Moment,
+    idle_timeout: Duration,
+    waiters: Vec<oneshot::Sender<TimedResponse>>,
 }
 
-impl Request {
+impl QueuedRequest {
     fn is_awaited(&self) -> bool {
-        self.answers.iter().any(|answer| !answer.is_closed())
+        self.waiters.iter().any(|waiter| !waiter.is_closed())
     }
 }
 
-impl Requests {
-    fn insert(&mut self, ends: Moment, lease: i64) {
-        self.unsent.insert((ends, lease));
-        self.busy_since.get_or_insert_with(Instant::now);
+impl PendingRequests {
+    fn insert(&mut self, expires_at: Moment, lease: i64) {
+        self.unsent.insert((expires_at, lease));
+        self.backlog_since.get_or_insert_with(Instant::now);
     }
 
     /// Returns how many further streams are needed: none until the first one has been too slow for
-    /// `BUSY`.
+    /// `BACKLOG_AGE_MIN`.
     fn further_streams(&self) -> usize {
-        let is_slow = self.busy_since.is_some_and(|since| since.elapsed() > BUSY);
-        if is_slow { (self.unsent.len() / WINDOW).min(STREAMS_MAX - 1) } else { 0 }
+        let is_slow = self.backlog_since.is_some_and(|since| since.elapsed() > BACKLOG_AGE_MIN);
+        if is_slow { (self.unsent.len() / IN_FLIGHT_MAX).min(STREAMS_MAX - 1) } else { 0 }
     }
 }
 
-impl Default for Queue {
+impl Default for RequestQueue {
     fn default() -> Self {
         Self { requests: Mutex::default(), ready: std::array::from_fn(|_| Notify::new()) }
     }
 }
 
-impl Queue {
+impl RequestQueue {
     /// Adds a request, or joins the unanswered request for the same lease.
-    fn push(&self, lease: i64, ends: Moment, silence: Duration) -> oneshot::Receiver<Answer> {
-        let (answer, answered) = oneshot::channel();
+    fn push(
+        &self,
+        lease: i64,
+        expires_at: Moment,
+        idle_timeout: Duration,
+    ) -> oneshot::Receiver<TimedResponse> {
+        let (waiter, receiver) = oneshot::channel();
         let mut requests = self.requests();
         match requests.by_lease.entry(lease) {
             Entry::Occupied(mut request) => {
                 let request = request.get_mut();
-                request.silence = request.silence.min(silence);
-                request.answers.retain(|answer| !answer.is_closed());
-                request.answers.push(answer);
+                request.idle_timeout = request.idle_timeout.min(idle_timeout);
+                request.waiters.retain(|waiter| !waiter.is_closed());
+                request.waiters.push(waiter);
             }
             Entry::Vacant(entry) => {
-                entry.insert(Request { ends, silence, answers: vec![answer] });
-                requests.insert(ends, lease);
+                entry.insert(QueuedRequest { expires_at, idle_timeout, waiters: vec![waiter] });
+                requests.insert(expires_at, lease);
                 self.ready[0].notify_one();
             }
         }
-        answered
+        receiver
     }
 
     /// Takes the next request for the stream `number`. The first stream takes any request. A
     /// further stream takes requests only if the queue is too long for the streams before it.
-    fn next(&self, number: usize) -> Option<Sent> {
+    fn next(&self, number: usize) -> Option<SentRequest> {
         let mut requests = self.requests();
         while number == 0 || number <= requests.further_streams() {
             let Some((_, lease)) = requests.unsent.pop_first() else {
-                requests.busy_since = None;
+                requests.backlog_since = None;
                 break;
             };
             let request = requests.by_lease.get(&lease).filter(|request| request.is_awaited());
-            let Some(silence) = request.map(|request| request.silence) else {
+            let Some(idle_timeout) = request.map(|request| request.idle_timeout) else {
                 requests.by_lease.remove(&lease);
                 continue;
             };
             let further = requests.further_streams();
             if further > 0 {
-                requests.turn = requests.turn % further + 1;
-                self.ready[requests.turn].notify_one();
+                requests.next_stream = requests.next_stream % further + 1;
+                self.ready[requests.next_stream].notify_one();
             }
-            return Some(Sent { lease, at: Moment::now(), silence });
+            return Some(SentRequest { lease, sent_at: Moment::now(), idle_timeout });
         }
         None
     }
 
-    fn answer(&self, lease: i64, answer: Answer) {
+    fn complete(&self, lease: i64, response: TimedResponse) {
         let request = self.requests().by_lease.remove(&lease);
-        for waiting in request.into_iter().flat_map(|request| request.answers) {
+        for waiter in request.into_iter().flat_map(|request| request.waiters) {
             // The caller may no longer wait.
-            _ = waiting.send(answer);
+            _ = waiter.send(response);
         }
     }
 
     /// Returns unanswered requests of a stream to the queue.
-    fn push_back(&self, sent: impl IntoIterator<Item = Sent>) {
+    fn requeue(&self, sent: impl IntoIterator<Item = SentRequest>) {
         let mut requests = self.requests();
-        for Sent { lease, .. } in sent {
-            if let Some(ends) = requests.by_lease.get(&lease).map(|request| request.ends) {
-                requests.insert(ends, lease);
+        for SentRequest { lease, .. } in sent {
+            if let Some(expires_at) =
+                requests.by_lease.get(&lease).map(|request| request.expires_at)
+            {
+                requests.insert(expires_at, lease);
             }
         }
         self.ready[0].notify_one();
@@ -238,52 +260,52 @@ impl Queue {
         }
     }
 
-    fn requests(&self) -> MutexGuard<'_, Requests> {
+    fn requests(&self) -> MutexGuard<'_, PendingRequests> {
         self.requests.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A request that was sent and is unanswered.
 #[derive(Debug, Clone, Copy)]
-struct Sent {
+struct SentRequest {
     lease: i64,
-    at: Moment,
-    silence: Duration,
+    sent_at: Moment,
+    idle_timeout: Duration,
 }
 
 /// The unanswered requests of one stream, in order. Dropping it returns them to the queue.
 struct InFlight<'a> {
-    queue: &'a Queue,
-    sent: VecDeque<Sent>,
+    queue: &'a RequestQueue,
+    sent: VecDeque<SentRequest>,
 }
 
 impl InFlight<'_> {
-    fn has_room(&self) -> bool {
-        self.sent.len() < WINDOW
+    fn has_capacity(&self) -> bool {
+        self.sent.len() < IN_FLIGHT_MAX
     }
 
-    fn answered(&mut self, answer: LeaseKeepAliveResponse) {
-        let Some(at) = self.sent.iter().position(|sent| sent.lease == answer.id) else { return };
-        if let Some(Sent { lease, at: sent, .. }) = self.sent.remove(at) {
-            let term = answer.header.unwrap_or_default().raft_term;
-            self.queue.answer(lease, Answer { sent, ttl: answer.ttl, term });
+    fn on_response(&mut self, response: LeaseKeepAliveResponse) {
+        let Some(at) = self.sent.iter().position(|sent| sent.lease == response.id) else { return };
+        if let Some(SentRequest { lease, sent_at, .. }) = self.sent.remove(at) {
+            let term = response.header.unwrap_or_default().raft_term;
+            self.queue.complete(lease, TimedResponse { sent_at, ttl: response.ttl, term });
         }
     }
 
     /// Returns how long the stream may be silent; `None` if no response is due.
-    fn silence(&self) -> Option<Duration> {
-        self.sent.iter().map(|sent| sent.silence).min()
+    fn idle_timeout(&self) -> Option<Duration> {
+        self.sent.iter().map(|sent| sent.idle_timeout).min()
     }
 }
 
 impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        self.queue.push_back(self.sent.drain(..));
+        self.queue.requeue(self.sent.drain(..));
     }
 }
 
 /// Sends requests, over one stream after the other.
-async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
+async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, number: usize) {
     let mut pause = PAUSE_MIN;
     loop {
         let Some(first) = queue.next(number) else {
@@ -291,9 +313,9 @@ async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
             continue;
         };
         let mut in_flight = InFlight { queue: &queue, sent: VecDeque::from([first]) };
-        match link.wire().await {
-            Ok(wire) => {
-                if stream(&link, &wire, number, &mut in_flight).await {
+        match client.connection().await {
+            Ok(connection) => {
+                if serve_stream(&client, &connection, number, &mut in_flight).await {
                     pause = PAUSE_MIN;
                 } else {
                     // A member or a proxy may end each stream at once, and each stream costs a
@@ -313,68 +335,76 @@ async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
 
 /// Serves one stream until it ends. Returns false if no response arrived over it, unless another
 /// caller replaced its connection.
-async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFlight<'_>) -> bool {
-    let mut departures = link.departures();
+async fn serve_stream(
+    client: &EtcdClient,
+    connection: &MemberConnection,
+    number: usize,
+    in_flight: &mut InFlight<'_>,
+) -> bool {
+    let mut disconnects = client.disconnects();
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
-    let send = |sent: Sent| requests.send(LeaseKeepAliveRequest { id: sent.lease }).is_ok();
-    // Sent before the stream opens, because a member answers the opening only with its first
+    let send = |sent: SentRequest| requests.send(LeaseKeepAliveRequest { id: sent.lease }).is_ok();
+    // Sent before the stream opens, because a member confirms the stream only by its first
     // response.
     if !in_flight.sent.iter().all(|sent| send(*sent)) {
         return false;
     }
-    let silence = in_flight.silence().unwrap_or_else(|| link.patience());
-    let opened = timeout(silence, link.stream(wire, KEEP_ALIVE, outgoing)).await;
-    let Ok(Ok(answers)) = opened else {
-        link.leave(wire.number, true);
+    let idle_timeout = in_flight.idle_timeout().unwrap_or_else(|| client.response_timeout());
+    let opened = timeout(idle_timeout, client.open_stream(connection, KEEP_ALIVE, outgoing)).await;
+    let Ok(Ok(responses)) = opened else {
+        client.disconnect(connection.number, true);
         return false;
     };
-    let mut has_answered = false;
-    let mut answers: Streaming<LeaseKeepAliveResponse> = answers;
-    wire.heard();
-    let mut heard = Instant::now();
+    let mut has_response = false;
+    let mut responses: Streaming<LeaseKeepAliveResponse> = responses;
+    connection.record_receive();
+    let mut last_response_at = Instant::now();
     loop {
-        while in_flight.has_room()
+        while in_flight.has_capacity()
             && let Some(sent) = in_flight.queue.next(number)
         {
             if in_flight.sent.is_empty() {
                 // No response was due until now.
-                heard = Instant::now();
+                last_response_at = Instant::now();
             }
             in_flight.sent.push_back(sent);
             if !send(sent) {
-                return has_answered;
+                return has_response;
             }
         }
-        let silent = async {
-            match in_flight.silence() {
-                Some(silence) => sleep_until(heard + silence).await,
+        let idle_timer = async {
+            match in_flight.idle_timeout() {
+                Some(idle_timeout) => sleep_until(last_response_at + idle_timeout).await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             biased;
-            answer = answers.message() => {
-                let Ok(Some(answer)) = answer else {
-                    link.leave(wire.number, true);
-                    return has_answered;
+            response = responses.message() => {
+                let Ok(Some(response)) = response else {
+                    client.disconnect(connection.number, true);
+                    return has_response;
                 };
-                has_answered = true;
-                heard = Instant::now();
-                wire.heard();
-                in_flight.answered(answer);
+                has_response = true;
+                last_response_at = Instant::now();
+                connection.record_receive();
+                in_flight.on_response(response);
             }
-            () = in_flight.queue.ready[number].notified(), if in_flight.has_room() => {}
-            left = departures.wait_for(|&left| left >= wire.number) => {
-                drop(left);
+            () = in_flight.queue.ready[number].notified(), if in_flight.has_capacity() => {}
+            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+                drop(disconnected);
                 return true;
             }
-            () = silent => {
+            () = idle_timer => {
                 // Other traffic with the member succeeds, so only this stream hangs.
-                if !in_flight.silence().is_some_and(|silence| wire.was_heard_within(silence)) {
-                    link.leave(wire.number, true);
+                if !in_flight
+                    .idle_timeout()
+                    .is_some_and(|idle_timeout| connection.has_received_within(idle_timeout))
+                {
+                    client.disconnect(connection.number, true);
                 }
-                return has_answered;
+                return has_response;
             }
         }
     }
@@ -383,10 +413,10 @@ async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFligh
 /// The limits of the pause after a stream without a response. The pause doubles each time.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of streams. A leader answers thousands of requests per second on the first
+/// The maximum number of streams. A leader processes thousands of requests per second on the first
 /// one.
 const STREAMS_MAX: usize = 16;
 /// How long the queue must be continuously non-empty before further streams are opened.
-const BUSY: Duration = Duration::from_millis(200);
+const BACKLOG_AGE_MIN: Duration = Duration::from_millis(200);
 /// The maximum number of unanswered requests per stream.
-const WINDOW: usize = 8;
+const IN_FLIGHT_MAX: usize = 8;

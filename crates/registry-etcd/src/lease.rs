@@ -1,31 +1,31 @@
-//! One lease: the duration that the members granted, and how much of it is certainly left. No I/O.
+//! One lease: the duration that the members granted, and its guaranteed remaining time. No I/O.
 
 use std::time::Duration;
 
 use registry_core::Moment;
 
-/// A lease in the cluster, which ends unless it is kept alive.
+/// A lease in the cluster. It expires unless it is kept alive.
 #[derive(Debug, Clone)]
-pub(crate) struct Lease {
+pub(crate) struct EtcdLease {
     pub(crate) id: i64,
     ttl: Duration,
-    /// The lease lasts for its full duration from here on, at minimum.
-    refreshed: Moment,
-    /// A later such time, which is not proven yet.
-    pending: Option<Pending>,
+    /// The lease lasts at least for its full duration from this time on.
+    extended_at: Moment,
+    /// A later extension, which no majority has confirmed yet.
+    unconfirmed: Option<UnconfirmedExtension>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Pending {
-    refreshed: Moment,
+struct UnconfirmedExtension {
+    extended_at: Moment,
     term: u64,
 }
 
-impl Lease {
+impl EtcdLease {
     /// Creates a lease of duration `ttl` that was granted by a response to a request sent at
-    /// `sent`.
-    pub(crate) fn new(id: i64, ttl: Duration, sent: Moment) -> Self {
-        Self { id, ttl, refreshed: sent, pending: None }
+    /// `sent_at`.
+    pub(crate) fn new(id: i64, ttl: Duration, sent_at: Moment) -> Self {
+        Self { id, ttl, extended_at: sent_at, unconfirmed: None }
     }
 
     /// Returns the full duration of the lease.
@@ -33,47 +33,47 @@ impl Lease {
         self.ttl
     }
 
-    /// Returns how much of the lease is certainly left.
-    pub(crate) fn left(&self) -> Duration {
-        self.ttl.saturating_sub(Moment::now().since(self.refreshed))
+    /// Returns the guaranteed remaining time of the lease.
+    pub(crate) fn remaining(&self) -> Duration {
+        self.ttl.saturating_sub(Moment::now().since(self.extended_at))
     }
 
-    /// Returns the time until which the lease certainly lasts unless it is kept alive again.
-    pub(crate) fn ends(&self) -> Moment {
-        self.refreshed.after(self.ttl)
+    /// Returns the earliest time at which the lease may expire unless it is kept alive again.
+    pub(crate) fn expires_at(&self) -> Moment {
+        self.extended_at.after(self.ttl)
     }
 
-    /// Returns when the lease was last kept alive, proven or not.
-    pub(crate) fn latest(&self) -> Moment {
-        self.pending.map_or(self.refreshed, |pending| pending.refreshed)
+    /// Returns when the lease was last extended, confirmed or not.
+    pub(crate) fn last_extended(&self) -> Moment {
+        self.unconfirmed.map_or(self.extended_at, |unconfirmed| unconfirmed.extended_at)
     }
 
-    /// Records that a member answered, in `term`, the `LeaseKeepAlive` request sent at `sent`.
+    /// Records a response, in `term`, to the `LeaseKeepAlive` request sent at `sent_at`.
     ///
-    /// The answer proves nothing yet. A leader that was suspended and replaced without noticing
-    /// keeps leases alive that its successor lets expire. Unlike a write or a linearizable read,
-    /// `LeaseKeepAlive` does not need a majority.
-    pub(crate) fn kept_alive(&mut self, sent: Moment, ttl: Duration, term: u64) {
+    /// The response alone guarantees nothing. A leader that was suspended and does not know of its
+    /// successor still extends leases, which the successor lets expire. Unlike a write or a
+    /// linearizable read, `LeaseKeepAlive` does not need a majority.
+    pub(crate) fn record_extension(&mut self, sent_at: Moment, ttl: Duration, term: u64) {
         self.ttl = ttl;
-        self.pending = Some(Pending { refreshed: sent, term });
+        self.unconfirmed = Some(UnconfirmedExtension { extended_at: sent_at, term });
     }
 
-    /// Records that a majority answered, in `term`, a request sent after the last `LeaseKeepAlive`
-    /// response. If the term is the same, the leader that kept the lease alive was still leading,
-    /// so the lease counts from that response's request. Any later leader gives each lease its full
-    /// duration again.
-    pub(crate) fn prove(&mut self, term: u64) {
-        if let Some(pending) = self.pending.take_if(|pending| pending.term <= term)
-            && pending.term == term
+    /// Records a response of a majority, in `term`, to a request sent after the last
+    /// `LeaseKeepAlive` response. If the terms are equal, the leader that extended the lease was
+    /// still the leader, so the extension counts. Any later leader extends each lease to its full
+    /// duration.
+    pub(crate) fn confirm(&mut self, term: u64) {
+        if let Some(unconfirmed) = self.unconfirmed.take_if(|unconfirmed| unconfirmed.term <= term)
+            && unconfirmed.term == term
         {
-            self.refreshed = pending.refreshed;
+            self.extended_at = unconfirmed.extended_at;
         }
     }
 }
 
-/// Returns how many seconds a lease must last for a claim of `lease`: rounded up to whole seconds,
-/// plus one. In that extra second another claim can reuse the lease without keeping it alive first.
-pub(crate) fn seconds(lease: Duration) -> i64 {
+/// Returns the duration in seconds of a lease for a claim of `lease`: rounded up to whole seconds,
+/// plus one. Within that extra second, another claim can reuse the lease without an extension.
+pub(crate) fn ttl_seconds(lease: Duration) -> i64 {
     let whole = lease.as_secs() + u64::from(lease.subsec_nanos() > 0);
     i64::try_from(whole).unwrap_or(i64::MAX - 1) + 1
 }
@@ -85,23 +85,26 @@ mod tests {
     const TTL: Duration = Duration::from_secs(10);
 
     #[test]
-    fn a_lease_lasts_longer_than_the_claim_that_it_is_for() {
+    fn a_lease_lasts_longer_than_its_claim() {
         for (lease, ttl) in [(2_000, 3), (2_001, 4), (1, 2), (30_000, 31)] {
-            assert_eq!(seconds(Duration::from_millis(lease)), ttl, "{lease} ms");
+            assert_eq!(ttl_seconds(Duration::from_millis(lease)), ttl, "{lease} ms");
         }
     }
 
     #[tokio::test(start_paused = true)]
-    async fn what_a_leader_says_that_may_be_one_no_more_counts_only_when_a_majority_has_answered() {
-        let mut lease = Lease::new(1, TTL, Moment::now());
+    async fn an_extension_counts_only_after_a_majority_response_in_the_same_term() {
+        let mut lease = EtcdLease::new(1, TTL, Moment::now());
         tokio::time::advance(Duration::from_millis(20)).await;
-        assert!(lease.left() < TTL - Duration::from_millis(10));
-        lease.kept_alive(Moment::now(), TTL, 7);
-        assert!(lease.left() < TTL - Duration::from_millis(10), "it is not proven");
-        lease.prove(8);
-        assert!(lease.left() < TTL - Duration::from_millis(10), "another leader has answered");
-        lease.kept_alive(Moment::now(), TTL, 8);
-        lease.prove(8);
-        assert!(lease.left() > TTL - Duration::from_millis(10), "it is proven");
+        assert!(lease.remaining() < TTL - Duration::from_millis(10));
+        lease.record_extension(Moment::now(), TTL, 7);
+        assert!(lease.remaining() < TTL - Duration::from_millis(10), "it is not confirmed");
+        lease.confirm(8);
+        assert!(
+            lease.remaining() < TTL - Duration::from_millis(10),
+            "the confirmation is of another term"
+        );
+        lease.record_extension(Moment::now(), TTL, 8);
+        lease.confirm(8);
+        assert!(lease.remaining() > TTL - Duration::from_millis(10), "it is confirmed");
     }
 }

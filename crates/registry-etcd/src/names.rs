@@ -5,7 +5,7 @@
 //! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, in hexadecimal |
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
-//! In the native layout each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue. The
+//! In the native layout, each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue. The
 //! etcdctl layout escapes nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
@@ -16,21 +16,21 @@ use registry_core::{InvalidKey, Key};
 
 use crate::config::Layout;
 
-/// Escaped in the native layout: all characters except those that remain readable.
+/// Escaped in the native layout: all characters except those that are safe and common in keys.
 const ESCAPED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b':').remove(b'~');
 
 #[derive(Debug, Clone)]
-pub(crate) struct Names {
+pub(crate) struct KeyNames {
     layout: Layout,
     /// The prefix of all names.
     prefix: String,
 }
 
-impl Names {
+impl KeyNames {
     pub(crate) fn new(layout: Layout, namespace: &str) -> Self {
         let prefix = match layout {
-            Layout::Native => escaped(namespace) + "/",
+            Layout::Native => escape(namespace) + "/",
             Layout::Etcdctl if namespace.is_empty() => String::new(),
             Layout::Etcdctl => format!("{namespace}/"),
         };
@@ -46,72 +46,72 @@ impl Names {
     /// Returns the prefix of all entries in the queue of `key`.
     pub(crate) fn queue(&self, key: &Key) -> Vec<u8> {
         let key = match self.layout {
-            Layout::Native => escaped(key.as_str()),
+            Layout::Native => escape(key.as_str()),
             Layout::Etcdctl => key.as_str().to_owned(),
         };
         [&*self.prefix, &key, "/"].concat().into_bytes()
     }
 
     /// Returns the name of the entry in `queue` with this lease.
-    pub(crate) fn place(queue: &[u8], lease: i64) -> Vec<u8> {
+    pub(crate) fn entry(queue: &[u8], lease: i64) -> Vec<u8> {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
-    /// Returns whether entries have tombstones. Peers write none, and their users may have rights
-    /// for the queue only.
-    pub(crate) fn have_traces(&self) -> bool {
+    /// Returns whether entries have tombstones. In the etcdctl layout they have none: peers write
+    /// none, and users may have permissions for the queue only.
+    pub(crate) fn has_tombstones(&self) -> bool {
         self.layout == Layout::Native
     }
 
     /// Returns the prefix of all tombstones of `queue`, if entries have tombstones.
-    pub(crate) fn traces(&self, queue: &[u8]) -> Option<Vec<u8>> {
-        let lock = queue.strip_suffix(b"/").filter(|_| self.have_traces())?;
+    pub(crate) fn tombstone_prefix(&self, queue: &[u8]) -> Option<Vec<u8>> {
+        let lock = queue.strip_suffix(b"/").filter(|_| self.has_tombstones())?;
         // No key contains an unescaped `!`.
         Some([lock, b"!"].concat())
     }
 
-    /// Returns the name of the tombstone of the entry `place`.
-    pub(crate) fn trace(&self, place: &[u8]) -> Option<Vec<u8>> {
-        let end = place.iter().rposition(|&byte| byte == b'/')? + 1;
-        let (queue, lease) = place.split_at(end);
-        Some([&*self.traces(queue)?, lease].concat())
+    /// Returns the name of the tombstone of the entry `entry`.
+    pub(crate) fn tombstone(&self, entry: &[u8]) -> Option<Vec<u8>> {
+        let end = entry.iter().rposition(|&byte| byte == b'/')? + 1;
+        let (queue, lease) = entry.split_at(end);
+        Some([&*self.tombstone_prefix(queue)?, lease].concat())
     }
 
     /// Refuses a key whose queue would be inside another lock's queue.
-    pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
+    pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Etcdctl && key.as_str().contains('/') {
             return Err(InvalidKey::layout(
-                "with a slash it would stand in the queue of the lock that is named like the part before it, and block that; put that \
-                 part into the namespace",
+                "a slash would place its entries in the queue of another lock, named like the part \
+                 before the slash; use that part as the namespace",
             ));
         }
         Ok(())
     }
 
     /// Returns the lock's key if `name` is the name of a queue entry in this namespace.
-    pub(crate) fn key(&self, name: &[u8]) -> Option<Key> {
+    pub(crate) fn parse_key(&self, name: &[u8]) -> Option<Key> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix(&self.prefix)?;
         let (key, lease) = name.rsplit_once('/')?;
-        let digits = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        if lease.is_empty() || lease.len() > 16 || !lease.bytes().all(digits) {
+        let is_hex_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        if lease.is_empty() || lease.len() > 16 || !lease.bytes().all(is_hex_digit) {
             return None;
         }
         let key = match self.layout {
             Layout::Native => percent_decode_str(key).decode_utf8().ok()?.into_owned(),
             Layout::Etcdctl => key.to_owned(),
         };
-        let known = Key::new(&key).ok()?;
-        self.check(&known).ok()?;
+        let parsed = Key::new(&key).ok()?;
+        self.check_key(&parsed).ok()?;
         // Accept only the spelling that `queue` produces.
-        self.queue(&known)
+        self.queue(&parsed)
             .strip_suffix(b"/")?
             .ends_with(name.rsplit_once('/')?.0.as_bytes())
-            .then_some(known)
+            .then_some(parsed)
     }
 }
 
 /// Returns the first key after all keys with `prefix`, as etcd expects the end of a range.
-pub(crate) fn end_of(prefix: &[u8]) -> Vec<u8> {
+pub(crate) fn prefix_end(prefix: &[u8]) -> Vec<u8> {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {
         if last < u8::MAX {
@@ -123,7 +123,7 @@ pub(crate) fn end_of(prefix: &[u8]) -> Vec<u8> {
     vec![0]
 }
 
-fn escaped(text: &str) -> String {
+fn escape(text: &str) -> String {
     utf8_percent_encode(text, ESCAPED).to_string()
 }
 
@@ -139,27 +139,29 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_tells_its_key(text in ".{1,40}", namespace in ".{1,10}", lease: i64) {
-            let names = Names::new(Layout::Native, &namespace);
+        fn a_name_is_parsed_to_its_key(text in ".{1,40}", namespace in ".{1,10}", lease: i64) {
+            let names = KeyNames::new(Layout::Native, &namespace);
             let key = key(&text);
-            let place = Names::place(&names.queue(&key), lease);
-            prop_assert_eq!(names.key(&place), Some(key));
-            let trace = names.trace(&place).unwrap();
-            prop_assert_eq!(names.key(&trace), None);
-            prop_assert!(trace.starts_with(names.prefix().as_bytes()), "whoever may lock may write it");
+            let entry = KeyNames::entry(&names.queue(&key), lease);
+            prop_assert_eq!(names.parse_key(&entry), Some(key));
+            let tombstone = names.tombstone(&entry).unwrap();
+            prop_assert_eq!(names.parse_key(&tombstone), None);
+            let has_prefix = tombstone.starts_with(names.prefix().as_bytes());
+            prop_assert!(has_prefix, "a permission for the prefix suffices");
         }
 
         #[test]
-        fn no_queue_is_part_of_another(one in "[a/%.]{1,6}", other in "[a/%.]{1,6}") {
+        fn no_queue_is_inside_another(one in "[a/%.]{1,6}", other in "[a/%.]{1,6}") {
             for layout in [Layout::Native, Layout::Etcdctl] {
-                let names = Names::new(layout, "n");
+                let names = KeyNames::new(layout, "n");
                 let (one, other) = (key(&one), key(&other));
-                if one != other && names.check(&one).is_ok() && names.check(&other).is_ok() {
+                if one != other && names.check_key(&one).is_ok() && names.check_key(&other).is_ok() {
                     let (one, other) = (names.queue(&one), names.queue(&other));
                     prop_assert!(!one.starts_with(&other));
-                    if let Some(traces) = names.traces(&other) {
-                        prop_assert!(!one.starts_with(&traces));
-                        prop_assert!(!names.traces(&one).unwrap().starts_with(&traces));
+                    if let Some(tombstone_prefix) = names.tombstone_prefix(&other) {
+                        prop_assert!(!one.starts_with(&tombstone_prefix));
+                        let other_prefix = names.tombstone_prefix(&one).unwrap();
+                        prop_assert!(!other_prefix.starts_with(&tombstone_prefix));
                     }
                 }
             }
@@ -167,38 +169,38 @@ mod tests {
     }
 
     #[test]
-    fn names_are_those_of_etcdctl() {
-        let names = Names::new(Layout::Etcdctl, "");
-        assert_eq!(Names::place(&names.queue(&key("orders")), 0x1a2b), b"orders/1a2b");
-        let names = Names::new(Layout::Etcdctl, "/locks");
+    fn names_are_equal_to_those_of_etcdctl() {
+        let names = KeyNames::new(Layout::Etcdctl, "");
+        assert_eq!(KeyNames::entry(&names.queue(&key("orders")), 0x1a2b), b"orders/1a2b");
+        let names = KeyNames::new(Layout::Etcdctl, "/locks");
         assert_eq!(names.queue(&key("orders")), b"/locks/orders/");
-        assert_eq!(names.trace(b"/locks/orders/1f"), None);
-        assert!(names.check(&key("a/b")).is_err());
-        assert_eq!(names.key(b"/locks/a/b/1"), None);
-        assert_eq!(names.key(b"/locks/a/config"), None);
-        assert_eq!(names.key(b"/locks/a/1f"), Some(key("a")));
+        assert_eq!(names.tombstone(b"/locks/orders/1f"), None);
+        assert!(names.check_key(&key("a/b")).is_err());
+        assert_eq!(names.parse_key(b"/locks/a/b/1"), None);
+        assert_eq!(names.parse_key(b"/locks/a/config"), None);
+        assert_eq!(names.parse_key(b"/locks/a/1f"), Some(key("a")));
     }
 
     #[test]
     fn namespaces_share_no_names() {
-        let queue = |namespace| Names::new(Layout::Native, namespace).queue(&key("a"));
+        let queue = |namespace| KeyNames::new(Layout::Native, namespace).queue(&key("a"));
         assert!(!queue("x/y").starts_with(&queue("x")));
         assert_eq!(queue("shop 1"), b"shop%201/a/");
     }
 
     #[test]
-    fn a_trace_stands_beside_the_queue() {
-        let names = Names::new(Layout::Native, "shop");
-        let place = Names::place(&names.queue(&key("a/b!c")), 0x1f);
-        assert_eq!(place, b"shop/a%2Fb%21c/1f");
-        assert_eq!(names.trace(&place).unwrap(), b"shop/a%2Fb%21c!1f");
+    fn a_tombstone_is_outside_the_queue() {
+        let names = KeyNames::new(Layout::Native, "shop");
+        let entry = KeyNames::entry(&names.queue(&key("a/b!c")), 0x1f);
+        assert_eq!(entry, b"shop/a%2Fb%21c/1f");
+        assert_eq!(names.tombstone(&entry).unwrap(), b"shop/a%2Fb%21c!1f");
     }
 
     #[test]
-    fn the_end_of_a_range_comes_after_all_that_is_in_it() {
-        assert_eq!(end_of(b"a/"), b"a0");
-        assert_eq!(end_of(b"a\xff"), b"b");
-        assert_eq!(end_of(b"\xff"), b"\0");
-        assert_eq!(end_of(b""), b"\0");
+    fn the_end_of_a_range_is_after_all_keys_of_the_range() {
+        assert_eq!(prefix_end(b"a/"), b"a0");
+        assert_eq!(prefix_end(b"a\xff"), b"b");
+        assert_eq!(prefix_end(b"\xff"), b"\0");
+        assert_eq!(prefix_end(b""), b"\0");
     }
 }

@@ -1,5 +1,5 @@
-//! A pool of unused leases. A claim takes a lease exclusively and returns it for later claims,
-//! which saves a write. A lease with a request that may still arrive is never reused.
+//! A pool of unused leases. A claim uses a lease exclusively and returns it for later claims, which
+//! saves a write. A lease with a request that may still arrive is never reused.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -11,113 +11,115 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
-use crate::error::{Failure, unreadable};
-use crate::lease::Lease;
-use crate::link::Link;
+use crate::client::EtcdClient;
+use crate::error::{CallError, protocol_error};
+use crate::lease::EtcdLease;
+use crate::proto::{LeaseGrantRequest, LeaseGrantResponse, LeaseRevokeRequest};
 use crate::txn;
-use crate::wire::{LeaseGrantRequest, LeaseGrantResponse, LeaseRevokeRequest};
 
-pub(crate) struct Pool {
-    link: Link,
+pub(crate) struct LeasePool {
+    client: EtcdClient,
     /// Unused leases by their requested duration in seconds.
-    idle: Mutex<HashMap<i64, Vec<Lease>>>,
+    idle: Mutex<HashMap<i64, Vec<EtcdLease>>>,
     // Unbounded: the items are small, and most claims return their lease to the pool.
-    done: mpsc::UnboundedSender<Left>,
+    cleanup: mpsc::UnboundedSender<CleanupItem>,
     task: JoinHandle<()>,
 }
 
-/// An item for the background task to delete.
-enum Left {
-    Lease(i64),
-    /// A tombstone that was created in that revision.
-    Trace(Vec<u8>, i64),
-    /// The tombstone of a holder that is being notified of its loss, and the time at which to
-    /// delete it.
-    LostTrace(Vec<u8>, Instant),
+/// A command for the background task. Its failure is harmless, because every key has a lease.
+enum CleanupItem {
+    RevokeLease(i64),
+    /// Deletes the tombstone if it was created in that revision.
+    DeleteTombstone(Vec<u8>, i64),
+    /// Deletes the tombstone of a lost entry at that time.
+    DeleteLostTombstone(Vec<u8>, Instant),
 }
 
-impl Pool {
-    pub(crate) fn new(link: Link) -> Self {
-        let (done, received) = mpsc::unbounded_channel();
-        let task = tokio::spawn(clear_away(link.clone(), received));
-        Self { link, idle: Mutex::default(), done, task }
+impl LeasePool {
+    pub(crate) fn new(client: EtcdClient) -> Self {
+        let (cleanup, receiver) = mpsc::unbounded_channel();
+        let task = tokio::spawn(run_cleanup(client.clone(), receiver));
+        Self { client, idle: Mutex::default(), cleanup, task }
     }
 
-    /// Returns a lease of duration `seconds` that is not known to have ended.
-    pub(crate) async fn take(&self, seconds: i64) -> Result<Lease, BackendError> {
+    /// Returns a lease of duration `ttl_seconds` that is not known to have ended.
+    pub(crate) async fn acquire(&self, ttl_seconds: i64) -> Result<EtcdLease, BackendError> {
         {
             let mut idle = self.idle();
-            if let Some(leases) = idle.get_mut(&seconds) {
-                // The lease that was returned last is the youngest.
-                let lease = leases.pop().filter(|lease| !lease.left().is_zero());
+            if let Some(leases) = idle.get_mut(&ttl_seconds) {
+                // The lease that was released last has the longest remaining time.
+                let lease = leases.pop().filter(|lease| !lease.remaining().is_zero());
                 if lease.is_none() || leases.is_empty() {
-                    idle.remove(&seconds);
+                    idle.remove(&ttl_seconds);
                 }
                 if let Some(lease) = lease {
                     return Ok(lease);
                 }
             }
         }
-        self.grant(seconds).await
+        self.grant(ttl_seconds).await
     }
 
     /// Requests a new lease.
     pub(crate) fn grant(
         &self,
-        seconds: i64,
-    ) -> impl Future<Output = Result<Lease, BackendError>> + Send + use<> {
-        let link = self.link.clone();
+        ttl_seconds: i64,
+    ) -> impl Future<Output = Result<EtcdLease, BackendError>> + Send + use<> {
+        let client = self.client.clone();
         async move {
-            let sent = Moment::now();
-            // If the response is lost, the lease expires on its own, with nothing attached to it.
-            let granted = link.call(LeaseGrantRequest { ttl: seconds }).await;
+            let sent_at = Moment::now();
+            // If the response is lost, the lease expires on its own. No key is attached to it.
+            let granted = client.call(LeaseGrantRequest { ttl: ttl_seconds }).await;
             let granted = granted.map_err(|failure| failure.into_error().as_refused())?;
-            read(&granted, sent).ok_or_else(|| unreadable().as_refused())
+            decode_lease(&granted, sent_at).ok_or_else(|| protocol_error().as_refused())
         }
     }
 
     /// Returns a lease to the pool. No key may be attached to it, and no request for it may be
     /// pending.
-    pub(crate) fn give_back(&self, seconds: i64, lease: Lease) {
+    pub(crate) fn release(&self, ttl_seconds: i64, lease: EtcdLease) {
         {
             let mut idle = self.idle();
-            let leases = idle.entry(seconds).or_default();
+            let leases = idle.entry(ttl_seconds).or_default();
             if leases.len() < IDLE_MAX {
                 leases.push(lease);
                 return;
             }
         }
-        self.end(lease.id);
+        self.revoke_later(lease.id);
     }
 
     /// Revokes a lease in the background, which deletes all its keys.
-    pub(crate) fn end(&self, lease: i64) {
-        _ = self.done.send(Left::Lease(lease));
+    pub(crate) fn revoke_later(&self, lease: i64) {
+        _ = self.cleanup.send(CleanupItem::RevokeLease(lease));
     }
 
-    /// Deletes the tombstone `name` in the background, if it was created in the revision `created`.
-    pub(crate) fn erase(&self, name: Vec<u8>, created: i64) {
-        _ = self.done.send(Left::Trace(name, created));
+    /// Deletes the tombstone `name` in the background, if it was created in the revision
+    /// `create_revision`.
+    pub(crate) fn delete_tombstone(&self, name: Vec<u8>, create_revision: i64) {
+        _ = self.cleanup.send(CleanupItem::DeleteTombstone(name, create_revision));
     }
 
-    /// Deletes the tombstone `name` of a lost entry in the background, after [`HEARING`]. The
-    /// holder is notified of its loss only after this call.
-    pub(crate) fn erase_later(&self, name: Vec<u8>) {
-        _ = self.done.send(Left::LostTrace(name, Instant::now() + HEARING));
+    /// Deletes the tombstone `name` of a lost entry in the background, after
+    /// [`LOSS_NOTIFICATION_MAX`]. The holder is notified of its loss only after this call.
+    pub(crate) fn delete_tombstone_later(&self, name: Vec<u8>) {
+        _ = self
+            .cleanup
+            .send(CleanupItem::DeleteLostTombstone(name, Instant::now() + LOSS_NOTIFICATION_MAX));
     }
 
     /// Revokes a lease, which deletes all its keys and fails every request for it that arrives
     /// later. Returns true if the lease existed.
-    pub(crate) async fn end_now(&self, lease: i64) -> Result<bool, BackendError> {
-        match self.link.call(LeaseRevokeRequest { id: lease }).await {
+    pub(crate) async fn revoke(&self, lease: i64) -> Result<bool, BackendError> {
+        match self.client.call(LeaseRevokeRequest { id: lease }).await {
             Ok(_) => Ok(true),
-            Err(Failure::NoLease) => Ok(false),
+            Err(CallError::LeaseNotFound) => Ok(false),
             Err(failure) => Err(failure.into_error()),
         }
     }
 
-    /// Forgets all leases, because the members have ended one that should have lasted.
-    pub(crate) fn distrust(&self) {
+    /// Removes all leases. Called after the members have ended one that should still exist.
+    pub(crate) fn clear(&self) {
         self.idle().clear();
     }
 
@@ -125,44 +127,44 @@ impl Pool {
     pub(crate) async fn close(&self) {
         let idle = std::mem::take(&mut *self.idle());
         for lease in idle.into_values().flatten() {
-            if self.end_now(lease.id).await.is_err() {
+            if self.revoke(lease.id).await.is_err() {
                 // The leases expire on their own.
                 return;
             }
         }
     }
 
-    fn idle(&self) -> MutexGuard<'_, HashMap<i64, Vec<Lease>>> {
+    fn idle(&self) -> MutexGuard<'_, HashMap<i64, Vec<EtcdLease>>> {
         self.idle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Drop for Pool {
+impl Drop for LeasePool {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-impl fmt::Debug for Pool {
+impl fmt::Debug for LeasePool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").finish_non_exhaustive()
+        f.debug_struct("LeasePool").finish_non_exhaustive()
     }
 }
 
-/// Returns the lease that was granted in response to a request sent at `sent`, if one was.
-fn read(granted: &LeaseGrantResponse, sent: Moment) -> Option<Lease> {
+/// Returns the lease that was granted in response to a request sent at `sent_at`, if one was.
+fn decode_lease(granted: &LeaseGrantResponse, sent_at: Moment) -> Option<EtcdLease> {
     let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0)?;
     // A key that is attached to lease 0 has no lease and would never expire.
-    let is_one = granted.id != 0 && granted.error.is_empty();
-    is_one.then(|| Lease::new(granted.id, Duration::from_secs(ttl), sent))
+    let is_valid = granted.id != 0 && granted.error.is_empty();
+    is_valid.then(|| EtcdLease::new(granted.id, Duration::from_secs(ttl), sent_at))
 }
 
-async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
+async fn run_cleanup(client: EtcdClient, mut items: mpsc::UnboundedReceiver<CleanupItem>) {
     // Ordered by time.
-    let mut later: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
+    let mut delayed: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
     loop {
-        let due = later.front().map(|&(_, at)| at);
-        let is_due = async {
+        let due = delayed.front().map(|&(_, at)| at);
+        let timer = async {
             match due {
                 Some(at) => sleep_until(at).await,
                 None => std::future::pending().await,
@@ -171,26 +173,28 @@ async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
         // Failures are ignored: each item expires with its lease.
         tokio::select! {
             biased;
-            () = is_due => if let Some((name, _)) = later.pop_front() {
+            () = timer => if let Some((name, _)) = delayed.pop_front() {
                 // The revision does not matter: no claim can write this name again, because none
                 // has its lease.
-                _ = link.call(txn::erase(&name)).await;
+                _ = client.call(txn::delete_any_revision(&name)).await;
             },
-            left = done.recv() => match left {
-                Some(Left::Lease(id)) => _ = link.call(LeaseRevokeRequest { id }).await,
-                Some(Left::Trace(name, created)) => {
-                    _ = link.call(txn::delete(&name, created)).await;
+            item = items.recv() => match item {
+                Some(CleanupItem::RevokeLease(id)) => {
+                    _ = client.call(LeaseRevokeRequest { id }).await;
                 }
-                Some(Left::LostTrace(name, at)) => later.push_back((name, at)),
+                Some(CleanupItem::DeleteTombstone(name, create_revision)) => {
+                    _ = client.call(txn::delete(&name, create_revision)).await;
+                }
+                Some(CleanupItem::DeleteLostTombstone(name, at)) => delayed.push_back((name, at)),
                 None => return,
             },
         }
     }
 }
 
-/// The maximum time from the response that a lock is lost until its holder is notified. Only local
-/// work happens in between.
-const HEARING: Duration = Duration::from_millis(25);
+/// The maximum time from the response that reveals a loss until its holder is notified. This code
+/// sends no request in between.
+const LOSS_NOTIFICATION_MAX: Duration = Duration::from_millis(25);
 
 /// The maximum number of unused leases of one duration. A process that releases many locks at once
 /// does not need more afterwards.
@@ -201,9 +205,9 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn what_is_no_lease_is_not_taken_for_one() {
+    async fn a_response_without_a_lease_is_rejected() {
         let granted = |id, ttl, error: &str| {
-            read(&LeaseGrantResponse { id, ttl, error: error.to_owned() }, Moment::now())
+            decode_lease(&LeaseGrantResponse { id, ttl, error: error.to_owned() }, Moment::now())
         };
         assert_eq!(granted(7, 5, "").unwrap().id, 7);
         for (id, ttl, error) in [(0, 5, ""), (7, 0, ""), (7, -1, ""), (7, 5, "no")] {

@@ -1,5 +1,5 @@
-//! The queue of a lock, whose first entry holds the lock. Joins, reads, waits in and leaves the
-//! queue. Called by the `LockBackend` implementation.
+//! The queue of a lock, whose first entry holds the lock. Enqueues and dequeues claims, reads the
+//! queue, and waits for predecessors. Called by the `LockBackend` implementation.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -8,608 +8,694 @@ use futures_util::future::join;
 use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::backend::{EtcdBackend, TRIES};
-use crate::claims::{Before, Place, Seat};
+use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
+use crate::claims::{ClaimEntry, EntryGuard, Predecessor};
 
-use crate::ears::Heard;
-use crate::error::{Failure, unreadable};
-use crate::keep_alive::KeptAlive;
-use crate::lease::{Lease, seconds};
-use crate::link::Limits;
+use crate::client::RequestLimits;
+use crate::error::{CallError, protocol_error};
+use crate::keep_alive::LeaseStatus;
+use crate::lease::{EtcdLease, ttl_seconds};
+use crate::proto::{KeyValue, LeaseTimeToLiveRequest};
 use crate::record;
 use crate::txn;
-use crate::wire::{KeyValue, LeaseTimeToLiveRequest};
+use crate::watcher::WatchOutcome;
 
 /// The result of one read of the queue.
-enum Step {
-    Answer(Attempt),
+enum QueueStep {
+    Done(Attempt),
     /// The queue has changed or the entry is lost: try again.
-    Again,
+    Retry,
 }
 
 impl EtcdBackend {
     /// Adds the claim to the queue unless it has an entry, and returns whether that entry is first.
-    pub(crate) async fn step_up(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mut seat = self.claims.seat(claim).await;
-        for _ in 0..TRIES {
-            let step = match &mut *seat {
-                Some(place) if place.created.is_some() => self.look(claim, &mut seat).await?,
-                _ => self.join(claim, &mut seat).await?,
+    pub(crate) async fn enqueue(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        for _ in 0..ATTEMPTS_MAX {
+            let step = match &mut *entry_guard {
+                Some(entry) if entry.create_revision.is_some() => {
+                    self.poll_entry(claim, &mut entry_guard).await?
+                }
+                _ => self.enter_queue(claim, &mut entry_guard).await?,
             };
-            if let Step::Answer(attempt) = step {
+            if let QueueStep::Done(attempt) = step {
                 return Ok(attempt);
             }
         }
-        Err(BackendError::transient("etcd: the leases end faster than they can be used"))
+        Err(BackendError::transient(format!(
+            "etcd: in {ATTEMPTS_MAX} attempts, the leases expired before they were used"
+        )))
     }
 
     /// Joins the queue. A claim that does not wait joins only an empty queue.
-    async fn join(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
-        self.clear_away_what_is_over();
+    async fn enter_queue(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+    ) -> Result<QueueStep, BackendError> {
+        self.abandon_expired();
         let queue = self.names.queue(claim.key());
-        let mut place = match seat.take() {
+        let mut entry = match entry_guard.take() {
             // The entry of an attempt with an unknown outcome.
-            Some(place) => place,
+            Some(entry) => entry,
             None => {
-                let seconds = seconds(claim.lease());
-                Place::new(&queue, self.pool.take(seconds).await?, seconds)
+                let ttl_seconds = ttl_seconds(claim.lease());
+                ClaimEntry::new(&queue, self.pool.acquire(ttl_seconds).await?, ttl_seconds)
             }
         };
-        match self.refresh(claim, &mut place.lease).await {
-            Ok(KeptAlive::Yes) => {}
-            Ok(KeptAlive::Unknown) => {
-                self.abandon(place);
-                return Ok(Step::Again);
+        match self.ensure_lease(claim, &mut entry.lease).await {
+            Ok(LeaseStatus::Alive) => {}
+            Ok(LeaseStatus::Unknown) => {
+                self.abandon(entry);
+                return Ok(QueueStep::Retry);
             }
             // No request for the entry was sent this time.
-            Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
+            Err(error) => {
+                return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
+            }
         }
-        let trace = match self.new_trace(&queue, &place).await {
-            Ok(trace) => trace,
-            Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
+        let tombstone = match self.new_tombstone(&queue, &entry).await {
+            Ok(tombstone) => tombstone,
+            Err(error) => {
+                return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
+            }
         };
-        let trace_lease = trace.as_ref().map(|trace| trace.lease);
-        let record = record::write(claim, &self.host);
-        let join = if claim.queue() { txn::join } else { txn::join_empty };
-        let join = join(&queue, &place.name, record, place.lease.id, trace);
-        let mut answer = match self.ask(join).await {
-            Ok(answer) => answer,
-            Err(Failure::NoLease) => {
+        let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
+        let record = record::encode(claim, &self.host);
+        let enqueue = if claim.queue() { txn::enqueue } else { txn::enqueue_if_empty };
+        let enqueue = enqueue(&queue, &entry.name, record, entry.lease.id, tombstone);
+        let mut results = match self.execute(enqueue).await {
+            Ok(results) => results,
+            Err(CallError::LeaseNotFound) => {
                 // The missing lease may be the tombstone's. Without the entry's lease, no earlier
                 // request for the entry can take effect any more.
-                self.abandon(place);
-                self.pool.distrust();
-                trace_lease.into_iter().for_each(|lease| self.traces.forget(lease));
-                return Ok(Step::Again);
+                self.abandon(entry);
+                self.pool.clear();
+                tombstone_lease.into_iter().for_each(|lease| self.tombstones.remove(lease));
+                return Ok(QueueStep::Retry);
             }
-            Err(failure) => return Err(self.keep_or_drop(seat, place, failure.into_error())),
+            Err(failure) => {
+                return Err(self.on_failed_request(entry_guard, entry, failure.into_error()));
+            }
         };
-        place.lease.prove(answer.header.raft_term);
-        let revision = answer.header.revision;
-        if answer.succeeded {
-            place.created = Some(revision);
-            place.trace = trace_lease;
-            answer.skip()?;
+        entry.lease.confirm(results.header.raft_term);
+        let revision = results.header.revision;
+        if results.succeeded {
+            entry.create_revision = Some(revision);
+            entry.tombstone_lease = tombstone_lease;
+            results.skip()?;
             if claim.queue() {
-                let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
-                place.before = before.map(|before| Before::new(before, revision));
+                let predecessor =
+                    results.next_keys()?.into_iter().find(|other| other.key != entry.name);
+                entry.predecessor =
+                    predecessor.map(|predecessor| Predecessor::new(predecessor, revision));
             }
-            let traces = answer.keys_if_any()?;
-            if place.before.is_none() && self.others(&place, &traces) {
-                return Ok(self.let_hear(seat, place, traces).await);
+            let tombstones = results.next_keys_if_any()?;
+            if entry.predecessor.is_none() && self.has_other_tombstone(&entry, &tombstones) {
+                return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
-            return Ok(self.judge(claim, seat, place, None));
+            return Ok(self.grant_or_busy(claim, entry_guard, entry, None));
         }
-        let (own, first) = (answer.key()?, answer.key()?);
+        let (own, first) = (results.next_key()?, results.next_key()?);
         if let Some(own) = own {
-            if !record::is_of(&own.value, claim.id()) {
+            if !record::belongs_to(&own.value, claim.id()) {
                 // Another client has chosen the same lease number.
-                self.abandon(place);
-                return Ok(Step::Again);
+                self.abandon(entry);
+                return Ok(QueueStep::Retry);
             }
-            place.created = Some(own.create_revision);
-            **seat = Some(place);
-            return Ok(Step::Again);
+            entry.create_revision = Some(own.create_revision);
+            **entry_guard = Some(entry);
+            return Ok(QueueStep::Retry);
         }
-        let Some(first) = first else { return Err(unreadable()) };
-        self.leave_unused(seat, place);
-        if record::is_of(&first.value, claim.id()) {
-            return self.adopt(claim, seat, first).await;
+        let Some(first) = first else { return Err(protocol_error()) };
+        self.discard_unused(entry_guard, entry);
+        if record::belongs_to(&first.value, claim.id()) {
+            return self.adopt(claim, entry_guard, first).await;
         }
-        Ok(Step::Answer(Attempt::Busy(busy(claim, &first).with_mark(mark(&first)))))
+        Ok(QueueStep::Done(Attempt::Busy(busy(claim, &first).with_mark(mark(&first)))))
     }
 
     /// Reads the queue for an existing entry. Verifies first that the entry still exists with the
     /// same revision.
-    async fn look(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
-        if let Some(busy) = seat.as_ref().and_then(|place| place.still_waits(Moment::now())) {
-            return Ok(Step::Answer(Attempt::Busy(busy)));
+    async fn poll_entry(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+    ) -> Result<QueueStep, BackendError> {
+        if let Some(busy) = entry_guard.as_ref().and_then(|entry| entry.cached_busy(Moment::now()))
+        {
+            return Ok(QueueStep::Done(Attempt::Busy(busy)));
         }
-        let (Some(mut place), queue) = (seat.take(), self.names.queue(claim.key())) else {
-            return Ok(Step::Again);
+        let (Some(mut entry), queue) = (entry_guard.take(), self.names.queue(claim.key())) else {
+            return Ok(QueueStep::Retry);
         };
-        let created = place.created.unwrap_or_default();
-        match self.refresh(claim, &mut place.lease).await {
-            Ok(KeptAlive::Yes) => {}
-            Ok(KeptAlive::Unknown) => {
-                // The next entry may hold the lock by now, so the claim must rejoin behind it.
-                self.abandon(place);
-                return Ok(Step::Again);
+        let create_revision = entry.create_revision.unwrap_or_default();
+        match self.ensure_lease(claim, &mut entry.lease).await {
+            Ok(LeaseStatus::Alive) => {}
+            Ok(LeaseStatus::Unknown) => {
+                // The next entry may hold the lock by now, so the claim must enqueue behind it.
+                self.abandon(entry);
+                return Ok(QueueStep::Retry);
             }
             Err(error) => {
-                **seat = Some(place);
+                **entry_guard = Some(entry);
                 return Err(error.as_unknown());
             }
         }
-        let mut was_before = match place.before.take() {
-            Some(before) => match self.still_waits(&mut place, before).await {
-                Ok(Ok(answer)) => {
-                    **seat = Some(place);
-                    return Ok(Step::Answer(answer));
+        let mut old_predecessor = match entry.predecessor.take() {
+            Some(predecessor) => match self.check_predecessor(&mut entry, predecessor).await {
+                Ok(Ok(attempt)) => {
+                    **entry_guard = Some(entry);
+                    return Ok(QueueStep::Done(attempt));
                 }
-                Ok(Err(before)) => Some(before),
+                Ok(Err(predecessor)) => Some(predecessor),
                 Err(error) => {
-                    **seat = Some(place);
+                    **entry_guard = Some(entry);
                     return Err(error.as_unknown());
                 }
             },
             None => None,
         };
-        let traces = self.names.traces(&queue);
+        let tombstones = self.names.tombstone_prefix(&queue);
         // A tombstone that was written again later is younger than the entries behind it, so the
         // search by revision does not find it.
-        let trace = was_before.as_ref().and_then(|before| self.names.trace(&before.name));
-        let look = txn::look(&queue, &place.name, created, traces.as_deref(), trace.as_deref());
-        let look = self.ask(look);
-        let (answer, let_go) = match &was_before {
+        let tombstone = old_predecessor
+            .as_ref()
+            .and_then(|predecessor| self.names.tombstone(&predecessor.name));
+        let read = txn::read_queue(
+            &queue,
+            &entry.name,
+            create_revision,
+            tombstones.as_deref(),
+            tombstone.as_deref(),
+        );
+        let read = self.execute(read);
+        let (results, was_released) = match &old_predecessor {
             // This entry is probably first now, so both requests run concurrently.
-            Some(before) if before.gone => join(look, self.has_let_go(before)).await,
-            _ => (look.await, false),
+            Some(predecessor) if predecessor.is_deleted => {
+                join(read, self.was_released(predecessor)).await
+            }
+            _ => (read.await, false),
         };
-        let answer = answer.and_then(|mut answer| {
-            let found = (answer.key(), answer.key(), answer.key(), answer.keys_if_any());
-            let (Ok(own), Ok(before), Ok(first), Ok(mut traces)) = found else {
-                return Err(Failure::Trouble(unreadable()));
+        let results = results.and_then(|mut results| {
+            let found = (
+                results.next_key(),
+                results.next_key(),
+                results.next_key(),
+                results.next_keys_if_any(),
+            );
+            let (Ok(own), Ok(predecessor), Ok(first), Ok(mut tombstones)) = found else {
+                return Err(CallError::Other(protocol_error()));
             };
-            let again = answer.keys_if_any().map_err(Failure::Trouble)?.into_iter();
-            let left_again = was_before.as_ref().map(|before| txn::left_again(before.created));
-            traces.extend(again.filter(|trace| Some(&trace.value) == left_again.as_ref()));
-            Ok((answer.header, own, before, first, traces))
+            let rewritten_candidates =
+                results.next_keys_if_any().map_err(CallError::Other)?.into_iter();
+            let rewritten = old_predecessor
+                .as_ref()
+                .map(|predecessor| txn::rewritten_value(predecessor.create_revision));
+            tombstones.extend(
+                rewritten_candidates
+                    .filter(|tombstone| Some(&tombstone.value) == rewritten.as_ref()),
+            );
+            Ok((results.header, own, predecessor, first, tombstones))
         });
-        let (header, own, before, first, traces) = match answer {
-            Ok(answer) => answer,
+        let (header, own, predecessor, first, tombstones) = match results {
+            Ok(results) => results,
             Err(failure) => {
-                place.before = was_before;
-                **seat = Some(place);
+                entry.predecessor = old_predecessor;
+                **entry_guard = Some(entry);
                 return Err(failure.into_error().as_unknown());
             }
         };
-        place.lease.prove(header.raft_term);
-        if own.is_none_or(|own| own.create_revision != created) {
-            self.abandon(place);
-            return Ok(Step::Again);
+        entry.lease.confirm(header.raft_term);
+        if own.is_none_or(|own| own.create_revision != create_revision) {
+            self.abandon(entry);
+            return Ok(QueueStep::Retry);
         }
-        place.before = before
-            .map(|before| Before::new(before, header.revision).with_watch_of(was_before.as_mut()));
-        if place.before.is_none() {
-            if place.lease.left() < claim.lease() / 2 {
-                // The entry is first, but its remaining lease is not proven: the leader has just
-                // changed.
-                place.before = was_before;
-                **seat = Some(place);
-                return Ok(Step::Again);
+        entry.predecessor = predecessor.map(|predecessor| {
+            Predecessor::new(predecessor, header.revision).with_watch_of(old_predecessor.as_mut())
+        });
+        if entry.predecessor.is_none() {
+            if entry.lease.remaining() < claim.lease() / 2 {
+                // The entry is first, but the extension of its lease is not confirmed: the leader
+                // has just changed.
+                entry.predecessor = old_predecessor;
+                **entry_guard = Some(entry);
+                return Ok(QueueStep::Retry);
             }
-            let unheard = match was_before.filter(|_| !let_go) {
-                Some(before) => before.gone || !self.has_let_go(&before).await,
+            let was_lost = match old_predecessor.filter(|_| !was_released) {
+                Some(predecessor) => {
+                    predecessor.is_deleted || !self.was_released(&predecessor).await
+                }
                 None => false,
             };
-            let settles = match place.settling {
-                Some(since) => Moment::now().since(since) < SETTLING,
-                None => unheard || self.others(&place, &traces),
+            let needs_delay = match entry.delayed_since {
+                Some(since) => Moment::now().since(since) < GRANT_DELAY,
+                None => was_lost || self.has_other_tombstone(&entry, &tombstones),
             };
-            if settles {
-                return Ok(self.let_hear(seat, place, traces).await);
+            if needs_delay {
+                return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
         }
-        Ok(self.judge(claim, seat, place, first.as_ref()))
+        Ok(self.grant_or_busy(claim, entry_guard, entry, first.as_ref()))
     }
 
-    /// Returns `Busy` if the entry and its predecessor `before` are unchanged. Otherwise returns
-    /// `before`, and the caller must read the whole queue.
-    async fn still_waits(
+    /// Returns `Busy` if the entry and its `predecessor` are unchanged. Otherwise returns
+    /// `predecessor`, and the caller must read the whole queue.
+    async fn check_predecessor(
         &self,
-        place: &mut Place,
-        before: Before,
-    ) -> Result<Result<Attempt, Before>, BackendError> {
-        let fresh = |(_, at): &&(Busy, Moment)| Moment::now().since(*at) < LOOK_EACH;
-        let Some((busy, _)) = before.first.as_ref().filter(fresh).filter(|_| !before.gone) else {
-            return Ok(Err(before));
+        entry: &mut ClaimEntry,
+        predecessor: Predecessor,
+    ) -> Result<Result<Attempt, Predecessor>, BackendError> {
+        let is_recent = |(_, at): &&(Busy, Moment)| Moment::now().since(*at) < QUEUE_READ_INTERVAL;
+        let Some((busy, _)) =
+            predecessor.last_busy.as_ref().filter(is_recent).filter(|_| !predecessor.is_deleted)
+        else {
+            return Ok(Err(predecessor));
         };
-        let (busy, peek) = (busy.clone(), txn::peek(&place.name, &before.name));
-        let mut answer = match self.ask(peek).await {
-            Ok(answer) => answer,
+        let (busy, read) =
+            (busy.clone(), txn::read_entry_and_predecessor(&entry.name, &predecessor.name));
+        let mut results = match self.execute(read).await {
+            Ok(results) => results,
             Err(failure) => {
-                place.before = Some(before);
+                entry.predecessor = Some(predecessor);
                 return Err(failure.into_error());
             }
         };
-        let (own, other) = (answer.key()?, answer.key()?);
-        let is = |found: Option<KeyValue>, created| {
-            found.is_some_and(|found| found.create_revision == created)
+        let (own, other) = (results.next_key()?, results.next_key()?);
+        let is_same = |found: Option<KeyValue>, create_revision| {
+            found.is_some_and(|found| found.create_revision == create_revision)
         };
-        if !is(own, place.created.unwrap_or_default()) || !is(other, before.created) {
-            return Ok(Err(before));
+        if !is_same(own, entry.create_revision.unwrap_or_default())
+            || !is_same(other, predecessor.create_revision)
+        {
+            return Ok(Err(predecessor));
         }
-        place.lease.prove(answer.header.raft_term);
-        place.before = Some(Before { seen: answer.header.revision, ..before });
+        entry.lease.confirm(results.header.raft_term);
+        entry.predecessor =
+            Some(Predecessor { seen_revision: results.header.revision, ..predecessor });
         Ok(Ok(Attempt::Busy(busy)))
     }
 
     /// Creates a tombstone for an entry that is not in the queue yet.
-    async fn new_trace(
+    async fn new_tombstone(
         &self,
         queue: &[u8],
-        place: &Place,
-    ) -> Result<Option<txn::Trace>, BackendError> {
-        let names = (self.names.trace(&place.name), self.names.traces(queue), place.seconds);
-        let (Some(name), Some(all), Some(seconds)) = names else { return Ok(None) };
-        let lease = self.traces.lease(seconds, &self.pool, &self.keep_alive).await?;
-        Ok(Some(txn::Trace { name, lease, all }))
+        entry: &ClaimEntry,
+    ) -> Result<Option<txn::TombstonePut>, BackendError> {
+        let names = (
+            self.names.tombstone(&entry.name),
+            self.names.tombstone_prefix(queue),
+            entry.ttl_seconds,
+        );
+        let (Some(name), Some(prefix), Some(ttl_seconds)) = names else { return Ok(None) };
+        let lease =
+            self.tombstones.lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?;
+        Ok(Some(txn::TombstonePut { name, lease, prefix }))
     }
 
     /// Returns whether any of these tombstones belongs to another entry.
-    fn others(&self, place: &Place, traces: &[KeyValue]) -> bool {
-        let own = self.names.trace(&place.name);
-        traces.iter().any(|trace| own.as_ref() != Some(&trace.key))
+    fn has_other_tombstone(&self, entry: &ClaimEntry, tombstones: &[KeyValue]) -> bool {
+        let own = self.names.tombstone(&entry.name);
+        tombstones.iter().any(|tombstone| own.as_ref() != Some(&tombstone.key))
     }
 
-    /// Waits for `SETTLING` before the entry, which is first now, is checked again. Its predecessor
-    /// was deleted without a release, and the wait lets that holder detect its loss. A holder whose
-    /// lease expired detects the loss earlier, but the two cases cannot be distinguished.
-    async fn let_hear(
+    /// Waits for `GRANT_DELAY` before the entry, which is first now, is checked again. Its
+    /// predecessor was deleted without a release, so that holder needs time to detect its loss. A
+    /// holder whose lease expired detects the loss earlier, but the two cases are
+    /// indistinguishable.
+    async fn delay_grant(
         &self,
-        seat: &mut Seat<'_>,
-        mut place: Place,
-        mut traces: Vec<KeyValue>,
-    ) -> Step {
-        let own = self.names.trace(&place.name);
-        traces.retain(|trace| own.as_ref() != Some(&trace.key));
-        let since = *place.settling.get_or_insert_with(Moment::now);
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+        mut tombstones: Vec<KeyValue>,
+    ) -> QueueStep {
+        let own = self.names.tombstone(&entry.name);
+        tombstones.retain(|tombstone| own.as_ref() != Some(&tombstone.key));
+        let since = *entry.delayed_since.get_or_insert_with(Moment::now);
         // A caller that is cancelled during the wait and calls again continues the same wait.
-        **seat = Some(place);
-        sleep(SETTLING.saturating_sub(Moment::now().since(since))).await;
-        for trace in traces {
-            self.pool.erase(trace.key, trace.create_revision);
+        **entry_guard = Some(entry);
+        sleep(GRANT_DELAY.saturating_sub(Moment::now().since(since))).await;
+        for tombstone in tombstones {
+            self.pool.delete_tombstone(tombstone.key, tombstone.create_revision);
         }
-        Step::Again
+        QueueStep::Retry
     }
 
-    async fn lives(&self, lease: i64) -> bool {
-        let asked = LeaseTimeToLiveRequest { id: lease };
-        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
+    async fn is_lease_alive(&self, lease: i64) -> bool {
+        let request = LeaseTimeToLiveRequest { id: lease };
+        matches!(self.client.call(request).await, Ok(response) if response.ttl > 0)
     }
 
     /// Returns whether the deleted predecessor released its lock, in a layout without tombstones.
-    /// Its lease still exists then; otherwise the lease has ended with the lock. Peers end their
-    /// lease even at a release, and a delay would not help them to detect a loss. They therefore
-    /// always count as released.
-    async fn has_let_go(&self, before: &Before) -> bool {
-        if !before.is_ours || self.names.have_traces() {
+    /// After a release, its lease still exists; after a loss, it does not. Peers revoke their lease
+    /// also at a release, and a delay would not help them to detect a loss. They therefore always
+    /// count as released.
+    async fn was_released(&self, predecessor: &Predecessor) -> bool {
+        if !predecessor.has_record || self.names.has_tombstones() {
             return true;
         }
-        self.lives(before.lease).await
+        self.is_lease_alive(predecessor.lease).await
     }
 
     /// Returns the grant if the entry is first, otherwise `Busy`.
-    fn judge(
+    fn grant_or_busy(
         &self,
         claim: &Claim,
-        seat: &mut Seat<'_>,
-        mut place: Place,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
         first: Option<&KeyValue>,
-    ) -> Step {
-        let attempt = match &mut place.before {
+    ) -> QueueStep {
+        let attempt = match &mut entry.predecessor {
             None => {
-                place.granted = true;
-                let token = place.created.and_then(|created| FencingToken::try_from(created).ok());
-                let lease = place.lease.left().min(claim.lease());
+                entry.is_granted = true;
+                let token = entry
+                    .create_revision
+                    .and_then(|create_revision| FencingToken::try_from(create_revision).ok());
+                let lease = entry.lease.remaining().min(claim.lease());
                 Attempt::Granted(Grant::new(token, lease))
             }
-            Some(before) => {
-                let told = first.map_or_else(Busy::new, |first| busy(claim, first));
-                let told = told.with_mark(u64::try_from(before.created).unwrap_or(0));
-                before.first = first.map(|_| (told.clone(), Moment::now()));
-                Attempt::Busy(told)
+            Some(predecessor) => {
+                let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
+                let busy = busy.with_mark(u64::try_from(predecessor.create_revision).unwrap_or(0));
+                predecessor.last_busy = first.map(|_| (busy.clone(), Moment::now()));
+                Attempt::Busy(busy)
             }
         };
-        **seat = Some(place);
-        Step::Answer(attempt)
+        **entry_guard = Some(entry);
+        QueueStep::Done(attempt)
     }
 
-    /// Takes over the entry that another client created for the same claim.
+    /// Adopts the entry that another client created for the same claim.
     async fn adopt(
         &self,
         claim: &Claim,
-        seat: &mut Seat<'_>,
+        entry_guard: &mut EntryGuard<'_>,
         first: KeyValue,
-    ) -> Result<Step, BackendError> {
-        let lease = Lease::new(first.lease, Duration::ZERO, Moment::now());
-        **seat = Some(Place::found(first, lease, true));
-        self.look(claim, seat).await
+    ) -> Result<QueueStep, BackendError> {
+        let lease = EtcdLease::new(first.lease, Duration::ZERO, Moment::now());
+        **entry_guard = Some(ClaimEntry::found(first, lease, true));
+        self.poll_entry(claim, entry_guard).await
     }
 
-    /// Keeps the lease alive if it may end before the claim's lease would.
-    async fn refresh(&self, claim: &Claim, lease: &mut Lease) -> Result<KeptAlive, BackendError> {
-        if lease.left() >= claim.lease() {
-            return Ok(KeptAlive::Yes);
+    /// Extends the lease if it may expire before the claim's lease would.
+    async fn ensure_lease(
+        &self,
+        claim: &Claim,
+        lease: &mut EtcdLease,
+    ) -> Result<LeaseStatus, BackendError> {
+        if lease.remaining() >= claim.lease() {
+            return Ok(LeaseStatus::Alive);
         }
-        let patience = self.link.patience();
-        let limits = Limits { silence: patience, total: patience };
+        let response_timeout = self.client.response_timeout();
+        let limits = RequestLimits { idle_timeout: response_timeout, total: response_timeout };
         self.keep_alive.keep_alive(lease, limits).await
     }
 
-    /// Ends an entry's lease and erases its tombstone, in the background.
-    pub(crate) fn abandon(&self, place: Place) {
-        if place.seconds.is_some() {
-            self.pool.end(place.lease.id);
+    /// Revokes an entry's lease and deletes its tombstone in the background.
+    pub(crate) fn abandon(&self, entry: ClaimEntry) {
+        if entry.ttl_seconds.is_some() {
+            self.pool.revoke_later(entry.lease.id);
         }
-        if let Some(trace) = self.names.trace(&place.name) {
-            self.pool.erase_later(trace);
+        if let Some(tombstone) = self.names.tombstone(&entry.name) {
+            self.pool.delete_tombstone_later(tombstone);
         }
     }
 
-    /// Abandons the entries that the engine left to expire, because the leases of their tombstones
-    /// may last for long.
-    fn clear_away_what_is_over(&self) {
-        let over = self.claims.over().into_iter();
-        // Another client maintains the leases that it created.
-        over.filter(|place| place.seconds.is_some()).for_each(|place| self.abandon(place));
+    /// Abandons the entries that the engine left to expire. Without this, their tombstones would
+    /// exist until the tombstone lease expires.
+    fn abandon_expired(&self) {
+        let expired = self.claims.take_expired().into_iter();
+        // A lease that another client created is maintained by that client.
+        expired.filter(|entry| entry.ttl_seconds.is_some()).for_each(|entry| self.abandon(entry));
     }
 
-    /// Handles a failed request: keeps the entry if a request for it may have taken effect,
+    /// Handles a failed request: caches the entry if a request for it may have taken effect,
     /// otherwise reuses its lease.
-    fn keep_or_drop(
+    fn on_failed_request(
         &self,
-        seat: &mut Seat<'_>,
-        mut place: Place,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
         error: BackendError,
     ) -> BackendError {
         if !error.refused() {
-            place.stray = true;
+            entry.is_unresolved = true;
         }
-        if place.stray {
-            **seat = Some(place);
+        if entry.is_unresolved {
+            **entry_guard = Some(entry);
             return error.as_unknown();
         }
-        self.give_lease_back(place);
+        self.recycle_lease(entry);
         error
     }
 
     /// Handles an entry that was not created in the queue.
-    fn leave_unused(&self, seat: &mut Seat<'_>, place: Place) {
-        if place.stray {
-            **seat = Some(place);
+    fn discard_unused(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
+        if entry.is_unresolved {
+            **entry_guard = Some(entry);
         } else {
-            self.give_lease_back(place);
+            self.recycle_lease(entry);
         }
     }
 
     /// Returns an entry's lease to the pool, unless a request for the entry may still arrive.
-    fn give_lease_back(&self, place: Place) {
-        match place.seconds {
-            Some(seconds) if !place.stray => self.pool.give_back(seconds, place.lease),
-            _ => self.abandon(place),
+    fn recycle_lease(&self, entry: ClaimEntry) {
+        match entry.ttl_seconds {
+            Some(ttl_seconds) if !entry.is_unresolved => {
+                self.pool.release(ttl_seconds, entry.lease)
+            }
+            _ => self.abandon(entry),
         }
     }
 
     /// Removes the claim's entry from the queue.
-    pub(crate) async fn step_down(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let mut seat = self.claims.seat(claim).await;
-        let known = seat.as_ref().is_some_and(|place| place.created.is_some());
-        if !known {
-            return self.leave_unknown(claim, &mut seat).await;
+    pub(crate) async fn dequeue(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        let is_known = entry_guard.as_ref().is_some_and(|entry| entry.create_revision.is_some());
+        if !is_known {
+            return self.dequeue_unknown(claim, &mut entry_guard).await;
         }
-        let Some(place) = &mut *seat else { return Ok(Release::NotHeld) };
+        let Some(entry) = &mut *entry_guard else { return Ok(Release::NotHeld) };
         // The deletion of the own key is not a loss.
-        place.watch = None;
-        let (created, queue) = (place.created.unwrap_or_default(), self.names.queue(claim.key()));
-        let trace = self.names.trace(&place.name);
-        let leave = if place.granted {
-            txn::delete_with(&place.name, created, trace.as_deref())
+        entry.watch = None;
+        let (create_revision, queue) =
+            (entry.create_revision.unwrap_or_default(), self.names.queue(claim.key()));
+        let tombstone = self.names.tombstone(&entry.name);
+        let dequeue = if entry.is_granted {
+            txn::delete_with_tombstone(&entry.name, create_revision, tombstone.as_deref())
         } else {
-            txn::leave(&queue, &place.name, created, trace.as_deref())
+            txn::dequeue(&queue, &entry.name, create_revision, tombstone.as_deref())
         };
-        let mut answer = self.ask(leave).await.map_err(Failure::into_error)?;
-        let was_first = answer.succeeded && (place.granted || answer.key()?.is_none());
-        if let Some(place) = seat.take() {
-            self.give_lease_back(place);
+        let mut results = self.execute(dequeue).await.map_err(CallError::into_error)?;
+        let was_first = results.succeeded && (entry.is_granted || results.next_key()?.is_none());
+        if let Some(entry) = entry_guard.take() {
+            self.recycle_lease(entry);
         }
         Ok(if was_first { Release::Freed } else { Release::NotHeld })
     }
 
     /// Removes the claim's entry from the queue if the cache does not know its revision.
-    async fn leave_unknown(
+    async fn dequeue_unknown(
         &self,
         claim: &Claim,
-        seat: &mut Seat<'_>,
+        entry_guard: &mut EntryGuard<'_>,
     ) -> Result<Release, BackendError> {
-        let freed = match self.find(claim).await? {
+        let was_freed = match self.find_entry(claim).await? {
             Some(found) => {
-                let created = found.created.unwrap_or_default();
-                let trace = self.names.trace(&found.name);
-                let gone = txn::delete_with(&found.name, created, trace.as_deref());
-                let gone = self.ask(gone).await;
-                gone.map_err(Failure::into_error)?.succeeded && found.granted
+                let create_revision = found.create_revision.unwrap_or_default();
+                let tombstone = self.names.tombstone(&found.name);
+                let deletion =
+                    txn::delete_with_tombstone(&found.name, create_revision, tombstone.as_deref());
+                let deletion = self.execute(deletion).await;
+                deletion.map_err(CallError::into_error)?.succeeded && found.is_granted
             }
             None => false,
         };
-        if let Some(place) = &**seat {
+        if let Some(entry) = &**entry_guard {
             // Without its lease, no earlier request for the entry can take effect.
-            self.pool.end_now(place.lease.id).await.map_err(BackendError::as_unknown)?;
-            if let Some(place) = seat.take() {
-                self.abandon(place);
+            self.pool.revoke(entry.lease.id).await.map_err(BackendError::as_unknown)?;
+            if let Some(entry) = entry_guard.take() {
+                self.abandon(entry);
             }
         }
-        Ok(if freed { Release::Freed } else { Release::NotHeld })
+        Ok(if was_freed { Release::Freed } else { Release::NotHeld })
     }
 
     /// Searches the queue for the claim's entry.
-    pub(crate) async fn find(&self, claim: &Claim) -> Result<Option<Place>, BackendError> {
-        let all = self.range(txn::all(&self.names.queue(claim.key()))).await?.kvs;
-        let at = all.iter().position(|place| record::is_of(&place.value, claim.id()));
-        Ok(at.and_then(|at| {
-            let found = all.into_iter().nth(at)?;
-            let lease = Lease::new(found.lease, Duration::ZERO, Moment::now());
-            Some(Place::found(found, lease, at == 0))
+    pub(crate) async fn find_entry(
+        &self,
+        claim: &Claim,
+    ) -> Result<Option<ClaimEntry>, BackendError> {
+        let all = self.range(txn::entries(&self.names.queue(claim.key()))).await?.kvs;
+        let position = all.iter().position(|entry| record::belongs_to(&entry.value, claim.id()));
+        Ok(position.and_then(|position| {
+            let found = all.into_iter().nth(position)?;
+            let lease = EtcdLease::new(found.lease, Duration::ZERO, Moment::now());
+            Some(ClaimEntry::found(found, lease, position == 0))
         }))
     }
 
-    /// Returns the key of the claim that was granted in the revision `created`; `None` if it does
-    /// not exist.
-    pub(crate) async fn name_of(
+    /// Returns the key of the claim that was granted in the revision `create_revision`; `None` if
+    /// it does not exist.
+    pub(crate) async fn entry_name(
         &self,
         claim: &Claim,
-        created: i64,
+        create_revision: i64,
     ) -> Result<Option<Vec<u8>>, BackendError> {
-        let known = {
-            let seat = self.claims.seat(claim).await;
-            let place = seat.as_ref().filter(|place| place.created == Some(created));
-            place.map(|place| place.name.clone())
+        let cached = {
+            let entry_guard = self.claims.lock_entry(claim).await;
+            let entry =
+                entry_guard.as_ref().filter(|entry| entry.create_revision == Some(create_revision));
+            entry.map(|entry| entry.name.clone())
         };
-        if known.is_some() {
-            return Ok(known);
+        if cached.is_some() {
+            return Ok(cached);
         }
-        let mark = u64::try_from(created).unwrap_or(0);
-        Ok(self.one_of(claim, mark).await?.map(|(name, _)| name))
+        let mark = u64::try_from(create_revision).unwrap_or(0);
+        Ok(self.entry_created_in(claim, mark).await?.map(|(name, _)| name))
     }
 
-    /// Waits until the claim's predecessor may be deleted, and keeps the claim's lease alive
-    /// meanwhile. `mark` is the creation revision of the predecessor.
-    pub(crate) async fn stand_by(&self, claim: &Claim, mark: u64) {
-        let known = {
-            let mut seat = self.claims.seat(claim).await;
-            seat.as_mut().and_then(|place| {
-                let before = place.before.as_mut()?;
+    /// Waits until the claim's predecessor may be deleted. Keeps the claim's lease alive meanwhile.
+    /// `mark` is the creation revision of the predecessor.
+    pub(crate) async fn wait_for_predecessor(&self, claim: &Claim, mark: u64) {
+        let cached = {
+            let mut entry_guard = self.claims.lock_entry(claim).await;
+            entry_guard.as_mut().and_then(|entry| {
+                let predecessor = entry.predecessor.as_mut()?;
                 // Stored with the entry, so that the next poll does not create another watch.
-                let watch = before.watch.take_if(|watch| watch.lives() || watch.heard_of_end());
+                let watch =
+                    predecessor.watch.take_if(|watch| watch.is_active() || watch.is_deleted());
                 let watch = watch.unwrap_or_else(|| {
-                    self.ears.wait(before.name.clone(), before.seen.saturating_add(1))
+                    self.watcher.watch_predecessor(
+                        predecessor.name.clone(),
+                        predecessor.seen_revision.saturating_add(1),
+                    )
                 });
-                let heard = before.watch.insert(watch).heard();
-                let every = beats(place.lease.ttl());
-                let since = Moment::now().since(place.lease.latest());
-                Some((heard, every, every.saturating_sub(since)))
+                let outcome = predecessor.watch.insert(watch).outcome();
+                let interval = extension_interval(entry.lease.ttl());
+                let since = Moment::now().since(entry.lease.last_extended());
+                Some((outcome, interval, interval.saturating_sub(since)))
             })
         };
-        let (heard, _watch, every, mut beat_at) = match known {
-            Some((heard, every, first)) => (heard, None, Some(every), Some(Instant::now() + first)),
-            None => match self.one_of(claim, mark).await {
-                Ok(Some((name, seen))) => {
-                    let watch = self.ears.wait(name, seen.saturating_add(1));
-                    (watch.heard(), Some(watch), None, None)
+        let (outcome, _watch, interval, mut extend_at) = match cached {
+            Some((outcome, interval, first)) => {
+                (outcome, None, Some(interval), Some(Instant::now() + first))
+            }
+            None => match self.entry_created_in(claim, mark).await {
+                Ok(Some((name, seen_revision))) => {
+                    let watch =
+                        self.watcher.watch_predecessor(name, seen_revision.saturating_add(1));
+                    (watch.outcome(), Some(watch), None, None)
                 }
                 Ok(None) => return,
-                Err(_) => return sleep(PAUSE).await,
+                Err(_) => return sleep(RETRY_PAUSE).await,
             },
         };
-        let mut heard = pin!(heard);
+        let mut outcome = pin!(outcome);
         loop {
-            let beat = async {
-                match beat_at {
+            let timer = async {
+                match extend_at {
                     Some(at) => sleep_until(at).await,
                     None => std::future::pending().await,
                 }
             };
             tokio::select! {
-                heard = &mut heard => {
-                    if heard != Heard::Deleted {
+                outcome = &mut outcome => {
+                    if outcome != WatchOutcome::Deleted {
                         // The caller reads the queue again, after a pause that limits the rate.
-                        return sleep(PAUSE).await;
+                        return sleep(RETRY_PAUSE).await;
                     }
-                    if let Some(place) = &mut *self.claims.seat(claim).await
-                        && let Some(before) = &mut place.before
+                    if let Some(entry) = &mut *self.claims.lock_entry(claim).await
+                        && let Some(predecessor) = &mut entry.predecessor
                     {
-                        before.gone = true;
+                        predecessor.is_deleted = true;
                     }
                     return;
                 }
-                () = beat => {}
+                () = timer => {}
             }
-            let every = every.unwrap_or(BEAT_MIN);
-            let next = match self.beat(claim, every / 4).await {
-                Ok(KeptAlive::Yes) => every,
+            let interval = interval.unwrap_or(EXTENSION_INTERVAL_MIN);
+            let next = match self.extend_waiter_lease(claim, interval / 4).await {
+                Ok(LeaseStatus::Alive) => interval,
                 // The entry may be lost, so the caller must read the queue.
-                Ok(KeptAlive::Unknown) => return,
-                Err(_) => (every / 8).max(BEAT_RETRY_MIN),
+                Ok(LeaseStatus::Unknown) => return,
+                Err(_) => (interval / 8).max(EXTENSION_RETRY_MIN),
             };
-            beat_at = Some(Instant::now() + next);
+            extend_at = Some(Instant::now() + next);
         }
     }
 
     /// Returns the entry that was created in the revision `mark`, and a revision in which it
     /// existed.
-    async fn one_of(
+    async fn entry_created_in(
         &self,
         claim: &Claim,
         mark: u64,
     ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
         let mark = i64::try_from(mark).unwrap_or(0);
-        let found = self.range(txn::of_revision(&self.names.queue(claim.key()), mark)).await?;
-        let revision = found.header.ok_or_else(unreadable)?.revision;
+        let found = self.range(txn::entry_created_in(&self.names.queue(claim.key()), mark)).await?;
+        let revision = found.header.ok_or_else(protocol_error)?.revision;
         Ok(found.kvs.into_iter().next().map(|found| (found.key, revision)))
     }
 
-    /// Keeps the lease of a waiter alive.
-    async fn beat(&self, claim: &Claim, limit: Duration) -> Result<KeptAlive, BackendError> {
-        let mut seat = self.claims.seat(claim).await;
-        let Some(place) = &mut *seat else { return Ok(KeptAlive::Unknown) };
-        let limit = self.link.patience().min(limit.max(BEAT_MIN));
-        self.trace_lease(place.seconds);
-        let limits = Limits { silence: limit, total: limit };
-        let kept = self.keep_alive.keep_alive(&mut place.lease, limits).await?;
-        if kept == KeptAlive::Unknown
-            && let Some(before) = &mut place.before
+    /// Extends the lease of a waiter.
+    async fn extend_waiter_lease(
+        &self,
+        claim: &Claim,
+        limit: Duration,
+    ) -> Result<LeaseStatus, BackendError> {
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        let Some(entry) = &mut *entry_guard else { return Ok(LeaseStatus::Unknown) };
+        let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
+        self.tombstone_lease(entry.ttl_seconds);
+        let limits = RequestLimits { idle_timeout: limit, total: limit };
+        let status = self.keep_alive.keep_alive(&mut entry.lease, limits).await?;
+        if status == LeaseStatus::Unknown
+            && let Some(predecessor) = &mut entry.predecessor
         {
-            // The cached `Busy` must not answer the next poll.
-            before.first = None;
+            // The next poll must not return the cached `Busy`.
+            predecessor.last_busy = None;
         }
-        Ok(kept)
+        Ok(status)
     }
 
-    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its renewal
-    /// if that is due.
-    pub(crate) fn trace_lease(&self, seconds: Option<i64>) -> Option<i64> {
-        self.clear_away_what_is_over();
-        seconds.and_then(|seconds| self.traces.kept(seconds, &self.keep_alive))
+    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its
+    /// extension if that is due.
+    pub(crate) fn tombstone_lease(&self, ttl_seconds: Option<i64>) -> Option<i64> {
+        self.abandon_expired();
+        ttl_seconds
+            .and_then(|ttl_seconds| self.tombstones.existing_lease(ttl_seconds, &self.keep_alive))
     }
 }
 
 fn busy(claim: &Claim, first: &KeyValue) -> Busy {
-    Busy::new().with_holder(record::holder(claim.key().clone(), first, None))
+    Busy::new().with_holder(record::decode_holder(claim.key().clone(), first, None))
 }
 
-fn mark(place: &KeyValue) -> u64 {
-    u64::try_from(place.create_revision).unwrap_or(0)
+fn mark(entry: &KeyValue) -> u64 {
+    u64::try_from(entry.create_revision).unwrap_or(0)
 }
 
 /// Returns the interval at which a waiter keeps its lease alive. It is as long as retries permit,
 /// because the cluster carries the load of all waiters.
-fn beats(ttl: Duration) -> Duration {
-    (ttl * 3 / 4).min(ttl.saturating_sub(BEAT_SPARE)).max(ttl / 3).clamp(BEAT_MIN, BEAT_MAX)
+fn extension_interval(ttl: Duration) -> Duration {
+    (ttl * 3 / 4)
+        .min(ttl.saturating_sub(RETRY_TIME_MIN))
+        .max(ttl / 3)
+        .clamp(EXTENSION_INTERVAL_MIN, EXTENSION_INTERVAL_MAX)
 }
 
-/// The time that remains for retries, if the lease is long enough.
-const BEAT_SPARE: Duration = Duration::from_secs(5);
-const BEAT_RETRY_MIN: Duration = Duration::from_millis(100);
+/// The time for retries that remains of a sufficiently long lease.
+const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
+const EXTENSION_RETRY_MIN: Duration = Duration::from_millis(100);
 /// The minimum interval at which a waiter keeps its lease alive.
-const BEAT_MIN: Duration = Duration::from_millis(500);
+const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
 /// The maximum interval, however long the lease lasts according to the member.
-const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
-/// How long the next grant is delayed after a holder's lease was ended early, so that the holder
-/// can detect its loss. It is many times the 25 ms after which every held lock is watched, because
+const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
+/// The delay of the next grant after a holder's lease was ended early, so that the holder can
+/// detect its loss. It is many times the 25 ms after which every held lock is watched, because
 /// responses may be slow on a busy machine. A released lock is granted without this delay.
-const SETTLING: Duration = Duration::from_millis(250);
-/// How often a waiter reads the whole queue. This only updates the reported holder.
-const LOOK_EACH: Duration = Duration::from_secs(10);
+const GRANT_DELAY: Duration = Duration::from_millis(250);
+/// The interval at which a waiter reads the whole queue. This only updates the reported holder.
+const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);
 /// The pause before the next read if a watch is not possible.
-const PAUSE: Duration = Duration::from_millis(100);
+const RETRY_PAUSE: Duration = Duration::from_millis(100);

@@ -6,30 +6,30 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use registry_core::{Claim, ClaimId, FencingToken, Holder, Key};
 
-use crate::wire::KeyValue;
+use crate::proto::KeyValue;
 
-/// Returns the record of a claim that joins the queue now.
-pub(crate) fn write(claim: &Claim, host: &str) -> Vec<u8> {
+/// Returns the record of a claim that is enqueued now.
+pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
     let label = claim.label().unwrap_or_default();
     format!("{} {} {host} {label}", claim.id(), now_ms()).into_bytes()
 }
 
 /// Returns whether the record belongs to the claim `id`.
-pub(crate) fn is_of(record: &[u8], id: ClaimId) -> bool {
+pub(crate) fn belongs_to(record: &[u8], id: ClaimId) -> bool {
     record.get(..ID_LENGTH).is_some_and(|written| written == id.to_string().as_bytes())
         && record.get(ID_LENGTH) == Some(&b' ')
 }
 
-/// Returns the holder of `key`, given the first entry of its queue. Another program's record yields
-/// no label and no time.
-pub(crate) fn holder(key: Key, first: &KeyValue, left: Option<Duration>) -> Holder {
-    let fields = read(&first.value);
+/// Returns the holder of `key`, given the first entry of its queue. The record of another program
+/// yields no label and no time.
+pub(crate) fn decode_holder(key: Key, first: &KeyValue, remaining: Option<Duration>) -> Holder {
+    let fields = decode(&first.value);
     // Compares the holder's wall clock with the local one. The result is only displayed.
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
         .with_token(token(first))
-        .with_times(held_for.map(Duration::from_millis), left)
+        .with_times(held_for.map(Duration::from_millis), remaining)
 }
 
 /// Returns a holder's fencing token: the creation revision of its key.
@@ -37,8 +37,8 @@ pub(crate) fn token(first: &KeyValue) -> Option<FencingToken> {
     FencingToken::try_from(first.create_revision).ok()
 }
 
-/// Returns the time of joining and the label.
-fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
+/// Returns the time at which the claim was enqueued, and the label.
+fn decode(record: &[u8]) -> Option<(u64, Option<&str>)> {
     let mut fields = std::str::from_utf8(record).ok()?.splitn(4, ' ');
     let id = fields.next()?;
     if id.len() != ID_LENGTH || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
@@ -49,12 +49,12 @@ fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
 }
 
 /// Returns the host name without spaces.
-pub(crate) fn host() -> String {
-    let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
-    let name =
-        told.or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok());
+pub(crate) fn host_name() -> String {
+    let kernel_name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name = kernel_name
+        .or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok());
     let name = name.unwrap_or_default();
-    let name = utf8_percent_encode(name.trim(), IN_HOST).to_string();
+    let name = utf8_percent_encode(name.trim(), HOST_ESCAPED).to_string();
     if name.is_empty() { "-".to_owned() } else { name }
 }
 
@@ -63,8 +63,8 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Characters that do not occur in host names are escaped.
-const IN_HOST: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
+/// Escaped: all characters that do not occur in host names.
+const HOST_ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
 const ID_LENGTH: usize = 32;
 
 #[cfg(test)]
@@ -75,29 +75,32 @@ mod tests {
     fn a_record_is_read_as_it_is_written() {
         let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
         let claim = claim.with_label(Some("a label of three\n\0".into()));
-        let record = write(&claim, "host-1");
-        assert!(is_of(&record, claim.id()) && !is_of(&record, ClaimId::random()));
+        let record = encode(&claim, "host-1");
+        assert!(belongs_to(&record, claim.id()) && !belongs_to(&record, ClaimId::random()));
         let first = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
-        let holder = holder(claim.key().clone(), &first, None);
+        let holder = decode_holder(claim.key().clone(), &first, None);
         assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
         assert_eq!(holder.token, FencingToken::new(7));
         assert!(holder.held_for.is_some());
     }
 
     #[test]
-    fn of_a_stranger_nothing_is_known() {
+    fn the_record_of_another_program_yields_no_label_and_no_time() {
         for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"]
         {
             let first = KeyValue { value: record.to_vec(), ..KeyValue::default() };
-            let holder = holder(Key::new("k").unwrap(), &first, None);
+            let holder = decode_holder(Key::new("k").unwrap(), &first, None);
             assert_eq!((holder.label, holder.held_for), (None, None));
-            assert!(!is_of(record, ClaimId::from_bits(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f)));
+            assert!(!belongs_to(
+                record,
+                ClaimId::from_bits(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f)
+            ));
         }
     }
 
     #[test]
-    fn a_host_is_one_word() {
-        let host = host();
+    fn a_host_name_is_one_word() {
+        let host = host_name();
         assert!(!host.is_empty() && !host.contains(' '), "{host:?}");
     }
 }

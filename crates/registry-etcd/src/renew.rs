@@ -1,5 +1,5 @@
-//! Renews claims. Keeps each lease alive, then reads all keys in one transaction. That read proves
-//! that the keys exist and that the leases last.
+//! Renews claims. Extends each lease, then reads all keys in one transaction. That read verifies
+//! that the keys exist and confirms the extensions.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -9,279 +9,311 @@ use registry_core::{BackendError, Claim, Moment, Renewal};
 use tokio::time::timeout;
 
 use crate::backend::EtcdBackend;
-use crate::claims::Place;
+use crate::claims::ClaimEntry;
 
-use crate::ears::Watch;
-use crate::error::Failure;
-use crate::keep_alive::KeptAlive;
-use crate::lease::{Lease, seconds};
-use crate::link::Limits;
-use crate::txn::{self, Answer};
-use crate::wire::KeyValue;
+use crate::client::RequestLimits;
+use crate::error::CallError;
+use crate::keep_alive::LeaseStatus;
+use crate::lease::{EtcdLease, ttl_seconds};
+use crate::proto::KeyValue;
+use crate::txn::{self, TxnResults};
+use crate::watcher::KeyWatch;
 
-/// An entry as it was when its renewal began.
+/// A renewal in progress, with a copy of its entry.
 #[derive(Clone)]
-struct Renewing {
+struct PendingRenewal {
     name: Vec<u8>,
-    created: i64,
-    lease: Lease,
+    create_revision: i64,
+    lease: EtcdLease,
     /// The requested duration of the lease, if this client created it.
-    seconds: Option<i64>,
+    ttl_seconds: Option<i64>,
     /// The requested duration of the lease, if the renewal replaced the lease.
-    new_seconds: Option<i64>,
+    new_ttl_seconds: Option<i64>,
     /// The lease of the tombstone, if known.
-    trace: Option<i64>,
-    kept_alive: KeptAlive,
+    tombstone_lease: Option<i64>,
+    lease_status: LeaseStatus,
 }
 
-type Outcome = Result<Renewal, BackendError>;
+type RenewalResult = Result<Renewal, BackendError>;
 
 impl EtcdBackend {
     /// Renews claims that fit into one transaction.
-    pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Outcome> {
-        let begun = join_all(claims.iter().map(|claim| self.begin(claim))).await;
+    pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<RenewalResult> {
+        let started = join_all(claims.iter().map(|claim| self.start_renewal(claim))).await;
         let names: Vec<_> =
-            begun.iter().flatten().flatten().map(|renewing| &*renewing.name).collect();
-        let silence = claims.iter().map(|claim| self.silence_of(claim)).min().unwrap_or_default();
-        let seen = match &*names {
-            [] => Ok(Seen::default()),
-            names => self.see(names, silence).await,
+            started.iter().flatten().flatten().map(|renewal| &*renewal.name).collect();
+        let idle_timeout =
+            claims.iter().map(|claim| self.idle_timeout_of(claim)).min().unwrap_or_default();
+        let snapshot = match &*names {
+            [] => Ok(KeySnapshot::default()),
+            names => self.read_entries(names, idle_timeout).await,
         };
-        let settle = claims.iter().zip(begun).map(|(claim, begun)| {
-            let seen = &seen;
+        let renewals = claims.iter().zip(started).map(|(claim, started)| {
+            let snapshot = &snapshot;
             async move {
-                let answer = match (begun?, seen) {
+                let result = match (started?, snapshot) {
                     (None, _) => Ok(Renewal::Gone),
-                    (Some(renewing), Ok(seen)) => self.settle(claim, renewing, seen).await,
+                    (Some(renewal), Ok(snapshot)) => {
+                        self.finish_renewal(claim, renewal, snapshot).await
+                    }
                     (Some(_), Err(error)) => Err(error.clone()),
                 };
-                if matches!(answer, Ok(Renewal::Gone)) {
-                    self.give_up(claim).await;
+                if matches!(result, Ok(Renewal::Gone)) {
+                    self.abandon_lost(claim).await;
                 }
-                answer
+                result
             }
         });
-        join_all(settle).await
+        join_all(renewals).await
     }
 
     /// Returns how long the connection may be silent while `claim` is renewed. The rest of the
     /// lease must suffice to try another member.
-    fn silence_of(&self, claim: &Claim) -> Duration {
-        self.link.patience().min((claim.lease() / 6).max(SILENCE_MIN))
+    fn idle_timeout_of(&self, claim: &Claim) -> Duration {
+        self.client.response_timeout().min((claim.lease() / 6).max(IDLE_TIMEOUT_MIN))
     }
 
-    /// Keeps the claim's lease alive. Returns `None` if the claim has no entry or was not granted.
-    async fn begin(&self, claim: &Claim) -> Result<Option<Renewing>, BackendError> {
-        let known = {
-            let seat = self.claims.seat(claim).await;
-            let place = seat.as_ref();
-            if place.is_some_and(|place| place.watch.as_ref().is_some_and(Watch::heard_of_end)) {
+    /// Extends the claim's lease. Returns `None` if the claim has no entry or was not granted.
+    async fn start_renewal(&self, claim: &Claim) -> Result<Option<PendingRenewal>, BackendError> {
+        let cached = {
+            let entry_guard = self.claims.lock_entry(claim).await;
+            let entry = entry_guard.as_ref();
+            if entry.is_some_and(|entry| entry.watch.as_ref().is_some_and(KeyWatch::is_deleted)) {
                 // Return at once, so that the holder detects the loss before the next claim is
                 // granted.
                 return Ok(None);
             }
-            place.and_then(Renewing::of)
+            entry.and_then(PendingRenewal::of)
         };
-        let known = match known {
-            Some(known) => Some(known),
-            None => self.find(claim).await?.as_ref().and_then(Renewing::of),
+        let renewal = match cached {
+            Some(renewal) => Some(renewal),
+            None => self.find_entry(claim).await?.as_ref().and_then(PendingRenewal::of),
         };
-        let Some(mut renewing) = known else { return Ok(None) };
-        let silence = self.silence_of(claim);
+        let Some(mut renewal) = renewal else { return Ok(None) };
+        let idle_timeout = self.idle_timeout_of(claim);
         // After that time, the engine starts the next renewal.
-        let limits = Limits { silence, total: silence.max(claim.lease() / 3) };
-        let trace = self.trace_lease(renewing.seconds);
-        let has_none = trace.is_none() || trace != renewing.trace;
-        let again = has_none.then(|| self.leave_trace_again(renewing.clone(), silence));
-        let again = OptionFuture::from(again);
-        let (kept_alive, again) =
-            join(self.keep_alive.keep_alive(&mut renewing.lease, limits), again).await;
-        renewing.trace = again.unwrap_or(trace);
-        renewing.kept_alive = kept_alive?;
-        if claim.lease() > renewing.lease.ttl() && renewing.kept_alive == KeptAlive::Yes {
-            return self.lengthen(claim, renewing).await;
+        let limits = RequestLimits { idle_timeout, total: idle_timeout.max(claim.lease() / 3) };
+        let tombstone = self.tombstone_lease(renewal.ttl_seconds);
+        let is_missing = tombstone.is_none() || tombstone != renewal.tombstone_lease;
+        let rewriting = is_missing.then(|| self.rewrite_tombstone(renewal.clone(), idle_timeout));
+        let rewriting = OptionFuture::from(rewriting);
+        let (lease_status, rewritten) =
+            join(self.keep_alive.keep_alive(&mut renewal.lease, limits), rewriting).await;
+        renewal.tombstone_lease = rewritten.unwrap_or(tombstone);
+        renewal.lease_status = lease_status?;
+        if claim.lease() > renewal.lease.ttl() && renewal.lease_status == LeaseStatus::Alive {
+            return self.attach_longer_lease(claim, renewal).await;
         }
-        Ok(Some(renewing))
+        Ok(Some(renewal))
     }
 
     /// Ensures that the entry has a tombstone with a live lease, because another client may have
     /// ended only that lease. Returns the tombstone's lease.
-    async fn leave_trace_again(&self, renewing: Renewing, limit: Duration) -> Option<i64> {
-        let (trace, seconds) = (self.names.trace(&renewing.name)?, renewing.seconds?);
-        let leave = async {
-            let lease = self.traces.lease(seconds, &self.pool, &self.keep_alive).await.ok()?;
-            let again = txn::leave_again(&renewing.name, renewing.created, &trace, lease);
-            match self.ask(again).await {
+    async fn rewrite_tombstone(&self, renewal: PendingRenewal, limit: Duration) -> Option<i64> {
+        let (tombstone, ttl_seconds) = (self.names.tombstone(&renewal.name)?, renewal.ttl_seconds?);
+        let rewrite = async {
+            let lease = self
+                .tombstones
+                .lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive)
+                .await
+                .ok()?;
+            let put =
+                txn::rewrite_tombstone(&renewal.name, renewal.create_revision, &tombstone, lease);
+            match self.execute(put).await {
                 Ok(_) => Some(lease),
-                Err(Failure::NoLease) => {
-                    self.traces.forget(lease);
+                Err(CallError::LeaseNotFound) => {
+                    self.tombstones.remove(lease);
                     None
                 }
                 Err(_) => None,
             }
         };
         // The next renewal tries again.
-        timeout(limit, leave).await.ok().flatten()
+        timeout(limit, rewrite).await.ok().flatten()
     }
 
     /// Attaches the claim's key to a longer lease. The key and its revision do not change.
-    async fn lengthen(
+    async fn attach_longer_lease(
         &self,
         claim: &Claim,
-        mut renewing: Renewing,
-    ) -> Result<Option<Renewing>, BackendError> {
-        let seconds = seconds(claim.lease());
-        let trace = match self.names.trace(&renewing.name) {
-            Some(name) => {
-                Some((name, self.traces.lease(seconds, &self.pool, &self.keep_alive).await?))
-            }
+        mut renewal: PendingRenewal,
+    ) -> Result<Option<PendingRenewal>, BackendError> {
+        let ttl_seconds = ttl_seconds(claim.lease());
+        let tombstone = match self.names.tombstone(&renewal.name) {
+            Some(name) => Some((
+                name,
+                self.tombstones.lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?,
+            )),
             None => None,
         };
-        let trace = trace.as_ref().map(|(name, lease)| (&**name, *lease));
-        let trace_lease = trace.map(|(_, lease)| lease);
-        let longer = self.pool.grant(seconds).await?;
-        let moved = txn::move_to(&renewing.name, renewing.created, longer.id, trace);
-        // After an unknown outcome, the next read finds out which lease the key has.
-        let moved = self.ask(moved).await.map_err(|failure| {
-            if let (Failure::NoLease, Some(lease)) = (&failure, trace_lease) {
-                self.traces.forget(lease);
+        let tombstone = tombstone.as_ref().map(|(name, lease)| (&**name, *lease));
+        let tombstone_lease = tombstone.map(|(_, lease)| lease);
+        let longer = self.pool.grant(ttl_seconds).await?;
+        let attached =
+            txn::attach_lease(&renewal.name, renewal.create_revision, longer.id, tombstone);
+        // After an unknown outcome, the next read returns the lease of the key.
+        let attached = self.execute(attached).await.map_err(|failure| {
+            if let (CallError::LeaseNotFound, Some(lease)) = (&failure, tombstone_lease) {
+                self.tombstones.remove(lease);
             }
             failure.into_error()
         });
-        if !moved?.succeeded {
-            self.pool.end(longer.id);
+        if !attached?.succeeded {
+            self.pool.revoke_later(longer.id);
             return Ok(None);
         }
-        renewing.lease = longer;
-        renewing.new_seconds = Some(seconds);
-        renewing.trace = trace_lease;
-        Ok(Some(renewing))
+        renewal.lease = longer;
+        renewal.new_ttl_seconds = Some(ttl_seconds);
+        renewal.tombstone_lease = tombstone_lease;
+        Ok(Some(renewal))
     }
 
-    async fn see(&self, names: &[&[u8]], silence: Duration) -> Result<Seen, BackendError> {
-        let look = txn::notify_all(names.iter().copied());
-        let answer = self.link.call_within(look, silence).await;
-        let answer = answer.and_then(|answer| Answer::read(answer).map_err(Failure::Trouble));
-        let mut answer = match answer {
-            Err(Failure::TooMany) if names.len() > 1 => {
+    async fn read_entries(
+        &self,
+        names: &[&[u8]],
+        idle_timeout: Duration,
+    ) -> Result<KeySnapshot, BackendError> {
+        let read = txn::read_keys(names.iter().copied());
+        let results = self.client.call_within(read, idle_timeout).await;
+        let results =
+            results.and_then(|results| TxnResults::decode(results).map_err(CallError::Other));
+        let mut results = match results {
+            Err(CallError::TooManyOperations) if names.len() > 1 => {
                 let (some, others) = names.split_at(names.len() / 2);
                 let both = try_join(
-                    Box::pin(self.see(some, silence)),
-                    Box::pin(self.see(others, silence)),
+                    Box::pin(self.read_entries(some, idle_timeout)),
+                    Box::pin(self.read_entries(others, idle_timeout)),
                 );
                 let (some, others) = both.await?;
-                return Ok(some.and(others));
+                return Ok(some.merge(others));
             }
-            answer => answer.map_err(Failure::into_error)?,
+            results => results.map_err(CallError::into_error)?,
         };
-        let mut seen = Seen {
-            revision: answer.header.revision,
-            term: answer.header.raft_term,
+        let mut snapshot = KeySnapshot {
+            revision: results.header.revision,
+            term: results.header.raft_term,
             keys: HashMap::new(),
         };
-        while let Ok(found) = answer.key() {
+        while let Ok(found) = results.next_key() {
             if let Some(found) = found {
-                seen.keys.insert(found.key.clone(), found);
+                snapshot.keys.insert(found.key.clone(), found);
             }
         }
-        Ok(seen)
+        Ok(snapshot)
     }
 
-    async fn settle(&self, claim: &Claim, mut renewing: Renewing, seen: &Seen) -> Outcome {
-        let Some(found) = seen.keys.get(&renewing.name) else { return Ok(Renewal::Gone) };
-        if found.create_revision != renewing.created {
+    async fn finish_renewal(
+        &self,
+        claim: &Claim,
+        mut renewal: PendingRenewal,
+        snapshot: &KeySnapshot,
+    ) -> RenewalResult {
+        let Some(found) = snapshot.keys.get(&renewal.name) else { return Ok(Renewal::Gone) };
+        if found.create_revision != renewal.create_revision {
             return Ok(Renewal::Gone);
         }
-        let mut seat = self.claims.seat(claim).await;
-        let place = seat.as_mut().filter(|place| place.created == Some(renewing.created));
-        if found.lease != renewing.lease.id {
-            // An earlier move of the key succeeded, but its response was lost. The next renewal
-            // keeps the right lease alive.
-            if let Some(place) = place {
-                self.change_lease(
-                    place,
-                    Lease::new(found.lease, Duration::ZERO, Moment::now()),
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        let entry = entry_guard
+            .as_mut()
+            .filter(|entry| entry.create_revision == Some(renewal.create_revision));
+        if found.lease != renewal.lease.id {
+            // An earlier request attached the key to this lease, but its response was lost. The
+            // next renewal extends the right lease.
+            if let Some(entry) = entry {
+                self.replace_lease(
+                    entry,
+                    EtcdLease::new(found.lease, Duration::ZERO, Moment::now()),
                     None,
                 );
             }
-            return Err(BackendError::transient("etcd: the lock is attached to another lease"));
-        }
-        if renewing.kept_alive == KeptAlive::Unknown {
-            // A member that lags behind may not know a lease that the majority knows.
-            return Err(BackendError::transient("etcd: the member does not know the lease"));
-        }
-        renewing.lease.prove(seen.term);
-        let left = renewing.lease.left();
-        if let Some(place) = place {
-            if renewing.new_seconds.is_some() {
-                self.change_lease(place, renewing.lease, renewing.new_seconds);
-            } else if place.lease.id == renewing.lease.id && place.lease.left() < left {
-                place.lease = renewing.lease;
-            }
-            place.trace = renewing.trace;
-            if !place.watch.as_ref().is_some_and(Watch::lives) && self.ears.are_wanted() {
-                let from = seen.revision.saturating_add(1);
-                place.watch = Some(self.ears.watch_over(claim.key(), place.name.clone(), from));
-            }
-        }
-        if left < claim.lease() / 2 {
             return Err(BackendError::transient(
-                "etcd: the leader that kept the lease alive is none any more",
+                "etcd: renewal failed: the key is attached to another lease",
             ));
         }
-        Ok(Renewal::Renewed(left.min(claim.lease())))
+        if renewal.lease_status == LeaseStatus::Unknown {
+            // A member that lags behind may not know a lease that the majority knows.
+            return Err(BackendError::transient(
+                "etcd: renewal failed: the member does not know the lease",
+            ));
+        }
+        renewal.lease.confirm(snapshot.term);
+        let remaining = renewal.lease.remaining();
+        if let Some(entry) = entry {
+            if renewal.new_ttl_seconds.is_some() {
+                self.replace_lease(entry, renewal.lease, renewal.new_ttl_seconds);
+            } else if entry.lease.id == renewal.lease.id && entry.lease.remaining() < remaining {
+                entry.lease = renewal.lease;
+            }
+            entry.tombstone_lease = renewal.tombstone_lease;
+            if !entry.watch.as_ref().is_some_and(KeyWatch::is_active)
+                && self.watcher.has_subscribers()
+            {
+                let start_revision = snapshot.revision.saturating_add(1);
+                entry.watch = Some(self.watcher.watch_held_key(
+                    claim.key(),
+                    entry.name.clone(),
+                    start_revision,
+                ));
+            }
+        }
+        if remaining < claim.lease() / 2 {
+            return Err(BackendError::transient(
+                "etcd: renewal failed: the leader changed before it confirmed the lease",
+            ));
+        }
+        Ok(Renewal::Renewed(remaining.min(claim.lease())))
     }
 
     /// Abandons the entry of a lock that is reported as lost.
-    async fn give_up(&self, claim: &Claim) {
-        let mut seat = self.claims.seat(claim).await;
-        if seat.as_ref().is_some_and(|place| place.granted)
-            && let Some(place) = seat.take()
+    async fn abandon_lost(&self, claim: &Claim) {
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        if entry_guard.as_ref().is_some_and(|entry| entry.is_granted)
+            && let Some(entry) = entry_guard.take()
         {
-            self.abandon(place);
+            self.abandon(entry);
         }
     }
 
-    /// Replaces the lease of an entry by the one that its key is attached to.
-    fn change_lease(&self, place: &mut Place, lease: Lease, seconds: Option<i64>) {
-        let before = std::mem::replace(&mut place.lease, lease);
+    /// Replaces the lease of an entry by the lease that its key is attached to.
+    fn replace_lease(&self, entry: &mut ClaimEntry, lease: EtcdLease, ttl_seconds: Option<i64>) {
+        let previous = std::mem::replace(&mut entry.lease, lease);
         // The key's name contains the old lease number, so no other entry may reuse this lease.
-        place.stray = true;
+        entry.is_unresolved = true;
         // The tombstone's lease is unknown as well.
-        place.trace = None;
-        if place.seconds.is_some() && before.id != place.lease.id {
-            self.pool.end(before.id);
+        entry.tombstone_lease = None;
+        if entry.ttl_seconds.is_some() && previous.id != entry.lease.id {
+            self.pool.revoke_later(previous.id);
         }
-        place.seconds = seconds.or(place.seconds);
+        entry.ttl_seconds = ttl_seconds.or(entry.ttl_seconds);
     }
 }
 
-impl Renewing {
-    fn of(place: &Place) -> Option<Self> {
-        let created = place.created.filter(|_| place.granted)?;
+impl PendingRenewal {
+    fn of(entry: &ClaimEntry) -> Option<Self> {
+        let create_revision = entry.create_revision.filter(|_| entry.is_granted)?;
         Some(Self {
-            name: place.name.clone(),
-            created,
-            lease: place.lease.clone(),
-            seconds: place.seconds,
-            new_seconds: None,
-            trace: place.trace,
-            kept_alive: KeptAlive::Yes,
+            name: entry.name.clone(),
+            create_revision,
+            lease: entry.lease.clone(),
+            ttl_seconds: entry.ttl_seconds,
+            new_ttl_seconds: None,
+            tombstone_lease: entry.tombstone_lease,
+            lease_status: LeaseStatus::Alive,
         })
     }
 }
 
-/// The result of reading many keys.
+/// The keys that one read found, and its revision and term.
 #[derive(Default)]
-struct Seen {
+struct KeySnapshot {
     revision: i64,
     term: u64,
     keys: HashMap<Vec<u8>, KeyValue>,
 }
 
-impl Seen {
+impl KeySnapshot {
     /// Merges two results. The earlier revision and term count.
-    fn and(mut self, other: Self) -> Self {
+    fn merge(mut self, other: Self) -> Self {
         self.keys.extend(other.keys);
         let (revision, term) = (self.revision.min(other.revision), self.term.min(other.term));
         Self { revision, term, ..self }
@@ -289,4 +321,4 @@ impl Seen {
 }
 
 /// The minimum silence after which a connection is dropped, whatever the lease.
-const SILENCE_MIN: Duration = Duration::from_millis(500);
+const IDLE_TIMEOUT_MIN: Duration = Duration::from_millis(500);

@@ -1,275 +1,309 @@
-//! Builds the requests about a queue and reads their responses.
+//! Builds the transactions and range requests for a queue, and decodes the responses.
 
 use registry_core::BackendError;
 
-use crate::error::unreadable;
-use crate::names::end_of;
-use crate::wire::{
-    ASCENDING, BY_CREATION, CREATE, Compare, DESCENDING, DeleteRangeRequest, Done, EQUAL, KeyValue,
-    Op, PutRequest, RangeRequest, RequestOp, ResponseHeader, Target, TxnRequest, TxnResponse,
+use crate::error::protocol_error;
+use crate::names::prefix_end;
+use crate::proto::{
+    ASCENDING, BY_CREATION, CREATE, Compare, DESCENDING, DeleteRangeRequest, EQUAL, KeyValue,
+    OpRequest, OpResponse, PutRequest, RangeRequest, RequestOp, ResponseHeader, TargetUnion,
+    TxnRequest, TxnResponse,
 };
 
 /// The tombstone of a claim that joins a queue.
-pub(crate) struct Trace {
+pub(crate) struct TombstonePut {
     pub(crate) name: Vec<u8>,
     pub(crate) lease: i64,
     /// The common prefix of all tombstones of this queue.
-    pub(crate) all: Vec<u8>,
+    pub(crate) prefix: Vec<u8>,
 }
 
 /// Appends `name` to `queue` unless it exists. On success, the response contains the result of the
 /// put, the two newest entries, and some existing tombstones. Otherwise it contains the key `name`
 /// and the first entry.
-pub(crate) fn join(
+pub(crate) fn enqueue(
     queue: &[u8],
     name: &[u8],
     record: Vec<u8>,
     lease: i64,
-    trace: Option<Trace>,
+    tombstone: Option<TombstonePut>,
 ) -> TxnRequest {
-    let mut success = ops([put(name, record, lease), Op::Range(newest(queue, 2))]);
-    success.extend(trace.into_iter().flat_map(leave_trace));
+    let mut success =
+        ops([put_op(name, record, lease), OpRequest::Range(newest_entries(queue, 2))]);
+    success.extend(tombstone.into_iter().flat_map(write_tombstone));
     TxnRequest {
-        compare: vec![created_in(name, 0)],
+        compare: vec![compare_create_revision(name, 0)],
         success,
-        failure: ops([Op::Range(one(name)), Op::Range(first(queue))]),
+        failure: ops([OpRequest::Range(get(name)), OpRequest::Range(first_entry(queue))]),
     }
 }
 
 /// Puts `name` into `queue` if the queue is empty. On success, the response contains the result of
 /// the put and some existing tombstones. Otherwise it contains the key `name` and the first entry.
-pub(crate) fn join_empty(
+pub(crate) fn enqueue_if_empty(
     queue: &[u8],
     name: &[u8],
     record: Vec<u8>,
     lease: i64,
-    trace: Option<Trace>,
+    tombstone: Option<TombstonePut>,
 ) -> TxnRequest {
-    let mut nobody = created_in(queue, 0);
-    nobody.range_end = end_of(queue);
-    let mut success = ops([put(name, record, lease)]);
-    success.extend(trace.into_iter().flat_map(leave_trace));
+    let mut is_empty = compare_create_revision(queue, 0);
+    is_empty.range_end = prefix_end(queue);
+    let mut success = ops([put_op(name, record, lease)]);
+    success.extend(tombstone.into_iter().flat_map(write_tombstone));
     TxnRequest {
-        compare: vec![nobody],
+        compare: vec![is_empty],
         success,
-        failure: ops([Op::Range(one(name)), Op::Range(first(queue))]),
+        failure: ops([OpRequest::Range(get(name)), OpRequest::Range(first_entry(queue))]),
     }
 }
 
-/// Reads the existing tombstones before it writes the own one.
-fn leave_trace(trace: Trace) -> [RequestOp; 2] {
-    [op(Op::Range(some_traces(&trace.all))), op(put(&trace.name, Vec::new(), trace.lease))]
+/// Reads the existing tombstones before it writes the new one.
+fn write_tombstone(tombstone: TombstonePut) -> [RequestOp; 2] {
+    [
+        op(OpRequest::Range(read_tombstones(&tombstone.prefix))),
+        op(put_op(&tombstone.name, Vec::new(), tombstone.lease)),
+    ]
 }
 
-fn some_traces(all: &[u8]) -> RangeRequest {
+fn read_tombstones(prefix: &[u8]) -> RangeRequest {
     RangeRequest {
-        key: all.to_vec(),
-        range_end: end_of(all),
-        limit: TRACES,
+        key: prefix.to_vec(),
+        range_end: prefix_end(prefix),
+        limit: TOMBSTONES_MAX,
         keys_only: true,
         ..RangeRequest::default()
     }
 }
 
-/// Reads the key `name`, the last entry before the revision `created`, and the first entry.
+/// Reads the key `name`, the last entry before the revision `create_revision`, and the first entry.
 ///
-/// With the prefix `traces`, also reads some tombstones that are older than `created`. With
-/// `trace`, also reads that tombstone, whatever its revision.
-pub(crate) fn look(
+/// With `tombstone_prefix`, also reads some tombstones that are older than `create_revision`. With
+/// `tombstone`, also reads that tombstone, whatever its revision.
+pub(crate) fn read_queue(
     queue: &[u8],
     name: &[u8],
-    created: i64,
-    traces: Option<&[u8]>,
-    trace: Option<&[u8]>,
+    create_revision: i64,
+    tombstone_prefix: Option<&[u8]>,
+    tombstone: Option<&[u8]>,
 ) -> TxnRequest {
-    let mut looks = ops([one(name), before(queue, created), first(queue)].map(Op::Range));
-    looks.extend(traces.map(|all| {
-        let max_create_revision = created.saturating_sub(1);
-        op(Op::Range(RangeRequest { max_create_revision, ..some_traces(all) }))
+    let mut reads =
+        ops([get(name), predecessor(queue, create_revision), first_entry(queue)]
+            .map(OpRequest::Range));
+    reads.extend(tombstone_prefix.map(|prefix| {
+        let max_create_revision = create_revision.saturating_sub(1);
+        op(OpRequest::Range(RangeRequest { max_create_revision, ..read_tombstones(prefix) }))
     }));
-    looks.extend(trace.map(|trace| op(Op::Range(one(trace)))));
-    TxnRequest { success: looks, ..TxnRequest::default() }
+    reads.extend(tombstone.map(|tombstone| op(OpRequest::Range(get(tombstone)))));
+    TxnRequest { success: reads, ..TxnRequest::default() }
 }
 
 /// Reads the key `name` and its predecessor's key. The cost does not depend on the length of the
-/// queue, unlike [`look`], for which the members read all of it.
-pub(crate) fn peek(name: &[u8], before: &[u8]) -> TxnRequest {
-    notify_all([name, before].into_iter())
+/// queue, unlike [`read_queue`], for which the members read all of it.
+pub(crate) fn read_entry_and_predecessor(name: &[u8], predecessor: &[u8]) -> TxnRequest {
+    read_keys([name, predecessor].into_iter())
 }
 
 /// Reads the keys `names` without their records.
-pub(crate) fn notify_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
-    let key = |name| Op::Range(RangeRequest { keys_only: true, ..one(name) });
+pub(crate) fn read_keys<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
+    let key = |name| OpRequest::Range(RangeRequest { keys_only: true, ..get(name) });
     TxnRequest { success: ops(names.map(key)), ..TxnRequest::default() }
 }
 
-/// Deletes `name` if it was created in the revision `created`.
-pub(crate) fn delete(name: &[u8], created: i64) -> TxnRequest {
-    TxnRequest { compare: vec![created_in(name, created)], ..erase(name) }
+/// Deletes `name` if it was created in the revision `create_revision`.
+pub(crate) fn delete(name: &[u8], create_revision: i64) -> TxnRequest {
+    TxnRequest {
+        compare: vec![compare_create_revision(name, create_revision)],
+        ..delete_any_revision(name)
+    }
 }
 
 /// Deletes `name`, whatever its revision.
-pub(crate) fn erase(name: &[u8]) -> TxnRequest {
-    TxnRequest { success: ops([gone(name)]), ..TxnRequest::default() }
+pub(crate) fn delete_any_revision(name: &[u8]) -> TxnRequest {
+    TxnRequest { success: ops([delete_op(name)]), ..TxnRequest::default() }
 }
 
 /// Like [`delete`], and always deletes the tombstone as well.
-pub(crate) fn delete_with(name: &[u8], created: i64, trace: Option<&[u8]>) -> TxnRequest {
-    let mut txn = delete(name, created);
-    for answers in [&mut txn.success, &mut txn.failure] {
-        answers.extend(trace.map(|trace| op(gone(trace))));
+pub(crate) fn delete_with_tombstone(
+    name: &[u8],
+    create_revision: i64,
+    tombstone: Option<&[u8]>,
+) -> TxnRequest {
+    let mut txn = delete(name, create_revision);
+    for branch in [&mut txn.success, &mut txn.failure] {
+        branch.extend(tombstone.map(|tombstone| op(delete_op(tombstone))));
     }
     txn
 }
 
-/// Like [`delete_with`], but first reads the last entry before it.
-pub(crate) fn leave(queue: &[u8], name: &[u8], created: i64, trace: Option<&[u8]>) -> TxnRequest {
-    let mut txn = delete_with(name, created, trace);
-    txn.success.insert(0, op(Op::Range(before(queue, created))));
+/// Like [`delete_with_tombstone`], but first reads the predecessor.
+pub(crate) fn dequeue(
+    queue: &[u8],
+    name: &[u8],
+    create_revision: i64,
+    tombstone: Option<&[u8]>,
+) -> TxnRequest {
+    let mut txn = delete_with_tombstone(name, create_revision, tombstone);
+    txn.success.insert(0, op(OpRequest::Range(predecessor(queue, create_revision))));
     txn
 }
 
 /// Attaches `name` and its tombstone to other leases, if `name` was created in the revision
-/// `created`. Its value and creation revision do not change.
-pub(crate) fn move_to(
+/// `create_revision`. Its value and creation revision do not change.
+pub(crate) fn attach_lease(
     name: &[u8],
-    created: i64,
+    create_revision: i64,
     lease: i64,
-    trace: Option<(&[u8], i64)>,
+    tombstone: Option<(&[u8], i64)>,
 ) -> TxnRequest {
-    let put_again =
-        PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
-    let mut success = ops([Op::Put(put_again)]);
-    success.extend(trace.map(|(trace, lease)| op(put(trace, left_again(created), lease))));
-    TxnRequest { compare: vec![created_in(name, created)], success, failure: Vec::new() }
+    let put = PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
+    let mut success = ops([OpRequest::Put(put)]);
+    success.extend(
+        tombstone.map(|(tombstone, lease)| {
+            op(put_op(tombstone, rewritten_value(create_revision), lease))
+        }),
+    );
+    TxnRequest {
+        compare: vec![compare_create_revision(name, create_revision)],
+        success,
+        failure: Vec::new(),
+    }
 }
 
-/// Writes the tombstone of `name` again, if `name` was created in the revision `created`.
-pub(crate) fn leave_again(name: &[u8], created: i64, trace: &[u8], lease: i64) -> TxnRequest {
+/// Writes the tombstone of `name` again, if `name` was created in the revision `create_revision`.
+pub(crate) fn rewrite_tombstone(
+    name: &[u8],
+    create_revision: i64,
+    tombstone: &[u8],
+    lease: i64,
+) -> TxnRequest {
     TxnRequest {
-        compare: vec![created_in(name, created)],
-        success: ops([put(trace, left_again(created), lease)]),
+        compare: vec![compare_create_revision(name, create_revision)],
+        success: ops([put_op(tombstone, rewritten_value(create_revision), lease)]),
         failure: Vec::new(),
     }
 }
 
 /// Returns the value of a tombstone that was not written together with its entry: the creation
-/// revision of that entry. Such a tombstone may be younger than the entries behind its own entry,
-/// as is the tombstone of a holder that rejoins.
-pub(crate) fn left_again(created: i64) -> Vec<u8> {
-    created.to_string().into_bytes()
+/// revision of that entry. Such a tombstone may be younger than the entries behind its own entry.
+/// The tombstone of a holder that enqueues again is younger as well, but has no value.
+pub(crate) fn rewritten_value(create_revision: i64) -> Vec<u8> {
+    create_revision.to_string().into_bytes()
 }
 
 /// Compares the creation revision of `name` with `revision`; zero means that the key does not
 /// exist.
-pub(crate) fn created_in(name: &[u8], revision: i64) -> Compare {
+pub(crate) fn compare_create_revision(name: &[u8], revision: i64) -> Compare {
     Compare {
         result: EQUAL,
         target: CREATE,
         key: name.to_vec(),
-        than: Some(Target::CreateRevision(revision)),
+        target_union: Some(TargetUnion::CreateRevision(revision)),
         range_end: Vec::new(),
     }
 }
 
-pub(crate) fn one(name: &[u8]) -> RangeRequest {
+pub(crate) fn get(name: &[u8]) -> RangeRequest {
     RangeRequest { key: name.to_vec(), ..RangeRequest::default() }
 }
 
 /// Reads the whole queue, the first entry first.
-pub(crate) fn all(queue: &[u8]) -> RangeRequest {
+pub(crate) fn entries(queue: &[u8]) -> RangeRequest {
     RangeRequest {
         key: queue.to_vec(),
-        range_end: end_of(queue),
+        range_end: prefix_end(queue),
         sort_order: ASCENDING,
         sort_target: BY_CREATION,
         ..RangeRequest::default()
     }
 }
 
-pub(crate) fn first(queue: &[u8]) -> RangeRequest {
-    RangeRequest { limit: 1, ..all(queue) }
+pub(crate) fn first_entry(queue: &[u8]) -> RangeRequest {
+    RangeRequest { limit: 1, ..entries(queue) }
 }
 
-fn newest(queue: &[u8], count: i64) -> RangeRequest {
-    RangeRequest { limit: count, sort_order: DESCENDING, ..all(queue) }
+fn newest_entries(queue: &[u8], count: i64) -> RangeRequest {
+    RangeRequest { limit: count, sort_order: DESCENDING, ..entries(queue) }
 }
 
-/// Reads the last entry that was created before the revision `created`.
-pub(crate) fn before(queue: &[u8], created: i64) -> RangeRequest {
-    RangeRequest { max_create_revision: created.saturating_sub(1), ..newest(queue, 1) }
-}
-
-/// Reads the entry that was created in the revision `created`.
-pub(crate) fn of_revision(queue: &[u8], created: i64) -> RangeRequest {
+/// Reads the last entry that was created before the revision `create_revision`.
+pub(crate) fn predecessor(queue: &[u8], create_revision: i64) -> RangeRequest {
     RangeRequest {
-        min_create_revision: created,
-        max_create_revision: created,
-        limit: 1,
-        ..all(queue)
+        max_create_revision: create_revision.saturating_sub(1),
+        ..newest_entries(queue, 1)
     }
 }
 
-fn put(name: &[u8], value: Vec<u8>, lease: i64) -> Op {
-    Op::Put(PutRequest { key: name.to_vec(), value, lease, ignore_value: false })
+/// Reads the entry that was created in the revision `create_revision`.
+pub(crate) fn entry_created_in(queue: &[u8], create_revision: i64) -> RangeRequest {
+    RangeRequest {
+        min_create_revision: create_revision,
+        max_create_revision: create_revision,
+        limit: 1,
+        ..entries(queue)
+    }
 }
 
-fn gone(name: &[u8]) -> Op {
-    Op::Delete(DeleteRangeRequest { key: name.to_vec(), range_end: Vec::new() })
+fn put_op(name: &[u8], value: Vec<u8>, lease: i64) -> OpRequest {
+    OpRequest::Put(PutRequest { key: name.to_vec(), value, lease, ignore_value: false })
 }
 
-pub(crate) fn op(op: Op) -> RequestOp {
-    RequestOp { request: Some(op) }
+fn delete_op(name: &[u8]) -> OpRequest {
+    OpRequest::Delete(DeleteRangeRequest { key: name.to_vec(), range_end: Vec::new() })
 }
 
-fn ops(all: impl IntoIterator<Item = Op>) -> Vec<RequestOp> {
-    all.into_iter().map(op).collect()
+pub(crate) fn op(request: OpRequest) -> RequestOp {
+    RequestOp { request: Some(request) }
 }
 
-/// The limit of tombstones per response. One suffices to detect a possible loss; the others are
-/// erased together with it.
-const TRACES: i64 = 8;
+fn ops(requests: impl IntoIterator<Item = OpRequest>) -> Vec<RequestOp> {
+    requests.into_iter().map(op).collect()
+}
 
-/// The response to a transaction, read part by part.
+/// The limit of tombstones per response. One suffices to detect a possible loss. The others are
+/// deleted together with it.
+const TOMBSTONES_MAX: i64 = 8;
+
+/// The response to a transaction, decoded part by part.
 #[derive(Debug)]
-pub(crate) struct Answer {
+pub(crate) struct TxnResults {
     pub(crate) succeeded: bool,
     pub(crate) header: ResponseHeader,
-    parts: std::vec::IntoIter<crate::wire::ResponseOp>,
+    parts: std::vec::IntoIter<crate::proto::ResponseOp>,
 }
 
-impl Answer {
-    pub(crate) fn read(answer: TxnResponse) -> Result<Self, BackendError> {
-        // Without a revision there is no token, and the entry would look as if it did not exist.
-        let header = answer.header.filter(|header| header.revision > 0);
+impl TxnResults {
+    pub(crate) fn decode(response: TxnResponse) -> Result<Self, BackendError> {
+        // Without a revision there is no token, and the entry would appear not to exist.
+        let header = response.header.filter(|header| header.revision > 0);
         Ok(Self {
-            succeeded: answer.succeeded,
-            header: header.ok_or_else(unreadable)?,
-            parts: answer.responses.into_iter(),
+            succeeded: response.succeeded,
+            header: header.ok_or_else(protocol_error)?,
+            parts: response.responses.into_iter(),
         })
     }
 
     /// Skips the next part.
     pub(crate) fn skip(&mut self) -> Result<(), BackendError> {
-        self.parts.next().map(drop).ok_or_else(unreadable)
+        self.parts.next().map(drop).ok_or_else(protocol_error)
     }
 
     /// Returns the keys in the next part.
-    pub(crate) fn keys(&mut self) -> Result<Vec<KeyValue>, BackendError> {
+    pub(crate) fn next_keys(&mut self) -> Result<Vec<KeyValue>, BackendError> {
         match self.parts.next().and_then(|part| part.response) {
-            Some(Done::Range(range)) => Ok(range.kvs),
-            _ => Err(unreadable()),
+            Some(OpResponse::Range(range)) => Ok(range.kvs),
+            _ => Err(protocol_error()),
         }
     }
 
     /// Returns the keys in the next part, or none if there is no further part.
-    pub(crate) fn keys_if_any(&mut self) -> Result<Vec<KeyValue>, BackendError> {
-        if self.parts.len() == 0 { Ok(Vec::new()) } else { self.keys() }
+    pub(crate) fn next_keys_if_any(&mut self) -> Result<Vec<KeyValue>, BackendError> {
+        if self.parts.len() == 0 { Ok(Vec::new()) } else { self.next_keys() }
     }
 
     /// Returns the first key in the next part.
-    pub(crate) fn key(&mut self) -> Result<Option<KeyValue>, BackendError> {
-        Ok(self.keys()?.into_iter().next())
+    pub(crate) fn next_key(&mut self) -> Result<Option<KeyValue>, BackendError> {
+        Ok(self.next_keys()?.into_iter().next())
     }
 }
 
@@ -280,26 +314,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_that_tells_no_revision_is_none() {
-        let answer = |header| Answer::read(TxnResponse { header, ..TxnResponse::default() });
+    fn a_response_without_a_revision_is_an_error() {
+        let response =
+            |header| TxnResults::decode(TxnResponse { header, ..TxnResponse::default() });
         for header in [None, Some(ResponseHeader::default())] {
-            let error = answer(header).unwrap_err();
+            let error = response(header).unwrap_err();
             assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Protocol, false));
         }
         let header = ResponseHeader { revision: 1, raft_term: 1 };
-        assert_eq!(answer(Some(header)).unwrap().header, header);
+        assert_eq!(response(Some(header)).unwrap().header, header);
     }
 
     #[test]
-    fn parts_that_are_missing_or_others_are_an_error() {
+    fn a_missing_or_unexpected_part_is_an_error() {
         let header = Some(ResponseHeader { revision: 1, raft_term: 1 });
-        let deleted = Some(Done::Delete(crate::wire::DeleteRangeResponse::default()));
-        let parts = [None, deleted].map(|response| crate::wire::ResponseOp { response });
+        let deleted = Some(OpResponse::Delete(crate::proto::DeleteRangeResponse::default()));
+        let parts = [None, deleted].map(|response| crate::proto::ResponseOp { response });
         for part in parts {
-            let answer = TxnResponse { header, succeeded: true, responses: vec![part] };
-            let mut answer = Answer::read(answer).unwrap();
-            assert!(answer.key().is_err(), "no keys");
-            assert!(answer.skip().is_err(), "nothing is left");
+            let response = TxnResponse { header, succeeded: true, responses: vec![part] };
+            let mut response = TxnResults::decode(response).unwrap();
+            assert!(response.next_key().is_err(), "no keys");
+            assert!(response.skip().is_err(), "no part remains");
         }
     }
 }

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Another program that uses our locks: takes a lock through the JSON gateway of etcd, by the servers' own locks (v3lock), many times.
+"""A peer of this store: acquires a lock repeatedly through the JSON gateway of etcd, by etcd's lock service (v3lock).
 
-It judges nothing: it works inside the lock and writes down the revision that its key was created in. Started by peers.rs:
+In each critical section it records the revision in which its key was created. It verifies nothing. Started by peers.rs:
 
     peer.py 127.0.0.1:2379 NAME SECTIONS FOLDER
 
-Whatever goes wrong ends it, with a status other than zero and the reason on its standard error.
+Any error ends the program with a nonzero status and a message on standard error.
 """
 
 import base64
@@ -18,17 +18,17 @@ address, name, sections, folder = sys.argv[1:]
 connection = http.client.HTTPConnection(address, timeout=60)
 
 
-def ask(path, request):
+def call(path, request):
     connection.request("POST", path, json.dumps(request))
-    answer = connection.getresponse()
-    text = answer.read()
-    if answer.status != 200:
-        sys.exit(f"{path}: {answer.status} {text}")
+    response = connection.getresponse()
+    text = response.read()
+    if response.status != 200:
+        sys.exit(f"{path}: {response.status} {text}")
     return json.loads(text)
 
 
 def section(revision):
-    """What nobody else may do at the same time: the folder says so, the counter counts, the journal tells in which order."""
+    """The critical section: the folder detects concurrent entry, the counter detects lost updates, the journal records the order."""
     os.mkdir(f"{folder}/inside")
     with open(f"{folder}/counter") as file:
         count = int(file.read())
@@ -39,10 +39,10 @@ def section(revision):
     os.rmdir(f"{folder}/inside")
 
 
-lease = ask("/v3/lease/grant", {"TTL": 60})["ID"]
+lease = call("/v3/lease/grant", {"TTL": 60})["ID"]
 encoded = base64.b64encode(name.encode()).decode()
 for _ in range(int(sections)):
-    key = ask("/v3/lock/lock", {"name": encoded, "lease": lease})["key"]
-    section(ask("/v3/kv/range", {"key": key})["kvs"][0]["create_revision"])
-    ask("/v3/lock/unlock", {"key": key})
-ask("/v3/lease/revoke", {"ID": lease})
+    key = call("/v3/lock/lock", {"name": encoded, "lease": lease})["key"]
+    section(call("/v3/kv/range", {"key": key})["kvs"][0]["create_revision"])
+    call("/v3/lock/unlock", {"key": key})
+call("/v3/lease/revoke", {"ID": lease})

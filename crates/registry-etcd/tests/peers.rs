@@ -2,7 +2,7 @@
 //! JSON gateway. Both sides exclude each other, and a release on one side wakes waiters on the
 //! other.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
 use std::fs::{self, OpenOptions};
 use std::io::Write as _;
@@ -42,10 +42,10 @@ async fn registry(server: &EtcdServer) -> Registry {
 
 /// The same critical section in this process.
 fn section(folder: &Path, token: u64) {
-    fs::create_dir(folder.join("inside")).expect("somebody else is inside");
+    fs::create_dir(folder.join("inside")).expect("another client is in the section");
     let count: usize = fs::read_to_string(folder.join("counter")).unwrap().trim().parse().unwrap();
     let mut journal = OpenOptions::new().append(true).open(folder.join("journal")).unwrap();
-    writeln!(journal, "ours {token}").unwrap();
+    writeln!(journal, "registry {token}").unwrap();
     fs::write(folder.join("counter"), (count + 1).to_string()).unwrap();
     fs::remove_dir(folder.join("inside")).unwrap();
 }
@@ -57,7 +57,7 @@ fn etcdctl(server: &EtcdServer, args: &[&str]) -> Command {
 }
 
 #[tokio::test]
-async fn etcdctl_the_gateway_and_we_take_turns() {
+async fn etcdctl_the_gateway_and_this_store_exclude_each_other() {
     let server = EtcdServer::start().await.unwrap();
     let folder = tempfile::tempdir().unwrap();
     let folder = folder.path();
@@ -70,21 +70,21 @@ async fn etcdctl_the_gateway_and_we_take_turns() {
     let mut gateway = HelperProcess::spawn(gateway).unwrap();
 
     let mut shell = Command::new("sh");
-    let turns =
+    let sections =
         r#"set -e; for n in $(seq "$SECTIONS"); do etcdctl lock orders -- sh -c "$SECTION"; done"#;
-    shell.args(["-c", turns]).env("ETCDCTL_API", "3").env("ETCDCTL_ENDPOINTS", server.url());
+    shell.args(["-c", sections]).env("ETCDCTL_API", "3").env("ETCDCTL_ENDPOINTS", server.url());
     shell.env("SECTIONS", SECTIONS.to_string()).env("SECTION", SECTION).env("FOLDER", folder);
     let mut shell = HelperProcess::spawn(shell).unwrap();
 
-    let ours = registry(&server).await;
-    let turns = async {
+    let registry = registry(&server).await;
+    let sections = async {
         for _ in 0..SECTIONS {
-            let guard = ours.obtain("orders").lock().await.unwrap();
+            let guard = registry.obtain("orders").lock().await.unwrap();
             section(folder, guard.fencing_token().unwrap().get());
             guard.unlock().await.unwrap();
         }
     };
-    within(LONG, turns).await;
+    within(LONG, sections).await;
     for peer in [&mut gateway, &mut shell] {
         let status = peer.wait_exit(LONG).await.unwrap();
         assert!(status.success(), "{status}: {}", peer.stderr());
@@ -95,39 +95,39 @@ async fn etcdctl_the_gateway_and_we_take_turns() {
     let lines: Vec<(&str, u64)> = journal
         .lines()
         .map(|line| line.split_once(' ').unwrap())
-        .map(|(who, revision)| (who, revision.parse().unwrap()))
+        .map(|(client, revision)| (client, revision.parse().unwrap()))
         .collect();
     assert_eq!(lines.len(), 3 * SECTIONS);
-    assert!(lines.is_sorted_by(|one, next| one.1 < next.1), "revisions go back");
+    assert!(lines.is_sorted_by(|one, next| one.1 < next.1), "revisions do not increase");
     let changes = lines.windows(2).filter(|pair| pair[0].0 != pair[1].0).count();
-    assert!(changes > SECTIONS, "they take turns: {changes} changes");
+    assert!(changes > SECTIONS, "the clients alternate: {changes} changes");
 }
 
 /// Returns the number of entries in the queue of `name`.
-async fn places(server: &EtcdServer, name: &str) -> usize {
+async fn entry_count(server: &EtcdServer, name: &str) -> usize {
     let queue = format!("{name}/");
     let names = server.ctl(&["get", &queue, "--prefix", "--keys-only"]).await.unwrap();
     names.lines().filter(|line| !line.is_empty()).count()
 }
 
 async fn until_queued(server: &EtcdServer, count: usize) {
-    let queued = async || match places(server, "orders").await {
-        there if there == count => Ok(()),
-        there => Err(format!("{there} stand there")),
+    let queued = async || match entry_count(server, "orders").await {
+        found if found == count => Ok(()),
+        found => Err(format!("{found} entries")),
     };
     eventually(LONG, queued).await;
 }
 
 #[tokio::test]
-async fn each_side_hears_of_the_other_sides_release() {
+async fn a_release_wakes_waiters_of_the_other_program() {
     let server = EtcdServer::start().await.unwrap();
-    let ours = registry(&server).await;
+    let registry = registry(&server).await;
     let mut peer = HelperProcess::spawn(etcdctl(&server, &["lock", "orders"])).unwrap();
     peer.expect_line(|line| line.starts_with("orders/"), LONG).await.unwrap();
-    assert!(ours.obtain("orders").try_lock().await.unwrap().is_none());
-    let holder = ours.obtain("orders").holder().await.unwrap().unwrap();
+    assert!(registry.obtain("orders").try_lock().await.unwrap().is_none());
+    let holder = registry.obtain("orders").holder().await.unwrap().unwrap();
     assert_eq!((holder.label, holder.token.is_some()), (None, true));
-    let lock = ours.obtain("orders");
+    let lock = registry.obtain("orders");
     let waiting = tokio::spawn(async move { lock.lock().await });
     until_queued(&server, 2).await;
     peer.terminate().unwrap();
@@ -139,37 +139,37 @@ async fn each_side_hears_of_the_other_sides_release() {
     guard.unlock().await.unwrap();
     peer.expect_line(|line| line == "in", LONG).await.unwrap();
     assert!(peer.wait_exit(LONG).await.unwrap().success());
-    assert!(ours.list().await.unwrap().is_empty());
+    assert!(registry.list().await.unwrap().is_empty());
 }
 
 #[tokio::test]
-async fn a_peers_lock_can_be_broken() {
+async fn a_lock_of_another_program_can_be_released_by_force() {
     let server = EtcdServer::start().await.unwrap();
-    let ours = registry(&server).await;
+    let registry = registry(&server).await;
     let mut peer = HelperProcess::spawn(etcdctl(&server, &["lock", "orders"])).unwrap();
     peer.expect_line(|line| line.starts_with("orders/"), LONG).await.unwrap();
-    assert_eq!(ours.list().await.unwrap().len(), 1);
-    assert!(ours.force_release("orders").await.unwrap());
-    ours.obtain("orders").try_lock().await.unwrap().unwrap().unlock().await.unwrap();
+    assert_eq!(registry.list().await.unwrap().len(), 1);
+    assert!(registry.force_release("orders").await.unwrap());
+    registry.obtain("orders").try_lock().await.unwrap().unwrap().unlock().await.unwrap();
 }
 
 /// Demonstrates the gap in etcdctl's recipe: a waiter that was suspended beyond its lease enters
-/// the section when it resumes, although another client holds the lock. A test in `faults` shows
-/// that this store does not.
+/// the section when it resumes, although another client holds the lock. A test in `faults` verifies
+/// that waiters of this store do not.
 #[tokio::test]
-async fn etcdctl_that_was_stopped_in_the_queue_goes_on_inside_somebody_elses_section() {
+async fn etcdctl_paused_in_the_queue_enters_the_section_of_another_holder() {
     let server = EtcdServer::start().await.unwrap();
-    let ours = registry(&server).await;
-    let first = ours.obtain("orders").lock().await.unwrap();
+    let registry = registry(&server).await;
+    let first = registry.obtain("orders").lock().await.unwrap();
     let waiter = etcdctl(&server, &["lock", "orders", "--ttl", "2", "echo", "in"]);
     let mut waiter = HelperProcess::spawn(waiter).unwrap();
     until_queued(&server, 2).await;
     waiter.pause().await.unwrap();
     until_queued(&server, 1).await;
     first.unlock().await.unwrap();
-    let second = ours.obtain("orders").lock().await.unwrap();
+    let second = registry.obtain("orders").lock().await.unwrap();
     waiter.resume().unwrap();
     waiter.expect_line(|line| line == "in", LONG).await.unwrap();
-    assert!(second.is_held(), "two are inside, and we had the lock");
+    assert!(second.is_held(), "etcdctl is in the section while this guard is valid");
     second.unlock().await.unwrap();
 }

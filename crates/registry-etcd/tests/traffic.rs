@@ -1,7 +1,7 @@
 //! The load of locks on the members, as counted by the members' metrics: the number of streams and
 //! calls, and the waiters that a release wakes.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -21,19 +21,19 @@ async fn registry(server: &EtcdServer) -> Registry {
 
 /// Returns the number of calls of this method, including streams.
 async fn calls(server: &EtcdServer, method: &str) -> u64 {
-    server.figure("grpc_server_started_total", &format!("grpc_method=\"{method}\"")).await.unwrap()
+    server.metric("grpc_server_started_total", &format!("grpc_method=\"{method}\"")).await.unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses() {
+async fn a_thousand_held_locks_use_a_few_lease_streams_and_one_watch_stream() {
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let options = || LockOptions::new().lease(Duration::from_secs(9));
     // More than one page of a list contains.
     let locks: Vec<_> = (0..1_010).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
     let mut guards = Vec::new();
-    for some in locks.chunks(100) {
-        for guard in join_all(some.iter().map(|lock| lock.lock_with(options()))).await {
+    for batch in locks.chunks(100) {
+        for guard in join_all(batch.iter().map(|lock| lock.lock_with(options()))).await {
             guards.push(guard.unwrap().unwrap());
         }
     }
@@ -46,15 +46,15 @@ async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses(
     assert!((1..=16).contains(&streams), "{streams} streams");
     assert_eq!(calls(&server, "Watch").await, 1);
     // One call verifies a hundred claims.
-    let looks = calls(&server, "Txn").await - before;
-    assert!(looks < 200, "{looks} calls for some thousands of renewals");
+    let calls_sent = calls(&server, "Txn").await - before;
+    assert!(calls_sent < 200, "{calls_sent} calls for some thousands of renewals");
     let mut keys = HashSet::new();
     for holder in registry.list().await.unwrap() {
-        assert!(keys.insert(holder.key.clone()), "told twice: {}", holder.key);
+        assert!(keys.insert(holder.key.clone()), "listed twice: {}", holder.key);
     }
     assert_eq!(keys.len(), guards.len());
-    for some in guards.chunks_mut(100) {
-        assert!(some.iter().all(|guard| guard.is_held()));
+    for batch in guards.chunks_mut(100) {
+        assert!(batch.iter().all(|guard| guard.is_held()));
     }
     for released in join_all(guards.into_iter().map(registry_core::LockGuard::unlock)).await {
         released.unwrap();
@@ -63,7 +63,7 @@ async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses(
 
 /// A waiter is notified over the watch stream. While that works, its polls send no requests.
 #[tokio::test(flavor = "multi_thread")]
-async fn waiting_costs_a_keep_alive_now_and_then() {
+async fn waiters_send_only_keep_alives() {
     let server = EtcdServer::start().await.unwrap();
     let (holder, waiter) = (registry(&server).await, registry(&server).await);
     let keys: Vec<_> = (0..200).map(|n| format!("orders/{n}")).collect();
@@ -75,13 +75,13 @@ async fn waiting_costs_a_keep_alive_now_and_then() {
     let waiting: Vec<_> =
         waiting.into_iter().map(|lock| tokio::spawn(async move { lock.lock().await })).collect();
     let watches = async || {
-        let watches = server.figure("etcd_debugging_mvcc_watcher_total", "").await.unwrap();
+        let watches = server.metric("etcd_debugging_mvcc_watcher_total", "").await.unwrap();
         if watches >= 400 { Ok(()) } else { Err(format!("{watches} watches")) }
     };
     registry_testkit::eventually(Duration::from_secs(60), watches).await;
     // The first poll after the watch is confirmed reads the whole queue.
     sleep(Duration::from_secs(3)).await;
-    let messages = async || server.figure("grpc_server_msg_received_total", "").await.unwrap();
+    let messages = async || server.metric("grpc_server_msg_received_total", "").await.unwrap();
     let before = messages().await;
     sleep(Duration::from_secs(10)).await;
     let sent = messages().await - before;
@@ -102,7 +102,7 @@ async fn waiting_costs_a_keep_alive_now_and_then() {
 
 /// A release wakes only the next waiter, however long the queue is.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_release_wakes_the_next_one_alone() {
+async fn a_release_wakes_only_the_next_waiter() {
     let server = EtcdServer::start().await.unwrap();
     let first = registry(&server).await;
     let mut guard = first.obtain("key").lock().await.unwrap();
@@ -117,8 +117,8 @@ async fn a_release_wakes_the_next_one_alone() {
         let queue = "lock-registry/key/";
         let queued = async || {
             let names = server.ctl(&["get", queue, "--prefix", "--keys-only"]).await.unwrap();
-            let there = names.lines().filter(|line| !line.is_empty()).count();
-            if there == n + 2 { Ok(()) } else { Err(format!("{there} stand there")) }
+            let count = names.lines().filter(|line| !line.is_empty()).count();
+            if count == n + 2 { Ok(()) } else { Err(format!("{count} entries")) }
         };
         registry_testkit::eventually(Duration::from_secs(60), queued).await;
     }

@@ -38,7 +38,7 @@ let guard = registry.obtain("coupon/7").lock().await?;
 let mut tx = data.begin().await?;
 guard.fence(&mut tx).await?; // first, see below
 sqlx::query("INSERT INTO coupon VALUES (1)").execute(&mut *tx).await?;
-tx.commit().await?; // cannot happen after somebody else was granted the lock
+tx.commit().await?; // cannot happen after another client was granted the lock
 guard.unlock().await?;
 # Ok(())
 # }
@@ -78,11 +78,11 @@ pub trait Fence<DB: Database> {
     /// returns [`FenceError::Busy`]. After a hand-over within this process, the row does not show
     /// that.
     ///
-    /// In all three, rolling back to a savepoint also undoes a fence that was taken after it. Fence
-    /// the outermost transaction, or make sure that the rollback undoes all protected writes too. A
-    /// row is locked even if the lock turns out to be lost. Then call [`Transaction::rollback`] at
-    /// once: a dropped transaction is rolled back only when its connection is used again or returns
-    /// to its pool.
+    /// In all three, rolling back to a savepoint also undoes a fence that was created after it.
+    /// Fence the outermost transaction, or make sure that the rollback undoes all protected writes
+    /// too. A row is locked even if the lock turns out to be lost. Then call
+    /// [`Transaction::rollback`] at once: a dropped transaction is rolled back only when its
+    /// connection is used again or returns to its pool.
     ///
     /// A lock that ends with a connection (a session lock or a row lock) is also fenced by its row:
     /// the next grant must change the row first. So even if the server ends the holder's connection
@@ -122,7 +122,7 @@ pub enum FenceError {
     },
     /// The lock lives in another kind of store.
     #[error(
-        "lock {key:?} does not live in {database}, so it cannot fence a {database} transaction"
+        "lock {key:?} is not stored in {database}, so it cannot fence a {database} transaction"
     )]
     #[non_exhaustive]
     Unsupported {
@@ -133,14 +133,14 @@ pub enum FenceError {
     },
     /// The transaction is on a database that does not hold the lock.
     #[error(
-        "the transaction is on another database than the lock; open the one that the lock is in, as the main database"
+        "the transaction is not on the lock's database; connect to that database, as the main database"
     )]
     OtherDatabase,
     /// Another transaction blocked the fence, or this one reads a snapshot from before the grant.
     /// Roll back and retry. In SQLite, use `BEGIN IMMEDIATE` if the transaction reads before it
     /// fences.
     #[error(
-        "another transaction is in the way of the fence, or this one began to read before the lock was granted"
+        "another transaction blocks the fence, or this transaction's snapshot is older than the grant; roll back and retry"
     )]
     #[non_exhaustive]
     Busy {

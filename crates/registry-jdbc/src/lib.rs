@@ -45,8 +45,6 @@ guard.unlock().await?;
 )]
 
 #[cfg(feature = "sqlite")]
-mod config;
-#[cfg(feature = "sqlite")]
 mod sqlite;
 #[cfg(feature = "postgres")]
 mod postgres;
@@ -58,8 +56,6 @@ mod server;
 mod fence;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 mod lock_in;
-#[cfg(feature = "sqlite")]
-mod error;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 #[cfg_attr(
     not(lock_registry_mutants),
@@ -71,8 +67,6 @@ mod error;
 )]
 mod mutant;
 
-#[cfg(feature = "sqlite")]
-pub use config::SqliteConfig;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use fence::{Fence, FenceError};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
@@ -91,7 +85,7 @@ pub use postgres::{
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use server::{Encryption, RowLocksExhausted, SpringTable};
 #[cfg(feature = "sqlite")]
-pub use sqlite::SqliteBackend;
+pub use sqlite::{SqliteBackend, SqliteConfig};
 
 /// The sqlx that this crate was built with. [`Fence`] takes transactions of this version.
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]

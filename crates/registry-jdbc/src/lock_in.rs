@@ -60,13 +60,14 @@ pub trait LockIn<DB: Database> {
     /// [`LockInError::Conflict`]: it would read rows that have been overwritten since.
     ///
     /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
-    /// also be session locks: the transaction then takes the advisory lock as well. If that lock is
-    /// taken, the call polls twice a second and after each release notification. Named locks of
+    /// also be session locks: the transaction then acquires the advisory lock as well. If that lock
+    /// is held, the call polls twice a second and after each release notification. Named locks of
     /// MariaDB and MySQL end with a connection and never with a transaction
     /// ([`LockInError::Unsupported`]).
     ///
-    /// # Errors [`LockInError`]. The transaction must not rely on the lock. Roll it back, unless
-    /// the variant says that nothing was sent or locked.
+    /// # Errors
+    /// [`LockInError`]. The transaction must not rely on the lock. Roll it back, unless the variant
+    /// says that nothing was sent or locked.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the transaction open, possibly with the lock: roll it back.
@@ -144,14 +145,14 @@ impl TransactionLock {
 #[non_exhaustive]
 pub enum LockInError {
     /// The key is invalid. Nothing was sent.
-    #[error("the key cannot be locked")]
+    #[error("the key is invalid")]
     #[non_exhaustive]
     InvalidKey {
         /// Why the key is invalid.
         source: InvalidKey,
     },
     /// The registry's locks are not rows in this kind of database. Nothing was sent.
-    #[error("lock {key:?} is no row in {database}, so no {database} transaction can hold it")]
+    #[error("lock {key:?} is not a row in {database}, so no {database} transaction can hold it")]
     #[non_exhaustive]
     Unsupported {
         /// The key.
@@ -160,7 +161,7 @@ pub enum LockInError {
         database: &'static str,
     },
     /// The transaction is on a database that does not hold the registry's locks.
-    #[error("the transaction is on another database than lock {key:?}")]
+    #[error("the transaction is not on the database of lock {key:?}")]
     #[non_exhaustive]
     OtherDatabase {
         /// The key.
@@ -169,7 +170,7 @@ pub enum LockInError {
     /// A transaction of this isolation level reads a snapshot from before the grant. Nothing was
     /// locked.
     #[error(
-        "lock {key:?} cannot be had in a transaction of isolation level {level}, which reads the past; begin the transaction with READ COMMITTED"
+        "lock {key:?} cannot be acquired with isolation level {level}, whose snapshot is older than the grant; begin the transaction with READ COMMITTED"
     )]
     #[non_exhaustive]
     Isolation {
@@ -179,7 +180,9 @@ pub enum LockInError {
         level: String,
     },
     /// Another transaction conflicts with this one. Roll back and retry.
-    #[error("another transaction came between; lock {key:?} can be had by one that begins anew")]
+    #[error(
+        "another transaction conflicts with the acquisition of lock {key:?}; roll back and retry"
+    )]
     #[non_exhaustive]
     Conflict {
         /// The key.
@@ -247,15 +250,15 @@ impl LockInError {
 
 /// The deadline of a wait. `None` for a wait without end.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Patience(Option<Instant>);
+pub(crate) struct Deadline(Option<Instant>);
 
-impl Patience {
+impl Deadline {
     /// Returns the deadline after `wait`. Without end if the clock cannot represent it.
-    pub(crate) fn of(wait: Duration) -> Self {
+    pub(crate) fn after(wait: Duration) -> Self {
         Self(Instant::now().checked_add(wait))
     }
 
-    pub(crate) fn left(self) -> Duration {
+    pub(crate) fn remaining(self) -> Duration {
         self.0.map_or(Duration::MAX, |end| end.saturating_duration_since(Instant::now()))
     }
 }

@@ -51,26 +51,34 @@ impl Mutant {
     ];
 }
 
-/// A bug in a statement: `right` is replaced by `wrong`.
-pub(crate) struct Slip {
+/// A bug in a statement: `original` is replaced by `replacement`.
+pub(crate) struct SqlMutation {
     pub(crate) mutant: Mutant,
-    pub(crate) right: &'static str,
-    pub(crate) wrong: &'static str,
+    pub(crate) original: &'static str,
+    pub(crate) replacement: &'static str,
 }
 
-impl Slip {
-    pub(crate) const fn new(mutant: Mutant, right: &'static str, wrong: &'static str) -> Self {
-        Self { mutant, right, wrong }
+impl SqlMutation {
+    pub(crate) const fn new(
+        mutant: Mutant,
+        original: &'static str,
+        replacement: &'static str,
+    ) -> Self {
+        Self { mutant, original, replacement }
     }
 }
 
-/// Returns the statement with the enabled bug of `slips`, if any.
-pub(crate) fn slipped<'a>(statement: &'a str, slips: &[Slip]) -> Cow<'a, str> {
-    match slips.iter().find(|slip| mutated(slip.mutant)) {
+/// Returns the statement with the enabled bug of `mutations`, if any.
+pub(crate) fn with_mutation<'a>(statement: &'a str, mutations: &[SqlMutation]) -> Cow<'a, str> {
+    match mutations.iter().find(|mutation| mutated(mutation.mutant)) {
         None => Cow::Borrowed(statement),
-        Some(slip) => {
-            assert!(statement.contains(slip.right), "{:?} has lost its place", slip.mutant);
-            Cow::Owned(statement.replace(slip.right, slip.wrong))
+        Some(mutation) => {
+            assert!(
+                statement.contains(mutation.original),
+                "{:?} does not apply to this statement",
+                mutation.mutant
+            );
+            Cow::Owned(statement.replace(mutation.original, mutation.replacement))
         }
     }
 }

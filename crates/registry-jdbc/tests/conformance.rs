@@ -9,17 +9,17 @@ use registry_conformance::{Harness, Store};
 use stores::SqliteStore;
 
 #[derive(Debug)]
-struct Sqlite;
+struct SqliteHarness;
 
 #[async_trait]
-impl Harness for Sqlite {
+impl Harness for SqliteHarness {
     async fn store(&self) -> Box<dyn Store> {
         Box::new(SqliteStore::fresh())
     }
 }
 
 registry_conformance::conformance! {
-    harness = Sqlite,
+    harness = SqliteHarness,
     runs = 221,
     skips = 11,
     without = [fair, reports_invalidations, remote],

@@ -13,20 +13,20 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_conformance::distant::{DistantBackend, serve};
+use registry_conformance::remote::{RemoteBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
 use registry_core::{FencingToken, LockBackend};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, program};
+use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, program};
 use stores::SqliteStore;
 
 /// Passes the path of the file to the other process.
-const FILE_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
+const PATH_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
-fn the_other_process() {
-    let Some(file) = env::var_os(FILE_VARIABLE) else { return };
+fn child_process() {
+    let Some(file) = env::var_os(PATH_VARIABLE) else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
@@ -36,9 +36,9 @@ fn the_other_process() {
 }
 
 #[derive(Debug)]
-struct SharedSqlite;
+struct SqliteProcessesHarness;
 
-impl SharedSqlite {
+impl SqliteProcessesHarness {
     /// Builds the helper program here, because the build may exceed the time limit of a clause.
     fn new() -> Self {
         program().unwrap();
@@ -47,34 +47,34 @@ impl SharedSqlite {
 }
 
 #[async_trait]
-impl Harness for SharedSqlite {
+impl Harness for SqliteProcessesHarness {
     async fn store(&self) -> Box<dyn Store> {
-        Box::new(SharedStore { file: SqliteStore::fresh(), clients: AtomicU64::new(0) })
+        Box::new(SqliteProcessesStore { file: SqliteStore::fresh(), clients: AtomicU64::new(0) })
     }
 }
 
 #[derive(Debug)]
-struct SharedStore {
+struct SqliteProcessesStore {
     file: SqliteStore,
     clients: AtomicU64,
 }
 
 #[async_trait]
-impl Store for SharedStore {
+impl Store for SqliteProcessesStore {
     /// Every second client runs in its own process.
     async fn client(&self) -> Arc<dyn LockBackend> {
-        let near = self.file.client().await;
+        let local = self.file.client().await;
         if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
-            return near;
+            return local;
         }
         let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
-        program.env(FILE_VARIABLE, self.file.path());
-        Arc::new(DistantBackend::spawn(program, near).await.unwrap())
+        program.args(["child_process", "--exact", "--ignored", "--nocapture"]);
+        program.env(PATH_VARIABLE, self.file.path());
+        Arc::new(RemoteBackend::spawn(program, local).await.unwrap())
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
-        self.file.stranger().await
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
+        self.file.other_namespace().await
     }
 
     async fn restart(&self) -> bool {
@@ -88,32 +88,37 @@ impl Store for SharedStore {
     async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
         let store = format!("sqlite:{}", self.file.path().display());
         let options = HolderOptions::new(store).lease(lease);
-        Some(Box::new(Holder(LockHolder::spawn(&options).await.unwrap())))
+        Some(Box::new(HolderProcess(LockHolder::spawn(&options).await.unwrap())))
     }
 }
 
 #[derive(Debug)]
-struct Holder(LockHolder);
+struct HolderProcess(LockHolder);
 
 /// Far longer than a reply takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[async_trait]
-impl RemoteHolder for Holder {
+impl RemoteHolder for HolderProcess {
     async fn lock(&mut self, key: &str, wait: Duration) -> RemoteLock {
         let wait_ms = Some(u64::try_from(wait.as_millis()).unwrap());
         self.0
-            .order(&Order::Lock { key: key.into(), wait_ms, lease_ms: None, renew: None })
+            .send_command(&HolderCommand::Lock {
+                key: key.into(),
+                wait_ms,
+                lease_ms: None,
+                renew: None,
+            })
             .unwrap();
-        let answer = self.0.report(wait + LIMIT, |report| match report {
-            Report::Held { key: of, token, .. } if of == key => {
+        let outcome = self.0.report(wait + LIMIT, |report| match report {
+            HolderReport::Held { key: of, token, .. } if of == key => {
                 Some(RemoteLock::Held { token: token.and_then(FencingToken::new) })
             }
-            Report::Busy { key: of } if of == key => Some(RemoteLock::Busy),
-            Report::Failed { key: Some(of), problem, .. } if of == key => panic!("{problem}"),
+            HolderReport::Busy { key: of } if of == key => Some(RemoteLock::Busy),
+            HolderReport::Failed { key: Some(of), problem, .. } if of == key => panic!("{problem}"),
             _ => None,
         });
-        answer.await.unwrap()
+        outcome.await.unwrap()
     }
 
     async fn unlock(&mut self, key: &str) -> bool {
@@ -133,17 +138,17 @@ impl RemoteHolder for Holder {
         self.0.process().wait_exit(LIMIT).await.unwrap();
     }
 
-    async fn stop(&mut self) {
+    async fn pause(&mut self) {
         self.0.process().pause().await.unwrap();
     }
 
-    async fn cont(&mut self) {
+    async fn resume(&mut self) {
         self.0.process().resume().unwrap();
     }
 }
 
 registry_conformance::conformance! {
-    harness = SharedSqlite::new(),
+    harness = SqliteProcessesHarness::new(),
     runs = 227,
     skips = 5,
     without = [fair, reports_invalidations],

@@ -13,14 +13,14 @@ use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
 use tempfile::TempDir;
 use tokio::time::timeout;
 
-const SOON: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
-struct Shop {
+struct SqliteShop {
     _folder: TempDir,
     path: PathBuf,
 }
 
-impl Shop {
+impl SqliteShop {
     async fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("shop.db");
@@ -66,8 +66,8 @@ async fn lock(registry: &Registry) -> LockGuard {
 }
 
 #[tokio::test]
-async fn a_holder_whose_log_was_taken_away_does_not_commit() {
-    let shop = Shop::new().await;
+async fn a_holder_whose_log_was_removed_does_not_commit() {
+    let shop = SqliteShop::new().await;
     let registry = shop.process().await;
     let guard = lock(&registry).await;
     let mut data = shop.data().await;
@@ -80,7 +80,7 @@ async fn a_holder_whose_log_was_taken_away_does_not_commit() {
 
 #[tokio::test]
 async fn a_holder_commits() {
-    let shop = Shop::new().await;
+    let shop = SqliteShop::new().await;
     let registry = shop.process().await;
     let guard = lock(&registry).await;
     let mut data = shop.data().await;
@@ -91,12 +91,12 @@ async fn a_holder_commits() {
 }
 
 /// Another process that waits for the lock and sells under it.
-fn next(shop: &Shop) -> impl Future<Output = ()> + Send + 'static {
+fn next_holder(shop: &SqliteShop) -> impl Future<Output = ()> + Send + 'static {
     let path = shop.path.clone();
     async move {
-        let theirs = registry(&path).await;
+        let registry = registry(&path).await;
         let mut data = connect(&path).await;
-        let guard = lock(&theirs).await;
+        let guard = lock(&registry).await;
         sell(&guard, &mut data).await.unwrap();
         guard.unlock().await.unwrap();
     }
@@ -105,74 +105,76 @@ fn next(shop: &Shop) -> impl Future<Output = ()> + Send + 'static {
 /// A fenced transaction excludes all other writers of the file, so it ends before the next holder's
 /// begins. Hold limits and a close occur in between.
 #[tokio::test]
-async fn holds_and_a_close_let_nobody_in_beside_an_open_fenced_transaction() {
-    const A_WHILE: Duration = Duration::from_secs(1);
-    let (plain, ends) = (LockOptions::new(), LockOptions::new().max_hold(A_WHILE));
-    let keeps = LockOptions::new().min_hold(A_WHILE);
-    for (options, closes) in [(ends, false), (keeps, false), (plain, true)] {
-        let shop = Shop::new().await;
-        let ours = shop.process().await;
+async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_transaction() {
+    const HOLD_LIMIT: Duration = Duration::from_secs(1);
+    let (plain, max_hold_options) = (LockOptions::new(), LockOptions::new().max_hold(HOLD_LIMIT));
+    let min_hold_options = LockOptions::new().min_hold(HOLD_LIMIT);
+    for (options, is_closed) in
+        [(max_hold_options, false), (min_hold_options, false), (plain, true)]
+    {
+        let shop = SqliteShop::new().await;
+        let registry = shop.process().await;
         let mut data = shop.data().await;
-        let guard = ours.obtain("coupon/7").lock_with(options.clone()).await.unwrap().unwrap();
+        let guard = registry.obtain("coupon/7").lock_with(options.clone()).await.unwrap().unwrap();
         let mut transaction = data.begin().await.unwrap();
         guard.fence(&mut transaction).await.unwrap();
         transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
         let end = tokio::spawn(async move {
-            if closes {
-                ours.close(A_WHILE).await;
+            if is_closed {
+                registry.close(HOLD_LIMIT).await;
             } else {
-                tokio::time::sleep(A_WHILE).await;
+                tokio::time::sleep(HOLD_LIMIT).await;
                 drop(guard);
             }
-            ours
+            registry
         });
-        let mut next = tokio::spawn(next(&shop));
-        assert!(timeout(A_WHILE * 2, &mut next).await.is_err(), "{options:?}: overtaken");
+        let mut next_holder = tokio::spawn(next_holder(&shop));
+        assert!(timeout(HOLD_LIMIT * 2, &mut next_holder).await.is_err(), "{options:?}: overtaken");
         transaction.commit().await.unwrap();
-        timeout(SOON, next).await.unwrap().unwrap();
+        timeout(TIMEOUT, next_holder).await.unwrap().unwrap();
         assert_eq!(shop.sales().await, 2, "{options:?}");
         drop(end.await.unwrap());
     }
 }
 
 #[tokio::test]
-async fn a_parked_fence_lets_nobody_in_between() {
-    let shop = Shop::new().await;
-    let ours = shop.process().await;
+async fn a_fence_future_that_is_not_polled_admits_no_other_holder() {
+    let shop = SqliteShop::new().await;
+    let registry = shop.process().await;
     let mut data = shop.data().await;
-    let guard = lock(&ours).await;
+    let guard = lock(&registry).await;
     let mut transaction = data.begin().await.unwrap();
     let mut fence = Box::pin(guard.fence(&mut transaction));
-    let answered = futures_util::poll!(fence.as_mut()).map(Result::unwrap).is_ready();
-    let mut next = tokio::spawn(next(&shop));
-    assert!(timeout(Duration::from_secs(1), &mut next).await.is_err(), "two holders");
-    if !answered {
+    let is_ready = futures_util::poll!(fence.as_mut()).map(Result::unwrap).is_ready();
+    let mut next_holder = tokio::spawn(next_holder(&shop));
+    assert!(timeout(Duration::from_secs(1), &mut next_holder).await.is_err(), "two holders");
+    if !is_ready {
         fence.as_mut().await.unwrap();
     }
     drop(fence);
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
     drop(guard);
-    assert!(timeout(Duration::from_secs(1), &mut next).await.is_err(), "overtaken");
+    assert!(timeout(Duration::from_secs(1), &mut next_holder).await.is_err(), "overtaken");
     transaction.commit().await.unwrap();
-    timeout(SOON, next).await.unwrap().unwrap();
+    timeout(TIMEOUT, next_holder).await.unwrap().unwrap();
     assert_eq!(shop.sales().await, 2);
 }
 
 #[tokio::test]
-async fn every_token_of_a_block_is_good() {
-    let shop = Shop::new().await;
+async fn every_token_of_a_block_passes_the_fence() {
+    let shop = SqliteShop::new().await;
     let registry = shop.process().await;
     let mut data = shop.data().await;
     // A local hand-over does not use the store. Each holder has a larger token of the same grant.
     let mut guard = lock(&registry).await;
     for _ in 0..3 {
         let waiting = registry.obtain("coupon/7");
-        let next = async { waiting.lock().await.unwrap() };
+        let next_holder = async { waiting.lock().await.unwrap() };
         let token = guard.fencing_token();
-        let (_, next) = tokio::join!(guard.unlock(), next);
-        assert!(next.fencing_token() > token);
-        sell(&next, &mut data).await.unwrap();
-        guard = next;
+        let (_, next_holder) = tokio::join!(guard.unlock(), next_holder);
+        assert!(next_holder.fencing_token() > token);
+        sell(&next_holder, &mut data).await.unwrap();
+        guard = next_holder;
     }
     let again = guard.reenter().unwrap();
     sell(&again, &mut data).await.unwrap();
@@ -180,8 +182,8 @@ async fn every_token_of_a_block_is_good() {
 }
 
 #[tokio::test]
-async fn who_lost_the_lock_unknowingly_cannot_commit() {
-    let shop = Shop::new().await;
+async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
+    let shop = SqliteShop::new().await;
     let (a, b) = (shop.process().await, shop.process().await);
     let (mut data_a, mut data_b) = (shop.data().await, shop.data().await);
 
@@ -199,23 +201,23 @@ async fn who_lost_the_lock_unknowingly_cannot_commit() {
 }
 
 #[tokio::test]
-async fn who_knows_of_the_loss_is_refused_without_io() {
-    let shop = Shop::new().await;
+async fn a_holder_that_knows_of_its_loss_is_refused_without_io() {
+    let shop = SqliteShop::new().await;
     let registry = shop.process().await;
     let options = LockOptions::new().lease(Duration::from_millis(100)).renew(false);
     let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TIMEOUT, guard.lost()).await.unwrap();
     // A database without tables: a query to it would return another error.
-    let elsewhere = tempfile::tempdir().unwrap();
-    let mut data = connect(&elsewhere.path().join("x.db")).await;
+    let other_folder = tempfile::tempdir().unwrap();
+    let mut data = connect(&other_folder.path().join("x.db")).await;
     let mut transaction = data.begin().await.unwrap();
     let error = guard.fence(&mut transaction).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
 
 #[tokio::test]
-async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
-    let shop = Shop::new().await;
+async fn a_fenced_transaction_delays_the_next_holder_until_it_ends() {
+    let shop = SqliteShop::new().await;
     let (a, b) = (shop.process().await, shop.process().await);
     let mut data = shop.data().await;
 
@@ -227,13 +229,13 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
 
     // The lease expires while the transaction is open. The lock is free, but no client can be
     // granted it yet.
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TIMEOUT, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
     assert!(timeout(Duration::from_secs(1), &mut takeover).await.is_err());
     transaction.commit().await.unwrap();
 
-    let successor = timeout(SOON, takeover).await.unwrap();
+    let successor = timeout(TIMEOUT, takeover).await.unwrap();
     assert!(successor.fencing_token() > guard.fencing_token());
     assert_eq!(shop.sales().await, 1, "the sale was there before the successor was");
 }
@@ -241,23 +243,23 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
 /// The caller of `unlock` may be the owner of the transaction, so `unlock` must not wait for its
 /// end.
 #[tokio::test]
-async fn an_unlock_next_to_an_open_fenced_transaction_says_what_blocks_it() {
-    let shop = Shop::new().await;
+async fn an_unlock_during_an_open_fenced_transaction_returns_an_error_that_names_the_transaction() {
+    let shop = SqliteShop::new().await;
     // Far longer than `unlock` may take.
-    let config = SqliteConfig::new(&shop.path).with_busy_timeout(SOON * 2);
+    let config = SqliteConfig::new(&shop.path).with_busy_timeout(TIMEOUT * 2);
     let backend = Arc::new(SqliteBackend::open(config).await.unwrap());
-    let registry = Registry::builder(backend).timeout(SOON * 3).build().unwrap();
+    let registry = Registry::builder(backend).timeout(TIMEOUT * 3).build().unwrap();
     let mut data = shop.data().await;
     for commits in [true, false] {
         let guard = lock(&registry).await;
         let mut transaction = data.begin().await.unwrap();
         guard.fence(&mut transaction).await.unwrap();
-        match timeout(SOON, guard.unlock()).await.unwrap() {
+        match timeout(TIMEOUT, guard.unlock()).await.unwrap() {
             Err(LockError::Backend { source, .. }) => {
                 assert!(source.refused() && source.is_retryable(), "{source:?}");
                 assert!(source.to_string().contains("commit"), "{source}");
             }
-            answer => panic!("{answer:?}"),
+            result => panic!("{result:?}"),
         }
         if commits {
             transaction.commit().await.unwrap();
@@ -272,8 +274,8 @@ async fn an_unlock_next_to_an_open_fenced_transaction_says_what_blocks_it() {
 }
 
 #[tokio::test]
-async fn a_transaction_that_read_before_is_told_to_begin_again() {
-    let shop = Shop::new().await;
+async fn a_transaction_with_an_outdated_snapshot_gets_a_retryable_error() {
+    let shop = SqliteShop::new().await;
     let registry = shop.process().await;
     let guard = lock(&registry).await;
     let (mut data, mut other) = (shop.data().await, shop.data().await);
@@ -292,25 +294,25 @@ async fn a_transaction_that_read_before_is_told_to_begin_again() {
 }
 
 #[tokio::test]
-async fn a_transaction_on_another_database_is_noticed() {
-    let (shop, branch) = (Shop::new().await, Shop::new().await);
+async fn a_transaction_on_another_database_is_refused() {
+    let (shop, other_shop) = (SqliteShop::new().await, SqliteShop::new().await);
     let registry = shop.process().await;
     let guard = lock(&registry).await;
     // Without lock tables, with the right file attached to the wrong one, and with lock tables of
     // its own.
-    let mut data = branch.data().await;
+    let mut data = other_shop.data().await;
     assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
     let attach = sqlx::query("ATTACH ?1 AS shop").bind(shop.path.to_str().unwrap().to_owned());
     attach.execute(&mut data).await.unwrap();
     assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
-    let _branch = branch.process().await;
-    let mut data = branch.data().await;
+    let _other_registry = other_shop.process().await;
+    let mut data = other_shop.data().await;
     assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
 }
 
 #[tokio::test]
 async fn a_lock_of_another_store_cannot_fence() {
-    let shop = Shop::new().await;
+    let shop = SqliteShop::new().await;
     let guard = lock(&Registry::in_memory().unwrap()).await;
     let error = sell(&guard, &mut shop.data().await).await.unwrap_err();
     assert!(matches!(error, FenceError::Unsupported { database: "SQLite", .. }), "{error:?}");
@@ -318,15 +320,15 @@ async fn a_lock_of_another_store_cannot_fence() {
 }
 
 #[tokio::test]
-async fn the_fence_of_one_namespace_is_not_that_of_another() {
-    let shop = Shop::new().await;
+async fn a_fence_checks_the_namespace_of_its_lock() {
+    let shop = SqliteShop::new().await;
     let config = SqliteConfig::new(&shop.path).with_namespace("other");
     let other = Arc::new(SqliteBackend::open(config).await.unwrap());
     let backend: Arc<dyn LockBackend> = Arc::<SqliteBackend>::clone(&other);
     let other = Registry::builder(backend).build().unwrap();
-    let (mine, theirs) = (lock(&shop.process().await).await, lock(&other).await);
+    let (guard, other_guard) = (lock(&shop.process().await).await, lock(&other).await);
     assert!(other.force_release("coupon/7").await.unwrap());
     let mut data = shop.data().await;
-    sell(&mine, &mut data).await.unwrap();
-    assert!(matches!(sell(&theirs, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+    sell(&guard, &mut data).await.unwrap();
+    assert!(matches!(sell(&other_guard, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
 }

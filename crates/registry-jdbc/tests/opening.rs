@@ -26,12 +26,16 @@ async fn open(path: impl Into<PathBuf>) -> Result<SqliteBackend, BackendError> {
 }
 
 /// Checks that opening fails with this kind, and that the message names the file and contains
-/// `says`.
-async fn refused(path: impl Into<PathBuf>, kind: BackendErrorKind, says: &str) -> BackendError {
+/// `message`.
+async fn expect_refusal(
+    path: impl Into<PathBuf>,
+    kind: BackendErrorKind,
+    message: &str,
+) -> BackendError {
     let path = path.into();
     let error = open(&path).await.unwrap_err();
     assert_eq!(error.kind(), kind, "{path:?}: {error} {error:?}");
-    assert!(error.to_string().contains(says), "{path:?}: {error}");
+    assert!(error.to_string().contains(message), "{path:?}: {error}");
     error
 }
 
@@ -44,7 +48,7 @@ fn folder() -> TempDir {
 }
 
 #[tokio::test]
-async fn paths_that_cannot_work_are_refused_and_nothing_is_made() {
+async fn unusable_paths_are_refused_and_no_file_is_created() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     fs::write(at("file"), "").unwrap();
@@ -52,24 +56,24 @@ async fn paths_that_cannot_work_are_refused_and_nothing_is_made() {
     std::os::unix::fs::symlink(at("nowhere"), at("dangling")).unwrap();
     let before = fs::read_dir(folder.path()).unwrap().count();
 
-    refused(at("missing/locks.db"), Misconfigured, "does not exist; make it first").await;
-    refused(at("dir"), Misconfigured, "is a folder; name a file").await;
-    refused(at("new/"), Misconfigured, "name a file, not a folder").await;
-    refused(at("file/locks.db"), Misconfigured, "not a folder").await;
-    refused(at("dangling"), Misconfigured, "leads nowhere").await;
-    refused("/dev/null", Misconfigured, "no regular file").await;
-    refused(at("nul\0nul"), Misconfigured, "NUL").await;
-    refused(at(&"x".repeat(300)), Misconfigured, "").await;
-    refused("", Misconfigured, "in memory").await;
-    refused(":memory:", Misconfigured, "in memory").await;
+    expect_refusal(at("missing/locks.db"), Misconfigured, "does not exist; create it first").await;
+    expect_refusal(at("dir"), Misconfigured, "is a folder; name a file").await;
+    expect_refusal(at("new/"), Misconfigured, "name a file, not a folder").await;
+    expect_refusal(at("file/locks.db"), Misconfigured, "not a folder").await;
+    expect_refusal(at("dangling"), Misconfigured, "link to a missing file").await;
+    expect_refusal("/dev/null", Misconfigured, "no regular file").await;
+    expect_refusal(at("nul\0nul"), Misconfigured, "NUL").await;
+    expect_refusal(at(&"x".repeat(300)), Misconfigured, "").await;
+    expect_refusal("", Misconfigured, "in memory").await;
+    expect_refusal(":memory:", Misconfigured, "in memory").await;
     use std::os::unix::ffi::OsStringExt;
-    let odd = std::ffi::OsString::from_vec(vec![b'x', 0xff]);
-    refused(folder.path().join(odd), Misconfigured, "UTF-8").await;
+    let invalid = std::ffi::OsString::from_vec(vec![b'x', 0xff]);
+    expect_refusal(folder.path().join(invalid), Misconfigured, "UTF-8").await;
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), before);
 }
 
 #[tokio::test]
-async fn odd_names_are_just_names() {
+async fn unusual_file_names_are_accepted() {
     let folder = folder();
     for name in ["a b", "file:x?mode=memory", "ä🔒", "100%25", "it's", "-wal", "x\ny"] {
         let path = folder.path().join(name);
@@ -81,7 +85,7 @@ async fn odd_names_are_just_names() {
 }
 
 #[tokio::test]
-async fn a_link_leads_to_the_same_locks() {
+async fn a_symbolic_link_leads_to_the_same_locks() {
     let folder = folder();
     let (file, link) = (folder.path().join("locks.db"), folder.path().join("link"));
     let direct = open(&file).await.unwrap();
@@ -110,9 +114,10 @@ async fn two_links_to_the_same_file_exclude_each_other() {
 
     // SQLite itself, which resolves links too, reads the lock through every link, because all of
     // them share the log of the file.
-    let mut data = SqliteConnectOptions::new().filename(at("other/two")).connect().await.unwrap();
+    let mut connection =
+        SqliteConnectOptions::new().filename(at("other/two")).connect().await.unwrap();
     let held = "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL";
-    let row = sqlx::query(held).fetch_one(&mut data).await.unwrap();
+    let row = sqlx::query(held).fetch_one(&mut connection).await.unwrap();
     assert_eq!(row.get::<i64, _>(0), 1);
     let logs = [at(""), at("other"), at("data")].map(|folder| {
         let names = fs::read_dir(folder).unwrap().map(|file| file.unwrap().file_name());
@@ -131,10 +136,10 @@ async fn a_file_with_a_hard_link_is_refused_under_either_name() {
     std::os::unix::fs::symlink(&second, &link).unwrap();
     let before = fs::read(&file).unwrap();
     for path in [&file, &second, &link] {
-        assert!(refused(path, Misconfigured, "hard link").await.refused());
+        assert!(expect_refusal(path, Misconfigured, "hard link").await.refused());
     }
     assert_eq!(fs::read(&file).unwrap(), before);
-    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no log was made");
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no log was created");
 
     fs::remove_file(&file).unwrap();
     assert!(matches!(
@@ -144,7 +149,7 @@ async fn a_file_with_a_hard_link_is_refused_under_either_name() {
 }
 
 #[test]
-fn of_two_processes_the_one_whose_log_was_removed_holds_no_more() {
+fn a_process_whose_log_was_removed_loses_its_locks() {
     for lost in [&["-wal"][..], &["-shm"], &["-wal", "-shm"]] {
         let folder = folder();
         let path = folder.path().join("locks.db");
@@ -172,17 +177,17 @@ fn of_two_processes_the_one_whose_log_was_removed_holds_no_more() {
 }
 
 #[tokio::test]
-async fn what_is_no_database_is_refused_and_left_alone() {
+async fn a_file_that_is_no_database_is_refused_and_unchanged() {
     let folder = folder();
     let path = folder.path().join("notes.txt");
     let text = "dear diary, ".repeat(1_000);
     fs::write(&path, &text).unwrap();
-    refused(&path, Protocol, "no SQLite database").await;
+    expect_refusal(&path, Protocol, "no SQLite database").await;
     assert_eq!(fs::read_to_string(&path).unwrap(), text);
 }
 
 #[tokio::test]
-async fn a_damaged_database_is_told_as_such() {
+async fn a_damaged_database_is_reported_as_damaged() {
     let folder = folder();
     let path = folder.path().join("locks.db");
     open(&path).await.unwrap().close().await;
@@ -191,59 +196,59 @@ async fn a_damaged_database_is_told_as_such() {
         *byte = 0xa5;
     }
     fs::write(&path, &bytes).unwrap();
-    refused(&path, Protocol, "damaged").await;
+    expect_refusal(&path, Protocol, "damaged").await;
 }
 
 #[tokio::test]
-async fn newer_tables_are_refused_and_left_alone() {
+async fn newer_tables_are_refused_and_unchanged() {
     let folder = folder();
     let path = folder.path().join("locks.db");
     open(&path).await.unwrap().close().await;
-    let mut data = SqliteConnectOptions::new().filename(&path).connect().await.unwrap();
-    data.execute("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    data.execute("PRAGMA journal_mode = DELETE").await.unwrap();
-    sqlx::Connection::close(data).await.unwrap();
+    let mut connection = SqliteConnectOptions::new().filename(&path).connect().await.unwrap();
+    connection.execute("UPDATE lock_registry_meta SET version = 2").await.unwrap();
+    connection.execute("PRAGMA journal_mode = DELETE").await.unwrap();
+    sqlx::Connection::close(connection).await.unwrap();
     let before = fs::read(&path).unwrap();
-    let error = refused(&path, Misconfigured, "version 2").await;
+    let error = expect_refusal(&path, Misconfigured, "version 2").await;
     assert!(error.to_string().contains("update the program"), "{error}");
     assert_eq!(fs::read(&path).unwrap(), before);
 }
 
 #[tokio::test]
-async fn a_database_with_other_tables_keeps_them() {
+async fn opening_keeps_other_tables_of_the_database() {
     let folder = folder();
     let path = folder.path().join("shop.db");
-    let mut data = SqliteConnectOptions::new()
+    let mut connection = SqliteConnectOptions::new()
         .filename(&path)
         .create_if_missing(true)
         .connect()
         .await
         .unwrap();
-    data.execute("PRAGMA user_version = 7; PRAGMA application_id = 8; CREATE TABLE sale (n); INSERT INTO sale VALUES (9)")
+    connection.execute("PRAGMA user_version = 7; PRAGMA application_id = 8; CREATE TABLE sale (n); INSERT INTO sale VALUES (9)")
         .await
         .unwrap();
     let backend = open(&path).await.unwrap();
     assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
-    for (question, answer) in
+    for (query, expected) in
         [("PRAGMA user_version", 7), ("PRAGMA application_id", 8), ("SELECT n FROM sale", 9)]
     {
-        let row = sqlx::query(question).fetch_one(&mut data).await.unwrap();
-        assert_eq!(row.get::<i64, _>(0), answer, "{question}");
+        let row = sqlx::query(query).fetch_one(&mut connection).await.unwrap();
+        assert_eq!(row.get::<i64, _>(0), expected, "{query}");
     }
 }
 
 #[tokio::test]
-async fn tables_that_somebody_else_made_from_the_schema_are_used() {
+async fn tables_created_from_the_schema_by_another_program_are_used() {
     let folder = folder();
     let path = folder.path().join("locks.db");
-    let mut dba = SqliteConnectOptions::new()
+    let mut connection = SqliteConnectOptions::new()
         .filename(&path)
         .create_if_missing(true)
         .connect()
         .await
         .unwrap();
     for _ in 0..2 {
-        sqlx::raw_sql(SqliteBackend::schema()).execute(&mut dba).await.unwrap();
+        sqlx::raw_sql(SqliteBackend::schema()).execute(&mut connection).await.unwrap();
     }
     let backend = open(&path).await.unwrap();
     assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
@@ -275,9 +280,9 @@ fn a_fresh_file_is_opened_by_many_processes_at_once() {
     let mut granted = 0;
     for child in children {
         let output = child.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(output.status.success(), "{said}");
-        granted += usize::from(said.contains("GRANTED"));
+        let stdout = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{stdout}");
+        granted += usize::from(stdout.contains("GRANTED"));
     }
     assert_eq!(granted, 1);
 }
@@ -317,7 +322,7 @@ fn without_write_access_opening_is_denied() {
     let run = || {
         let mut child = Command::new(&program);
         child
-            .args(["--exact", "child_tells_the_outcome", "--ignored", "--nocapture"])
+            .args(["--exact", "child_opens_and_prints_the_result", "--ignored", "--nocapture"])
             .env("LOCKS_DB", &path)
             .current_dir("/");
         if nix::unistd::geteuid().is_root() {
@@ -328,114 +333,114 @@ fn without_write_access_opening_is_denied() {
     for (folder_mode, file_mode) in [(0o777, 0o444), (0o555, 0o666)] {
         set(folder.path(), folder_mode);
         set(&path, file_mode);
-        let said = run();
+        let stdout = run();
         assert!(
-            said.contains("Denied") && said.contains("write access"),
-            "folder {folder_mode:o}, file {file_mode:o}: {said}"
+            stdout.contains("Denied") && stdout.contains("write access"),
+            "folder {folder_mode:o}, file {file_mode:o}: {stdout}"
         );
     }
     set(folder.path(), 0o777);
     set(&path, 0o666);
-    let said = run();
-    assert!(said.contains("OPENED"), "{said}");
+    let stdout = run();
+    assert!(stdout.contains("OPENED"), "{stdout}");
 }
 
 #[tokio::test]
 #[ignore = "the child of another test"]
-async fn child_tells_the_outcome() {
+async fn child_opens_and_prints_the_result() {
     match open(std::env::var_os("LOCKS_DB").unwrap()).await {
         Ok(_) => println!("OPENED"),
         Err(error) => println!("{:?}: {error}", error.kind()),
     }
 }
 
-/// Runs [`child_meets_the_end_of_its_room`] behind the shell commands `shell`. Returns its output.
-fn without_room(room: &str, shell: &str) -> String {
+/// Runs [`child_with_limited_space`] behind the shell commands `shell`. Returns its output.
+fn run_with_limited_space(limit: &str, shell: &str) -> String {
     let folder = folder();
-    let test = child("child_meets_the_end_of_its_room", folder.path());
+    let test = child("child_with_limited_space", folder.path());
     let output = Command::new("sh")
         .args(["-c", &format!("{shell} \"$@\""), "sh"])
         .arg(test.get_program())
         .args(test.get_args())
         .env("LOCKS_DB", folder.path())
-        .env("ROOM", room)
+        .env("SPACE_LIMIT", limit)
         .output()
         .unwrap();
-    [output.stdout, output.stderr].map(|said| String::from_utf8_lossy(&said).into_owned()).concat()
+    [output.stdout, output.stderr]
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+        .concat()
 }
 
 #[test]
-fn a_full_disk_is_told_by_opening_and_by_locking() {
+fn open_and_try_acquire_report_a_full_disk() {
     // A separate small disk, in a mount namespace that ends with the child.
-    let said = without_room("disk", "exec unshare --mount --map-root-user");
-    if said.contains("MOUNTED") {
-        assert!(said.contains("TOLD"), "{said}");
+    let stdout = run_with_limited_space("disk", "exec unshare --mount --map-root-user");
+    if stdout.contains("MOUNTED") {
+        assert!(stdout.contains("REPORTED"), "{stdout}");
         return;
     }
     // Without the right to mount, a file size limit stands for the full disk.
-    eprintln!(
-        "no disk to fill, as this process may not mount; files that may not grow instead: {said}"
-    );
-    let said = without_room("limit", "trap '' XFSZ; exec");
-    assert!(said.contains("TOLD"), "{said}");
+    eprintln!("this process may not mount a disk, so a file size limit is used: {stdout}");
+    let stdout = run_with_limited_space("limit", "trap '' XFSZ; exec");
+    assert!(stdout.contains("REPORTED"), "{stdout}");
 }
 
 #[test]
-fn files_that_may_not_grow_are_told_by_opening_and_by_locking() {
+fn open_and_try_acquire_report_a_file_size_limit() {
     // SIGXFSZ would kill the child. With the signal ignored, a write fails as on a full disk or
     // with an exceeded quota.
-    let said = without_room("limit", "trap '' XFSZ; exec");
-    assert!(said.contains("TOLD"), "{said}");
+    let stdout = run_with_limited_space("limit", "trap '' XFSZ; exec");
+    assert!(stdout.contains("REPORTED"), "{stdout}");
 }
 
-/// A way to limit the space of the child.
-trait Room {
+/// Limits the disk space of the child.
+trait SpaceLimit {
     fn fill(&self);
-    fn empty(&self);
-    /// Whether `error` reports the exhausted space.
-    fn is_told(&self, error: &BackendError) -> bool;
+    fn free(&self);
+    /// Returns whether `error` reports the exhausted space.
+    fn is_reported_by(&self, error: &BackendError) -> bool;
 }
 
 /// A disk of one megabyte, mounted at the path.
-struct Disk(PathBuf);
+struct SmallDisk(PathBuf);
 
-impl Room for Disk {
+impl SpaceLimit for SmallDisk {
     fn fill(&self) {
-        let mut left = fs::File::create(self.0.join("ballast")).unwrap();
-        while std::io::Write::write(&mut left, &[0; 4_096]).is_ok_and(|written| written > 0) {}
+        let mut ballast = fs::File::create(self.0.join("ballast")).unwrap();
+        while std::io::Write::write(&mut ballast, &[0; 4_096]).is_ok_and(|written| written > 0) {}
     }
 
-    fn empty(&self) {
+    fn free(&self) {
         fs::remove_file(self.0.join("ballast")).unwrap();
     }
 
-    fn is_told(&self, error: &BackendError) -> bool {
+    fn is_reported_by(&self, error: &BackendError) -> bool {
         error.kind() == Misconfigured && error.to_string().contains("space")
     }
 }
 
 /// A file size limit: no file may grow beyond the largest one in this folder.
-struct Limit(PathBuf);
+struct FileSizeLimit(PathBuf);
 
-impl Limit {
+impl FileSizeLimit {
     fn set(bytes: u64) {
         let hard = getrlimit(Resource::RLIMIT_FSIZE).unwrap().1;
         setrlimit(Resource::RLIMIT_FSIZE, bytes.min(hard), hard).unwrap();
     }
 }
 
-impl Room for Limit {
+impl SpaceLimit for FileSizeLimit {
     fn fill(&self) {
         let sizes =
             fs::read_dir(&self.0).unwrap().map(|file| file.unwrap().metadata().unwrap().len());
         Self::set(sizes.max().unwrap_or(0));
     }
 
-    fn empty(&self) {
+    fn free(&self) {
         Self::set(u64::MAX);
     }
 
-    fn is_told(&self, error: &BackendError) -> bool {
+    fn is_reported_by(&self, error: &BackendError) -> bool {
         error.kind() == Misconfigured && error.to_string().contains("-shm")
             || error.kind() == Protocol && error.to_string().contains("quota")
     }
@@ -443,27 +448,29 @@ impl Room for Limit {
 
 #[tokio::test]
 #[ignore = "the child of another test"]
-async fn child_meets_the_end_of_its_room() {
+async fn child_with_limited_space() {
     let folder = PathBuf::from(std::env::var_os("LOCKS_DB").unwrap());
-    let room: &dyn Room = if std::env::var_os("ROOM").is_some_and(|room| room == "disk") {
+    let limit: &dyn SpaceLimit = if std::env::var_os("SPACE_LIMIT")
+        .is_some_and(|limit| limit == "disk")
+    {
         let flags = nix::mount::MsFlags::empty();
         nix::mount::mount(Some("tmpfs"), &folder, Some("tmpfs"), flags, Some("size=1m")).unwrap();
         println!("MOUNTED");
-        &Disk(folder.clone())
+        &SmallDisk(folder.clone())
     } else {
-        &Limit(folder.clone())
+        &FileSizeLimit(folder.clone())
     };
     let path = folder.join("locks.db");
 
-    room.fill();
+    limit.fill();
     let error = open(&path).await.unwrap_err();
-    assert!(room.is_told(&error), "{error} {error:?}");
-    room.empty();
+    assert!(limit.is_reported_by(&error), "{error} {error:?}");
+    limit.free();
 
     let backend = open(&path).await.unwrap();
     let held = claim("held");
     assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
-    room.fill();
+    limit.fill();
     // The log may still have space for some grants.
     let mut granted = Vec::new();
     let error = loop {
@@ -473,24 +480,24 @@ async fn child_meets_the_end_of_its_room() {
             Err(error) => break error,
         }
     };
-    assert!(room.is_told(&error), "{error} {error:?}");
+    assert!(limit.is_reported_by(&error), "{error} {error:?}");
     // Every grant that was returned is in the file.
     let listed = backend.list().await.unwrap();
     assert_eq!(listed.len(), granted.len() + 1);
-    let warns = |finding: &Finding| finding.message.contains("MiB left");
+    let is_disk_warning = |finding: &Finding| finding.message.contains("MiB left");
     assert!(
-        std::env::var_os("ROOM").is_some_and(|room| room != "disk")
-            || backend.diagnose().await.unwrap().iter().any(warns)
+        std::env::var_os("SPACE_LIMIT").is_some_and(|limit| limit != "disk")
+            || backend.diagnose().await.unwrap().iter().any(is_disk_warning)
     );
 
-    room.empty();
+    limit.free();
     assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
     assert!(matches!(backend.try_acquire(&claim("new")).await.unwrap(), Attempt::Granted(_)));
-    println!("TOLD");
+    println!("REPORTED");
 }
 
 #[test]
-fn a_file_that_is_mounted_by_itself_is_refused() {
+fn a_file_that_is_a_mount_point_is_refused() {
     let folder = folder();
     let test = child("child_mounts_a_file", folder.path());
     let output = Command::new("unshare")
@@ -499,17 +506,17 @@ fn a_file_that_is_mounted_by_itself_is_refused() {
         .args(test.get_args())
         .env("LOCKS_DB", folder.path())
         .output();
-    let said = output.map_or_else(
+    let stdout = output.map_or_else(
         |error| error.to_string(),
         |output| String::from_utf8_lossy(&output.stdout).into_owned(),
     );
-    if said.contains("MOUNTED") {
-        assert!(said.contains("TOLD"), "{said}");
+    if stdout.contains("MOUNTED") {
+        assert!(stdout.contains("REPORTED"), "{stdout}");
         return;
     }
     // A unit test covers the detection of a mount. Here, an ordinary file must not be taken for
     // one.
-    eprintln!("nothing is mounted, as this process may not: {said}");
+    eprintln!("this process may not mount a file: {stdout}");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { open(folder.path().join("locks.db")).await.unwrap().close().await });
 }
@@ -524,13 +531,13 @@ async fn child_mounts_a_file() {
     let (flags, none) = (nix::mount::MsFlags::MS_BIND, None::<&str>);
     nix::mount::mount(Some(&file), &mounted, none, flags, none).unwrap();
     println!("MOUNTED");
-    assert!(refused(&mounted, Misconfigured, "mount its folder instead").await.refused());
+    assert!(expect_refusal(&mounted, Misconfigured, "mount its folder instead").await.refused());
     assert!(open(&file).await.is_ok());
-    println!("TOLD");
+    println!("REPORTED");
 }
 
 #[tokio::test]
-async fn an_open_that_is_dropped_half_way_leaves_a_usable_file() {
+async fn a_dropped_open_leaves_a_usable_file() {
     use std::future::Future;
     use std::task::{Context, Waker};
 
@@ -551,7 +558,7 @@ async fn an_open_that_is_dropped_half_way_leaves_a_usable_file() {
 }
 
 #[test]
-fn a_config_tells_all_of_itself() {
+fn a_config_prints_all_of_its_fields() {
     let config = SqliteConfig::new("locks.db")
         .with_namespace("jobs")
         .with_purge_after(Duration::from_secs(5));

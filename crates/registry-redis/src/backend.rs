@@ -1,4 +1,4 @@
-//! The `LockBackend` implementation: delegates each operation to one `Store` or to a `Quorum`.
+//! The `LockBackend` implementation: delegates each operation to one `RedisStore` or to a `Quorum`.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,10 +9,10 @@ use registry_core::{
     InvalidKey, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 
-use crate::config::{Layout, RedisConfig, Servers};
+use crate::config::{Layout, RedisConfig, ServerAddresses};
+use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
-use crate::rumours::Rumours;
-use crate::store::{Answer, Store, names};
+use crate::store::{AcquireResult, RedisStore, names};
 
 /// A lock store on Redis or Valkey servers.
 ///
@@ -33,14 +33,14 @@ use crate::store::{Answer, Store, names};
 /// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
-    servers: History,
-    rumours: Rumours,
+    storage: Storage,
+    invalidations: InvalidationForwarder,
 }
 
-/// The servers that decide about a lock.
-enum History {
-    One(Store),
-    Many(Quorum),
+/// The store that grants a lock: servers with shared data, or a quorum.
+enum Storage {
+    Single(RedisStore),
+    Quorum(Quorum),
 }
 
 impl RedisBackend {
@@ -56,14 +56,14 @@ impl RedisBackend {
     /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         config.check()?;
-        let rumours = Rumours::new(names(&config));
-        let servers = match &config.servers {
-            Servers::Quorum(masters) => {
-                History::Many(Quorum::open(masters, &config, &rumours).await?)
+        let invalidations = InvalidationForwarder::new(names(&config));
+        let storage = match &config.servers {
+            ServerAddresses::Quorum(masters) => {
+                Storage::Quorum(Quorum::open(masters, &config, &invalidations).await?)
             }
-            _ => History::One(Store::open(&config, &rumours).await?),
+            _ => Storage::Single(RedisStore::open(&config, &invalidations).await?),
         };
-        Ok(Self { config, servers, rumours })
+        Ok(Self { config, storage, invalidations })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -77,10 +77,10 @@ impl RedisBackend {
 impl LockBackend for RedisBackend {
     fn capabilities(&self) -> Capabilities {
         let class = match self.config.servers {
-            Servers::Single(_) => GuaranteeClass::B,
-            Servers::Sentinel { .. } | Servers::Cluster(_) | Servers::Quorum(_) => {
-                GuaranteeClass::C
-            }
+            ServerAddresses::Single(_) => GuaranteeClass::B,
+            ServerAddresses::Sentinel { .. }
+            | ServerAddresses::Cluster(_)
+            | ServerAddresses::Quorum(_) => GuaranteeClass::C,
         };
         let mut capabilities = Capabilities::new("redis", class, Reach::Network)
             .with_fencing()
@@ -93,40 +93,40 @@ impl LockBackend for RedisBackend {
             // The default pause between two attempts of `RedisLockRegistry`.
             capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
         }
-        if self.rumours.are_told() {
+        if self.invalidations.is_tracking() {
             capabilities = capabilities.with_invalidations();
         }
         capabilities
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        match &self.servers {
-            History::One(store) => store.names.check(key),
-            History::Many(_) => Ok(()),
+        match &self.storage {
+            Storage::Single(store) => store.names.check(key),
+            Storage::Quorum(_) => Ok(()),
         }
     }
 
     fn shard(&self, claim: &Claim) -> u32 {
-        match &self.servers {
-            History::One(store) => store.shard(claim.key()),
-            History::Many(_) => 0,
+        match &self.storage {
+            Storage::Single(store) => store.shard(claim.key()),
+            Storage::Quorum(_) => 0,
         }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let answer = match &self.servers {
-            History::One(store) => store.try_acquire(claim, None).await?,
-            History::Many(quorum) => quorum.try_acquire(claim).await?,
+        let outcome = match &self.storage {
+            Storage::Single(store) => store.try_acquire(claim, None).await?,
+            Storage::Quorum(quorum) => quorum.try_acquire(claim).await?,
         };
-        Ok(match answer {
-            Answer::Granted { token, lease, .. } => {
+        Ok(match outcome {
+            AcquireResult::Granted { token, lease, .. } => {
                 // The engine must not rely on a longer lease than it requested.
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
-            Answer::Busy { left, holder, asked_at } => {
-                let busy = Busy::new().with_mark(asked_at).with_holder(holder);
-                Attempt::Busy(match left {
-                    Some(left) => busy.with_retry_after(left),
+            AcquireResult::Busy { remaining, holder, mark } => {
+                let busy = Busy::new().with_mark(mark).with_holder(holder);
+                Attempt::Busy(match remaining {
+                    Some(remaining) => busy.with_retry_after(remaining),
                     None => busy,
                 })
             }
@@ -134,85 +134,85 @@ impl LockBackend for RedisBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut renewals = match &self.servers {
-            History::One(store) => store.renew(claims).await,
-            History::Many(quorum) => quorum.renew(claims).await,
+        let mut renewals = match &self.storage {
+            Storage::Single(store) => store.renew(claims).await,
+            Storage::Quorum(quorum) => quorum.renew(claims).await,
         };
         for (renewal, claim) in renewals.iter_mut().zip(claims) {
             // A server clock that is behind reports a longer lease than requested. The surplus
             // vanishes when the clock is corrected.
-            if let Ok(Renewal::Renewed(left)) = renewal {
-                *left = (*left).min(claim.lease());
+            if let Ok(Renewal::Renewed(remaining)) = renewal {
+                *remaining = (*remaining).min(claim.lease());
             }
         }
         renewals
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        match &self.servers {
-            History::One(store) => store.release(claim).await,
-            History::Many(quorum) => quorum.release(claim).await,
+        match &self.storage {
+            Storage::Single(store) => store.release(claim).await,
+            Storage::Quorum(quorum) => quorum.release(claim).await,
         }
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        match &self.servers {
-            History::One(store) => store.wait(claim.key(), busy.mark).await,
-            History::Many(quorum) => quorum.wait(claim.key(), busy.mark).await,
+        match &self.storage {
+            Storage::Single(store) => store.wait(claim.key(), busy.mark).await,
+            Storage::Quorum(quorum) => quorum.wait(claim.key(), busy.mark).await,
         }
     }
 
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
-        match &self.servers {
+        match &self.storage {
             // A peer that uses Spring's spin lock publishes nothing.
             _ if self.config.layout == Layout::Spring => false,
-            History::One(store) => store.hears_of(claim.key()),
-            History::Many(quorum) => quorum.hears_of(claim.key()),
+            Storage::Single(store) => store.is_wake_confirmed(claim.key()),
+            Storage::Quorum(quorum) => quorum.is_wake_confirmed(claim.key()),
         }
     }
 
     fn verify_after(&self) -> Option<Duration> {
-        self.rumours.are_told().then_some(FIRST_LOOK)
+        self.invalidations.is_tracking().then_some(VERIFY_AFTER)
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.rumours.tell(hints);
+    fn subscribe_invalidations(&self, registry: Invalidations) {
+        self.invalidations.subscribe(registry);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        match &self.servers {
-            History::One(store) => {
-                let seen = store.look(std::slice::from_ref(key)).await?.pop();
-                Ok(seen.map(|seen| seen.holder))
+        match &self.storage {
+            Storage::Single(store) => {
+                let found = store.inspect_keys(std::slice::from_ref(key)).await?.pop();
+                Ok(found.map(|found| found.holder))
             }
-            History::Many(quorum) => quorum.inspect(key).await,
+            Storage::Quorum(quorum) => quorum.inspect(key).await,
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        match &self.servers {
-            History::One(store) => {
-                Ok(store.list().await?.into_iter().map(|seen| seen.holder).collect())
+        match &self.storage {
+            Storage::Single(store) => {
+                Ok(store.list().await?.into_iter().map(|found| found.holder).collect())
             }
-            History::Many(quorum) => quorum.list().await,
+            Storage::Quorum(quorum) => quorum.list().await,
         }
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        match &self.servers {
-            History::One(store) => store.force_release(key).await,
-            History::Many(quorum) => quorum.force_release(key).await,
+        match &self.storage {
+            Storage::Single(store) => store.force_release(key).await,
+            Storage::Quorum(quorum) => quorum.force_release(key).await,
         }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = match &self.servers {
-            History::One(store) => store.look_for_trouble().await?,
-            History::Many(quorum) => quorum.look_for_trouble().await?,
+        let mut findings = match &self.storage {
+            Storage::Single(store) => store.diagnose().await?,
+            Storage::Quorum(quorum) => quorum.diagnose().await?,
         };
-        if !self.rumours.are_told() {
+        if !self.invalidations.is_tracking() {
             findings.push(Finding::note(
-                "the server does not tell of changes (CLIENT TRACKING): a holder whose lock is taken away learns of it at its next \
+                "the server does not report changes (CLIENT TRACKING): a holder is notified of a removed lock only at its next \
                  renewal",
             ));
         }
@@ -220,13 +220,13 @@ impl LockBackend for RedisBackend {
     }
 
     async fn close(&self) {
-        if self.rumours.are_wanted() {
+        if self.invalidations.has_subscribers() {
             // Another registry still uses this backend's messages.
             return;
         }
-        match &self.servers {
-            History::One(store) => store.link.close().await,
-            History::Many(quorum) => quorum.close().await,
+        match &self.storage {
+            Storage::Single(store) => store.connections.close().await,
+            Storage::Quorum(quorum) => quorum.close().await,
         }
     }
 }
@@ -239,4 +239,4 @@ impl fmt::Debug for RedisBackend {
 
 /// How long a claim is held before its first verification, which also registers its key for client
 /// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
-const FIRST_LOOK: Duration = Duration::from_millis(25);
+const VERIFY_AFTER: Duration = Duration::from_millis(25);

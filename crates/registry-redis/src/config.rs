@@ -8,14 +8,14 @@ use std::time::Duration;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion};
 use registry_core::{BackendError, BackendErrorKind};
 
-use crate::error::explain;
+use crate::error::to_backend_error;
 
 /// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct RedisConfig {
-    pub(crate) servers: Servers,
-    pub(crate) access: Access,
+    pub(crate) servers: ServerAddresses,
+    pub(crate) connection: ConnectionSettings,
     pub(crate) layout: Layout,
     pub(crate) publish: Publish,
     pub(crate) namespace: Option<String>,
@@ -28,20 +28,20 @@ pub struct RedisConfig {
 
 /// How the servers are organized.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Servers {
+pub(crate) enum ServerAddresses {
     /// One server, or a proxy that behaves like one.
-    Single(Address),
+    Single(ServerAddress),
     /// Sentinels that report the current master of `service`.
-    Sentinel { sentinels: Vec<Address>, service: String },
+    Sentinel { sentinels: Vec<ServerAddress>, service: String },
     /// Some members of a cluster; they report the others.
-    Cluster(Vec<Address>),
+    Cluster(Vec<ServerAddress>),
     /// Independent masters.
-    Quorum(Vec<Address>),
+    Quorum(Vec<ServerAddress>),
 }
 
 /// The address of one server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub(crate) enum Address {
+pub(crate) enum ServerAddress {
     /// `host` is a host name, or an IP address without brackets.
     Tcp {
         host: String,
@@ -50,7 +50,7 @@ pub(crate) enum Address {
     Unix(PathBuf),
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for ServerAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Tcp { host, port } if host.contains(':') => write!(f, "[{host}]:{port}"),
@@ -62,9 +62,9 @@ impl fmt::Display for Address {
 
 /// Credentials and encryption. All servers share them, except that sentinels have their own login.
 #[derive(Clone, Default)]
-pub(crate) struct Access {
-    login: Option<Login>,
-    sentinel_login: Option<Login>,
+pub(crate) struct ConnectionSettings {
+    login: Option<RedisLogin>,
+    sentinel_login: Option<RedisLogin>,
     database: u32,
     encrypted: bool,
     #[cfg(feature = "tls")]
@@ -73,38 +73,44 @@ pub(crate) struct Access {
 
 /// A password and its user. Without a user it is the server-wide password.
 #[derive(Clone)]
-struct Login {
+struct RedisLogin {
     user: Option<String>,
     password: String,
 }
 
-impl Access {
+impl ConnectionSettings {
     /// Returns a client for a server that holds locks.
-    pub(crate) fn server(&self, address: &Address) -> redis::RedisResult<redis::Client> {
+    pub(crate) fn server_client(
+        &self,
+        address: &ServerAddress,
+    ) -> redis::RedisResult<redis::Client> {
         self.client(address, self.login.as_ref(), self.database, ProtocolVersion::RESP3)
     }
 
     /// Returns a client for a sentinel.
-    pub(crate) fn sentinel(&self, address: &Address) -> redis::RedisResult<redis::Client> {
+    pub(crate) fn sentinel_client(
+        &self,
+        address: &ServerAddress,
+    ) -> redis::RedisResult<redis::Client> {
         self.client(address, self.sentinel_login.as_ref(), 0, ProtocolVersion::RESP2)
     }
 
     fn client(
         &self,
-        address: &Address,
-        login: Option<&Login>,
+        address: &ServerAddress,
+        login: Option<&RedisLogin>,
         database: u32,
         protocol: ProtocolVersion,
     ) -> redis::RedisResult<redis::Client> {
         let addr = match address {
-            Address::Tcp { host, port } if self.encrypted => ConnectionAddr::TcpTls {
+            ServerAddress::Tcp { host, port } if self.encrypted => ConnectionAddr::TcpTls {
                 host: host.clone(),
                 port: *port,
                 insecure: false,
                 tls_params: None,
             },
-            Address::Tcp { host, port } => ConnectionAddr::Tcp(host.clone(), *port),
-            Address::Unix(path) => ConnectionAddr::Unix(path.clone()),
+            ServerAddress::Tcp { host, port } => ConnectionAddr::Tcp(host.clone(), *port),
+            ServerAddress::Unix(path) => ConnectionAddr::Unix(path.clone()),
         };
         let info: ConnectionInfo = addr.into_connection_info()?;
         let mut settings = info
@@ -133,7 +139,7 @@ impl Access {
 }
 
 #[cfg(feature = "tls")]
-impl Access {
+impl ConnectionSettings {
     /// Refuses unreadable certificates, because the client library would silently ignore them.
     fn check_certificates(&self) -> Result<(), &'static str> {
         // The client library uses the process-wide provider, and panics if there is none and
@@ -145,21 +151,19 @@ impl Access {
         use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
         let Some(certificates) = &self.certificates else { return Ok(()) };
-        let are_some = |pem: &[u8]| {
+        let is_pem = |pem: &[u8]| {
             let mut read = CertificateDer::pem_slice_iter(pem).peekable();
             read.peek().is_some() && read.all(|certificate| certificate.is_ok())
         };
-        if certificates.root_cert.as_ref().is_some_and(|pem| !are_some(pem)) {
-            return Err(
-                "the certificates of the authorities cannot be read; they are to be in the PEM format",
-            );
+        if certificates.root_cert.as_ref().is_some_and(|pem| !is_pem(pem)) {
+            return Err("the certificates of the authorities are not valid PEM");
         }
-        let Some(ours) = &certificates.client_tls else { return Ok(()) };
-        if !are_some(&ours.client_cert) {
-            return Err("the client's certificate cannot be read; it is to be in the PEM format");
+        let Some(client_tls) = &certificates.client_tls else { return Ok(()) };
+        if !is_pem(&client_tls.client_cert) {
+            return Err("the client's certificate is not valid PEM");
         }
-        if PrivateKeyDer::from_pem_slice(&ours.client_key).is_err() {
-            return Err("the client's private key cannot be read; it is to be in the PEM format");
+        if PrivateKeyDer::from_pem_slice(&client_tls.client_key).is_err() {
+            return Err("the client's private key is not valid PEM");
         }
         Ok(())
     }
@@ -207,7 +211,7 @@ pub(crate) struct Durability {
 }
 
 impl Durability {
-    pub(crate) const fn is_wanted(self) -> bool {
+    pub(crate) const fn is_required(self) -> bool {
         self.replicas > 0 || self.fsync
     }
 }
@@ -220,13 +224,13 @@ impl RedisConfig {
     /// default is database 0 without a login.
     #[must_use]
     pub fn new(host: impl Into<String>, port: u16) -> Self {
-        Self::at(Servers::Single(Address::Tcp { host: host.into(), port }))
+        Self::with_servers(ServerAddresses::Single(ServerAddress::Tcp { host: host.into(), port }))
     }
 
     /// Configures a single server that listens on the Unix socket `path`.
     #[must_use]
     pub fn unix(path: impl Into<PathBuf>) -> Self {
-        Self::at(Servers::Single(Address::Unix(path.into())))
+        Self::with_servers(ServerAddresses::Single(ServerAddress::Unix(path.into())))
     }
 
     /// Configures the current master of `service`, as reported by these sentinels.
@@ -235,20 +239,23 @@ impl RedisConfig {
         sentinels: impl IntoIterator<Item = (String, u16)>,
         service: impl Into<String>,
     ) -> Self {
-        Self::at(Servers::Sentinel { sentinels: addresses(sentinels), service: service.into() })
+        Self::with_servers(ServerAddresses::Sentinel {
+            sentinels: addresses(sentinels),
+            service: service.into(),
+        })
     }
 
     /// Configures a cluster by some of its members, which report the others.
     #[must_use]
     pub fn cluster(members: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::at(Servers::Cluster(addresses(members)))
+        Self::with_servers(ServerAddresses::Cluster(addresses(members)))
     }
 
     /// Configures a quorum of independent masters. A claim that more than half of them grant holds
     /// the lock.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::at(Servers::Quorum(addresses(masters)))
+        Self::with_servers(ServerAddresses::Quorum(addresses(masters)))
     }
 
     /// Parses a URL. The schemes with `rediss` instead of `redis` encrypt the connections (feature
@@ -267,11 +274,11 @@ impl RedisConfig {
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(unusable("the URL cannot be used"));
+            return Err(invalid_url("the URL cannot be used"));
         };
         let (plain, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         if kind == "unix" {
-            return Self::from_one(url);
+            return Self::from_single_server_url(url);
         }
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let (login, hosts) = match authority.rsplit_once('@') {
@@ -286,58 +293,63 @@ impl RedisConfig {
         let mut all = Vec::new();
         for host in hosts.split(',') {
             let port = if kind == "sentinel" && !has_port(host) { ":26379" } else { "" };
-            let one = Self::from_one(&format!("{plain}://{login}{host}{port}/{path}"))?;
-            let Servers::Single(address) = &one.servers else { continue };
+            let one =
+                Self::from_single_server_url(&format!("{plain}://{login}{host}{port}/{path}"))?;
+            let ServerAddresses::Single(address) = &one.servers else { continue };
             all.push(address.clone());
             config.get_or_insert(one);
         }
-        let Some(mut config) = config else { return Err(unusable("the URL names no server")) };
+        let Some(mut config) = config else { return Err(invalid_url("the URL names no server")) };
         config.servers = match kind {
             "" if all.len() == 1 => return Ok(config),
-            "" => return Err(unusable("the URL names several servers; one is what it can have")),
-            "sentinel" => Servers::Sentinel { sentinels: all, service: service.to_owned() },
-            "cluster" => Servers::Cluster(all),
-            "quorum" => Servers::Quorum(all),
-            _ => return Err(unusable("the URL's scheme is none of Redis")),
+            "" => {
+                return Err(invalid_url(
+                    "the URL names several servers; use redis+sentinel, redis+cluster or redis+quorum",
+                ));
+            }
+            "sentinel" => ServerAddresses::Sentinel { sentinels: all, service: service.to_owned() },
+            "cluster" => ServerAddresses::Cluster(all),
+            "quorum" => ServerAddresses::Quorum(all),
+            _ => return Err(invalid_url("the URL's scheme is not a Redis scheme")),
         };
         Ok(config)
     }
 
-    fn from_one(url: &str) -> Result<Self, BackendError> {
-        let info = url.into_connection_info().map_err(|error| explain(&error))?;
+    fn from_single_server_url(url: &str) -> Result<Self, BackendError> {
+        let info = url.into_connection_info().map_err(|error| to_backend_error(&error))?;
         let (address, encrypted) = match info.addr() {
             ConnectionAddr::TcpTls { insecure: true, .. } => {
-                return Err(unusable(
-                    "a connection that is encrypted but not verified protects nothing; leave out #insecure",
+                return Err(invalid_url(
+                    "#insecure disables the verification of certificates; remove it",
                 ));
             }
             ConnectionAddr::Tcp(host, port) => {
-                (Address::Tcp { host: host.clone(), port: *port }, false)
+                (ServerAddress::Tcp { host: host.clone(), port: *port }, false)
             }
             ConnectionAddr::TcpTls { host, port, .. } => {
-                (Address::Tcp { host: host.clone(), port: *port }, true)
+                (ServerAddress::Tcp { host: host.clone(), port: *port }, true)
             }
-            ConnectionAddr::Unix(path) => (Address::Unix(path.clone()), false),
-            _ => return Err(unusable("the URL cannot be used")),
+            ConnectionAddr::Unix(path) => (ServerAddress::Unix(path.clone()), false),
+            _ => return Err(invalid_url("the URL cannot be used")),
         };
         let settings = info.redis_settings();
-        let mut config = Self::at(Servers::Single(address));
-        config.access.login = settings.password().map(|password| Login {
+        let mut config = Self::with_servers(ServerAddresses::Single(address));
+        config.connection.login = settings.password().map(|password| RedisLogin {
             user: settings.username().map(str::to_owned),
             password: password.to_owned(),
         });
-        config.access.database = u32::try_from(settings.db())
-            .map_err(|_| unusable("the number of the database is out of range"))?;
+        config.connection.database = u32::try_from(settings.db())
+            .map_err(|_| invalid_url("the number of the database is out of range"))?;
         if encrypted {
             config.encrypt();
         }
         Ok(config)
     }
 
-    fn at(servers: Servers) -> Self {
+    fn with_servers(servers: ServerAddresses) -> Self {
         Self {
             servers,
-            access: Access::default(),
+            connection: ConnectionSettings::default(),
             layout: Layout::Native,
             publish: Publish::Auto,
             namespace: None,
@@ -359,9 +371,9 @@ impl RedisConfig {
     }
 
     fn encrypt(&mut self) {
-        self.access.encrypted = true;
+        self.connection.encrypted = true;
         #[cfg(feature = "tls")]
-        choose_cryptography();
+        install_crypto_provider();
     }
 
     /// Encrypts the connections and verifies the servers against these authorities (PEM) instead of
@@ -391,14 +403,14 @@ impl RedisConfig {
     #[cfg(feature = "tls")]
     fn certificates(&mut self) -> &mut redis::TlsCertificates {
         let none = || redis::TlsCertificates { client_tls: None, root_cert: None };
-        self.access.certificates.get_or_insert_with(none)
+        self.connection.certificates.get_or_insert_with(none)
     }
 
     /// Sets the password of this user. Without a user it is the server-wide password.
     #[must_use]
     pub fn with_login(mut self, user: Option<&str>, password: &str) -> Self {
         let user = user.map(str::to_owned);
-        self.access.login = Some(Login { user, password: password.to_owned() });
+        self.connection.login = Some(RedisLogin { user, password: password.to_owned() });
         self
     }
 
@@ -406,7 +418,7 @@ impl RedisConfig {
     #[must_use]
     pub fn with_sentinel_login(mut self, user: Option<&str>, password: &str) -> Self {
         let user = user.map(str::to_owned);
-        self.access.sentinel_login = Some(Login { user, password: password.to_owned() });
+        self.connection.sentinel_login = Some(RedisLogin { user, password: password.to_owned() });
         self
     }
 
@@ -414,7 +426,7 @@ impl RedisConfig {
     /// a cluster.
     #[must_use]
     pub fn with_database(mut self, database: u32) -> Self {
-        self.access.database = database;
+        self.connection.database = database;
         self
     }
 
@@ -517,61 +529,64 @@ impl RedisConfig {
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        let no = |says: String| Err(unusable_as(format!("redis: {says}")));
-        let least = usize::from(self.layout != Layout::Redisson);
-        if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
-            return no(format!("a namespace has {least} to {NAMESPACE_BYTES_MAX} bytes"));
+        let invalid = |message: String| Err(misconfigured(format!("redis: {message}")));
+        let min = usize::from(self.layout != Layout::Redisson);
+        if !(min..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
+            return invalid(format!(
+                "the namespace has {} bytes; {min} to {NAMESPACE_BYTES_MAX} are allowed",
+                self.namespace().len()
+            ));
         }
-        for (option, given) in [
+        for (option, value) in [
             ("connect_timeout", self.connect_timeout),
             ("response_timeout", self.response_timeout),
             ("token_memory", self.token_memory),
             ("replica_timeout", self.durability.limit),
         ] {
-            if !(Duration::from_millis(10)..=TIME_MAX).contains(&given) {
-                return no(format!("{option} of {given:?} is not between 10 ms and 366 days"));
+            if !(Duration::from_millis(10)..=TIME_MAX).contains(&value) {
+                return invalid(format!("{option} of {value:?} is not between 10 ms and 366 days"));
             }
         }
-        if self.durability.is_wanted() && self.durability.limit >= self.response_timeout {
-            return no("replica_timeout must be shorter than response_timeout".to_owned());
+        if self.durability.is_required() && self.durability.limit >= self.response_timeout {
+            return invalid("replica_timeout must be shorter than response_timeout".to_owned());
         }
-        if self.access.encrypted && !cfg!(feature = "tls") {
-            return no("encrypted connections need the feature `tls`".to_owned());
+        if self.connection.encrypted && !cfg!(feature = "tls") {
+            return invalid("encrypted connections need the feature `tls`".to_owned());
         }
         #[cfg(feature = "tls")]
-        self.access.check_certificates().or_else(|says| no(says.to_owned()))?;
-        self.check_servers().or_else(|says| no(says.to_owned()))
+        self.connection.check_certificates().or_else(|message| invalid(message.to_owned()))?;
+        self.check_servers().or_else(|message| invalid(message.to_owned()))
     }
 
     fn check_servers(&self) -> Result<(), &'static str> {
-        if !self.restart_guard.is_zero() && !matches!(self.servers, Servers::Quorum(_)) {
+        if !self.restart_guard.is_zero() && !matches!(self.servers, ServerAddresses::Quorum(_)) {
             return Err("restart_guard is for a quorum");
         }
         let all = match &self.servers {
-            Servers::Single(_) => return Ok(()),
-            Servers::Sentinel { service, .. } if service.is_empty() => {
-                return Err("the sentinels must be told which service is meant");
+            ServerAddresses::Single(_) => return Ok(()),
+            ServerAddresses::Sentinel { service, .. } if service.is_empty() => {
+                return Err("no sentinel service is set");
             }
-            Servers::Sentinel { sentinels, .. } => sentinels,
-            Servers::Cluster(_) if self.access.database != 0 => {
+            ServerAddresses::Sentinel { sentinels, .. } => sentinels,
+            ServerAddresses::Cluster(_) if self.connection.database != 0 => {
                 return Err("a cluster has only database 0");
             }
-            Servers::Cluster(members) => members,
-            Servers::Quorum(masters) if masters.len() < 3 => {
-                return Err("a quorum has at least three masters; of two, neither may fail");
+            ServerAddresses::Cluster(members) => members,
+            ServerAddresses::Quorum(masters) if masters.len() < 3 => {
+                return Err("a quorum requires at least three masters");
             }
-            Servers::Quorum(_) if self.layout != Layout::Native => {
-                return Err("a quorum has only the native layout");
+            ServerAddresses::Quorum(_) if self.layout != Layout::Native => {
+                return Err("a quorum supports only the native layout");
             }
-            Servers::Quorum(_) if self.durability.is_wanted() => {
-                return Err("the masters of a quorum have no replicas that count");
+            ServerAddresses::Quorum(_) if self.durability.is_required() => {
+                return Err("a quorum supports neither replicas nor fsync");
             }
-            Servers::Quorum(masters) => masters,
+            ServerAddresses::Quorum(masters) => masters,
         };
         if all.is_empty() {
             return Err("no server is named");
         }
-        let mut sorted: Vec<_> = all.iter().map(Address::to_string).collect();
+        let mut sorted: Vec<_> = all.iter().map(ServerAddress::to_string).collect();
         sorted.sort();
         sorted.dedup();
         if sorted.len() != all.len() {
@@ -581,8 +596,8 @@ impl RedisConfig {
     }
 }
 
-fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<Address> {
-    all.into_iter().map(|(host, port)| Address::Tcp { host, port }).collect()
+fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
+    all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
 
 /// Returns whether `host` ends with a port. The colons of an IPv6 address are inside brackets.
@@ -590,12 +605,12 @@ fn has_port(host: &str) -> bool {
     host.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'))
 }
 
-fn unusable(says: &str) -> BackendError {
-    unusable_as(format!("redis: {says}"))
+fn invalid_url(message: &str) -> BackendError {
+    misconfigured(format!("redis: {message}"))
 }
 
-fn unusable_as(says: String) -> BackendError {
-    BackendError::new(BackendErrorKind::Misconfigured, says).as_refused()
+fn misconfigured(message: String) -> BackendError {
+    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }
 
 const NAMESPACE_BYTES_MAX: usize = 255;
@@ -604,7 +619,7 @@ const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// Installs a cryptography provider, unless the program has chosen one. The client library panics
 /// if it finds none, or several to choose from.
 #[cfg(feature = "tls")]
-fn choose_cryptography() {
+fn install_crypto_provider() {
     if rustls::crypto::CryptoProvider::get_default().is_none() {
         // Fails if another thread was faster; its provider is used then.
         let _ = rustls::crypto::ring::default_provider().install_default();
@@ -616,8 +631,8 @@ impl fmt::Debug for RedisConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisConfig")
             .field("servers", &self.servers)
-            .field("encrypted", &self.access.encrypted)
-            .field("database", &self.access.database)
+            .field("encrypted", &self.connection.encrypted)
+            .field("database", &self.connection.database)
             .field("layout", &self.layout)
             .field("publish", &self.publish)
             .field("namespace", &self.namespace())
@@ -643,7 +658,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_say_the_same_as_a_url() {
+    fn constructors_are_equivalent_to_urls() {
         let hosts = || [("a".to_owned(), 6380), ("::1".to_owned(), 6379)];
         for (parts, url) in [
             (
@@ -659,20 +674,20 @@ mod tests {
         ] {
             let parts = parts.with_login(Some("worker"), "hunter2");
             let url = RedisConfig::from_url(url).unwrap();
-            let said = |config: &RedisConfig| {
-                let login = config.access.login.clone().unwrap();
+            let describe = |config: &RedisConfig| {
+                let login = config.connection.login.clone().unwrap();
                 format!("{config:?} {:?} {}", login.user, login.password)
             };
-            assert_eq!(said(&parts), said(&url));
+            assert_eq!(describe(&parts), describe(&url));
         }
         let url = RedisConfig::from_url("redis+sentinel://a,b:1/x").unwrap();
         assert!(format!("{url:?}").contains("26379"), "{url:?}");
     }
 
     #[test]
-    fn what_cannot_work_is_refused() {
+    fn an_invalid_configuration_is_refused() {
         let hosts = |n: u16| (1..=n).map(|port| ("h".to_owned(), port));
-        for (config, says) in [
+        for (config, message) in [
             (RedisConfig::quorum(hosts(2)), "three"),
             (RedisConfig::quorum(hosts(3)).with_layout(Layout::Spring), "native"),
             (RedisConfig::quorum(hosts(3)).with_replicas(1), "replicas"),
@@ -685,14 +700,14 @@ mod tests {
             (RedisConfig::new("h", 1).with_restart_guard(Duration::from_secs(1)), "quorum"),
         ] {
             let error = config.check().unwrap_err();
-            assert!(error.refused() && error.to_string().contains(says), "{error}");
+            assert!(error.refused() && error.to_string().contains(message), "{error}");
         }
         RedisConfig::new("h", 1).with_layout(Layout::Redisson).check().unwrap();
     }
 
     #[cfg(feature = "tls")]
     #[tokio::test]
-    async fn a_server_that_does_not_encrypt_is_an_error_and_no_panic() {
+    async fn a_server_without_tls_causes_an_error_and_no_panic() {
         let server = registry_testkit::redis::RedisServer::start(&[]).await.unwrap();
         let plain = RedisConfig::from_url(&server.url()).unwrap();
         let encrypted = RedisConfig::from_url(&server.url().replace("redis:", "rediss:")).unwrap();
@@ -703,7 +718,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_refused_without_repeating_it() {
+    fn an_unreadable_url_is_refused_without_printing_it() {
         for url in [
             "redis://:hunter2@host:99999999/",
             "redis://u:hunter2@h/notanumber",

@@ -6,51 +6,51 @@ use registry_core::{BackendError, BackendErrorKind};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Returns `Misconfigured` for a configuration that cannot work, with the cause.
-pub(crate) fn unusable(error: &RedisError) -> BackendError {
-    let says = "redis: the configuration cannot be used";
-    BackendError::new(Misconfigured, says).with_source(error.clone()).as_refused()
+pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
+    let message = "redis: the configuration cannot be used";
+    BackendError::new(Misconfigured, message).with_source(error.clone()).as_refused()
 }
 
 /// Classifies an error and describes the remedy.
-pub(crate) fn explain(error: &RedisError) -> BackendError {
-    let Verdict { kind, says, refused } = judge(error);
+pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
+    let RedisErrorClass { kind, message, refused } = classify(error);
     // The client library's errors contain no password: they do not repeat the URL, and the server
     // never sends a password.
-    let source = without_user(error).unwrap_or_else(|| error.clone());
-    let explained = BackendError::new(kind, format!("redis: {says}")).with_source(source);
-    if refused { explained.as_refused() } else { explained }
+    let source = redact_user(error).unwrap_or_else(|| error.clone());
+    let backend_error = BackendError::new(kind, format!("redis: {message}")).with_source(source);
+    if refused { backend_error.as_refused() } else { backend_error }
 }
 
 /// Returns the error without the user name, which Valkey 9 includes in messages about missing
 /// rights.
-fn without_user(error: &RedisError) -> Option<RedisError> {
+fn redact_user(error: &RedisError) -> Option<RedisError> {
     let detail = error.detail()?;
-    let (before, named) = detail.split_once("User ")?;
-    let (_, after) = named.split_once(" has no ")?;
-    let says = format!("{before}this user has no {after}");
-    Some((error.kind(), "missing rights", says).into())
+    let (before, rest) = detail.split_once("User ")?;
+    let (_, after) = rest.split_once(" has no ")?;
+    let message = format!("{before}this user has no {after}");
+    Some((error.kind(), "missing rights", message).into())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Verdict {
+struct RedisErrorClass {
     kind: BackendErrorKind,
-    says: &'static str,
-    /// The server did nothing.
+    message: &'static str,
+    /// The server did not execute the command.
     refused: bool,
 }
 
-const fn refused(kind: BackendErrorKind, says: &'static str) -> Verdict {
-    Verdict { kind, says, refused: true }
+const fn refused(kind: BackendErrorKind, message: &'static str) -> RedisErrorClass {
+    RedisErrorClass { kind, message, refused: true }
 }
 
-const fn open(kind: BackendErrorKind, says: &'static str) -> Verdict {
-    Verdict { kind, says, refused: false }
+const fn unknown_outcome(kind: BackendErrorKind, message: &'static str) -> RedisErrorClass {
+    RedisErrorClass { kind, message, refused: false }
 }
 
-fn judge(error: &RedisError) -> Verdict {
-    // Only newer servers give a script's error the code of a missing right.
+fn classify(error: &RedisError) -> RedisErrorClass {
+    // Only newer servers report a missing right inside a script with the code `NOPERM`.
     if error.detail().is_some_and(|detail| detail.contains("ACL failure in script")) {
-        return server(ServerErrorKind::NoPerm, None);
+        return classify_server_error(ServerErrorKind::NoPerm, None);
     }
     match error.kind() {
         ErrorKind::AuthenticationFailed => {
@@ -62,88 +62,94 @@ fn judge(error: &RedisError) -> Verdict {
         ErrorKind::Io if error.is_connection_refusal() => {
             refused(Transient, "the connection was refused")
         }
-        ErrorKind::Io if error.is_timeout() => open(Transient, "the server did not answer in time"),
-        ErrorKind::Io => encryption(error).unwrap_or(open(Transient, "the connection was lost")),
+        ErrorKind::Io if error.is_timeout() => {
+            unknown_outcome(Transient, "the server did not respond in time")
+        }
+        ErrorKind::Io => classify_tls_error(error)
+            .unwrap_or(unknown_outcome(Transient, "the connection was lost")),
         ErrorKind::Client | ErrorKind::ClusterConnectionNotFound => {
             refused(Transient, "there is no connection to the server")
         }
-        ErrorKind::Server(kind) => server(kind, error.code()),
-        ErrorKind::Extension => code(error.code()),
+        ErrorKind::Server(kind) => classify_server_error(kind, error.code()),
+        ErrorKind::Extension => classify_code(error.code()),
         // The client library reports a truncated response as a parse error.
         ErrorKind::Parse if error.to_string().contains("end of input") => {
-            open(Transient, "the connection was lost")
+            unknown_outcome(Transient, "the connection was lost")
         }
-        ErrorKind::Parse | ErrorKind::UnexpectedReturnType => {
-            open(Protocol, "the server answered what no Redis server answers")
-        }
+        ErrorKind::Parse | ErrorKind::UnexpectedReturnType => unknown_outcome(
+            Protocol,
+            "the response is not valid Redis protocol; check for a proxy between client and server",
+        ),
         ErrorKind::RESP3NotSupported => {
             refused(Misconfigured, "the server is older than version 6")
         }
         // Kinds that the client library may add: the outcome is unknown, and a retry is not known
         // to help.
-        _ => open(Protocol, "the client failed"),
+        _ => unknown_outcome(Protocol, "the client library reported an unknown error"),
     }
 }
 
 /// Classifies a failure of the TLS handshake. The client library reports its cause only as text.
-fn encryption(error: &RedisError) -> Option<Verdict> {
+fn classify_tls_error(error: &RedisError) -> Option<RedisErrorClass> {
     let text = error.to_string();
     if text.starts_with("invalid peer certificate") {
         return Some(refused(
             Misconfigured,
-            "the server's certificate is not trusted; the authority that signed it can be given",
+            "the server's certificate is not trusted; configure the certificate authority that signed it",
         ));
     }
     let alert = text.strip_prefix("received fatal alert: ")?;
-    let ours = ["Certificate", "UnknownCA", "AccessDenied"];
-    Some(if ours.iter().any(|word| alert.contains(word)) {
-        refused(Denied, "the server does not take our certificate, or wants one")
+    let certificate_alerts = ["Certificate", "UnknownCA", "AccessDenied"];
+    Some(if certificate_alerts.iter().any(|word| alert.contains(word)) {
+        refused(Denied, "the server rejected the client certificate, or requires one")
     } else {
-        refused(Misconfigured, "the server does not encrypt as we do")
+        refused(Misconfigured, "the server rejected the TLS handshake")
     })
 }
 
-fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {
+fn classify_server_error(kind: ServerErrorKind, code: Option<&str>) -> RedisErrorClass {
     match kind {
-        ServerErrorKind::NoPerm => refused(
-            Denied,
-            "this user may not do that; see the book for the rights that are needed",
-        ),
+        ServerErrorKind::NoPerm => {
+            refused(Denied, "this user may not do that; see the book for the required rights")
+        }
         ServerErrorKind::BusyLoading => refused(Transient, "the server is loading its data"),
-        ServerErrorKind::NoScript => refused(Transient, "the server forgot the script just now"),
-        ServerErrorKind::ReadOnly => refused(Transient, "the server is a replica now"),
-        ServerErrorKind::MasterDown => refused(Transient, "the replica has lost its master"),
+        ServerErrorKind::NoScript => {
+            refused(Transient, "the script cache of the server was flushed during the call")
+        }
+        ServerErrorKind::ReadOnly => refused(Transient, "the server is a replica"),
+        ServerErrorKind::MasterDown => {
+            refused(Transient, "the replica has no connection to its master")
+        }
         ServerErrorKind::ClusterDown => refused(Transient, "the cluster is down"),
-        ServerErrorKind::TryAgain => refused(Transient, "the slot is being moved"),
+        ServerErrorKind::TryAgain => refused(Transient, "the slot is migrating"),
         ServerErrorKind::Moved | ServerErrorKind::Ask => {
             refused(Misconfigured, "the server is part of a cluster; use redis+cluster://")
         }
         ServerErrorKind::CrossSlot => {
             refused(Protocol, "the keys are in different slots of the cluster")
         }
-        _ => code(named),
+        _ => classify_code(code),
     }
 }
 
 /// Classifies the codes for which the client library has no name.
-fn code(code: Option<&str>) -> Verdict {
+fn classify_code(code: Option<&str>) -> RedisErrorClass {
     match code {
-        Some("NOAUTH") => refused(Denied, "the server asks for a password"),
+        Some("NOAUTH") => refused(Denied, "the server requires a password"),
         Some("WRONGPASS") => refused(Denied, "the server does not take this user or password"),
-        Some("WRONGTYPE") => refused(
-            Protocol,
-            "the lock's key holds something else than a lock; use another namespace",
-        ),
-        Some("OOM") => refused(Transient, "the server has no memory left for writes (maxmemory)"),
+        Some("WRONGTYPE") => {
+            refused(Protocol, "the lock's key holds a value of another type; use another namespace")
+        }
+        Some("OOM") => refused(Transient, "the server has reached its memory limit (maxmemory)"),
         Some("MISCONF") => refused(Transient, "the server cannot save its data and refuses writes"),
         Some("NOREPLICAS") => {
             refused(Transient, "the server has too few replicas (min-replicas-to-write)")
         }
-        Some("BUSY") => refused(Transient, "the server is busy with somebody's script"),
+        Some("BUSY") => refused(Transient, "the server is busy with a long-running script"),
         Some("LOADING") => refused(Transient, "the server is loading its data"),
-        Some("READONLY") => refused(Transient, "the server is a replica now"),
-        Some("UNBLOCKED") => open(Transient, "the server changed its role"),
-        _ => open(Protocol, "the server said no"),
+        Some("READONLY") => refused(Transient, "the server is a replica"),
+        Some("UNBLOCKED") => unknown_outcome(Transient, "the server changed its role"),
+        _ => unknown_outcome(Protocol, "the server returned an error"),
     }
 }
 
@@ -151,12 +157,12 @@ fn code(code: Option<&str>) -> Verdict {
 mod tests {
     use super::*;
 
-    fn verdict(line: &str) -> Verdict {
-        judge(&redis::parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err())
+    fn class_of(line: &str) -> RedisErrorClass {
+        classify(&redis::parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err())
     }
 
     #[test]
-    fn what_passes_is_tried_again_and_what_does_not_is_told() {
+    fn server_errors_are_classified() {
         for (line, kind) in [
             ("-LOADING Redis is loading the dataset in memory\r\n", Transient),
             ("-READONLY You can't write against a read only replica.\r\n", Transient),
@@ -171,19 +177,19 @@ mod tests {
             ("-WRONGTYPE Operation against a key holding the wrong kind of value\r\n", Protocol),
             ("-MOVED 3999 127.0.0.1:6381\r\n", Misconfigured),
         ] {
-            let verdict = verdict(line);
-            assert_eq!((verdict.kind, verdict.refused), (kind, true), "{line}");
+            let class = class_of(line);
+            assert_eq!((class.kind, class.refused), (kind, true), "{line}");
         }
     }
 
     #[test]
-    fn a_right_that_a_script_misses_is_a_missing_right() {
+    fn a_right_that_a_script_lacks_is_denied() {
         for line in [
             "-ERR ACL failure in script: this user has no permissions to run the 'getex' command script: f, on @user_script:5.\r\n",
             "-NOPERM ACL failure in script: User worker has no permissions to run the 'getex' command\r\n",
         ] {
-            let verdict = verdict(line);
-            assert_eq!((verdict.kind, verdict.refused), (Denied, true), "{line}");
+            let class = class_of(line);
+            assert_eq!((class.kind, class.refused), (Denied, true), "{line}");
         }
     }
 
@@ -191,26 +197,33 @@ mod tests {
     fn the_name_of_a_user_is_not_printed() {
         let line = "-NOPERM User worker has no permissions to run the 'eval' command\r\n";
         let answer = redis::parse_redis_value(line.as_bytes()).unwrap();
-        let error = explain(&answer.extract_error().unwrap_err());
+        let error = to_backend_error(&answer.extract_error().unwrap_err());
         let text = format!("{error:?} {}", std::error::Error::source(&error).unwrap());
         assert!(!text.contains("worker") && text.contains("'eval'"), "{text}");
         assert_eq!(error.kind(), Denied);
     }
 
     #[test]
-    fn an_answer_that_was_cut_off_is_lost_and_not_wrong() {
+    fn a_truncated_response_is_a_lost_connection() {
         let whole = b"*3\r\n:1\r\n$2\r\nab\r\n:3\r\n";
         redis::parse_redis_value(whole).unwrap();
         for length in 1..whole.len() {
             let error = redis::parse_redis_value(&whole[..length]).unwrap_err();
-            assert_eq!(judge(&error), open(Transient, "the connection was lost"), "{error:?}");
+            assert_eq!(
+                classify(&error),
+                unknown_outcome(Transient, "the connection was lost"),
+                "{error:?}"
+            );
         }
         let error = redis::parse_redis_value(b"?nonsense\r\n").unwrap_err();
-        assert_eq!(judge(&error).kind, Protocol, "{error:?}");
+        assert_eq!(classify(&error).kind, Protocol, "{error:?}");
     }
 
     #[test]
-    fn after_an_unknown_error_the_outcome_is_open() {
-        assert_eq!(verdict("-ERR something else\r\n"), open(Protocol, "the server said no"));
+    fn an_unknown_error_leaves_the_outcome_unknown() {
+        assert_eq!(
+            class_of("-ERR something else\r\n"),
+            unknown_outcome(Protocol, "the server returned an error")
+        );
     }
 }

@@ -6,13 +6,13 @@ use std::fmt;
 use redis::Value;
 use registry_core::{BackendError, BackendErrorKind, FencingToken};
 
-use crate::config::{RedisConfig, Servers};
-use crate::link::Link;
-use crate::names::{FENCES, beside};
-use crate::rumours::Rumours;
+use crate::config::{RedisConfig, ServerAddresses};
+use crate::connections::RedisConnections;
+use crate::invalidations::InvalidationForwarder;
+use crate::names::{FENCE_PREFIX, tagged_name};
 use crate::script::Script;
-use crate::slot::slot;
-use crate::store::{hearing, names, unreadable};
+use crate::slot::hash_slot;
+use crate::store::{channel_scheme, names, unexpected_response};
 
 /// Writes to Redis that succeed only if no larger fencing token has written to the resource.
 ///
@@ -31,18 +31,18 @@ use crate::store::{hearing, names, unreadable};
 ///
 /// # async fn example(guard: LockGuard) -> Result<(), Box<dyn std::error::Error>> {
 /// let accounts = FencedWrites::open(RedisConfig::from_url("redis://127.0.0.1")?).await?;
-/// let token = guard.fencing_token().ok_or("the store does not fence")?;
+/// let token = guard.fencing_token().ok_or("the store issues no fencing tokens")?;
 /// match accounts.set(token, "account/42", "17.50").await? {
 ///     Fenced::Written(_) => {}
-///     Fenced::Stale { newest } => println!("somebody with token {newest} was here meanwhile"),
+///     Fenced::Stale { newest } => println!("refused: token {newest} has already written"),
 ///     _ => {}
 /// }
 /// # Ok(())
 /// # }
 /// ```
 pub struct FencedWrites {
-    link: Link,
-    clustered: bool,
+    connections: RedisConnections,
+    is_cluster: bool,
 }
 
 /// The result of a fenced write.
@@ -100,7 +100,7 @@ impl FencedScript {
     /// with the resource, unless `key` has a closing brace and no hash tag.
     #[must_use]
     pub fn token_key(key: &str) -> String {
-        beside(FENCES, key)
+        tagged_name(FENCE_PREFIX, key)
     }
 }
 
@@ -111,7 +111,7 @@ impl fmt::Debug for FencedScript {
 }
 
 /// A script that is built once.
-macro_rules! fixed {
+macro_rules! static_script {
     ($body:literal) => {{
         static SCRIPT: std::sync::LazyLock<FencedScript> =
             std::sync::LazyLock::new(|| FencedScript::new($body));
@@ -130,16 +130,21 @@ impl FencedWrites {
     /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         config.check()?;
-        if matches!(config.servers, Servers::Quorum(_)) {
+        if matches!(config.servers, ServerAddresses::Quorum(_)) {
             return Err(BackendError::new(
                 BackendErrorKind::Misconfigured,
                 "redis: the masters of a quorum share no data; write to one of them, or to another store",
             )
             .as_refused());
         }
-        let link = Link::open(&config, hearing(&config), &Rumours::new(names(&config))).await?;
-        link.connect().await?;
-        Ok(Self { link, clustered: matches!(config.servers, Servers::Cluster(_)) })
+        let connections = RedisConnections::new(
+            &config,
+            channel_scheme(&config),
+            &InvalidationForwarder::new(names(&config)),
+        )
+        .await?;
+        connections.connect().await?;
+        Ok(Self { connections, is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)) })
     }
 
     /// Sets `key` to `value`, like `SET`.
@@ -156,7 +161,7 @@ impl FencedWrites {
         key: &str,
         value: impl AsRef<[u8]>,
     ) -> Result<Fenced<()>, BackendError> {
-        let script = fixed!("return redis.call('SET', KEYS[1], ARGV[1])");
+        let script = static_script!("return redis.call('SET', KEYS[1], ARGV[1])");
         Ok(self.run(token, script, &[key], &[value.as_ref()]).await?.map(drop))
     }
 
@@ -174,7 +179,7 @@ impl FencedWrites {
         field: impl AsRef<[u8]>,
         value: impl AsRef<[u8]>,
     ) -> Result<Fenced<()>, BackendError> {
-        let script = fixed!("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])");
+        let script = static_script!("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])");
         let arguments = [field.as_ref(), value.as_ref()];
         Ok(self.run(token, script, &[key], &arguments).await?.map(drop))
     }
@@ -198,7 +203,7 @@ impl FencedWrites {
         let Some(resource) = keys.first() else {
             return Err(BackendError::new(
                 BackendErrorKind::Misconfigured,
-                "redis: a fenced write needs the key that it writes to",
+                "redis: a fenced write requires at least one key",
             )
             .as_refused());
         };
@@ -209,20 +214,21 @@ impl FencedWrites {
         for argument in arguments {
             call = call.arg(*argument);
         }
-        let slot = if self.clustered { slot(resource) } else { 0 };
-        match self.link.run(slot, &call).await? {
-            Value::Array(answer) => match &answer[..] {
+        let slot = if self.is_cluster { hash_slot(resource) } else { 0 };
+        match self.connections.run(slot, &call).await? {
+            Value::Array(parts) => match &parts[..] {
                 [Value::Int(1)] => Ok(Fenced::Written(ScriptReply::Nil)),
-                [Value::Int(1), reply] => Ok(Fenced::Written(read_reply(reply)?)),
+                [Value::Int(1), reply] => Ok(Fenced::Written(parse_reply(reply)?)),
                 [Value::Int(0), Value::BulkString(newest)] => {
                     let newest =
                         std::str::from_utf8(newest).ok().and_then(|text| text.parse().ok());
-                    let newest = newest.and_then(FencingToken::new).ok_or_else(unreadable)?;
+                    let newest =
+                        newest.and_then(FencingToken::new).ok_or_else(unexpected_response)?;
                     Ok(Fenced::Stale { newest })
                 }
-                _ => Err(unreadable()),
+                _ => Err(unexpected_response()),
             },
-            _ => Err(unreadable()),
+            _ => Err(unexpected_response()),
         }
     }
 }
@@ -236,7 +242,7 @@ impl<T> Fenced<T> {
     }
 }
 
-fn read_reply(value: &Value) -> Result<ScriptReply, BackendError> {
+fn parse_reply(value: &Value) -> Result<ScriptReply, BackendError> {
     Ok(match value {
         Value::Nil => ScriptReply::Nil,
         Value::Int(number) => ScriptReply::Int(*number),
@@ -244,14 +250,14 @@ fn read_reply(value: &Value) -> Result<ScriptReply, BackendError> {
         Value::SimpleString(text) => ScriptReply::Bytes(text.clone().into_bytes()),
         Value::Okay => ScriptReply::Bytes(b"OK".to_vec()),
         Value::Array(values) => {
-            ScriptReply::Array(values.iter().map(read_reply).collect::<Result<_, _>>()?)
+            ScriptReply::Array(values.iter().map(parse_reply).collect::<Result<_, _>>()?)
         }
-        _ => return Err(unreadable()),
+        _ => return Err(unexpected_response()),
     })
 }
 
 impl fmt::Debug for FencedWrites {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("FencedWrites").field(&self.link).finish()
+        f.debug_tuple("FencedWrites").field(&self.connections).finish()
     }
 }

@@ -21,13 +21,13 @@ impl Mutant {
 }
 
 /// Returns the renewal script, with its bug if that is enabled.
-pub(crate) fn renewal(script: &'static str) -> Cow<'static, str> {
-    const RIGHT: &str = "not is_read and not is_foreign(held)";
-    if !mutated(Mutant::RefusalCountsAsGone) {
+pub(crate) fn renew_script(script: &'static str) -> Cow<'static, str> {
+    const EXPECTED: &str = "not is_read and not is_foreign(held)";
+    if !is_enabled(Mutant::RefusalCountsAsGone) {
         return Cow::Borrowed(script);
     }
-    assert!(script.contains(RIGHT), "the planted bug has lost its place");
-    Cow::Owned(script.replace(RIGHT, "false"))
+    assert!(script.contains(EXPECTED), "the renewal script does not contain `{EXPECTED}`");
+    Cow::Owned(script.replace(EXPECTED, "false"))
 }
 
 #[cfg(lock_registry_mutants)]
@@ -36,24 +36,24 @@ mod switch {
 
     use super::Mutant;
 
-    static ON: AtomicU8 = AtomicU8::new(0);
+    static ENABLED: AtomicU8 = AtomicU8::new(0);
 
     /// Enables one bug, or disables all.
     pub fn switch_mutant(mutant: Option<Mutant>) {
-        ON.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
+        ENABLED.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }
 
-    pub(super) fn mutated(mutant: Mutant) -> bool {
-        ON.load(Ordering::Relaxed) == mutant as u8
+    pub(super) fn is_enabled(mutant: Mutant) -> bool {
+        ENABLED.load(Ordering::Relaxed) == mutant as u8
     }
 }
 
 #[cfg(lock_registry_mutants)]
-use switch::mutated;
+use switch::is_enabled;
 #[cfg(lock_registry_mutants)]
 pub use switch::switch_mutant;
 
 #[cfg(not(lock_registry_mutants))]
-const fn mutated(_mutant: Mutant) -> bool {
+const fn is_enabled(_mutant: Mutant) -> bool {
     false
 }

@@ -19,14 +19,14 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 use registry_core::{ClaimId, InvalidKey, Key};
 
 use crate::config::Layout;
-use crate::slot::{slot, tag};
+use crate::slot::{hash_slot, hash_tag};
 
 /// The characters that are escaped in a key: braces would end the tag, and `%` is the escape
 /// itself. Control characters are escaped for readability.
-const IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
+const ESCAPED_IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
 
 #[derive(Debug, Clone)]
-pub(crate) struct Names {
+pub(crate) struct RedisKeyNames {
     layout: Layout,
     /// The prefix of all lock names.
     prefix: String,
@@ -38,7 +38,7 @@ pub(crate) struct Names {
     sharded: bool,
 }
 
-impl Names {
+impl RedisKeyNames {
     pub(crate) fn new(layout: Layout, namespace: &str, sharded: bool) -> Self {
         let (prefix, channel_prefix, common_channel) = match layout {
             Layout::Native => (escaped(namespace) + ":{", String::new(), None),
@@ -59,8 +59,8 @@ impl Names {
     pub(crate) fn lock(&self, key: &Key) -> String {
         match self.layout {
             Layout::Native => {
-                let room = self.prefix.len() + key.as_str().len() + "}".len();
-                let mut lock = String::with_capacity(room);
+                let capacity = self.prefix.len() + key.as_str().len() + "}".len();
+                let mut lock = String::with_capacity(capacity);
                 lock.push_str(&self.prefix);
                 escape(key.as_str(), &mut lock);
                 lock.push('}');
@@ -71,10 +71,10 @@ impl Names {
     }
 
     /// Returns the key that stores the newest tokens of `lock`.
-    pub(crate) fn token(&self, lock: &str) -> String {
+    pub(crate) fn token_key(&self, lock: &str) -> String {
         match self.layout {
             Layout::Native => [lock, ":token"].concat(),
-            Layout::Spring | Layout::Redisson => beside(TOKENS, lock),
+            Layout::Spring | Layout::Redisson => tagged_name(TOKEN_PREFIX, lock),
         }
     }
 
@@ -83,7 +83,7 @@ impl Names {
         match self.layout {
             Layout::Native => lock.into(),
             Layout::Spring => format!("{}{lock}", self.channel_prefix).into(),
-            Layout::Redisson => as_redisson(&self.channel_prefix, lock).into(),
+            Layout::Redisson => redisson_name(&self.channel_prefix, lock).into(),
         }
     }
 
@@ -93,7 +93,7 @@ impl Names {
     }
 
     /// Returns the channel of the lock that a message on the common channel names.
-    pub(crate) fn meant_by(&self, message: &[u8]) -> Option<String> {
+    pub(crate) fn channel_of_message(&self, message: &[u8]) -> Option<String> {
         std::str::from_utf8(message).ok().map(|lock| self.channel(lock).into_owned())
     }
 
@@ -106,14 +106,14 @@ impl Names {
     }
 
     /// Returns a channel of this namespace that belongs to no lock.
-    pub(crate) fn probe(&self) -> String {
+    pub(crate) fn probe_channel(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
     /// Returns a key of this namespace that belongs to no lock. It stores how long clients have
     /// observed the server's current process.
-    pub(crate) fn age(&self) -> String {
-        self.probe() + ":age"
+    pub(crate) fn age_key(&self) -> String {
+        self.probe_channel() + ":age"
     }
 
     /// Returns the text form of a claim.
@@ -137,14 +137,15 @@ impl Names {
             return Ok(());
         }
         let lock = self.lock(key);
-        if lock.starts_with(TOKENS) || lock.starts_with(FENCES) {
-            return Err(InvalidKey::layout("it would take the name of another lock's tokens"));
+        if lock.starts_with(TOKEN_PREFIX) || lock.starts_with(FENCE_PREFIX) {
+            return Err(InvalidKey::layout("it collides with the token key of another lock"));
         }
         if !self.sharded {
             return Ok(());
         }
-        let told = self.layout == Layout::Redisson && slot(&self.channel(&lock)) != slot(&lock);
-        if told || slot(&self.token(&lock)) != slot(&lock) {
+        let channel_differs =
+            self.layout == Layout::Redisson && hash_slot(&self.channel(&lock)) != hash_slot(&lock);
+        if channel_differs || hash_slot(&self.token_key(&lock)) != hash_slot(&lock) {
             return Err(InvalidKey::layout(
                 "its braces would put the keys of one lock into different slots of the cluster",
             ));
@@ -158,7 +159,7 @@ impl Names {
         if self.layout != Layout::Native {
             return Key::new(key)
                 .ok()
-                .filter(|_| !name.starts_with(TOKENS) && !name.starts_with(FENCES));
+                .filter(|_| !name.starts_with(TOKEN_PREFIX) && !name.starts_with(FENCE_PREFIX));
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
@@ -211,19 +212,19 @@ impl Names {
 
 /// Returns the key of this library's data about `name`. Both share a slot, unless `name` has a
 /// closing brace and no hash tag.
-pub(crate) fn beside(prefix: &str, name: &str) -> String {
-    if tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
+pub(crate) fn tagged_name(prefix: &str, name: &str) -> String {
+    if hash_tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
 /// Returns Redisson's name for data about `name`.
-fn as_redisson(prefix: &str, name: &str) -> String {
+fn redisson_name(prefix: &str, name: &str) -> String {
     if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
 /// The prefix of token keys in the foreign layouts.
-const TOKENS: &str = "lock-registry:token:";
+const TOKEN_PREFIX: &str = "lock-registry:token:";
 /// The prefix of the token keys of fenced resources.
-pub(crate) const FENCES: &str = "lock-registry:fence:";
+pub(crate) const FENCE_PREFIX: &str = "lock-registry:fence:";
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
 fn escaped(text: &str) -> String {
@@ -237,7 +238,7 @@ fn escape(text: &str, escaped: &mut String) {
     // readable.
     for piece in text.split_inclusive(|character: char| !character.is_ascii()) {
         let ascii = piece.trim_end_matches(|character: char| !character.is_ascii());
-        escaped.extend(utf8_percent_encode(ascii, IN_KEY));
+        escaped.extend(utf8_percent_encode(ascii, ESCAPED_IN_KEY));
         escaped.push_str(&piece[ascii.len()..]);
     }
 }
@@ -252,29 +253,29 @@ mod tests {
         Key::new(text).unwrap()
     }
 
-    fn native(namespace: &str) -> Names {
-        Names::new(Layout::Native, namespace, true)
+    fn native(namespace: &str) -> RedisKeyNames {
+        RedisKeyNames::new(Layout::Native, namespace, true)
     }
 
     #[test]
     fn names_are_pinned() {
         let names = native("lock-registry");
-        for (given, name) in [
+        for (text, name) in [
             ("orders/42", "lock-registry:{orders/42}"),
             ("{a}b", "lock-registry:{%7Ba%7Db}"),
             ("100%", "lock-registry:{100%25}"),
             ("a\0\n", "lock-registry:{a%00%0A}"),
             ("Schlüssel 🔑", "lock-registry:{Schlüssel 🔑}"),
         ] {
-            assert_eq!(names.lock(&key(given)), name);
-            assert_eq!(names.token(&names.lock(&key(given))), format!("{name}:token"));
+            assert_eq!(names.lock(&key(text)), name);
+            assert_eq!(names.token_key(&names.lock(&key(text))), format!("{name}:token"));
         }
         assert_eq!(native("a{b}:*").lock(&key("k")), "a%7Bb%7D:*:{k}");
         assert_eq!(native("a*b").pattern(), r"a\*b:{*}");
     }
 
     #[test]
-    fn only_names_of_locks_are_read_as_such() {
+    fn only_lock_names_are_parsed_as_locks() {
         let names = native("n");
         for name in ["n:{k}:token", "n:{k", "m:{k}", "n:{}", "n:{%6B}", "n:{a{b}", "k"] {
             assert_eq!(names.key(name), None, "{name}");
@@ -283,7 +284,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_tells_its_key_and_no_other(text in ".{1,40}", namespace in ".{1,10}") {
+        fn a_lock_name_maps_back_to_its_key(text in ".{1,40}", namespace in ".{1,10}") {
             let names = native(&namespace);
             let name = names.lock(&key(&text));
             prop_assert_eq!(names.key(&name), Some(key(&text)));

@@ -7,24 +7,24 @@ use registry_core::{FencingToken, Holder, Key};
 
 /// A lock's record. Fields that another program's value does not contain are `None`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Record {
+pub(crate) struct LockRecord {
     pub(crate) token: Option<FencingToken>,
     since_us: Option<i64>,
     label: Option<String>,
 }
 
-impl Record {
+impl LockRecord {
     /// Parses a record. A value of another program yields only the `token`.
     ///
     /// The token is a separate argument, because not every layout stores it in the record.
-    pub(crate) fn read(bytes: &[u8], token: Option<i64>) -> Self {
+    pub(crate) fn parse(bytes: &[u8], token: Option<i64>) -> Self {
         let token = token.and_then(|token| FencingToken::try_from(token).ok());
-        let stranger = Self { token, since_us: None, label: None };
-        let Ok(text) = std::str::from_utf8(bytes) else { return stranger };
+        let foreign = Self { token, since_us: None, label: None };
+        let Ok(text) = std::str::from_utf8(bytes) else { return foreign };
         let mut fields = text.splitn(4, ' ');
         let claim = fields.next().unwrap_or_default();
         if claim.len() != 32 || !claim.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-            return stranger;
+            return foreign;
         }
         let number = |field: Option<&str>| field.and_then(|field| field.parse::<i64>().ok());
         let since_us = number(fields.nth(1));
@@ -33,18 +33,18 @@ impl Record {
     }
 
     /// Returns the holder of `key`. `now_us` is the time on the server's clock.
-    pub(crate) fn holder(self, key: Key, now_us: i64, left_ms: i64) -> Holder {
+    pub(crate) fn holder(self, key: Key, now_us: i64, remaining_ms: i64) -> Holder {
         let held_for = self.since_us.map(|since| micros(now_us.saturating_sub(since)));
         Holder::new(key)
             .with_label(self.label)
             .with_token(self.token)
-            .with_times(held_for, lease_left(left_ms))
+            .with_times(held_for, parse_pttl(remaining_ms))
     }
 }
 
 /// Converts the result of PTTL; `None` for a key without an expiry.
-pub(crate) fn lease_left(left_ms: i64) -> Option<Duration> {
-    u64::try_from(left_ms).ok().map(Duration::from_millis)
+pub(crate) fn parse_pttl(remaining_ms: i64) -> Option<Duration> {
+    u64::try_from(remaining_ms).ok().map(Duration::from_millis)
 }
 
 fn micros(us: i64) -> Duration {
@@ -56,9 +56,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_read_as_it_is_written() {
+    fn a_record_is_parsed() {
         let record =
-            Record::read(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three", Some(17));
+            LockRecord::parse(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three", Some(17));
         assert_eq!(record.token, FencingToken::new(17));
         assert_eq!(record.label.as_deref(), Some("a label of three"));
         let holder = record.holder(Key::new("k").unwrap(), 1_000_005, 250);
@@ -67,11 +67,11 @@ mod tests {
     }
 
     #[test]
-    fn of_a_stranger_nothing_is_known() {
+    fn a_foreign_value_yields_no_fields() {
         for bytes in
             [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
         {
-            let record = Record::read(bytes, None);
+            let record = LockRecord::parse(bytes, None);
             assert_eq!((record.token, record.since_us, record.label), (None, None, None));
         }
     }

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use redis::{Arg, Cmd, ToRedisArgs};
 
 use crate::config::Layout;
-use crate::mutant::renewal;
+use crate::mutant::renew_script;
 
 /// The scripts of one layout.
 pub(crate) struct Scripts {
@@ -20,19 +20,19 @@ pub(crate) struct Scripts {
     /// Releases one claim's grant and publishes the release.
     pub(crate) release: Script,
     /// Releases the lock whatever claim holds it, and publishes the release.
-    pub(crate) break_open: Script,
+    pub(crate) force_release: Script,
     /// Returns the holders of locks.
-    pub(crate) look: Script,
+    pub(crate) inspect: Script,
     /// Stores the token that a majority has agreed on.
-    pub(crate) raise: Script,
+    pub(crate) store_token: Script,
     /// Releases the grant of one attempt of a claim and publishes the release.
     pub(crate) withdraw: Script,
 }
 
-/// The functions of a foreign layout, whose records have no room for tokens.
-macro_rules! peers {
+/// The functions of a foreign layout, whose records contain no token.
+macro_rules! foreign_layout {
     ($layout:literal) => {
-        concat!(include_str!($layout), "\n", include_str!("script/layout/beside.lua"))
+        concat!(include_str!($layout), "\n", include_str!("script/layout/foreign_tokens.lua"))
     };
 }
 
@@ -41,28 +41,29 @@ impl Scripts {
         static NATIVE: OnceLock<Scripts> = OnceLock::new();
         static SPRING: OnceLock<Scripts> = OnceLock::new();
         static REDISSON: OnceLock<Scripts> = OnceLock::new();
-        let (made, functions) = match layout {
+        let (scripts, functions) = match layout {
             Layout::Native => (&NATIVE, include_str!("script/layout/native.lua")),
-            Layout::Spring => (&SPRING, peers!("script/layout/spring.lua")),
-            Layout::Redisson => (&REDISSON, peers!("script/layout/redisson.lua")),
+            Layout::Spring => (&SPRING, foreign_layout!("script/layout/spring.lua")),
+            Layout::Redisson => (&REDISSON, foreign_layout!("script/layout/redisson.lua")),
         };
         if cfg!(lock_registry_mutants) {
             // The planted bug may have changed since the last store was opened.
-            return Box::leak(Box::new(Self::after(functions)));
+            return Box::leak(Box::new(Self::with_layout(functions)));
         }
-        made.get_or_init(|| Self::after(functions))
+        scripts.get_or_init(|| Self::with_layout(functions))
     }
 
-    fn after(layout: &str) -> Self {
+    fn with_layout(layout: &str) -> Self {
         let script = |body: &str| Script::new(format!("{layout}\n{body}"));
-        let read = |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
+        let with_failure =
+            |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
-            renew: read(&renewal(include_str!("script/renew.lua"))),
+            renew: with_failure(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
-            break_open: script(include_str!("script/break.lua")),
-            look: read(include_str!("script/look.lua")),
-            raise: script(include_str!("script/raise.lua")),
+            force_release: script(include_str!("script/force_release.lua")),
+            inspect: with_failure(include_str!("script/inspect.lua")),
+            store_token: script(include_str!("script/store_token.lua")),
             withdraw: script(include_str!("script/withdraw.lua")),
         }
     }
@@ -86,41 +87,42 @@ impl Script {
     }
 
     /// Starts a call with these keys; the caller adds the arguments.
-    pub(crate) fn call<I>(&self, keys: I) -> Call<'_>
+    pub(crate) fn call<I>(&self, keys: I) -> ScriptCall<'_>
     where
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
     {
         let keys = keys.into_iter();
-        let (arguments, bytes) = (ARGUMENTS + 3 * keys.len(), BYTES * (1 + keys.len()));
+        let (arguments, bytes) =
+            (ARGUMENTS_PER_CALL + 3 * keys.len(), BYTES_PER_KEY * (1 + keys.len()));
         let mut command = Cmd::with_capacity(arguments, bytes);
         command.arg("EVALSHA").arg(&self.hash).arg(keys.len());
         for key in keys {
             command.arg(key);
         }
-        Call { script: self, command, watches: false }
+        ScriptCall { script: self, command, is_tracked: false }
     }
 }
 
 /// A script with its keys and arguments.
-pub(crate) struct Call<'a> {
+pub(crate) struct ScriptCall<'a> {
     script: &'a Script,
     command: Cmd,
-    watches: bool,
+    is_tracked: bool,
 }
 
-impl Call<'_> {
+impl ScriptCall<'_> {
     pub(crate) fn arg(mut self, argument: impl ToRedisArgs) -> Self {
         self.command.arg(argument);
         self
     }
 
-    /// Asks the server for invalidations of the keys that the script reads.
-    pub(crate) fn watching(self) -> Self {
-        Self { watches: true, ..self }
+    /// Requests invalidations of the keys that the script reads.
+    pub(crate) fn with_tracking(self) -> Self {
+        Self { is_tracked: true, ..self }
     }
 
-    pub(crate) fn watches(&self) -> bool {
-        self.watches
+    pub(crate) fn is_tracked(&self) -> bool {
+        self.is_tracked
     }
 
     /// Returns the keys of the script.
@@ -136,12 +138,12 @@ impl Call<'_> {
     }
 
     /// Returns `EVALSHA`, for a server that has cached the script.
-    pub(crate) fn known(&self) -> &Cmd {
+    pub(crate) fn evalsha(&self) -> &Cmd {
         &self.command
     }
 
     /// Returns `EVAL`, which makes the server cache the script.
-    pub(crate) fn unknown(&self) -> Cmd {
+    pub(crate) fn eval(&self) -> Cmd {
         let mut command = redis::cmd("EVAL");
         command.arg(&self.script.source);
         for argument in self.command.args_iter().skip(2) {
@@ -154,6 +156,6 @@ impl Call<'_> {
 }
 
 /// The number of arguments of most calls, without those that belong to one key.
-const ARGUMENTS: usize = 8;
+const ARGUMENTS_PER_CALL: usize = 8;
 /// The bytes that most calls need per key, and once more for the rest.
-const BYTES: usize = 96;
+const BYTES_PER_KEY: usize = 96;

@@ -1,5 +1,6 @@
 //! Lock operations on servers with one shared history: a single server, a master and its replicas,
-//! or a cluster. Lua is in `script`, key names are in `names`, and routing to servers is in `link`.
+//! or a cluster. Lua is in `script`, key names are in `names`, and routing to servers is in
+//! `connections`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,95 +14,101 @@ use registry_core::{
     BackendError, BackendErrorKind, Claim, FencingToken, Holder, Key, Release, Renewal,
 };
 
-use crate::config::{Address, Durability, Layout, Publish, RedisConfig, Servers};
-use crate::ears::{Hearing, moment};
-use crate::error::explain;
-use crate::link::{Link, Node};
-use crate::names::Names;
-use crate::record::{Record, lease_left};
-use crate::rumours::Rumours;
-use crate::script::{Call, Scripts};
-use crate::slot::slot;
+use crate::config::{Durability, Layout, Publish, RedisConfig, ServerAddress, ServerAddresses};
+use crate::connections::{RedisConnections, RedisNode};
+use crate::error::to_backend_error;
+use crate::invalidations::InvalidationForwarder;
+use crate::listener::{ChannelScheme, current_mark};
+use crate::names::RedisKeyNames;
+use crate::record::{LockRecord, parse_pttl};
+use crate::script::{ScriptCall, Scripts};
+use crate::slot::hash_slot;
 
 /// The result of an attempt.
-pub(crate) enum Answer {
+pub(crate) enum AcquireResult {
     Granted {
         token: FencingToken,
         lease: Duration,
         /// False while the token is provisional, which occurs only in a quorum.
-        settled: bool,
+        is_confirmed: bool,
     },
     Busy {
-        left: Option<Duration>,
+        remaining: Option<Duration>,
         holder: Holder,
-        asked_at: u64,
+        mark: u64,
     },
 }
 
 /// The holder of a lock and its claim.
-pub(crate) struct Seen {
+pub(crate) struct ClaimHolder {
     pub(crate) claim: Vec<u8>,
     pub(crate) holder: Holder,
 }
 
-pub(crate) struct Store {
-    pub(crate) names: Names,
-    pub(crate) link: Link,
+pub(crate) struct RedisStore {
+    pub(crate) names: RedisKeyNames,
+    pub(crate) connections: RedisConnections,
     scripts: &'static Scripts,
     /// Locks are distributed over hash slots.
-    clustered: bool,
-    alone: bool,
+    is_cluster: bool,
+    is_single: bool,
     publish: &'static str,
     pub(crate) token_memory: Duration,
     durability: Durability,
 }
 
-impl Store {
+impl RedisStore {
     /// Connects to the servers.
     pub(crate) async fn open(
         config: &RedisConfig,
-        rumours: &Rumours,
+        invalidations: &InvalidationForwarder,
     ) -> Result<Self, BackendError> {
-        let link = Link::open(config, hearing(config), rumours).await?;
-        link.connect().await?;
-        Ok(Self::over(link, config))
+        let connections =
+            RedisConnections::new(config, channel_scheme(config), invalidations).await?;
+        connections.connect().await?;
+        Ok(Self::with_connections(connections, config))
     }
 
     /// Creates the store of one quorum master, without connecting: the master may be down.
-    pub(crate) fn member(
-        address: &Address,
+    pub(crate) fn for_quorum_master(
+        address: &ServerAddress,
         config: &RedisConfig,
-        rumours: &Rumours,
+        invalidations: &InvalidationForwarder,
     ) -> Result<Self, BackendError> {
-        let link = Link::to(address, config, hearing(config), rumours)?;
-        Ok(Self::over(link, config))
+        let connections = RedisConnections::for_quorum_master(
+            address,
+            config,
+            channel_scheme(config),
+            invalidations,
+        )?;
+        Ok(Self::with_connections(connections, config))
     }
 
-    fn over(link: Link, config: &RedisConfig) -> Self {
-        let hearing = hearing(config);
+    fn with_connections(connections: RedisConnections, config: &RedisConfig) -> Self {
+        let scheme = channel_scheme(config);
         Self {
-            link,
+            connections,
             scripts: Scripts::of(config.layout),
-            clustered: matches!(config.servers, Servers::Cluster(_)),
-            alone: matches!(config.servers, Servers::Single(_)),
-            publish: if hearing.sharded { "SPUBLISH" } else { "PUBLISH" },
+            is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
+            is_single: matches!(config.servers, ServerAddresses::Single(_)),
+            publish: if scheme.sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
             durability: config.durability,
-            names: hearing.names,
+            names: scheme.names,
         }
     }
 
     /// Returns whether the store is a single server, whose findings need no server name.
-    pub(crate) fn is_alone(&self) -> bool {
-        self.alone
+    pub(crate) fn is_single_server(&self) -> bool {
+        self.is_single
     }
 
     /// Returns a number for the server that holds `key`. Keys with the same number fail together.
     pub(crate) fn shard(&self, key: &Key) -> u32 {
-        if !self.clustered {
+        if !self.is_cluster {
             return 0;
         }
-        let node = self.link.known(slot(&self.names.lock(key)));
+        let node = self.connections.known_node(hash_slot(&self.names.lock(key)));
         node.map_or(0, |node| {
             node.name()
                 .bytes()
@@ -114,36 +121,40 @@ impl Store {
         &self,
         claim: &Claim,
         attempt: Option<&str>,
-    ) -> Result<Answer, BackendError> {
+    ) -> Result<AcquireResult, BackendError> {
         let lock = self.names.lock(claim.key());
         // Read before the request: a later message may make the response obsolete.
-        let asked_at = moment();
+        let mark = current_mark();
         let mut call = self
             .scripts
             .acquire
-            .call([lock.as_str(), &self.names.token(&lock)])
+            .call([lock.as_str(), &self.names.token_key(&lock)])
             .arg(self.names.claim(claim.id()))
-            .arg(millis(claim.lease()))
+            .arg(ceil_millis(claim.lease()))
             .arg(claim.token_block())
-            .arg(self.memory_of_tokens(claim))
+            .arg(self.token_ttl_ms(claim))
             .arg(claim.label().unwrap_or_default());
         if let Some(attempt) = attempt {
             call = call.arg(attempt);
         }
         let slot = self.slot(&lock);
-        if !self.durability.is_wanted() {
-            return read_attempt(self.link.run(slot, &call).await?, claim.key(), asked_at);
+        if !self.durability.is_required() {
+            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), mark);
         }
-        let durable = self.link.run_durably(slot, &call).await?;
-        let answer = read_attempt(durable.answer, claim.key(), asked_at)?;
-        match (answer, durable.missing) {
-            (Answer::Granted { .. }, Some(missing)) => {
-                let trouble =
-                    BackendError::transient(format!("redis: {missing}; the grant was given back"));
+        let durable = self.connections.run_durably(slot, &call).await?;
+        let response = parse_attempt(durable.response, claim.key(), mark)?;
+        match (response, durable.shortfall) {
+            (AcquireResult::Granted { .. }, Some(shortfall)) => {
+                let store_error =
+                    BackendError::transient(format!("redis: {shortfall}; the grant is released"));
                 // Unless the release is confirmed, the outcome of the acquisition is unknown.
-                Err(if self.release(claim).await.is_ok() { trouble.as_refused() } else { trouble })
+                Err(if self.release(claim).await.is_ok() {
+                    store_error.as_refused()
+                } else {
+                    store_error
+                })
             }
-            (answer, _) => Ok(answer),
+            (response, _) => Ok(response),
         }
     }
 
@@ -153,34 +164,38 @@ impl Store {
             let lock = self.names.lock(claim.key());
             by_slot.entry(self.slot(&lock)).or_default().push((at, lock));
         }
-        let mut answers = vec![Err(unreadable()); claims.len()];
+        let mut results = vec![Err(unexpected_response()); claims.len()];
         let calls = by_slot.iter().map(async |(slot, locks)| {
             let mut call = self.scripts.renew.call(locks.iter().map(|(_, lock)| lock.as_str()));
             for claim in locks.iter().filter_map(|(at, _)| claims.get(*at)) {
-                call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
+                call = call.arg(self.names.claim(claim.id())).arg(ceil_millis(claim.lease()));
             }
-            let renewed = self.renew_together(*slot, &call.watching()).await;
-            if self.clustered
+            let renewed = self.run_renewal(*slot, &call.with_tracking()).await;
+            if self.is_cluster
                 && locks.len() > 1
                 && renewed.as_ref().is_err_and(BackendError::refused)
             {
                 // While a slot migrates, its keys are spread over two servers.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
-            let each =
-                |nth| renewed.as_ref().map_err(Clone::clone).map(|left| left.get(nth).copied());
-            (locks, (0..locks.len()).map(each).collect::<Vec<_>>())
+            let renewed_lease = |index| {
+                renewed
+                    .as_ref()
+                    .map_err(Clone::clone)
+                    .map(|remaining| remaining.get(index).copied())
+            };
+            (locks, (0..locks.len()).map(renewed_lease).collect::<Vec<_>>())
         });
         for (locks, renewed) in join_all(calls).await {
-            for (nth, (at, _)) in locks.iter().enumerate() {
-                let left = renewed.get(nth).cloned().unwrap_or(Ok(None));
-                answers[*at] = left.and_then(|left| {
-                    let left = left.ok_or_else(unreadable)?;
-                    Ok(lease_left(left).map_or(Renewal::Gone, Renewal::Renewed))
+            for (index, (at, _)) in locks.iter().enumerate() {
+                let remaining = renewed.get(index).cloned().unwrap_or(Ok(None));
+                results[*at] = remaining.and_then(|remaining| {
+                    let remaining = remaining.ok_or_else(unexpected_response)?;
+                    Ok(parse_pttl(remaining).map_or(Renewal::Gone, Renewal::Renewed))
                 });
             }
         }
-        answers
+        results
     }
 
     async fn renew_one_by_one(
@@ -192,30 +207,34 @@ impl Store {
         let calls = locks.iter().map(async |(at, lock)| {
             let Some(claim) = claims.get(*at) else { return Ok(None) };
             let call = self.scripts.renew.call([lock.as_str()]);
-            let call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
-            Ok(self.renew_together(slot, &call.watching()).await?.first().copied())
+            let call = call.arg(self.names.claim(claim.id())).arg(ceil_millis(claim.lease()));
+            Ok(self.run_renewal(slot, &call.with_tracking()).await?.first().copied())
         });
         join_all(calls).await
     }
 
-    async fn renew_together(&self, slot: u16, call: &Call<'_>) -> Result<Vec<i64>, BackendError> {
-        if !self.durability.is_wanted() {
-            return read(self.link.run(slot, call).await?);
+    async fn run_renewal(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+    ) -> Result<Vec<i64>, BackendError> {
+        if !self.durability.is_required() {
+            return parse_response(self.connections.run(slot, call).await?);
         }
         // A renewal that a failover may undo must not count.
-        let durable = self.link.run_durably(slot, call).await?;
-        match durable.missing {
-            Some(missing) => Err(BackendError::transient(format!("redis: {missing}"))),
-            None => read(durable.answer),
+        let durable = self.connections.run_durably(slot, call).await?;
+        match durable.shortfall {
+            Some(shortfall) => Err(BackendError::transient(format!("redis: {shortfall}"))),
+            None => parse_response(durable.response),
         }
     }
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
-        let keys = [lock.as_str(), &self.names.token(&lock)];
+        let keys = [lock.as_str(), &self.names.token_key(&lock)];
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.claim(claim.id())).arg(claim.token_block());
-        self.free(&lock, call).await
+        self.run_release(&lock, call).await
     }
 
     /// Releases the grant of one attempt of a claim.
@@ -227,28 +246,28 @@ impl Store {
         let lock = self.names.lock(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
         let call = call.arg(self.names.claim(claim.id())).arg(attempt);
-        self.free(&lock, call).await
+        self.run_release(&lock, call).await
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock(key);
-        let call = self.scripts.break_open.call([lock.as_str()]);
-        self.free(&lock, call).await
+        let call = self.scripts.force_release.call([lock.as_str()]);
+        self.run_release(&lock, call).await
     }
 
     /// Runs a script that deletes `lock` and publishes its release.
-    async fn free(&self, lock: &str, call: Call<'_>) -> Result<Release, BackendError> {
+    async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<Release, BackendError> {
         let mut call =
             call.arg(self.publish).arg(self.names.message(lock)).arg(self.names.channel(lock));
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
-        let freed: i64 = read(self.link.run(self.slot(lock), &call).await?)?;
+        let freed: i64 = parse_response(self.connections.run(self.slot(lock), &call).await?)?;
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
     /// Stores the token of a majority. Returns false if the claim does not hold the lock here.
-    pub(crate) async fn raise(
+    pub(crate) async fn store_token(
         &self,
         claim: &Claim,
         attempt: &str,
@@ -257,73 +276,77 @@ impl Store {
         let lock = self.names.lock(claim.key());
         let call = self
             .scripts
-            .raise
-            .call([lock.as_str(), &self.names.token(&lock)])
+            .store_token
+            .call([lock.as_str(), &self.names.token_key(&lock)])
             .arg(self.names.claim(claim.id()))
             .arg(attempt)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
-            .arg(self.memory_of_tokens(claim));
-        let raised: i64 = read(self.link.run(self.slot(&lock), &call).await?)?;
-        Ok(raised == 1)
+            .arg(self.token_ttl_ms(claim));
+        let stored: i64 = parse_response(self.connections.run(self.slot(&lock), &call).await?)?;
+        Ok(stored == 1)
     }
 
-    /// Waits until `key` may have been released after `asked_at`.
-    pub(crate) async fn wait(&self, key: &Key, asked_at: u64) {
+    /// Waits until `key` may have been released after `mark`.
+    pub(crate) async fn wait(&self, key: &Key, mark: u64) {
         let lock = self.names.lock(key);
-        match self.link.known(self.slot(&lock)) {
-            Some(node) => node.ears.wait(&self.names.channel(&lock), asked_at).await,
+        match self.connections.known_node(self.slot(&lock)) {
+            Some(node) => node.listener.wait(&self.names.channel(&lock), mark).await,
             // No server is known for the slot; the engine polls.
             None => std::future::pending().await,
         }
     }
 
     /// Returns whether a release message for `key` would arrive.
-    pub(crate) fn hears_of(&self, key: &Key) -> bool {
+    pub(crate) fn is_wake_confirmed(&self, key: &Key) -> bool {
         let lock = self.names.lock(key);
-        let node = self.link.known(self.slot(&lock));
-        node.is_some_and(|node| node.ears.are_confirmed(&self.names.channel(&lock)))
+        let node = self.connections.known_node(self.slot(&lock));
+        node.is_some_and(|node| node.listener.is_confirmed(&self.names.channel(&lock)))
     }
 
     /// Returns the holders of those `keys` that are locked.
-    pub(crate) async fn look(&self, keys: &[Key]) -> Result<Vec<Seen>, BackendError> {
+    pub(crate) async fn inspect_keys(
+        &self,
+        keys: &[Key],
+    ) -> Result<Vec<ClaimHolder>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
         for key in keys {
             let lock = self.names.lock(key);
             by_slot.entry(self.slot(&lock)).or_default().push((key, lock));
         }
-        let pieces = by_slot
-            .iter()
-            .flat_map(|(slot, locks)| locks.chunks(LOOK_AT_ONCE).map(move |locks| (*slot, locks)));
-        let looks: Vec<_> = pieces.map(|(slot, locks)| self.look_together(slot, locks)).collect();
-        let holders: Vec<Vec<Seen>> =
-            stream::iter(looks).buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
+        let chunks_of_slots = by_slot.iter().flat_map(|(slot, locks)| {
+            locks.chunks(KEYS_PER_INSPECTION).map(move |locks| (*slot, locks))
+        });
+        let inspections: Vec<_> =
+            chunks_of_slots.map(|(slot, locks)| self.inspect_chunk(slot, locks)).collect();
+        let holders: Vec<Vec<ClaimHolder>> =
+            stream::iter(inspections).buffer_unordered(INSPECTIONS_MAX).try_collect().await?;
         Ok(holders.into_iter().flatten().collect())
     }
 
-    async fn look_together(
+    async fn inspect_chunk(
         &self,
         slot: u16,
         locks: &[(&Key, String)],
-    ) -> Result<Vec<Seen>, BackendError> {
+    ) -> Result<Vec<ClaimHolder>, BackendError> {
         let names: Vec<String> =
-            locks.iter().flat_map(|(_, lock)| [lock.clone(), self.names.token(lock)]).collect();
-        let call = self.scripts.look.call(&names);
-        let answer: Vec<Value> = read(self.link.run(slot, &call).await?)?;
-        let (now, records) = read_look(&answer)?;
+            locks.iter().flat_map(|(_, lock)| [lock.clone(), self.names.token_key(lock)]).collect();
+        let call = self.scripts.inspect.call(&names);
+        let response: Vec<Value> = parse_response(self.connections.run(slot, &call).await?)?;
+        let (now, records) = parse_inspection(&response)?;
         let held = locks.iter().zip(records).filter(|((key, _), (record, ..))| {
             !record.is_empty() && self.names.is_holder(key, record)
         });
-        let holder = |((key, _), (record, left, token)): (&(&Key, String), Found)| {
-            let holder = Record::read(&record, token).holder((*key).clone(), now, left);
-            Seen { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
+        let holder = |((key, _), (record, remaining, token)): (&(&Key, String), InspectedLock)| {
+            let holder = LockRecord::parse(&record, token).holder((*key).clone(), now, remaining);
+            ClaimHolder { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
         };
         Ok(held.map(holder).collect())
     }
 
     /// Returns the holders of all locks in the namespace.
-    pub(crate) async fn list(&self) -> Result<Vec<Seen>, BackendError> {
-        let nodes = self.link.nodes().await?;
+    pub(crate) async fn list(&self) -> Result<Vec<ClaimHolder>, BackendError> {
+        let nodes = self.connections.nodes().await?;
         let scans = nodes.iter().map(|node| self.scan(node));
         let mut keys: Vec<Key> = Vec::new();
         for found in join_all(scans).await {
@@ -332,13 +355,13 @@ impl Store {
         // SCAN may return a key twice during a rehash or a slot migration.
         keys.sort();
         keys.dedup();
-        self.look(&keys).await
+        self.inspect_keys(&keys).await
     }
 
-    async fn scan(&self, node: &Arc<Node>) -> Result<Vec<Key>, BackendError> {
+    async fn scan(&self, node: &Arc<RedisNode>) -> Result<Vec<Key>, BackendError> {
         let mut keys = Vec::new();
         let mut cursor = 0_u64;
-        let began = Instant::now();
+        let started_at = Instant::now();
         // SCAN visits a bounded part of the database per call, so other clients are not blocked.
         loop {
             let scan = redis::cmd("SCAN")
@@ -346,11 +369,12 @@ impl Store {
                 .arg("MATCH")
                 .arg(self.names.pattern())
                 .arg("COUNT")
-                .arg(SCAN_AT_ONCE)
+                .arg(SCAN_COUNT)
                 .arg("TYPE")
                 .arg(self.names.kind())
                 .to_owned();
-            let (next, names): (u64, Vec<Vec<u8>>) = read(self.link.ask(node, &scan).await?)?;
+            let (next, names): (u64, Vec<Vec<u8>>) =
+                parse_response(self.connections.send_command(node, &scan).await?)?;
             let name = |name: Vec<u8>| self.names.key(std::str::from_utf8(&name).ok()?);
             keys.extend(names.into_iter().filter_map(name));
             cursor = next;
@@ -358,87 +382,95 @@ impl Store {
                 return Ok(keys);
             }
             // The engine's time-out is long over, and a proxy may never return cursor 0.
-            if began.elapsed() > LIST_LIMIT {
-                return Err(BackendError::transient(
-                    "redis: the database is too large to be listed in time",
-                ));
+            if started_at.elapsed() > LIST_TIMEOUT {
+                return Err(BackendError::transient(format!(
+                    "redis: listing took longer than {LIST_TIMEOUT:?}; the database is too large"
+                )));
             }
         }
     }
 
     /// Returns the hash slot of `lock`, or 0 outside a cluster.
     fn slot(&self, lock: &str) -> u16 {
-        if self.clustered { slot(lock) } else { 0 }
+        if self.is_cluster { hash_slot(lock) } else { 0 }
     }
 
     /// Returns how long the newest token is stored, in ms. It outlives the lease, because in
     /// foreign layouts the grant's token exists only there. It also covers the time until the clock
     /// has passed the last reserved token.
-    fn memory_of_tokens(&self, claim: &Claim) -> u64 {
+    fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
-        millis(self.token_memory.max(claim.lease() * 2) + reserved)
+        ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
     }
 }
 
-impl fmt::Debug for Store {
+impl fmt::Debug for RedisStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").field("link", &self.link).finish_non_exhaustive()
+        f.debug_struct("RedisStore").field("connections", &self.connections).finish_non_exhaustive()
     }
 }
 
 /// Returns the channel scheme for release messages.
-pub(crate) fn hearing(config: &RedisConfig) -> Hearing {
-    let clustered = matches!(config.servers, Servers::Cluster(_));
+pub(crate) fn channel_scheme(config: &RedisConfig) -> ChannelScheme {
+    let is_cluster = matches!(config.servers, ServerAddresses::Cluster(_));
     let sharded = match config.publish {
         Publish::Sharded => true,
         Publish::Plain => false,
-        Publish::Auto => clustered && config.layout != Layout::Spring,
+        Publish::Auto => is_cluster && config.layout != Layout::Spring,
     };
-    Hearing { names: names(config), sharded }
+    ChannelScheme { names: names(config), sharded }
 }
 
 /// Returns the key names of this configuration.
-pub(crate) fn names(config: &RedisConfig) -> Names {
-    let clustered = matches!(config.servers, Servers::Cluster(_));
-    Names::new(config.layout, config.namespace(), clustered)
+pub(crate) fn names(config: &RedisConfig) -> RedisKeyNames {
+    let is_cluster = matches!(config.servers, ServerAddresses::Cluster(_));
+    RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }
 
-fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, BackendError> {
-    let Value::Array(parts) = answer else { return Err(unreadable()) };
+fn parse_attempt(response: Value, key: &Key, mark: u64) -> Result<AcquireResult, BackendError> {
+    let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
-        [Value::Int(1), token, Value::Int(left)] => {
-            let settled = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
-            let token = number(token).and_then(|token| FencingToken::try_from(token).ok());
+        [Value::Int(1), token, Value::Int(remaining)] => {
+            let is_confirmed = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
+            let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
             // If another client removed the expiry, the grant outlives any lease.
-            let lease = lease_left(*left).unwrap_or(Duration::MAX);
-            Ok(Answer::Granted { token: token.ok_or_else(unreadable)?, lease, settled })
+            let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
+            Ok(AcquireResult::Granted {
+                token: token.ok_or_else(unexpected_response)?,
+                lease,
+                is_confirmed,
+            })
         }
-        [Value::Int(0), Value::Int(left), Value::BulkString(record), now, token] => {
-            let now = number(now).ok_or_else(unreadable)?;
-            let holder = Record::read(record, number(token)).holder(key.clone(), now, *left);
-            Ok(Answer::Busy { left: lease_left(*left), holder, asked_at })
+        [Value::Int(0), Value::Int(remaining), Value::BulkString(record), now, token] => {
+            let now = parse_integer(now).ok_or_else(unexpected_response)?;
+            let holder = LockRecord::parse(record, parse_integer(token)).holder(
+                key.clone(),
+                now,
+                *remaining,
+            );
+            Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, mark })
         }
-        _ => Err(unreadable()),
+        _ => Err(unexpected_response()),
     }
 }
 
 /// A lock's record, its remaining lease in ms, and its token.
-type Found = (Vec<u8>, i64, Option<i64>);
+type InspectedLock = (Vec<u8>, i64, Option<i64>);
 
-/// Returns the server's time and the findings for each lock.
-fn read_look(answer: &[Value]) -> Result<(i64, Vec<Found>), BackendError> {
-    let (now, records) = answer.split_first().ok_or_else(unreadable)?;
-    let now = number(now).ok_or_else(unreadable)?;
+/// Returns the server's time and the record of each lock.
+fn parse_inspection(response: &[Value]) -> Result<(i64, Vec<InspectedLock>), BackendError> {
+    let (now, records) = response.split_first().ok_or_else(unexpected_response)?;
+    let now = parse_integer(now).ok_or_else(unexpected_response)?;
     let record = |found: &[Value]| match found {
-        [Value::BulkString(record), Value::Int(left), token] => {
-            Ok((record.clone(), *left, number(token)))
+        [Value::BulkString(record), Value::Int(remaining), token] => {
+            Ok((record.clone(), *remaining, parse_integer(token)))
         }
-        _ => Err(unreadable()),
+        _ => Err(unexpected_response()),
     };
     Ok((now, records.chunks(3).map(record).collect::<Result<_, _>>()?))
 }
 
-fn number(value: &Value) -> Option<i64> {
+fn parse_integer(value: &Value) -> Option<i64> {
     match value {
         Value::Int(number) => Some(*number),
         Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),
@@ -446,30 +478,30 @@ fn number(value: &Value) -> Option<i64> {
     }
 }
 
-pub(crate) fn read<T: FromRedisValue>(answer: Value) -> Result<T, BackendError> {
-    redis::from_redis_value(answer).map_err(|error| explain(&error.into()))
+pub(crate) fn parse_response<T: FromRedisValue>(response: Value) -> Result<T, BackendError> {
+    redis::from_redis_value(response).map_err(|error| to_backend_error(&error.into()))
 }
 
-pub(crate) fn unreadable() -> BackendError {
+pub(crate) fn unexpected_response() -> BackendError {
     BackendError::new(
         BackendErrorKind::Protocol,
-        "redis: a script was answered in a way that it cannot answer; is there a proxy in between?",
+        "redis: the response to a script is malformed; check for a proxy between client and server",
     )
 }
 
 /// Rounds up to whole milliseconds: a lease must not be shorter than requested.
-pub(crate) fn millis(span: Duration) -> u64 {
+pub(crate) fn ceil_millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
 /// The length of a claim in the native layout.
 const CLAIM_BYTES: usize = 32;
 /// The number of keys that one SCAN call visits.
-const SCAN_AT_ONCE: usize = 500;
-/// The number of locks per call of the look script. With tracking, some servers record all keys at
-/// each read.
-const LOOK_AT_ONCE: usize = 20;
-/// The number of concurrent calls of the look script.
-const LOOKS_AT_ONCE: usize = 32;
+const SCAN_COUNT: usize = 500;
+/// The number of locks per call of the inspect script. With tracking, some servers record all
+/// keys at each read.
+const KEYS_PER_INSPECTION: usize = 20;
+/// The number of concurrent calls of the inspect script.
+const INSPECTIONS_MAX: usize = 32;
 /// Ten times the engine's time-out.
-const LIST_LIMIT: Duration = Duration::from_secs(30);
+const LIST_TIMEOUT: Duration = Duration::from_secs(30);

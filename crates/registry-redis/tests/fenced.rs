@@ -29,13 +29,13 @@ async fn an_older_token_writes_nothing() {
     let stale = Fenced::Stale { newest: token(18) };
     assert_eq!(writes.set(token(17), "k", "late").await.unwrap(), stale);
     assert_eq!(writes.set(token(9), "k", "later").await.unwrap(), stale);
-    assert!(server.ask("GET k").await.unwrap().contains("second"));
+    assert!(server.send_command("GET k").await.unwrap().contains("second"));
     assert_eq!(writes.set(token(1), "other", "x").await.unwrap(), Fenced::Written(()));
 }
 
 /// Tokens of other stores may exceed the integers that a Lua number represents exactly.
 #[tokio::test]
-async fn tokens_of_any_size_are_told_apart() {
+async fn tokens_of_any_size_are_distinguished() {
     let server = RedisServer::start(&[]).await.unwrap();
     let writes = writes(&server).await;
     let last = u64::try_from(i64::MAX).unwrap();
@@ -56,18 +56,18 @@ async fn hashes_and_scripts_are_fenced_too() {
     let added = writes.run(token(5), &add, &["n"], &[b"2"]).await.unwrap();
     assert_eq!(added, Fenced::Written(ScriptReply::Int(42)));
     let nothing = FencedScript::new("redis.call('SET', KEYS[1], 1)");
-    let said = writes.run(token(5), &nothing, &["m"], &[]).await.unwrap();
-    assert_eq!(said, Fenced::Written(ScriptReply::Nil));
+    let reply = writes.run(token(5), &nothing, &["m"], &[]).await.unwrap();
+    assert_eq!(reply, Fenced::Written(ScriptReply::Nil));
     let many = FencedScript::new("return {KEYS[1], {1, 'x'}, redis.status_reply('fine')}");
     let bytes = |text: &str| ScriptReply::Bytes(text.as_bytes().to_vec());
-    let said = writes.run(token(5), &many, &["m"], &[]).await.unwrap();
+    let reply = writes.run(token(5), &many, &["m"], &[]).await.unwrap();
     let inner = ScriptReply::Array(vec![ScriptReply::Int(1), bytes("x")]);
     let all = ScriptReply::Array(vec![bytes("m"), inner, bytes("fine")]);
-    assert_eq!(said, Fenced::Written(all));
+    assert_eq!(reply, Fenced::Written(all));
 }
 
 #[tokio::test]
-async fn what_cannot_be_written_says_why() {
+async fn an_invalid_write_returns_the_reason() {
     let server = RedisServer::start(&[]).await.unwrap();
     let writes = writes(&server).await;
     let none = writes.run(token(1), &FencedScript::new(""), &[], &[]).await.unwrap_err();
@@ -82,22 +82,22 @@ async fn what_cannot_be_written_says_why() {
 
 /// The lease ends unnoticed by the holder, and its write is refused.
 #[tokio::test]
-async fn a_holder_that_came_too_late_is_refused() {
+async fn a_write_after_the_lease_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
     let open = async || {
         let config = RedisConfig::from_url(&server.url()).unwrap();
         Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
     };
-    let (ours, theirs) = (open().await, open().await);
+    let (registry_a, registry_b) = (open().await, open().await);
     let writes = writes(&server).await;
     let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
-    let slow = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let slow = registry_a.obtain("k").lock_with(options).await.unwrap().unwrap();
     slow.lost().await;
-    let next = theirs.obtain("k").lock().await.unwrap();
-    let theirs = next.fencing_token().unwrap();
-    assert_eq!(writes.set(theirs, "r", "theirs").await.unwrap(), Fenced::Written(()));
-    let late = writes.set(slow.fencing_token().unwrap(), "r", "ours").await.unwrap();
-    assert_eq!(late, Fenced::Stale { newest: theirs });
+    let next = registry_b.obtain("k").lock().await.unwrap();
+    let newest = next.fencing_token().unwrap();
+    assert_eq!(writes.set(newest, "r", "next").await.unwrap(), Fenced::Written(()));
+    let late = writes.set(slow.fencing_token().unwrap(), "r", "first").await.unwrap();
+    assert_eq!(late, Fenced::Stale { newest });
 }
 
 /// Asserts that a holder's writes are refused once the next holder has written, however the lock
@@ -105,39 +105,39 @@ async fn a_holder_that_came_too_late_is_refused() {
 async fn is_refused_after(
     options: LockOptions,
     end: impl AsyncFnOnce(&Registry, LockGuard),
-    parks: bool,
+    is_parked: bool,
 ) {
     let server = RedisServer::start(&[]).await.unwrap();
     let open = async || {
         let config = RedisConfig::from_url(&server.url()).unwrap();
         Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
     };
-    let (ours, theirs) = (open().await, open().await);
+    let (registry_a, registry_b) = (open().await, open().await);
     let (writes, next_writes) = (writes(&server).await, writes(&server).await);
-    let guard = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let guard = registry_a.obtain("k").lock_with(options).await.unwrap().unwrap();
     let token = guard.fencing_token().unwrap();
-    let early = writes.set(token, "r", "ours").await.unwrap();
+    let early = writes.set(token, "r", "first").await.unwrap();
     assert_eq!(early, Fenced::Written(()));
     let mut late = Box::pin(writes.set(token, "r", "late"));
-    let mut answered = None;
-    if parks && let Poll::Ready(written) = futures_util::poll!(late.as_mut()) {
-        answered = Some(written.unwrap());
+    let mut early_result = None;
+    if is_parked && let Poll::Ready(written) = futures_util::poll!(late.as_mut()) {
+        early_result = Some(written.unwrap());
     }
-    end(&ours, guard).await;
-    let next = theirs.obtain("k").lock().await.unwrap();
+    end(&registry_a, guard).await;
+    let next = registry_b.obtain("k").lock().await.unwrap();
     let newest = next.fencing_token().unwrap();
-    let written = next_writes.set(newest, "r", "theirs").await.unwrap();
+    let written = next_writes.set(newest, "r", "next").await.unwrap();
     assert_eq!(written, Fenced::Written(()));
-    let late = match answered {
-        Some(answered) => answered,
+    let late = match early_result {
+        Some(early_result) => early_result,
         None => late.await.unwrap(),
     };
     match late {
-        Fenced::Stale { newest: told } => assert_eq!(told, newest),
+        Fenced::Stale { newest: reported } => assert_eq!(reported, newest),
         // The write was sent earlier and arrived before that of the next holder.
-        written => assert!(parks, "{written:?}"),
+        written => assert!(is_parked, "{written:?}"),
     }
-    assert!(server.ask("GET r").await.unwrap().contains("theirs"));
+    assert!(server.send_command("GET r").await.unwrap().contains("next"));
 }
 
 #[tokio::test]
@@ -159,20 +159,20 @@ async fn a_write_after_the_end_of_a_min_hold_is_refused() {
 
 #[tokio::test]
 async fn a_write_after_the_close_is_refused() {
-    let close = async |ours: &Registry, guard: LockGuard| {
-        assert_eq!(ours.close(Duration::from_millis(100)).await.lost, 1);
+    let close = async |registry_a: &Registry, guard: LockGuard| {
+        assert_eq!(registry_a.close(Duration::from_millis(100)).await.lost, 1);
         drop(guard);
     };
     is_refused_after(LockOptions::new(), close, false).await;
 }
 
 #[tokio::test]
-async fn a_parked_write_never_comes_after_the_next_holders() {
+async fn a_parked_write_never_follows_that_of_the_next_holder() {
     is_refused_after(LockOptions::new(), async |_, guard| drop(guard), true).await;
 }
 
 #[tokio::test]
-async fn in_a_cluster_the_token_is_where_the_resource_is() {
+async fn a_cluster_stores_the_token_in_the_slot_of_the_resource() {
     let cluster = RedisCluster::start().await.unwrap();
     let config = RedisConfig::from_url(&cluster.url()).unwrap();
     let writes = FencedWrites::open(config).await.unwrap();

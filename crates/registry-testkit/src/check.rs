@@ -21,12 +21,12 @@ mod violation;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::history::{Ending, Grant, History, WriteAnswer};
+use crate::history::{History, RecordedGrant, ReleaseResult, WriteResult};
 
-pub use busy::{busy_answers, busy_answers_in_line};
+pub use busy::{busy_answers, busy_answers_queued};
 pub use order::token_order;
 #[cfg(feature = "search")]
-pub use search::{Opinion, search};
+pub use search::{SearchResult, search};
 pub use validity::validity;
 pub use violation::{Promise, Violation};
 pub use writes::{fenced_writes, guarded_writes};
@@ -57,12 +57,12 @@ pub fn check(history: &History) -> Result<Checked, Violation> {
 }
 
 /// Runs all checks that every store with a queue must pass: those of [`check`], with
-/// [`busy_answers_in_line`] instead of [`busy_answers`].
+/// [`busy_answers_queued`] instead of [`busy_answers`].
 ///
 /// # Errors
 /// Returns the first [`Violation`].
-pub fn check_in_line(history: &History) -> Result<Checked, Violation> {
-    check_with(history, busy_answers_in_line)
+pub fn check_queued(history: &History) -> Result<Checked, Violation> {
+    check_with(history, busy_answers_queued)
 }
 
 fn check_with(
@@ -73,10 +73,12 @@ fn check_with(
     let grants = validity(history)?;
     let writes = fenced_writes(history)?;
     let busy = busy_answers(history)?;
-    let ending = |grant: &Grant| grant.release.map_or(Ending::Unknown, |release| release.ending);
+    let ending = |grant: &RecordedGrant| {
+        grant.release.map_or(ReleaseResult::Unknown, |release| release.ending)
+    };
     let unknown = history.unknown.len()
-        + history.grants.iter().filter(|grant| ending(grant) == Ending::Unknown).count()
-        + history.writes.iter().filter(|write| write.answer == WriteAnswer::Unknown).count();
+        + history.grants.iter().filter(|grant| ending(grant) == ReleaseResult::Unknown).count()
+        + history.writes.iter().filter(|write| write.answer == WriteResult::Unknown).count();
     Ok(Checked { grants, tokens, busy, writes, unknown })
 }
 

@@ -20,17 +20,17 @@ const NANOS: i64 = 1_000_000_000;
 /// The clocks of all programs started [with it](Self::environment). A jump affects all of them.
 /// Clones share the same clock.
 #[derive(Debug, Clone)]
-pub struct ClockShim(Arc<Inner>);
+pub struct ClockShim(Arc<ShimState>);
 
 #[derive(Debug)]
-struct Inner {
+struct ShimState {
     folder: TempDir,
-    ahead: Mutex<Ahead>,
+    offsets: Mutex<ClockOffsets>,
 }
 
 /// The offsets added to the machine's clocks, in nanoseconds.
 #[derive(Debug, Default)]
-struct Ahead {
+struct ClockOffsets {
     wall: i64,
     monotonic: i64,
 }
@@ -43,7 +43,8 @@ impl ClockShim {
     pub fn new() -> io::Result<Self> {
         // Built for each `ClockShim`, because a `static` would never remove its folder. A build
         // takes about 0.1 s.
-        let shim = Self(Arc::new(Inner { folder: tempfile::tempdir()?, ahead: Mutex::default() }));
+        let shim =
+            Self(Arc::new(ShimState { folder: tempfile::tempdir()?, offsets: Mutex::default() }));
         // Servers may run under another account.
         fs::set_permissions(shim.0.folder.path(), Permissions::from_mode(0o755))?;
         let source = shim.0.folder.path().join("shim.c");
@@ -52,10 +53,10 @@ impl ClockShim {
         build.args(["-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-o"]);
         let built = build.arg(shim.library()).arg(source).output()?;
         if !built.status.success() {
-            let said = String::from_utf8_lossy(&built.stderr);
-            return Err(io::Error::other(format!("the clock shim cannot be built: {said}")));
+            let output_text = String::from_utf8_lossy(&built.stderr);
+            return Err(io::Error::other(format!("the clock shim cannot be built: {output_text}")));
         }
-        shim.tell(&Ahead::default())?;
+        shim.write_offsets(&ClockOffsets::default())?;
         Ok(shim)
     }
 
@@ -64,7 +65,7 @@ impl ClockShim {
     /// # Errors
     /// Returns the error of the operating system.
     pub fn jump_wall(&self, seconds: i64) -> io::Result<()> {
-        self.jump(|ahead| ahead.wall += seconds * NANOS)
+        self.jump(|offsets| offsets.wall += seconds * NANOS)
     }
 
     /// Moves the monotonic clock (`CLOCK_MONOTONIC`) by this many seconds. A negative value
@@ -73,34 +74,38 @@ impl ClockShim {
     /// # Errors
     /// Returns the error of the operating system.
     pub fn jump_monotonic(&self, seconds: i64) -> io::Result<()> {
-        self.jump(|ahead| ahead.monotonic += seconds * NANOS)
+        self.jump(|offsets| offsets.monotonic += seconds * NANOS)
     }
 
-    fn jump(&self, by: impl FnOnce(&mut Ahead)) -> io::Result<()> {
-        let mut ahead = self.0.ahead.lock().unwrap_or_else(PoisonError::into_inner);
-        by(&mut ahead);
-        self.tell(&ahead)
+    fn jump(&self, change: impl FnOnce(&mut ClockOffsets)) -> io::Result<()> {
+        let mut offsets = self.0.offsets.lock().unwrap_or_else(PoisonError::into_inner);
+        change(&mut offsets);
+        self.write_offsets(&offsets)
     }
 
     /// Writes the offsets to the file. Programs map the file into memory, so the change applies
     /// immediately.
-    fn tell(&self, ahead: &Ahead) -> io::Result<()> {
-        let file = OpenOptions::new().write(true).create(true).truncate(false).open(self.told())?;
-        file.write_all_at(&ahead.wall.to_ne_bytes(), 0)?;
-        file.write_all_at(&ahead.monotonic.to_ne_bytes(), 8)
+    fn write_offsets(&self, offsets: &ClockOffsets) -> io::Result<()> {
+        let file = OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(self.offsets_file())?;
+        file.write_all_at(&offsets.wall.to_ne_bytes(), 0)?;
+        file.write_all_at(&offsets.monotonic.to_ne_bytes(), 8)
     }
 
     /// Returns the environment variables that make a program use these clocks.
     #[must_use]
     pub fn environment(&self) -> [(&'static str, OsString); 2] {
-        [("LD_PRELOAD", self.library().into()), ("CLOCKSHIM", self.told().into())]
+        [("LD_PRELOAD", self.library().into()), ("CLOCKSHIM", self.offsets_file().into())]
     }
 
     fn library(&self) -> PathBuf {
         self.0.folder.path().join("shim.so")
     }
 
-    fn told(&self) -> PathBuf {
+    fn offsets_file(&self) -> PathBuf {
         self.0.folder.path().join("ahead")
     }
 }

@@ -12,7 +12,7 @@ const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
 /// The result of a condition of [`eventually`]: `bool`, `Option` or `Result`.
-pub trait Settled {
+pub trait PollResult {
     /// The value that is returned once the condition holds.
     type Value;
 
@@ -20,29 +20,29 @@ pub trait Settled {
     ///
     /// # Errors
     /// Returns the reason why the condition does not hold yet, for the message of a failing test.
-    fn settled(self) -> Result<Self::Value, String>;
+    fn into_result(self) -> Result<Self::Value, String>;
 }
 
-impl Settled for bool {
+impl PollResult for bool {
     type Value = ();
 
-    fn settled(self) -> Result<(), String> {
+    fn into_result(self) -> Result<(), String> {
         if self { Ok(()) } else { Err("it is still false".into()) }
     }
 }
 
-impl<T> Settled for Option<T> {
+impl<T> PollResult for Option<T> {
     type Value = T;
 
-    fn settled(self) -> Result<T, String> {
+    fn into_result(self) -> Result<T, String> {
         self.ok_or_else(|| "it is still None".into())
     }
 }
 
-impl<T, E: fmt::Display> Settled for Result<T, E> {
+impl<T, E: fmt::Display> PollResult for Result<T, E> {
     type Value = T;
 
-    fn settled(self) -> Result<T, String> {
+    fn into_result(self) -> Result<T, String> {
         self.map_err(|error| error.to_string())
     }
 }
@@ -57,7 +57,7 @@ impl<T, E: fmt::Display> Settled for Result<T, E> {
 /// Panics if `limit` expires, with the caller's line and the last result. The condition is checked
 /// once more after the limit, so that a test that was not scheduled in time does not fail.
 #[track_caller]
-pub fn eventually<S: Settled>(
+pub fn eventually<S: PollResult>(
     limit: Duration,
     mut condition: impl AsyncFnMut() -> S,
 ) -> impl Future<Output = S::Value> {
@@ -67,10 +67,10 @@ pub fn eventually<S: Settled>(
         let deadline = Instant::now() + limit;
         let mut pause = PAUSE_MIN;
         loop {
-            let last_look = Instant::now() >= deadline;
-            match condition().await.settled() {
+            let is_last_check = Instant::now() >= deadline;
+            match condition().await.into_result() {
                 Ok(value) => return value,
-                Err(why) if last_look => panic!("{caller}: not within {limit:?}: {why}"),
+                Err(why) if is_last_check => panic!("{caller}: not within {limit:?}: {why}"),
                 Err(_) => {}
             }
             sleep(pause).await;
@@ -96,23 +96,23 @@ pub fn within<F: Future>(limit: Duration, future: F) -> impl Future<Output = F::
 
 /// An expected event did not occur in time, or can no longer occur.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct NotInTime {
+pub struct TimeoutError {
     what: String,
 }
 
-impl NotInTime {
+impl TimeoutError {
     pub(crate) fn new(what: impl Into<String>) -> Self {
         Self { what: what.into() }
     }
 }
 
-impl fmt::Display for NotInTime {
+impl fmt::Display for TimeoutError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.what)
     }
 }
 
-impl std::error::Error for NotInTime {}
+impl std::error::Error for TimeoutError {}
 
 #[cfg(test)]
 mod tests {
@@ -123,18 +123,18 @@ mod tests {
     const LONG: Duration = Duration::from_secs(3_600);
 
     #[tokio::test(start_paused = true)]
-    async fn a_condition_is_looked_at_until_it_holds() {
-        let mut looks = 0;
+    async fn a_condition_is_checked_until_it_holds() {
+        let mut checks = 0;
         let value = eventually(LONG, async || {
-            looks += 1;
-            (looks == 20).then_some("done")
+            checks += 1;
+            (checks == 20).then_some("done")
         })
         .await;
-        assert_eq!((value, looks), ("done", 20));
+        assert_eq!((value, checks), ("done", 20));
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_condition_is_looked_at_once_even_without_time() {
+    async fn a_condition_is_checked_once_with_a_limit_of_zero() {
         eventually(Duration::ZERO, async || true).await;
     }
 

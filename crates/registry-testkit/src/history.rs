@@ -14,9 +14,10 @@ use std::time::Duration;
 
 use registry_core::FencingToken;
 
-pub use event::{Event, What, ranked};
+pub use event::{HistoryEvent, HistoryEventKind, with_ranked_tokens};
 pub use record::{
-    Attempt, BrokenRecord, Ending, Grant, History, Release, Window, Write, WriteAnswer,
+    History, InconsistentRecord, RecordedAttempt, RecordedGrant, RecordedRelease, RecordedWrite,
+    ReleaseResult, Window, WriteResult,
 };
 
 /// Returns a clock with the nanoseconds of tokio time since this call, paused or not.
@@ -50,20 +51,20 @@ fn nanos(time: Duration) -> u64 {
 /// All times come from one clock, and no two events of a recorder have the same time. While the
 /// clock stands still, as on paused time, each event is one nanosecond after the last.
 #[derive(Clone)]
-pub struct Recorder(Arc<Inner>);
+pub struct Recorder(Arc<RecorderState>);
 
-struct Inner {
+struct RecorderState {
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
     /// The earliest time for the next event.
     next: AtomicU64,
     source: u32,
     operations: AtomicU32,
-    events: Events,
+    events: EventSink,
 }
 
-enum Events {
-    Kept(Mutex<Vec<Event>>),
-    Sent(Box<dyn Fn(&Event) + Send + Sync>),
+enum EventSink {
+    StoredEvents(Mutex<Vec<HistoryEvent>>),
+    ForwardedEvents(Box<dyn Fn(&HistoryEvent) + Send + Sync>),
 }
 
 impl Recorder {
@@ -71,7 +72,7 @@ impl Recorder {
     /// backwards.
     #[must_use]
     pub fn new(clock: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
-        Self::with_events(clock, 0, Events::Kept(Mutex::default()))
+        Self::with_events(clock, 0, EventSink::StoredEvents(Mutex::default()))
     }
 
     /// Creates a recorder that passes each event to `sink` immediately. The events of a killed
@@ -80,20 +81,20 @@ impl Recorder {
     /// `source` distinguishes the recorder's operations from those of other recorders when their
     /// events are merged. The process id is sufficient.
     #[must_use]
-    pub fn sending(
+    pub fn forwarding(
         clock: impl Fn() -> u64 + Send + Sync + 'static,
         source: u32,
-        sink: impl Fn(&Event) + Send + Sync + 'static,
+        sink: impl Fn(&HistoryEvent) + Send + Sync + 'static,
     ) -> Self {
-        Self::with_events(clock, source, Events::Sent(Box::new(sink)))
+        Self::with_events(clock, source, EventSink::ForwardedEvents(Box::new(sink)))
     }
 
     fn with_events(
         clock: impl Fn() -> u64 + Send + Sync + 'static,
         source: u32,
-        events: Events,
+        events: EventSink,
     ) -> Self {
-        Self(Arc::new(Inner {
+        Self(Arc::new(RecorderState {
             clock: Box::new(clock),
             next: AtomicU64::new(0),
             source,
@@ -106,23 +107,30 @@ impl Recorder {
     /// chooses for the caller.
     ///
     /// Do not record a re-entry: it is not a separate acquisition.
-    pub fn acquire(&self, client: u32, key: impl Into<Arc<str>>) -> Acquiring {
-        let op = self.begin(client, What::AcquireCalled { key: key.into() });
-        Acquiring(op)
+    pub fn acquire(&self, client: u32, key: impl Into<Arc<str>>) -> AcquireRecord {
+        let op = self.begin(client, HistoryEventKind::AcquireCalled { key: key.into() });
+        AcquireRecord(op)
     }
 
     /// Records a fenced write to a resource that the lock of `key` protects. Call it before the
     /// write.
-    pub fn write(&self, client: u32, key: impl Into<Arc<str>>, token: FencingToken) -> Writing {
-        Writing(self.begin(client, What::WriteCalled { key: key.into(), token: token.get() }))
+    pub fn write(&self, client: u32, key: impl Into<Arc<str>>, token: FencingToken) -> WriteRecord {
+        WriteRecord(
+            self.begin(
+                client,
+                HistoryEventKind::WriteCalled { key: key.into(), token: token.get() },
+            ),
+        )
     }
 
     /// Returns the events so far, in no particular order. Empty for a recorder with a `sink`.
     #[must_use]
-    pub fn events(&self) -> Vec<Event> {
+    pub fn events(&self) -> Vec<HistoryEvent> {
         match &self.0.events {
-            Events::Kept(events) => events.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            Events::Sent(_) => Vec::new(),
+            EventSink::StoredEvents(events) => {
+                events.lock().unwrap_or_else(PoisonError::into_inner).clone()
+            }
+            EventSink::ForwardedEvents(_) => Vec::new(),
         }
     }
 
@@ -135,16 +143,16 @@ impl Recorder {
         History::from_events(self.events()).expect("operations of one recorder fit together")
     }
 
-    fn begin(&self, client: u32, what: What) -> Operation {
+    fn begin(&self, client: u32, what: HistoryEventKind) -> RecordedOperation {
         let number = self.0.operations.fetch_add(1, Ordering::Relaxed);
         let id = u64::from(self.0.source) << 32 | u64::from(number);
-        let operation = Operation { recorder: self.clone(), id, client };
-        operation.tell(what);
+        let operation = RecordedOperation { recorder: self.clone(), id, client };
+        operation.record(what);
         operation
     }
 
     /// Returns a time later than that of every completed event.
-    fn stamp(&self) -> u64 {
+    fn next_time(&self) -> u64 {
         let now = (self.0.clock)();
         let after = |next: u64| now.max(next).saturating_add(1);
         let next = &self.0.next;
@@ -154,7 +162,7 @@ impl Recorder {
 
     /// Returns the end of a guard that is valid for `valid_for` from now. It is never later than
     /// the true end.
-    fn end_of(&self, valid_for: impl FnOnce() -> Duration) -> u64 {
+    fn expiry_of(&self, valid_for: impl FnOnce() -> Duration) -> u64 {
         // Reads the clock before the guard, and not a stamp, because a stamp may be ahead of the
         // clock.
         let now = (self.0.clock)();
@@ -170,20 +178,21 @@ impl fmt::Debug for Recorder {
 
 /// An operation in progress.
 #[derive(Debug)]
-struct Operation {
+struct RecordedOperation {
     recorder: Recorder,
     id: u64,
     client: u32,
 }
 
-impl Operation {
-    fn tell(&self, what: What) {
-        let event = Event { at: self.recorder.stamp(), op: self.id, client: self.client, what };
+impl RecordedOperation {
+    fn record(&self, what: HistoryEventKind) {
+        let event =
+            HistoryEvent { at: self.recorder.next_time(), op: self.id, client: self.client, what };
         match &self.recorder.0.events {
-            Events::Kept(events) => {
+            EventSink::StoredEvents(events) => {
                 events.lock().unwrap_or_else(PoisonError::into_inner).push(event);
             }
-            Events::Sent(sink) => sink(&event),
+            EventSink::ForwardedEvents(sink) => sink(&event),
         }
     }
 }
@@ -191,107 +200,110 @@ impl Operation {
 /// An acquisition without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "an acquisition without an answer is recorded as unknown"]
-pub struct Acquiring(Operation);
+pub struct AcquireRecord(RecordedOperation);
 
-impl Acquiring {
+impl AcquireRecord {
     /// Records a grant. `valid_for` returns how long the guard is valid.
     pub fn granted(
         self,
         token: Option<FencingToken>,
         valid_for: impl FnOnce() -> Duration,
-    ) -> Holding {
-        let valid_until = Some(self.0.recorder.end_of(valid_for));
-        self.0.tell(What::AcquireGranted { token: token.map(FencingToken::get), valid_until });
-        Holding(self.0)
+    ) -> HoldRecord {
+        let valid_until = Some(self.0.recorder.expiry_of(valid_for));
+        self.0.record(HistoryEventKind::AcquireGranted {
+            token: token.map(FencingToken::get),
+            valid_until,
+        });
+        HoldRecord(self.0)
     }
 
     /// Records a grant by a store without leases. It is valid until it is released or lost.
-    pub fn granted_for_good(self, token: Option<FencingToken>) -> Holding {
+    pub fn granted_without_lease(self, token: Option<FencingToken>) -> HoldRecord {
         let token = token.map(FencingToken::get);
-        self.0.tell(What::AcquireGranted { token, valid_until: None });
-        Holding(self.0)
+        self.0.record(HistoryEventKind::AcquireGranted { token, valid_until: None });
+        HoldRecord(self.0)
     }
 
     /// Records that another client holds the lock and nothing was granted.
     pub fn busy(self) {
-        self.0.tell(What::AcquireBusy);
+        self.0.record(HistoryEventKind::AcquireBusy);
     }
 
     /// Records a failure. The store may still have granted the lock.
     pub fn failed(self) {
-        self.0.tell(What::AcquireFailed);
+        self.0.record(HistoryEventKind::AcquireFailed);
     }
 }
 
 /// A lock that is held, as far as the recorder knows. Dropping it without a release records a
-/// holder that disappeared.
+/// holder that has ended without a release.
 #[derive(Debug)]
 #[must_use = "a hold that is forgotten is recorded as never released"]
-pub struct Holding(Operation);
+pub struct HoldRecord(RecordedOperation);
 
-impl Holding {
+impl HoldRecord {
     /// Records that the guard is held and valid for this long, for example after a renewal. Zero is
     /// not recorded, because a guard that is no longer held also returns it.
     pub fn valid_for(&self, valid_for: impl FnOnce() -> Duration) {
         let now = (self.0.recorder.0.clock)();
-        let until = self.0.recorder.end_of(valid_for);
+        let until = self.0.recorder.expiry_of(valid_for);
         if until > now {
-            self.0.tell(What::ValidUntil { until });
+            self.0.record(HistoryEventKind::ValidUntil { until });
         }
     }
 
     /// Records that the guard is no longer held.
     pub fn lost(&self) {
-        self.0.tell(What::Lost);
+        self.0.record(HistoryEventKind::Lost);
     }
 
     /// Records a release. Call it before the release, or before dropping the guard.
-    pub fn release(self) -> Releasing {
-        self.0.tell(What::ReleaseCalled);
-        Releasing(self.0)
+    pub fn release(self) -> ReleaseRecord {
+        self.0.record(HistoryEventKind::ReleaseCalled);
+        ReleaseRecord(self.0)
     }
 }
 
 /// A release without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "a release without an answer is recorded as unknown"]
-pub struct Releasing(Operation);
+pub struct ReleaseRecord(RecordedOperation);
 
-impl Releasing {
+impl ReleaseRecord {
     /// Records that the lock was held until now and is released.
     pub fn freed(self) {
-        self.0.tell(What::ReleaseFreed);
+        self.0.record(HistoryEventKind::ReleaseFreed);
     }
 
     /// Records that the lock had been lost before the release.
     pub fn not_held(self) {
-        self.0.tell(What::ReleaseNotHeld);
+        self.0.record(HistoryEventKind::ReleaseNotHeld);
     }
 
     /// Records a failure. The store may still have released the lock.
     pub fn failed(self) {
-        self.0.tell(What::ReleaseFailed);
+        self.0.record(HistoryEventKind::ReleaseFailed);
     }
 }
 
 /// A fenced write without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "a write without an answer is recorded as unknown"]
-pub struct Writing(Operation);
+pub struct WriteRecord(RecordedOperation);
 
-impl Writing {
+impl WriteRecord {
     /// Records that the resource accepted the write.
     pub fn accepted(self) {
-        self.0.tell(What::WriteAccepted);
+        self.0.record(HistoryEventKind::WriteAccepted);
     }
 
     /// Records that the resource rejected the write.
     pub fn rejected(self) {
-        self.0.tell(What::WriteRejected);
+        self.0.record(HistoryEventKind::WriteRejected);
     }
 
     /// Records a failure. The resource may still have accepted the write.
     pub fn failed(self) {
-        self.0.tell(What::WriteFailed);
+        self.0.record(HistoryEventKind::WriteFailed);
     }
 }

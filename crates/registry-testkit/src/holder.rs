@@ -1,7 +1,7 @@
 //! A second process that acquires locks on request, for tests across two processes.
 //!
-//! The program `lock-holder` of this package reads orders from its standard input. It writes
-//! reports to its standard output. Each order and each report is one line of JSON. [`LockHolder`]
+//! The program `lock-holder` of this package reads commands from its standard input. It writes
+//! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
 //! is the handle in the test. [`serve`] is the implementation, for programs over other stores.
 
 mod program;
@@ -14,12 +14,12 @@ use std::time::Duration;
 
 use registry_core::FencingToken;
 
-use crate::history::Event;
+use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
 pub use program::{PROGRAM_VARIABLE, program};
-pub use protocol::{HolderOptions, Order, Report};
-pub use serve::{say, serve};
+pub use protocol::{HolderCommand, HolderOptions, HolderReport};
+pub use serve::{serve, write_report};
 
 /// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -27,15 +27,15 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// A lock that the other process holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Held {
+pub struct HolderLock {
     /// The fencing token, if the store issues tokens.
     pub token: Option<FencingToken>,
     /// How long the guard was still valid when the process sent the report.
     pub valid_for: Duration,
 }
 
-impl Held {
-    fn told(token: Option<u64>, valid_for_ms: u64) -> Self {
+impl HolderLock {
+    fn from_report(token: Option<u64>, valid_for_ms: u64) -> Self {
         let token = token.and_then(FencingToken::new);
         Self { token, valid_for: Duration::from_millis(valid_for_ms) }
     }
@@ -44,13 +44,13 @@ impl Held {
 /// A process that acquires locks on request. Dropping this handle kills the process. If the test
 /// process is killed, the helper process ends at the end of its standard input.
 ///
-/// Orders for different keys run concurrently. A second order to lock a key releases the first
+/// Commands for different keys run concurrently. A second command to lock a key releases the first
 /// lock.
 #[derive(Debug)]
 pub struct LockHolder {
     process: HelperProcess,
     /// Reports that no call has consumed yet.
-    unread: Vec<Report>,
+    unread: Vec<HolderReport>,
 }
 
 impl LockHolder {
@@ -80,8 +80,8 @@ impl LockHolder {
         let mut holder = Self { process: HelperProcess::spawn(command)?, unread: Vec::new() };
         holder
             .report(START_LIMIT, |report| match report {
-                Report::Ready { .. } => Some(Ok(())),
-                Report::Failed { doing, problem, .. } => Some(Err(failed(doing, problem))),
+                HolderReport::Ready { .. } => Some(Ok(())),
+                HolderReport::Failed { doing, problem, .. } => Some(Err(failed(doing, problem))),
                 _ => None,
             })
             .await??;
@@ -100,16 +100,16 @@ impl LockHolder {
         self.process.close_stdin();
     }
 
-    /// Sends an order without waiting for its reports.
+    /// Sends a command without waiting for its reports.
     ///
     /// # Errors
     /// Returns `BrokenPipe` if the process has ended.
-    pub fn order(&mut self, order: &Order) -> io::Result<()> {
-        self.process.write_line(&serde_json::to_string(order)?)
+    pub fn send_command(&mut self, command: &HolderCommand) -> io::Result<()> {
+        self.process.write_line(&serde_json::to_string(command)?)
     }
 
-    /// Returns the first value that `such` extracts from a report, in order of arrival. All other
-    /// reports stay available to later calls.
+    /// Returns the first value that `extract` extracts from a report, in order of arrival. All
+    /// other reports stay available to later calls.
     ///
     /// # Errors
     /// Returns `TimedOut`, with all output of the process, if `limit` expires or the output has
@@ -120,10 +120,10 @@ impl LockHolder {
     pub async fn report<T>(
         &mut self,
         limit: Duration,
-        mut such: impl FnMut(&Report) -> Option<T>,
+        mut extract: impl FnMut(&HolderReport) -> Option<T>,
     ) -> io::Result<T> {
         let found = self.unread.iter().enumerate();
-        let found = found.filter_map(|(at, report)| Some((at, such(report)?))).next();
+        let found = found.filter_map(|(at, report)| Some((at, extract(report)?))).next();
         if let Some((at, found)) = found {
             self.unread.remove(at);
             return Ok(found);
@@ -131,7 +131,7 @@ impl LockHolder {
         let unread = &mut self.unread;
         let next = |line: &str| {
             let report = serde_json::from_str(line).ok()?;
-            let found = such(&report);
+            let found = extract(&report);
             if found.is_none() {
                 unread.push(report);
             }
@@ -140,68 +140,70 @@ impl LockHolder {
         self.process.expect_map(next, limit).await.map_err(timed_out)
     }
 
-    /// Sends an order to lock `key` and waits until the lock is held.
+    /// Sends a command to lock `key` and waits until the lock is held.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the lock
-    /// failed.
+    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
+    /// lock failed.
     ///
     /// # Cancel safety
-    /// The order stays in force.
-    pub async fn lock(&mut self, key: &str, limit: Duration) -> io::Result<Held> {
-        self.order(&Order::lock(key))?;
+    /// The command stays in force.
+    pub async fn lock(&mut self, key: &str, limit: Duration) -> io::Result<HolderLock> {
+        self.send_command(&HolderCommand::lock(key))?;
         self.held(key, limit).await
     }
 
-    /// Sends an order to try once to lock `key`. Returns `None` if another client holds the lock.
+    /// Sends a command to try once to lock `key`. Returns `None` if another client holds the lock.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the
+    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
     /// attempt failed.
     ///
     /// # Cancel safety
-    /// The order stays in force.
-    pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<Held>> {
-        self.order(&Order::try_lock(key))?;
-        self.answer(key, limit).await
+    /// The command stays in force.
+    pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
+        self.send_command(&HolderCommand::try_lock(key))?;
+        self.lock_outcome(key, limit).await
     }
 
-    /// Waits until a lock that was ordered earlier is held.
+    /// Waits until a lock that was requested earlier is held.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the lock
-    /// failed or its wait has expired.
+    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
+    /// lock failed or its wait has expired.
     ///
     /// # Cancel safety
     /// Dropping the future at any time loses no report.
-    pub async fn held(&mut self, key: &str, limit: Duration) -> io::Result<Held> {
-        let answer = self.answer(key, limit).await?;
-        answer.ok_or_else(|| io::Error::other("the lock is busy"))
+    pub async fn held(&mut self, key: &str, limit: Duration) -> io::Result<HolderLock> {
+        let lock_outcome = self.lock_outcome(key, limit).await?;
+        lock_outcome.ok_or_else(|| io::Error::other("the lock is busy"))
     }
 
-    async fn answer(&mut self, key: &str, limit: Duration) -> io::Result<Option<Held>> {
+    async fn lock_outcome(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
         self.report(limit, |report| match report {
-            Report::Held { key: of, token, valid_for_ms } if of == key => {
-                Some(Ok(Some(Held::told(*token, *valid_for_ms))))
+            HolderReport::Held { key: of, token, valid_for_ms } if of == key => {
+                Some(Ok(Some(HolderLock::from_report(*token, *valid_for_ms))))
             }
-            Report::Busy { key: of } if of == key => Some(Ok(None)),
+            HolderReport::Busy { key: of } if of == key => Some(Ok(None)),
             _ => failure_of(key, report).map(Err),
         })
         .await?
     }
 
-    /// Sends an order to release `key` and waits for the outcome.
+    /// Sends a command to release `key` and waits for the outcome.
     ///
     /// # Errors
     /// Returns `TimedOut` if `limit` expires. Returns `Other` if the lock had been lost or the
     /// release failed.
     ///
     /// # Cancel safety
-    /// The order stays in force.
+    /// The command stays in force.
     pub async fn unlock(&mut self, key: &str, limit: Duration) -> io::Result<()> {
-        self.order(&Order::Unlock { key: key.into() })?;
+        self.send_command(&HolderCommand::Unlock { key: key.into() })?;
         self.report(limit, |report| match report {
-            Report::Released { key: of } | Report::Cancelled { key: of } if of == key => {
+            HolderReport::Released { key: of } | HolderReport::Cancelled { key: of }
+                if of == key =>
+            {
                 Some(Ok(()))
             }
             _ => failure_of(key, report).map(Err),
@@ -218,7 +220,7 @@ impl LockHolder {
     /// Dropping the future at any time loses no report.
     pub async fn lost(&mut self, key: &str, limit: Duration) -> io::Result<String> {
         self.report(limit, |report| match report {
-            Report::Lost { key: of, reason } if of == key => Some(reason.clone()),
+            HolderReport::Lost { key: of, reason } if of == key => Some(reason.clone()),
             _ => None,
         })
         .await
@@ -232,19 +234,19 @@ impl LockHolder {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<Held>> {
-        self.order(&Order::Status { key: key.into() })?;
+    pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
+        self.send_command(&HolderCommand::Status { key: key.into() })?;
         self.report(limit, |report| match report {
-            Report::Status { key: of, held: false, .. } if of == key => Some(None),
-            Report::Status { key: of, token, valid_for_ms, .. } if of == key => {
-                Some(Some(Held::told(*token, *valid_for_ms)))
+            HolderReport::Status { key: of, held: false, .. } if of == key => Some(None),
+            HolderReport::Status { key: of, token, valid_for_ms, .. } if of == key => {
+                Some(Some(HolderLock::from_report(*token, *valid_for_ms)))
             }
             _ => None,
         })
         .await
     }
 
-    /// Sends an order to release all locks and to end, and waits until the process has ended.
+    /// Sends a command to release all locks and to end, and waits until the process has ended.
     ///
     /// # Errors
     /// Returns `TimedOut` if `limit` expires. Returns `Other` if a lock could not be released.
@@ -252,10 +254,10 @@ impl LockHolder {
     /// # Cancel safety
     /// Dropping the future kills the process.
     pub async fn quit(mut self, limit: Duration) -> io::Result<()> {
-        self.order(&Order::Quit)?;
+        self.send_command(&HolderCommand::Quit)?;
         let clean = self
             .report(limit, |report| match report {
-                Report::Closed { clean } => Some(*clean),
+                HolderReport::Closed { clean } => Some(*clean),
                 _ => None,
             })
             .await?;
@@ -270,20 +272,20 @@ impl LockHolder {
     /// Returns the events recorded so far, if [`HolderOptions::history`] is set. The record is
     /// complete once the process has ended, even if it was killed.
     #[must_use]
-    pub fn events(&self) -> Vec<Event> {
+    pub fn events(&self) -> Vec<HistoryEvent> {
         let lines = self.process.lines();
         let reports = lines.iter().filter_map(|line| serde_json::from_str(line).ok());
         let events = reports.filter_map(|report| match report {
-            Report::Event(event) => Some(event),
+            HolderReport::HistoryEvent(event) => Some(event),
             _ => None,
         });
         events.collect()
     }
 }
 
-fn failure_of(key: &str, report: &Report) -> Option<io::Error> {
+fn failure_of(key: &str, report: &HolderReport) -> Option<io::Error> {
     match report {
-        Report::Failed { key: Some(of), doing, problem } if of == key => {
+        HolderReport::Failed { key: Some(of), doing, problem } if of == key => {
             Some(failed(doing, problem))
         }
         _ => None,
@@ -294,6 +296,6 @@ fn failed(doing: &str, problem: &str) -> io::Error {
     io::Error::other(format!("the lock holder failed to {doing}: {problem}"))
 }
 
-fn timed_out(late: crate::NotInTime) -> io::Error {
+fn timed_out(late: crate::TimeoutError) -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, late)
 }

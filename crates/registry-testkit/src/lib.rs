@@ -15,7 +15,7 @@ pub mod process;
 
 // Servers.
 #[cfg(unix)]
-mod kept;
+mod managed_process;
 #[cfg(unix)]
 pub mod tls;
 #[cfg(unix)]
@@ -23,11 +23,11 @@ pub mod redis;
 #[cfg(target_os = "linux")]
 mod programs;
 #[cfg(target_os = "linux")]
-mod account;
+mod server_user;
 #[cfg(target_os = "linux")]
-mod asked;
+mod run_command;
 #[cfg(target_os = "linux")]
-mod prepared;
+mod data_cache;
 #[cfg(target_os = "linux")]
 pub mod postgres;
 #[cfg(target_os = "linux")]
@@ -43,20 +43,20 @@ pub mod etcd;
 pub mod holder;
 // Recorded histories.
 pub mod history;
-pub mod witness;
+pub mod recording_client;
 // Checks of a history.
 pub mod check;
 // All of the above in one test.
 #[cfg(unix)]
-pub mod contest;
+pub mod workload;
 // Seeds and replay of randomized tests.
 pub mod seed;
 
 mod eventually;
-mod shown;
+mod error_text;
 
-pub use eventually::{NotInTime, Settled, eventually, within};
-pub use shown::error_text;
+pub use error_text::error_text;
+pub use eventually::{PollResult, TimeoutError, eventually, within};
 
 // The examples of the README are compiled and run.
 #[cfg(all(doctest, unix))]

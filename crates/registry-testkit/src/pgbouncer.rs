@@ -8,12 +8,12 @@ use std::{fs, io};
 
 use tempfile::TempDir;
 
-use crate::account::Account;
-use crate::asked;
-use crate::kept::{Kept, down};
+use crate::managed_process::{ManagedProcess, down_error};
 use crate::ports::Port;
 use crate::postgres::{self, PostgresServer};
 use crate::programs;
+use crate::run_command;
+use crate::server_user::ServerUser;
 
 /// The environment variable that names a program to use instead of `pgbouncer`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_PGBOUNCER_SERVER";
@@ -25,8 +25,8 @@ pub struct PgBouncer {
     port: Port,
     folder: TempDir,
     password: Option<String>,
-    account: Account,
-    running: Option<Kept>,
+    server_user: ServerUser,
+    running: Option<ManagedProcess>,
 }
 
 impl PgBouncer {
@@ -51,20 +51,20 @@ impl PgBouncer {
     /// As [`start`](Self::start).
     pub async fn start_with(server: &PostgresServer, lines: &[&str]) -> io::Result<Self> {
         let password = server.password().map(ToOwned::to_owned);
-        let account = Account::for_root("postgres")?;
+        let server_user = ServerUser::for_root("postgres")?;
         let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
-        account.own(folder.path())?;
+        server_user.chown(folder.path())?;
         let (users, settings) = (folder.path().join("users"), folder.path().join("settings"));
         fs::write(&users, format!("\"postgres\" \"{}\"\n", password.as_deref().unwrap_or("")))?;
         let (server_port, here) = (server.addr().port(), port.number());
-        let proof = if password.is_some() { "scram-sha-256" } else { "trust" };
+        let auth_method = if password.is_some() { "scram-sha-256" } else { "trust" };
         let encryption = if server.is_encrypted() { "require" } else { "disable" };
         fs::write(
             &settings,
             format!(
                 "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\n\
                  listen_addr = 127.0.0.1\nlisten_port = {here}\nunix_socket_dir =\n\
-                 auth_type = {proof}\nauth_file = {}\nadmin_users = postgres\n\
+                 auth_type = {auth_method}\nauth_file = {}\nadmin_users = postgres\n\
                  pool_mode = transaction\nserver_tls_sslmode = {encryption}\n\
                  # Clients ask for it when they connect, and it changes nothing for them.\n\
                  ignore_startup_parameters = extra_float_digits\n{}\n",
@@ -72,9 +72,9 @@ impl PgBouncer {
                 lines.join("\n")
             ),
         )?;
-        account.own(&users)?;
-        account.own(&settings)?;
-        let mut bouncer = Self { port, folder, password, account, running: None };
+        server_user.chown(&users)?;
+        server_user.chown(&settings)?;
+        let mut bouncer = Self { port, folder, password, server_user, running: None };
         bouncer.start_again().await?;
         Ok(bouncer)
     }
@@ -89,14 +89,14 @@ impl PgBouncer {
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
         let program = programs::server(SERVER_VARIABLE, "pgbouncer");
-        let mut command = self.account.command(program);
+        let mut command = self.server_user.command(program);
         command.arg(self.folder.path().join("settings"));
-        let running = self.running.insert(Kept::launch(&command)?);
-        running.begun().await?;
+        let running = self.running.insert(ManagedProcess::launch(&command)?);
+        running.wait_until_started().await?;
         if running.expect(|line| line.contains("process up")).await.is_err() {
             return Err(io::Error::other(format!(
-                "pgbouncer does not start; is it installed (apt-get install pgbouncer)? It said:\n{}",
-                running.said()
+                "pgbouncer does not start; is it installed (apt-get install pgbouncer)? Its output:\n{}",
+                running.output_text()
             )));
         }
         Ok(())
@@ -114,7 +114,7 @@ impl PgBouncer {
     /// # Errors
     /// Returns the error of the operating system, or an error if PgBouncer is down.
     pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.pause()
+        self.running.as_ref().ok_or_else(down_error)?.pause()
     }
 
     /// Resumes PgBouncer.
@@ -122,7 +122,7 @@ impl PgBouncer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.resume()
+        self.running.as_ref().ok_or_else(down_error)?.resume()
     }
 
     /// Runs statements in `database` and returns the rows, one for each line, with `|` between
@@ -140,7 +140,7 @@ impl PgBouncer {
         if let Some(password) = &self.password {
             psql.env("PGPASSWORD", password);
         }
-        asked::run(psql, statements).await
+        run_command::run(psql, statements).await
     }
 
     /// Returns the address of PgBouncer.

@@ -15,7 +15,7 @@ use nix::unistd::Pid;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::eventually::NotInTime;
+use crate::eventually::TimeoutError;
 
 /// The maximum time until the kernel reports a process as stopped.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
@@ -39,7 +39,7 @@ pub struct HelperProcess {
     child: Child,
     stdin: Option<ChildStdin>,
     pid: Pid,
-    heard: watch::Receiver<Heard>,
+    output: watch::Receiver<ProcessOutput>,
     exit: watch::Receiver<Option<ExitStatus>>,
     /// The number of lines that [`expect_line`](Self::expect_line) has read.
     read: usize,
@@ -47,7 +47,7 @@ pub struct HelperProcess {
 
 /// The output of the process so far.
 #[derive(Default)]
-struct Heard {
+struct ProcessOutput {
     stdout: Vec<Arc<str>>,
     /// The standard output has ended.
     stdout_ended: bool,
@@ -55,9 +55,9 @@ struct Heard {
 }
 
 // Omits the transcript: panic messages contain it, and each `Debug` output would repeat it.
-impl fmt::Debug for Heard {
+impl fmt::Debug for ProcessOutput {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Heard").field("lines", &self.stdout.len()).finish_non_exhaustive()
+        f.debug_struct("ProcessOutput").field("lines", &self.stdout.len()).finish_non_exhaustive()
     }
 }
 
@@ -74,29 +74,29 @@ impl HelperProcess {
             (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let pid = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
         // From here on, dropping `helper` kills the process on every error path.
-        let (said, heard) = watch::channel(Heard::default());
+        let (output_sender, output) = watch::channel(ProcessOutput::default());
         let (ended, exit) = watch::channel(None);
-        let helper = Self { child, stdin, pid, heard, exit, read: 0 };
+        let helper = Self { child, stdin, pid, output, exit, read: 0 };
 
-        let said = Arc::new(said);
-        let listener = Arc::clone(&said);
+        let output_sender = Arc::new(output_sender);
+        let listener = Arc::clone(&output_sender);
         thread::Builder::new().name(format!("stdout of {pid}")).spawn(move || {
             if let Some(stdout) = stdout {
-                listen(stdout, |line| {
-                    listener.send_modify(|heard| heard.stdout.push(line.into()));
+                read_lines(stdout, |line| {
+                    listener.send_modify(|output| output.stdout.push(line.into()));
                 });
             }
-            listener.send_modify(|heard| heard.stdout_ended = true);
+            listener.send_modify(|output| output.stdout_ended = true);
         })?;
         thread::Builder::new().name(format!("stderr of {pid}")).spawn(move || {
             if let Some(stderr) = stderr {
-                listen(stderr, |line| {
-                    said.send_modify(|heard| heard.stderr.extend([line, "\n"]));
+                read_lines(stderr, |line| {
+                    output_sender.send_modify(|output| output.stderr.extend([line, "\n"]));
                 });
             }
         })?;
         thread::Builder::new().name(format!("exit of {pid}")).spawn(move || {
-            ended.send_replace(exited(pid));
+            ended.send_replace(wait_unreaped(pid));
         })?;
         Ok(helper)
     }
@@ -107,25 +107,25 @@ impl HelperProcess {
         self.child.id()
     }
 
-    /// Returns the first unread line of standard output for which `such` returns true. Skips other
-    /// lines.
+    /// Returns the first unread line of standard output for which `predicate` returns true. Skips
+    /// other lines.
     ///
     /// # Errors
-    /// Returns [`NotInTime`], with all output of the process, if `limit` expires or the output has
-    /// ended.
+    /// Returns [`TimeoutError`], with all output of the process, if `limit` expires or the output
+    /// has ended.
     ///
     /// # Cancel safety
     /// Skipped lines stay read. No unread line is lost.
     pub async fn expect_line(
         &mut self,
-        mut such: impl FnMut(&str) -> bool,
+        mut predicate: impl FnMut(&str) -> bool,
         limit: Duration,
-    ) -> Result<Arc<str>, NotInTime> {
-        self.expect_map(|line| such(line).then(|| Arc::from(line)), limit).await
+    ) -> Result<Arc<str>, TimeoutError> {
+        self.expect_map(|line| predicate(line).then(|| Arc::from(line)), limit).await
     }
 
-    /// Like [`expect_line`](Self::expect_line), but returns the value that `such` extracts from the
-    /// line.
+    /// Like [`expect_line`](Self::expect_line), but returns the value that `predicate` extracts
+    /// from the line.
     ///
     /// # Errors
     /// As [`expect_line`](Self::expect_line).
@@ -134,30 +134,29 @@ impl HelperProcess {
     /// As [`expect_line`](Self::expect_line).
     pub async fn expect_map<T>(
         &mut self,
-        mut such: impl FnMut(&str) -> Option<T>,
+        mut predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
-    ) -> Result<T, NotInTime> {
+    ) -> Result<T, TimeoutError> {
         let deadline = Instant::now() + limit;
-        let mut heard = self.heard.clone();
+        let mut output = self.output.clone();
         loop {
             let ended = {
-                let heard = heard.borrow_and_update();
-                for line in &heard.stdout[self.read..] {
+                let output = output.borrow_and_update();
+                for line in &output.stdout[self.read..] {
                     self.read += 1;
-                    if let Some(found) = such(line) {
+                    if let Some(found) = predicate(line) {
                         return Ok(found);
                     }
                 }
-                heard.stdout_ended
+                output.stdout_ended
             };
             if ended {
-                return Err(self.not_in_time("ended without the line that was waited for"));
+                return Err(self.timeout_error("ended without the expected line"));
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if !matches!(timeout(left, heard.changed()).await, Ok(Ok(()))) {
-                return Err(
-                    self.not_in_time(&format!("did not say what was expected in {limit:?}"))
-                );
+            if !matches!(timeout(left, output.changed()).await, Ok(Ok(()))) {
+                return Err(self
+                    .timeout_error(&format!("did not print the expected line within {limit:?}")));
             }
         }
     }
@@ -165,13 +164,13 @@ impl HelperProcess {
     /// Returns all lines of standard output so far, read or not.
     #[must_use]
     pub fn lines(&self) -> Vec<Arc<str>> {
-        self.heard.borrow().stdout.clone()
+        self.output.borrow().stdout.clone()
     }
 
     /// Returns the standard error output so far.
     #[must_use]
     pub fn stderr(&self) -> String {
-        self.heard.borrow().stderr.clone()
+        self.output.borrow().stderr.clone()
     }
 
     /// Writes one line to the standard input.
@@ -223,7 +222,7 @@ impl HelperProcess {
         self.signal(Signal::SIGCONT)
     }
 
-    /// Asks the process to exit (SIGTERM).
+    /// Sends SIGTERM to the process.
     ///
     /// # Errors
     /// Returns `NotFound` if the process has ended.
@@ -259,27 +258,27 @@ impl HelperProcess {
     /// Waits until the process has ended and returns its exit status.
     ///
     /// # Errors
-    /// Returns [`NotInTime`], with all output of the process, if `limit` expires.
+    /// Returns [`TimeoutError`], with all output of the process, if `limit` expires.
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn wait_exit(&self, limit: Duration) -> Result<ExitStatus, NotInTime> {
+    pub async fn wait_exit(&self, limit: Duration) -> Result<ExitStatus, TimeoutError> {
         let mut exit = self.exit.clone();
         let ended = timeout(limit, exit.wait_for(Option::is_some)).await;
         match ended.ok().and_then(|exit| *exit.ok()?) {
             Some(status) => Ok(status),
-            None => Err(self.not_in_time(&format!("did not end within {limit:?}"))),
+            None => Err(self.timeout_error(&format!("did not end within {limit:?}"))),
         }
     }
 
-    fn not_in_time(&self, what: &str) -> NotInTime {
-        let heard = self.heard.borrow();
-        let stdout = heard.stdout.join("\n");
+    fn timeout_error(&self, what: &str) -> TimeoutError {
+        let output = self.output.borrow();
+        let stdout = output.stdout.join("\n");
         let exit = self.exit.borrow();
         let alive = exit.map_or_else(|| "alive".to_owned(), |status| status.to_string());
-        NotInTime::new(format!(
+        TimeoutError::new(format!(
             "helper process {} ({alive}) {what}\n--- stdout\n{stdout}\n--- stderr\n{}---",
-            self.pid, heard.stderr
+            self.pid, output.stderr
         ))
     }
 }
@@ -295,7 +294,7 @@ impl Drop for HelperProcess {
 }
 
 /// Waits until `pid` has ended and leaves it unreaped.
-fn exited(pid: Pid) -> Option<ExitStatus> {
+fn wait_unreaped(pid: Pid) -> Option<ExitStatus> {
     loop {
         match waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) {
             Ok(WaitStatus::Exited(_, code)) => return Some(ExitStatus::from_raw(code << 8)),
@@ -311,7 +310,7 @@ fn exited(pid: Pid) -> Option<ExitStatus> {
 }
 
 /// Calls `each` for each line, including a last line without a newline.
-fn listen(output: impl Read, mut each: impl FnMut(&str)) {
+fn read_lines(output: impl Read, mut each: impl FnMut(&str)) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();
     while matches!(output.read_until(b'\n', &mut line), Ok(1..)) {

@@ -17,7 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::eventually::NotInTime;
+use crate::eventually::TimeoutError;
 use crate::ports::Port;
 
 /// The proxy's behaviour for existing and new connections.
@@ -26,7 +26,7 @@ use crate::ports::Port;
 /// never delivers later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
-pub enum Mode {
+pub enum ProxyMode {
     /// Carries everything.
     #[default]
     Pass,
@@ -91,42 +91,42 @@ pub struct Counts {
 #[derive(Debug)]
 pub struct FaultProxy {
     port: Arc<Port>,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     _tasks: JoinSet<()>,
 }
 
 #[derive(Debug)]
-struct Shared {
+struct ProxyState {
     target: SocketAddr,
-    mode: watch::Sender<Mode>,
+    mode: watch::Sender<ProxyMode>,
     counts: watch::Sender<Counts>,
-    listening: watch::Sender<Listening>,
+    listening: watch::Sender<ProxyListenerState>,
     /// Notifies connections to reset. Each connection holds a receiver until it has ended.
     cut: Mutex<watch::Sender<()>>,
     /// Notifies connections to stop carrying bytes.
     silenced: watch::Sender<()>,
     /// Whether to strand the next request.
-    strand_next: AtomicBool,
-    stranded: Mutex<Vec<Stranded>>,
+    withhold_next: AtomicBool,
+    withheld: Mutex<Vec<WithheldRequest>>,
 }
 
 /// A request that was read from its client and not sent to its server, with the connection to the
 /// server.
 #[derive(Debug)]
-struct Stranded {
+struct WithheldRequest {
     server: TcpStream,
     bytes: Vec<u8>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum Listening {
-    Yes,
-    No,
+enum ProxyListenerState {
+    Open,
+    Closed,
     Failed(String),
 }
 
 impl FaultProxy {
-    /// Starts a proxy in front of `target`, on a free loopback port, in [`Mode::Pass`].
+    /// Starts a proxy in front of `target`, on a free loopback port, in [`ProxyMode::Pass`].
     ///
     /// # Errors
     /// Returns the error of the operating system if no port is available.
@@ -136,15 +136,15 @@ impl FaultProxy {
     pub fn start(target: SocketAddr) -> io::Result<Self> {
         let port = Arc::new(Port::reserve()?);
         let listener = port.listen()?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ProxyState {
             target,
             mode: watch::Sender::default(),
             counts: watch::Sender::default(),
-            listening: watch::Sender::new(Listening::Yes),
+            listening: watch::Sender::new(ProxyListenerState::Open),
             cut: Mutex::default(),
             silenced: watch::Sender::default(),
-            strand_next: AtomicBool::new(false),
-            stranded: Mutex::default(),
+            withhold_next: AtomicBool::new(false),
+            withheld: Mutex::default(),
         });
         let mut tasks = JoinSet::new();
         tasks.spawn(accept(Arc::clone(&port), listener, Arc::clone(&shared)));
@@ -159,7 +159,7 @@ impl FaultProxy {
 
     /// Returns the current mode.
     #[must_use]
-    pub fn mode(&self) -> Mode {
+    pub fn mode(&self) -> ProxyMode {
         *self.shared.mode.borrow()
     }
 
@@ -167,24 +167,25 @@ impl FaultProxy {
     /// the new mode.
     ///
     /// # Errors
-    /// Returns the error of the operating system if listening again after [`Mode::Refuse`] fails.
+    /// Returns the error of the operating system if listening again after [`ProxyMode::Refuse`]
+    /// fails.
     ///
     /// # Cancel safety
     /// The first poll changes the mode. Dropping the future only ends the wait until the port
     /// refuses or listens.
-    pub async fn set_mode(&self, mode: Mode) -> io::Result<()> {
+    pub async fn set_mode(&self, mode: ProxyMode) -> io::Result<()> {
         self.shared.mode.send_replace(mode);
         let mut listening = self.shared.listening.subscribe();
         let settled = listening.wait_for(|listening| match listening {
-            Listening::Failed(_) => true,
+            ProxyListenerState::Failed(_) => true,
             // Another task may have changed the mode since.
-            Listening::Yes => self.mode() != Mode::Refuse,
-            Listening::No => self.mode() == Mode::Refuse,
+            ProxyListenerState::Open => self.mode() != ProxyMode::Refuse,
+            ProxyListenerState::Closed => self.mode() == ProxyMode::Refuse,
         });
         match settled.await.as_deref() {
-            Ok(Listening::Failed(problem)) => Err(io::Error::other(problem.clone())),
+            Ok(ProxyListenerState::Failed(problem)) => Err(io::Error::other(problem.clone())),
             // `self` owns the sender, so the wait cannot fail.
-            Ok(Listening::Yes | Listening::No) | Err(_) => Ok(()),
+            Ok(ProxyListenerState::Open | ProxyListenerState::Closed) | Err(_) => Ok(()),
         }
     }
 
@@ -206,7 +207,7 @@ impl FaultProxy {
 
     /// Makes all open connections half-open: they stay connected and carry nothing in either
     /// direction until they are [cut](Self::cut_all). New connections are unaffected.
-    pub fn silence_living(&self) {
+    pub fn silence_connections(&self) {
         self.shared.silenced.send_replace(());
     }
 
@@ -214,8 +215,8 @@ impl FaultProxy {
     /// unaffected.
     ///
     /// A request is the result of one read by the proxy, so the client must write it in one piece.
-    pub fn strand_next_request(&self) {
-        self.shared.strand_next.store(true, Ordering::SeqCst);
+    pub fn withhold_next_request(&self) {
+        self.shared.withhold_next.store(true, Ordering::SeqCst);
     }
 
     /// Passes the stranded requests to the server, waits for the first byte of each reply, and
@@ -227,12 +228,12 @@ impl FaultProxy {
     ///
     /// # Cancel safety
     /// Requests that were not passed on yet are lost with the future.
-    pub async fn deliver_stranded(&self) -> io::Result<usize> {
-        let stranded = std::mem::take(
-            &mut *self.shared.stranded.lock().unwrap_or_else(PoisonError::into_inner),
+    pub async fn deliver_withheld(&self) -> io::Result<usize> {
+        let withheld = std::mem::take(
+            &mut *self.shared.withheld.lock().unwrap_or_else(PoisonError::into_inner),
         );
-        let count = stranded.len();
-        for Stranded { mut server, bytes } in stranded {
+        let count = withheld.len();
+        for WithheldRequest { mut server, bytes } in withheld {
             server.write_all(&bytes).await?;
             server.read_u8().await?;
         }
@@ -245,53 +246,53 @@ impl FaultProxy {
         *self.shared.counts.borrow()
     }
 
-    /// Waits until `such` returns true for the counts, and returns them.
+    /// Waits until `predicate` returns true for the counts, and returns them.
     ///
     /// # Errors
-    /// Returns [`NotInTime`], with the counts, if `limit` expires.
+    /// Returns [`TimeoutError`], with the counts, if `limit` expires.
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn until(
         &self,
         limit: Duration,
-        such: impl FnMut(&Counts) -> bool,
-    ) -> Result<Counts, NotInTime> {
+        predicate: impl FnMut(&Counts) -> bool,
+    ) -> Result<Counts, TimeoutError> {
         let mut counts = self.shared.counts.subscribe();
-        match timeout(limit, counts.wait_for(such)).await {
+        match timeout(limit, counts.wait_for(predicate)).await {
             Ok(Ok(found)) => Ok(*found),
             Ok(Err(_)) | Err(_) => {
                 let seen = self.counts();
-                Err(NotInTime::new(format!("the proxy still has {seen:?} after {limit:?}")))
+                Err(TimeoutError::new(format!("the proxy still has {seen:?} after {limit:?}")))
             }
         }
     }
 }
 
-impl Shared {
+impl ProxyState {
     fn count(&self, change: impl FnOnce(&mut Counts)) {
         self.counts.send_modify(change);
     }
 }
 
-async fn accept(port: Arc<Port>, listener: TcpListener, shared: Arc<Shared>) {
+async fn accept(port: Arc<Port>, listener: TcpListener, shared: Arc<ProxyState>) {
     let mut modes = shared.mode.subscribe();
     let mut connections = JoinSet::new();
     let mut listener = Some(listener);
     loop {
-        let refuses = *modes.borrow_and_update() == Mode::Refuse;
+        let refuses = *modes.borrow_and_update() == ProxyMode::Refuse;
         let listening = match (refuses, &listener) {
             (true, _) => {
                 listener = None;
-                Listening::No
+                ProxyListenerState::Closed
             }
-            (false, Some(_)) => Listening::Yes,
+            (false, Some(_)) => ProxyListenerState::Open,
             (false, None) => match port.listen() {
                 Ok(again) => {
                     listener = Some(again);
-                    Listening::Yes
+                    ProxyListenerState::Open
                 }
-                Err(error) => Listening::Failed(error.to_string()),
+                Err(error) => ProxyListenerState::Failed(error.to_string()),
             },
         };
         shared.listening.send_replace(listening);

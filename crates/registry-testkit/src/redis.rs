@@ -14,12 +14,12 @@ mod cluster;
 mod quorum;
 mod sentinel;
 
-mod waiting;
+mod retry;
 
 pub use cluster::{Migration, RedisCluster};
 pub use connection::RedisConnection;
 pub use options::{SERVER_VARIABLE, ServerOptions};
 pub use quorum::RedisQuorum;
-pub use reply::Reply;
+pub use reply::RedisReply;
 pub use sentinel::{SentinelOptions, SentinelSetup};
 pub use server::RedisServer;

@@ -41,7 +41,7 @@ impl Seed {
     /// leaves the choices of the other clients unchanged.
     #[must_use]
     pub fn stream(self, stream: u64) -> fastrand::Rng {
-        fastrand::Rng::with_seed(mixed(mixed(self.0).wrapping_add(stream)))
+        fastrand::Rng::with_seed(mix(mix(self.0).wrapping_add(stream)))
     }
 
     /// Runs `simulation` on paused time and on the current thread, so that a run is exactly
@@ -72,7 +72,7 @@ impl fmt::Display for Seed {
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): maps neighbouring seeds to unrelated
 /// values.
-fn mixed(seed: u64) -> u64 {
+fn mix(seed: u64) -> u64 {
     let seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let seed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let seed = (seed ^ (seed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -83,7 +83,7 @@ fn mixed(seed: u64) -> u64 {
 ///
 /// The seeds are the same in every run. Set [`VARIABLE`] to run only the seed that failed.
 #[derive(Debug, Clone)]
-#[must_use = "seeds do nothing until they are run"]
+#[must_use = "seeds do nothing until `run` is called"]
 pub struct Seeds {
     count: u64,
     threads: usize,
@@ -108,11 +108,11 @@ impl Seeds {
     /// Resumes the trial's panic after it has printed the seed and how to replay it. Panics if
     /// [`VARIABLE`] is not a number.
     pub fn run(self, trial: impl Fn(Seed) + Sync) -> u64 {
-        let replay = env::var(VARIABLE).ok().map(|text| match parsed(&text) {
+        let replayed_seed = env::var(VARIABLE).ok().map(|text| match parse_seed(&text) {
             Some(seed) => Seed(seed),
             None => panic!("{VARIABLE} is {text:?}, not a number"),
         });
-        match replay {
+        match replayed_seed {
             Some(seed) => self.run_range(seed.0..=seed.0, &trial),
             None if self.count == 0 => 0,
             None => self.run_range(0..=self.count - 1, &trial),
@@ -152,7 +152,7 @@ impl Seeds {
             });
         }
         if let Some((seed, panic)) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            tell(seed);
+            print_replay_command(seed);
             resume_unwind(panic);
         }
         done.into_inner()
@@ -161,15 +161,15 @@ impl Seeds {
 
 type Panic = Box<dyn Any + Send>;
 
-#[expect(clippy::print_stderr, reason = "a failing test must say how to repeat it")]
-fn tell(seed: Seed) {
+#[expect(clippy::print_stderr, reason = "a failing test must print its replay command")]
+fn print_replay_command(seed: Seed) {
     // The test harness names each thread after its test.
     let current = thread::current();
     let test = current.name().filter(|name| *name != "main").unwrap_or("");
     eprintln!("\nseed {seed} failed; replay it with: {VARIABLE}={seed} cargo test {test}");
 }
 
-fn parsed(text: &str) -> Option<u64> {
+fn parse_seed(text: &str) -> Option<u64> {
     let text = text.trim();
     match text.strip_prefix("0x") {
         Some(digits) => u64::from_str_radix(digits, 16).ok(),
@@ -183,12 +183,12 @@ fn parsed(text: &str) -> Option<u64> {
 /// Panics with the first difference if the two traces differ, because a failing seed could not be
 /// replayed.
 #[track_caller]
-pub fn replayed<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> Vec<T>) -> Vec<T> {
+pub fn replay<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> Vec<T>) -> Vec<T> {
     let (first, second) = (trial(seed), trial(seed));
     let steps = first.len().max(second.len());
     if let Some(step) = (0..steps).find(|step| first.get(*step) != second.get(*step)) {
         let (one, two) = (first.get(step), second.get(step));
-        panic!("seed {seed} does not repeat itself: step {step} is {one:?}, then {two:?}");
+        panic!("seed {seed} is not repeatable: step {step} is {one:?}, then {two:?}");
     }
     first
 }
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn every_seed_runs_once_whatever_the_threads() {
+    fn every_seed_runs_once_with_any_number_of_threads() {
         for threads in [1, 4] {
             let seen = Mutex::new(Vec::new());
             let ran = run(&Seeds::first(100).threads(threads), |seed| {
@@ -245,16 +245,16 @@ mod tests {
 
     #[test]
     fn seeds_are_read_in_decimal_and_hexadecimal() {
-        assert_eq!(parsed("42"), Some(42));
-        assert_eq!(parsed(" 0xff "), Some(255));
-        assert_eq!(parsed(&u64::MAX.to_string()), Some(u64::MAX));
-        assert_eq!(parsed("forty-two"), None);
+        assert_eq!(parse_seed("42"), Some(42));
+        assert_eq!(parse_seed(" 0xff "), Some(255));
+        assert_eq!(parse_seed(&u64::MAX.to_string()), Some(u64::MAX));
+        assert_eq!(parse_seed("forty-two"), None);
     }
 
     #[test]
     #[should_panic(expected = "step 1 is Some(0), then Some(1)")]
     fn a_trial_that_does_not_repeat_itself_is_found() {
         let calls = AtomicU64::new(0);
-        replayed(Seed::new(3), |_| vec![0, calls.fetch_add(1, Ordering::Relaxed)]);
+        replay(Seed::new(3), |_| vec![0, calls.fetch_add(1, Ordering::Relaxed)]);
     }
 }

@@ -12,8 +12,8 @@ use tempfile::TempDir;
 /// The `openssl` configuration with the extensions of each certificate.
 const PURPOSES: &str = "
 [req]
-distinguished_name = nobody
-[nobody]
+distinguished_name = empty
+[empty]
 [authority]
 basicConstraints = critical, CA:TRUE
 keyUsage = critical, keyCertSign, cRLSign
@@ -53,9 +53,12 @@ impl TlsFolder {
         let hosts: Vec<String> =
             hosts.iter().map(|host| format!("{}:{host}", kind(host))).collect();
         fs::write(tls.file("purposes"), PURPOSES.replace("HOSTS", &hosts.join(",")))?;
-        tls.openssl(&format!("req -x509 {} -out ca.pem -extensions authority", asked_for("ca")))?;
+        tls.openssl(&format!(
+            "req -x509 {} -out ca.pem -extensions authority",
+            certificate_args("ca")
+        ))?;
         for name in ["server", "client"] {
-            tls.openssl(&format!("req -new {} -out {name}.csr", asked_for(name)))?;
+            tls.openssl(&format!("req -new {} -out {name}.csr", certificate_args(name)))?;
             tls.openssl(&format!(
                 "x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 30 \
                  -extfile purposes -extensions {name} -out {name}.pem"
@@ -71,8 +74,8 @@ impl TlsFolder {
             io::Error::other(format!("openssl is needed (apt-get install openssl): {error}"))
         })?;
         if !done.status.success() {
-            let said = String::from_utf8_lossy(&done.stderr);
-            return Err(io::Error::other(format!("openssl {line}: {said}")));
+            let output_text = String::from_utf8_lossy(&done.stderr);
+            return Err(io::Error::other(format!("openssl {line}: {output_text}")));
         }
         Ok(())
     }
@@ -113,7 +116,7 @@ impl TlsFolder {
 }
 
 /// Returns the arguments common to all certificate requests: a new key, and a name.
-fn asked_for(name: &str) -> String {
+fn certificate_args(name: &str) -> String {
     format!(
         "-config purposes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {name}.key \
          -subj /CN={name} -days 30"

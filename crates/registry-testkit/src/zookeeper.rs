@@ -14,4 +14,4 @@ mod ensemble;
 pub use ensemble::ZooKeeperEnsemble;
 pub use options::{CLASSES_VARIABLE, JAVA_VARIABLE, ZooKeeperOptions};
 pub use server::ZooKeeperServer;
-pub use session::ClientOfServer;
+pub use session::ClientStats;

@@ -8,20 +8,22 @@ use std::time::Duration;
 
 use registry_core::FencingToken;
 use registry_testkit::check::{
-    Opinion, Promise, Violation, busy_answers, check, fenced_writes, guarded_writes, search,
+    Promise, SearchResult, Violation, busy_answers, check, fenced_writes, guarded_writes, search,
     token_order, validity,
 };
-use registry_testkit::history::{Acquiring, Event, History, Holding, Recorder, What, Writing};
+use registry_testkit::history::{
+    AcquireRecord, History, HistoryEvent, HistoryEventKind, HoldRecord, Recorder, WriteRecord,
+};
 
 const KEY: &str = "orders/42";
 
 /// A recorder whose clock the test sets.
-struct Tape {
+struct TestHistory {
     now: Arc<AtomicU64>,
     recorder: Recorder,
 }
 
-impl Tape {
+impl TestHistory {
     fn new() -> Self {
         let now = Arc::new(AtomicU64::new(0));
         let clock = Arc::clone(&now);
@@ -34,11 +36,11 @@ impl Tape {
         self
     }
 
-    fn ask(&self, client: u32) -> Acquiring {
+    fn acquire(&self, client: u32) -> AcquireRecord {
         self.recorder.acquire(client, KEY)
     }
 
-    fn write(&self, client: u32, token: u64) -> Writing {
+    fn write(&self, client: u32, token: u64) -> WriteRecord {
         self.recorder.write(client, KEY, FencingToken::new(token).unwrap())
     }
 
@@ -52,86 +54,86 @@ impl Tape {
     }
 }
 
-fn grant(asked: Acquiring, token: u64) -> Holding {
-    grant_for(asked, token, Duration::from_secs(3_600))
+fn grant(called: AcquireRecord, token: u64) -> HoldRecord {
+    grant_for(called, token, Duration::from_secs(3_600))
 }
 
-fn grant_for(asked: Acquiring, token: u64, lease: Duration) -> Holding {
-    asked.granted(FencingToken::new(token), || lease)
+fn grant_for(called: AcquireRecord, token: u64, lease: Duration) -> HoldRecord {
+    called.granted(FencingToken::new(token), || lease)
 }
 
-fn assert_tells(found: &Violation, promise: Promise, texts: &[&str]) {
-    let told = found.to_string();
-    assert_eq!(found.promise, promise, "{told}");
-    assert!(told.contains(KEY), "{told}");
+fn assert_message(found: &Violation, promise: Promise, texts: &[&str]) {
+    let text = found.to_string();
+    assert_eq!(found.promise, promise, "{text}");
+    assert!(text.contains(KEY), "{text}");
     for text in texts {
-        assert!(told.contains(text), "{text:?} is not in: {told}");
+        assert!(text.contains(text), "{text:?} is not in: {text}");
     }
 }
 
-fn opinion(history: &History) -> Opinion {
+fn search_result(history: &History) -> SearchResult {
     search(history, Duration::from_secs(60))
 }
 
-fn impossible() -> Opinion {
-    Opinion::Impossible { key: KEY.into() }
+fn not_linearizable() -> SearchResult {
+    SearchResult::NotLinearizable { key: KEY.into() }
 }
 
 // ---- the order of tokens
 
 #[test]
 fn holders_that_follow_each_other_pass_and_are_counted() {
-    let tape = Tape::new();
+    let tape = TestHistory::new();
     for (turn, client) in [1, 2, 1, 3].into_iter().enumerate() {
         let turn = turn as u64;
-        let asked = tape.at(100 * turn).ask(client);
-        let held = grant(tape.at(100 * turn + 10).on(asked), turn + 5);
+        let called = tape.at(100 * turn).acquire(client);
+        let held = grant(tape.at(100 * turn + 10).on(called), turn + 5);
         let released = tape.at(100 * turn + 50).on(held).release();
         tape.at(100 * turn + 60).on(released).freed();
     }
     let history = tape.history();
     let checked = check(&history).unwrap();
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (4, 4, 0));
-    assert_eq!(opinion(&history), Opinion::Explained);
+    assert_eq!(search_result(&history), SearchResult::Linearizable);
 }
 
 #[test]
 fn a_second_holder_before_the_release_is_found() {
-    let tape = Tape::new();
-    let first = grant(tape.at(0).ask(1), 5);
-    let second = grant(tape.at(100).ask(2), 6);
+    let tape = TestHistory::new();
+    let first = grant(tape.at(0).acquire(1), 5);
+    let second = grant(tape.at(100).acquire(2), 6);
     tape.at(200).on(first).release().freed();
     tape.at(300).on(second).release().freed();
     let history = tape.history();
     let found = token_order(&history).unwrap_err();
-    assert_tells(
+    assert_message(
         &found,
         Promise::HoldersFollowTokens,
         &["client 1 acquired token 5", "client 2 acquired token 6", "+0.100000001 s", "+0.2000"],
     );
-    assert_eq!(opinion(&history), impossible());
+    assert_eq!(search_result(&history), not_linearizable());
 }
 
 #[test]
 fn a_release_that_overlaps_the_next_acquisition_passes() {
-    let tape = Tape::new();
-    let first = grant(tape.at(0).ask(1), 5);
-    let asked = tape.at(50).ask(2);
+    let tape = TestHistory::new();
+    let first = grant(tape.at(0).acquire(1), 5);
+    let called = tape.at(50).acquire(2);
     let releasing = tape.at(100).on(first).release();
-    // Another process may have the lock before the reply to the release has come.
-    let second = grant(tape.at(150).on(asked), 6);
+    // Another process may acquire the lock before the reply to the release has arrived.
+    let second = grant(tape.at(150).on(called), 6);
     tape.at(200).on(releasing).freed();
     tape.at(250).on(second).release().freed();
     check(&tape.history()).unwrap();
-    assert_eq!(opinion(&tape.history()), Opinion::Explained);
+    assert_eq!(search_result(&tape.history()), SearchResult::Linearizable);
 }
 
 #[test]
-fn a_hand_off_inside_a_process_passes() {
-    let tape = Tape::new();
-    let mut held = grant(tape.at(0).ask(1), 5);
+fn a_hand_over_inside_a_process_passes() {
+    let tape = TestHistory::new();
+    let mut held = grant(tape.at(0).acquire(1), 5);
     for hop in 1..10 {
-        let waiting = tape.at(hop * 10).ask(1 + hop as u32);
+        let waiting = tape.at(hop * 10).acquire(1 + hop as u32);
         let releasing = tape.at(hop * 10 + 1).on(held).release();
         held = grant(waiting, 5 + hop);
         releasing.freed();
@@ -141,32 +143,32 @@ fn a_hand_off_inside_a_process_passes() {
 }
 
 #[test]
-fn a_token_that_is_given_twice_is_found() {
-    let tape = Tape::new();
-    grant(tape.at(0).ask(1), 5).release().freed();
-    grant(tape.at(100).ask(2), 5).release().freed();
+fn a_duplicate_token_is_found() {
+    let tape = TestHistory::new();
+    grant(tape.at(0).acquire(1), 5).release().freed();
+    grant(tape.at(100).acquire(2), 5).release().freed();
     let found = token_order(&tape.history()).unwrap_err();
-    assert_tells(&found, Promise::TokensAreUnique, &["token 5", "client 1", "client 2"]);
-    assert_eq!(opinion(&tape.history()), impossible());
+    assert_message(&found, Promise::TokensAreUnique, &["token 5", "client 1", "client 2"]);
+    assert_eq!(search_result(&tape.history()), not_linearizable());
 }
 
 #[test]
-fn a_token_that_goes_back_is_found() {
-    let tape = Tape::new();
-    grant(tape.at(0).ask(1), 6).release().freed();
-    grant(tape.at(100).ask(2), 5).release().freed();
+fn a_decreasing_token_is_found() {
+    let tape = TestHistory::new();
+    grant(tape.at(0).acquire(1), 6).release().freed();
+    grant(tape.at(100).acquire(2), 5).release().freed();
     let found = token_order(&tape.history()).unwrap_err();
-    assert_tells(&found, Promise::HoldersFollowTokens, &["token 5", "token 6"]);
-    assert_eq!(opinion(&tape.history()), impossible());
+    assert_message(&found, Promise::HoldersFollowTokens, &["token 5", "token 6"]);
+    assert_eq!(search_result(&tape.history()), not_linearizable());
 }
 
 #[test]
-fn a_token_that_goes_back_after_an_expiry_is_found() {
-    let tape = Tape::new();
-    drop(grant_for(tape.at(0).ask(1), 6, Duration::from_millis(50)));
-    drop(grant_for(tape.at(100).ask(2), 5, Duration::from_millis(50)));
+fn a_decreasing_token_after_an_expiry_is_found() {
+    let tape = TestHistory::new();
+    drop(grant_for(tape.at(0).acquire(1), 6, Duration::from_millis(50)));
+    drop(grant_for(tape.at(100).acquire(2), 5, Duration::from_millis(50)));
     token_order(&tape.history()).unwrap_err();
-    assert_eq!(opinion(&tape.history()), impossible());
+    assert_eq!(search_result(&tape.history()), not_linearizable());
 }
 
 /// A case that the simple rule "tokens increase in real time" misses. All three acquisitions
@@ -174,8 +176,8 @@ fn a_token_that_goes_back_after_an_expiry_is_found() {
 /// the other two.
 #[test]
 fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
-    let tape = Tape::new();
-    let (one, two, three) = (tape.at(0).ask(1), tape.ask(2), tape.ask(3));
+    let tape = TestHistory::new();
+    let (one, two, three) = (tape.at(0).acquire(1), tape.acquire(2), tape.acquire(3));
     let first = grant(tape.at(10).on(one), 1);
     let second = grant(tape.at(20).on(two), 2);
     let third = grant(tape.at(30).on(three), 3);
@@ -186,7 +188,7 @@ fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
     let history = tape.history();
     assert!(!rises_in_real_time_is_broken(&history), "the plain rule sees nothing here");
     token_order(&history).unwrap_err();
-    assert_eq!(opinion(&history), impossible());
+    assert_eq!(search_result(&history), not_linearizable());
 }
 
 fn rises_in_real_time_is_broken(history: &History) -> bool {
@@ -199,29 +201,29 @@ fn rises_in_real_time_is_broken(history: &History) -> bool {
 }
 
 #[test]
-fn holds_that_were_not_surely_released_may_have_ended_early() {
-    let tape = Tape::new();
+fn holds_without_a_confirmed_release_may_have_ended_early() {
+    let tape = TestHistory::new();
     let short = Duration::from_millis(10);
-    let expired = grant_for(tape.at(0).ask(1), 1, short);
-    let told = grant_for(tape.at(100).ask(2), 2, short);
-    tape.at(120).on(&told).lost();
-    let unsure = grant_for(tape.at(200).ask(3), 3, short);
-    let dropped = grant_for(tape.at(300).ask(4), 4, short);
-    drop(grant(tape.at(400).ask(5), 5));
+    let expired = grant_for(tape.at(0).acquire(1), 1, short);
+    let text = grant_for(tape.at(100).acquire(2), 2, short);
+    tape.at(120).on(&text).lost();
+    let unsure = grant_for(tape.at(200).acquire(3), 3, short);
+    let dropped = grant_for(tape.at(300).acquire(4), 4, short);
+    drop(grant(tape.at(400).acquire(5), 5));
     tape.at(500).on(expired).release().not_held();
-    told.release().not_held();
+    text.release().not_held();
     unsure.release().failed();
     drop(dropped.release());
     let checked = check(&tape.history()).unwrap();
     assert_eq!((checked.tokens, checked.unknown), (5, 3));
-    assert_eq!(opinion(&tape.history()), Opinion::Explained);
+    assert_eq!(search_result(&tape.history()), SearchResult::Linearizable);
 }
 
 #[test]
-fn a_release_that_lies_about_a_lost_lock_is_found() {
-    let tape = Tape::new();
-    let first = grant_for(tape.at(0).ask(1), 1, Duration::from_millis(10));
-    let second = grant(tape.at(100).ask(2), 2);
+fn a_successful_release_of_a_lost_lock_is_found() {
+    let tape = TestHistory::new();
+    let first = grant_for(tape.at(0).acquire(1), 1, Duration::from_millis(10));
+    let second = grant(tape.at(100).acquire(2), 2);
     // The lease had expired and another client had the lock, but the release reported success.
     tape.at(200).on(first).release().freed();
     drop(second);
@@ -229,23 +231,23 @@ fn a_release_that_lies_about_a_lost_lock_is_found() {
 }
 
 #[test]
-fn acquisitions_of_unknown_outcome_bind_nothing() {
-    let tape = Tape::new();
-    tape.at(0).ask(9).failed();
-    drop(tape.ask(8));
-    grant(tape.at(10).ask(1), 1).release().freed();
-    let unknown = tape.at(20).ask(7);
-    grant(tape.at(30).ask(2), 2).release().freed();
+fn acquisitions_of_unknown_outcome_are_ignored() {
+    let tape = TestHistory::new();
+    tape.at(0).acquire(9).failed();
+    drop(tape.acquire(8));
+    grant(tape.at(10).acquire(1), 1).release().freed();
+    let unknown = tape.at(20).acquire(7);
+    grant(tape.at(30).acquire(2), 2).release().freed();
     unknown.failed();
     let checked = check(&tape.history()).unwrap();
     assert_eq!((checked.tokens, checked.unknown), (2, 3));
-    assert_eq!(opinion(&tape.history()), Opinion::Explained);
+    assert_eq!(search_result(&tape.history()), SearchResult::Linearizable);
 }
 
 #[test]
-fn keys_are_judged_apart() {
-    let tape = Tape::new();
-    let first = grant(tape.at(0).ask(1), 5);
+fn keys_are_checked_separately() {
+    let tape = TestHistory::new();
+    let first = grant(tape.at(0).acquire(1), 5);
     let other = tape.recorder.acquire(2, "other").granted(FencingToken::new(5), || Duration::MAX);
     first.release().freed();
     other.release().freed();
@@ -256,60 +258,60 @@ fn keys_are_judged_apart() {
 
 #[test]
 fn two_guards_that_are_valid_at_once_are_found_even_without_tokens() {
-    let tape = Tape::new();
+    let tape = TestHistory::new();
     let lease = Duration::from_millis(100);
-    let first = tape.at(0).ask(1).granted(None, || lease);
-    let second = tape.at(99).ask(2).granted(None, || lease);
+    let first = tape.at(0).acquire(1).granted(None, || lease);
+    let second = tape.at(99).acquire(2).granted(None, || lease);
     let found = validity(&tape.history()).unwrap_err();
-    assert_tells(
+    assert_message(
         &found,
         Promise::OneValidGuard,
         &["client 1", "client 2", "+0.099000001 s to +0.100000000 s", "without a token"],
     );
     // The token order accepts this, because a hold may always have expired earlier.
-    assert_eq!(opinion(&tape.history()), Opinion::Explained);
+    assert_eq!(search_result(&tape.history()), SearchResult::Linearizable);
     drop((first, second));
 }
 
 #[test]
 fn a_guard_may_begin_where_another_ends() {
     let lease = Duration::from_millis(100);
-    for ending in ["by itself", "told", "released"] {
-        let tape = Tape::new();
-        let first = tape.at(0).ask(1).granted(None, || lease);
+    for ending in ["by itself", "loss reported", "released"] {
+        let tape = TestHistory::new();
+        let first = tape.at(0).acquire(1).granted(None, || lease);
         match ending {
             "by itself" => {
                 tape.at(100);
                 drop(first);
             }
-            "told" => tape.at(50).on(first).lost(),
+            "loss reported" => tape.at(50).on(first).lost(),
             _ => drop(tape.at(50).on(first).release()),
         }
-        drop(tape.ask(2).granted(None, || lease));
+        drop(tape.acquire(2).granted(None, || lease));
         validity(&tape.history()).expect(ending);
     }
 }
 
 #[test]
 fn a_renewed_guard_is_valid_for_longer() {
-    let tape = Tape::new();
+    let tape = TestHistory::new();
     let lease = Duration::from_millis(100);
-    let first = tape.at(0).ask(1).granted(None, || lease);
+    let first = tape.at(0).acquire(1).granted(None, || lease);
     tape.at(90).on(&first).valid_for(|| lease);
     // An expired guard returns zero, which does not shorten the recorded validity.
     tape.at(91).on(&first).valid_for(|| Duration::ZERO);
-    let second = tape.at(150).ask(2).granted(None, || lease);
+    let second = tape.at(150).acquire(2).granted(None, || lease);
     let found = validity(&tape.history()).unwrap_err();
-    assert_tells(&found, Promise::OneValidGuard, &["to +0.190000000 s"]);
+    assert_message(&found, Promise::OneValidGuard, &["to +0.190000000 s"]);
     drop((first, second));
 }
 
 #[test]
-fn a_guard_that_is_over_is_not_prolonged_by_asking_it() {
-    let tape = Tape::new();
+fn querying_an_expired_guard_does_not_extend_it() {
+    let tape = TestHistory::new();
     let lease = Duration::from_millis(100);
-    let first = tape.at(0).ask(1).granted(None, || lease);
-    let second = tape.at(120).ask(2).granted(None, || lease);
+    let first = tape.at(0).acquire(1).granted(None, || lease);
+    let second = tape.at(120).acquire(2).granted(None, || lease);
     tape.at(150).on(&first).valid_for(|| Duration::ZERO);
     validity(&tape.history()).unwrap();
     drop((first, second));
@@ -318,9 +320,10 @@ fn a_guard_that_is_over_is_not_prolonged_by_asking_it() {
 #[test]
 fn the_end_of_a_guard_is_not_part_of_it() {
     let guard = |op, from, until| {
-        let granted = What::AcquireGranted { token: None, valid_until: Some(until) };
-        let asked = Event::new(from, op, 1, What::AcquireCalled { key: KEY.into() });
-        [asked, Event::new(from, op, 1, granted)]
+        let granted = HistoryEventKind::AcquireGranted { token: None, valid_until: Some(until) };
+        let called =
+            HistoryEvent::new(from, op, 1, HistoryEventKind::AcquireCalled { key: KEY.into() });
+        [called, HistoryEvent::new(from, op, 1, granted)]
     };
     let touching = [guard(1, 0, 100), guard(2, 100, 200)].into_iter().flatten();
     validity(&History::from_events(touching).unwrap()).unwrap();
@@ -330,9 +333,9 @@ fn the_end_of_a_guard_is_not_part_of_it() {
 
 #[test]
 fn a_guard_without_an_end_of_its_own_is_valid_until_it_is_released() {
-    let tape = Tape::new();
-    let first = tape.at(0).ask(1).granted_for_good(None);
-    let second = tape.at(1_000_000).ask(2).granted_for_good(None);
+    let tape = TestHistory::new();
+    let first = tape.at(0).acquire(1).granted_without_lease(None);
+    let second = tape.at(1_000_000).acquire(2).granted_without_lease(None);
     validity(&tape.history()).unwrap_err();
     drop((first, second));
 }
@@ -341,7 +344,7 @@ fn a_guard_without_an_end_of_its_own_is_valid_until_it_is_released() {
 
 #[test]
 fn an_older_token_after_a_newer_one_is_found() {
-    let tape = Tape::new();
+    let tape = TestHistory::new();
     tape.at(0).write(1, 5).accepted();
     tape.at(10).write(2, 7).accepted();
     tape.at(20).write(1, 5).rejected();
@@ -349,7 +352,7 @@ fn an_older_token_after_a_newer_one_is_found() {
     assert_eq!(fenced_writes(&tape.history()), Ok(3));
     tape.at(40).write(1, 6).accepted();
     let found = fenced_writes(&tape.history()).unwrap_err();
-    assert_tells(
+    assert_message(
         &found,
         Promise::WritesNeverGoBack,
         &["client 1 wrote with token 6", "client 2 wrote with token 7"],
@@ -357,8 +360,8 @@ fn an_older_token_after_a_newer_one_is_found() {
 }
 
 #[test]
-fn writes_that_overlap_may_have_come_in_either_order() {
-    let tape = Tape::new();
+fn overlapping_writes_may_take_effect_in_either_order() {
+    let tape = TestHistory::new();
     let slow = tape.at(0).write(1, 5);
     tape.at(10).write(2, 7).accepted();
     tape.at(20).on(slow).accepted();
@@ -371,18 +374,18 @@ fn writes_that_overlap_may_have_come_in_either_order() {
 
 #[test]
 fn a_write_of_a_replaced_holder_is_found_before_its_successor_writes() {
-    let tape = Tape::new();
-    let first = grant(tape.at(0).ask(1), 5);
+    let tape = TestHistory::new();
+    let first = grant(tape.at(0).acquire(1), 5);
     tape.at(10).write(1, 5).accepted();
     first.lost();
     let overlapping = tape.at(20).write(1, 5);
-    let second = grant(tape.at(30).ask(2), 6);
+    let second = grant(tape.at(30).acquire(2), 6);
     overlapping.accepted();
     assert_eq!(guarded_writes(&tape.history()), Ok(2));
     tape.at(40).write(1, 5).accepted();
     assert_eq!(fenced_writes(&tape.history()), Ok(3));
     let found = guarded_writes(&tape.history()).unwrap_err();
-    assert_tells(
+    assert_message(
         &found,
         Promise::ReplacedHoldersCannotWrite,
         &["client 1 wrote with token 5", "client 2 acquired token 6"],
@@ -394,27 +397,27 @@ fn a_write_of_a_replaced_holder_is_found_before_its_successor_writes() {
 
 #[test]
 fn busy_without_a_holder_is_found() {
-    let tape = Tape::new();
-    let held = grant(tape.at(0).ask(1), 5);
-    tape.at(10).ask(2).busy();
+    let tape = TestHistory::new();
+    let held = grant(tape.at(0).acquire(1), 5);
+    tape.at(10).acquire(2).busy();
     held.release().freed();
     assert_eq!(busy_answers(&tape.history()), Ok(1));
-    tape.at(30).ask(3).busy();
-    grant(tape.at(40).ask(1), 6).release().freed();
+    tape.at(30).acquire(3).busy();
+    grant(tape.at(40).acquire(1), 6).release().freed();
     let found = busy_answers(&tape.history()).unwrap_err();
-    assert_tells(&found, Promise::BusyMeansHeld, &["client 3 asked"]);
+    assert_message(&found, Promise::BusyMeansHeld, &["client 3 tried to acquire"]);
 }
 
 #[test]
-fn busy_is_believed_while_anybody_may_hold_the_lock() {
-    let tape = Tape::new();
-    tape.at(0).ask(9).failed();
-    tape.at(10).ask(2).busy();
+fn busy_is_accepted_while_a_client_may_hold_the_lock() {
+    let tape = TestHistory::new();
+    tape.at(0).acquire(9).failed();
+    tape.at(10).acquire(2).busy();
     check(&tape.history()).unwrap();
 
-    let tape = Tape::new();
-    let asking = tape.at(0).ask(2);
-    grant(tape.at(10).ask(1), 5).release().freed();
+    let tape = TestHistory::new();
+    let asking = tape.at(0).acquire(2);
+    grant(tape.at(10).acquire(1), 5).release().freed();
     tape.at(20).on(asking).busy();
     check(&tape.history()).unwrap();
 }
@@ -422,9 +425,9 @@ fn busy_is_believed_while_anybody_may_hold_the_lock() {
 // ---- the record
 
 #[test]
-fn a_record_that_does_not_fit_together_is_no_pass() {
-    let tape = Tape::new();
-    grant(tape.at(0).ask(1), 5).release().freed();
+fn an_inconsistent_record_is_an_error() {
+    let tape = TestHistory::new();
+    grant(tape.at(0).acquire(1), 5).release().freed();
     let events = tape.recorder.events();
     for missing in 0..events.len() - 1 {
         let mut events = events.clone();
@@ -436,24 +439,25 @@ fn a_record_that_does_not_fit_together_is_no_pass() {
         let mut twice = events.clone();
         twice.push(event.clone());
         let broken = History::from_events(twice).unwrap_err();
-        assert!(broken.to_string().contains("the record is broken at"), "{broken}");
+        assert!(broken.to_string().contains("the record is inconsistent at"), "{broken}");
     }
 }
 
 #[test]
 fn events_travel_as_lines_of_json() {
-    let tape = Tape::new();
-    let held = grant(tape.at(0).ask(1), FencingToken::MAX.get());
+    let tape = TestHistory::new();
+    let held = grant(tape.at(0).acquire(1), FencingToken::MAX.get());
     held.valid_for(|| Duration::from_secs(1));
     held.lost();
     held.release().not_held();
     tape.write(1, 7).rejected();
-    tape.ask(2).busy();
+    tape.acquire(2).busy();
     let events = tape.recorder.events();
     let lines: Vec<String> =
         events.iter().map(|event| serde_json::to_string(event).unwrap()).collect();
     assert_eq!(lines[0], r#"{"at":0,"op":0,"client":1,"what":"acquire_called","key":"orders/42"}"#);
-    let back: Vec<Event> = lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let back: Vec<HistoryEvent> =
+        lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(back, events);
 }
 
@@ -464,7 +468,7 @@ fn the_events_of_several_recorders_make_one_history_in_any_order() {
     let recorders: Vec<Recorder> = (0..3)
         .map(|source| {
             let (clock, sink) = (Arc::clone(&now), Arc::clone(&sent));
-            Recorder::sending(
+            Recorder::forwarding(
                 move || clock.fetch_add(1, Ordering::Relaxed),
                 source,
                 move |event| sink.lock().unwrap().push(event.clone()),
@@ -473,8 +477,8 @@ fn the_events_of_several_recorders_make_one_history_in_any_order() {
         .collect();
     for token in 1..100 {
         let recorder = &recorders[token as usize % 3];
-        let asked = recorder.acquire(token as u32 % 3, KEY);
-        asked.granted(FencingToken::new(token), || Duration::from_secs(1)).release().freed();
+        let called = recorder.acquire(token as u32 % 3, KEY);
+        called.granted(FencingToken::new(token), || Duration::from_secs(1)).release().freed();
     }
     let mut events = sent.lock().unwrap().clone();
     fastrand::Rng::with_seed(1).shuffle(&mut events);
@@ -497,10 +501,10 @@ fn no_two_events_of_a_recorder_have_the_same_time() {
 }
 
 #[test]
-fn a_million_events_are_judged_without_trouble() {
-    let tape = Tape::new();
+fn a_million_events_are_checked() {
+    let tape = TestHistory::new();
     for turn in 1..=250_000 {
-        grant(tape.at(turn).ask(turn as u32 % 7), turn).release().freed();
+        grant(tape.at(turn).acquire(turn as u32 % 7), turn).release().freed();
     }
     assert_eq!(check(&tape.history()).unwrap().tokens, 250_000);
 }

@@ -47,11 +47,11 @@ async fn a_program_sees_only_the_jumps_of_its_own_clock() {
         ahead[0] += f64::from(i32::try_from(wall).unwrap());
         ahead[1] += f64::from(i32::try_from(monotonic).unwrap());
         program.write_line("now").unwrap();
-        let told = program
+        let offset = program
             .expect_map(|line| serde_json::from_str(line.strip_prefix("seconds ")?).ok(), LIMIT);
-        let told: [f64; 3] = told.await.unwrap();
+        let offset: [f64; 3] = offset.await.unwrap();
         for (clock, right) in seconds().into_iter().enumerate() {
-            let wrong = told[clock] - right - ahead[clock];
+            let wrong = offset[clock] - right - ahead[clock];
             assert!(wrong.abs() < CLOSE, "clock {clock} is {wrong} s off after {ahead:?}");
         }
     }

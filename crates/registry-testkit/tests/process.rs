@@ -26,14 +26,14 @@ fn shell(script: &str) -> HelperProcess {
 }
 
 /// Returns whether the process has ended. A zombie that init has not reaped yet counts as ended.
-fn is_gone(pid: i32) -> bool {
+fn has_ended(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH)
         || stat.is_ok_and(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('Z')))
 }
 
 #[tokio::test]
-async fn lines_are_read_in_order_and_others_passed_over() {
+async fn lines_are_read_in_order_and_others_skipped() {
     let mut helper = shell("echo one; echo two; echo three; cat");
     let line = helper.expect_line(|line| line.starts_with("tw"), LIMIT).await.unwrap();
     assert_eq!(&*line, "two");
@@ -46,15 +46,15 @@ async fn lines_are_read_in_order_and_others_passed_over() {
 }
 
 #[tokio::test]
-async fn a_line_that_does_not_come_ends_at_the_limit_with_the_transcript() {
-    let mut helper = shell("echo out; echo trouble >&2; cat");
-    eventually(LIMIT, async || helper.stderr() == "trouble\n").await;
+async fn a_missing_line_ends_the_wait_at_the_limit_with_the_transcript() {
+    let mut helper = shell("echo out; echo problem >&2; cat");
+    eventually(LIMIT, async || helper.stderr() == "problem\n").await;
     let late = helper.expect_line(|line| line == "never", SHORT).await.unwrap_err().to_string();
-    assert!(late.contains("alive") && late.contains("out") && late.contains("trouble"), "{late}");
+    assert!(late.contains("alive") && late.contains("out") && late.contains("problem"), "{late}");
 }
 
 #[tokio::test]
-async fn a_line_that_can_no_longer_come_is_not_waited_for() {
+async fn a_line_that_can_no_longer_arrive_ends_the_wait() {
     let mut helper = shell("printf unfinished; exit 3");
     let line = helper.expect_line(|_| true, LIMIT).await.unwrap();
     assert_eq!(&*line, "unfinished");
@@ -65,7 +65,7 @@ async fn a_line_that_can_no_longer_come_is_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_helper_that_reads_ends_with_its_input() {
+async fn a_helper_that_reads_its_input_ends_with_it() {
     let mut helper = shell("cat; exit 4");
     helper.close_stdin();
     assert_eq!(helper.write_line("late").unwrap_err().kind(), ErrorKind::BrokenPipe);
@@ -86,7 +86,7 @@ async fn a_paused_process_does_nothing_until_it_is_resumed() {
 }
 
 #[tokio::test]
-async fn the_way_it_ended_is_told() {
+async fn the_exit_status_is_reported() {
     let asked = shell("exec sleep 1000");
     asked.terminate().unwrap();
     assert_eq!(asked.wait_exit(LIMIT).await.unwrap().signal(), Some(Signal::SIGTERM as i32));
@@ -95,22 +95,22 @@ async fn the_way_it_ended_is_told() {
     killed.kill().unwrap();
     assert_eq!(killed.wait_exit(LIMIT).await.unwrap().signal(), Some(Signal::SIGKILL as i32));
     assert_eq!(killed.pause().await.unwrap_err().kind(), ErrorKind::NotFound);
-    let mut stubborn = shell("trap '' TERM; echo ready; exec sleep 1000");
-    stubborn.expect_line(|line| line == "ready", LIMIT).await.unwrap();
-    stubborn.terminate().unwrap();
-    let late = stubborn.wait_exit(SHORT).await.unwrap_err();
+    let mut ignoring_sigterm = shell("trap '' TERM; echo ready; exec sleep 1000");
+    ignoring_sigterm.expect_line(|line| line == "ready", LIMIT).await.unwrap();
+    ignoring_sigterm.terminate().unwrap();
+    let late = ignoring_sigterm.wait_exit(SHORT).await.unwrap_err();
     assert!(late.to_string().contains("did not end"), "{late}");
 }
 
 #[tokio::test]
-async fn dropping_kills_the_process_and_what_it_started() {
+async fn dropping_kills_the_process_and_its_children() {
     let mut helper = shell("sleep 1000 & echo $!; wait");
     let started = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
     let leader = i32::try_from(helper.id()).unwrap();
-    assert!(!is_gone(leader) && !is_gone(started));
+    assert!(!has_ended(leader) && !has_ended(started));
     drop(helper);
-    assert!(is_gone(leader));
-    eventually(LIMIT, async || is_gone(started)).await;
+    assert!(has_ended(leader));
+    eventually(LIMIT, async || has_ended(started)).await;
 }
 
 #[tokio::test]
@@ -119,17 +119,17 @@ async fn dropping_kills_a_stopped_process() {
     helper.pause().await.unwrap();
     let pid = i32::try_from(helper.id()).unwrap();
     drop(helper);
-    assert!(is_gone(pid));
+    assert!(has_ended(pid));
 }
 
 #[tokio::test]
-async fn dropping_kills_what_outlived_the_process() {
+async fn dropping_kills_children_of_an_ended_process() {
     let mut helper = shell("sleep 1000 & echo $!");
     let started = helper.expect_map(|line| line.parse::<i32>().ok(), LIMIT).await.unwrap();
     helper.wait_exit(LIMIT).await.unwrap();
-    assert!(!is_gone(started));
+    assert!(!has_ended(started));
     drop(helper);
-    eventually(LIMIT, async || is_gone(started)).await;
+    eventually(LIMIT, async || has_ended(started)).await;
 }
 
 #[test]
@@ -143,7 +143,7 @@ fn a_panicking_test_leaves_no_process() {
             panic!("on purpose");
         })
     }));
-    assert!(test.is_err() && is_gone(pid));
+    assert!(test.is_err() && has_ended(pid));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use registry_testkit::proxy::{FaultProxy, Mode};
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::within;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -21,22 +21,22 @@ const SILENCE: Duration = Duration::from_millis(150);
 
 /// A server that echoes and records all received bytes. After the client's end of stream, it sends
 /// `bye`.
-struct Echo {
+struct EchoServer {
     addr: SocketAddr,
-    heard: watch::Receiver<Vec<u8>>,
+    received: watch::Receiver<Vec<u8>>,
     _tasks: JoinSet<()>,
 }
 
-impl Echo {
+impl EchoServer {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
-        let (said, heard) = watch::channel(Vec::new());
+        let (output_text, received) = watch::channel(Vec::new());
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let mut clients = JoinSet::new();
             while let Ok((mut client, _)) = listener.accept().await {
-                let said = said.clone();
+                let output_text = output_text.clone();
                 clients.spawn(async move {
                     let mut buffer = [0; 4_096];
                     while let Ok(length) = client.read(&mut buffer).await {
@@ -44,7 +44,7 @@ impl Echo {
                             _ = client.write_all(b"bye").await;
                             return;
                         }
-                        said.send_modify(|all| all.extend_from_slice(&buffer[..length]));
+                        output_text.send_modify(|all| all.extend_from_slice(&buffer[..length]));
                         if client.write_all(&buffer[..length]).await.is_err() {
                             return;
                         }
@@ -52,24 +52,24 @@ impl Echo {
                 });
             }
         });
-        Self { addr, heard, _tasks: tasks }
+        Self { addr, received, _tasks: tasks }
     }
 
-    async fn has_heard(&self, text: &[u8]) {
-        let mut heard = self.heard.clone();
-        let such = heard.wait_for(|all| all.ends_with(text));
-        drop(within(LIMIT, such).await.unwrap());
+    async fn has_received(&self, text: &[u8]) {
+        let mut received = self.received.clone();
+        let predicate = received.wait_for(|all| all.ends_with(text));
+        drop(within(LIMIT, predicate).await.unwrap());
     }
 }
 
-struct Lab {
-    echo: Echo,
+struct ProxyTest {
+    echo: EchoServer,
     proxy: FaultProxy,
 }
 
-impl Lab {
+impl ProxyTest {
     async fn new() -> Self {
-        let echo = Echo::start().await;
+        let echo = EchoServer::start().await;
         let proxy = FaultProxy::start(echo.addr).unwrap();
         Self { echo, proxy }
     }
@@ -78,28 +78,28 @@ impl Lab {
         within(LIMIT, TcpStream::connect(self.proxy.addr())).await.unwrap()
     }
 
-    async fn set(&self, mode: Mode) {
+    async fn set(&self, mode: ProxyMode) {
         within(LIMIT, self.proxy.set_mode(mode)).await.unwrap();
     }
 }
 
-async fn say(client: &mut TcpStream, text: &[u8]) {
+async fn send(client: &mut TcpStream, text: &[u8]) {
     within(LIMIT, client.write_all(text)).await.unwrap();
 }
 
-async fn hear(client: &mut TcpStream, text: &[u8]) {
+async fn expect_bytes(client: &mut TcpStream, text: &[u8]) {
     let mut reply = vec![0; text.len()];
     within(LIMIT, client.read_exact(&mut reply)).await.unwrap();
     assert_eq!(reply, text);
 }
 
-async fn hear_nothing(client: &mut TcpStream) {
-    let heard = tokio::time::timeout(SILENCE, client.read_u8()).await;
-    assert!(heard.is_err(), "heard {heard:?}");
+async fn expect_silence(client: &mut TcpStream) {
+    let received = tokio::time::timeout(SILENCE, client.read_u8()).await;
+    assert!(received.is_err(), "received {received:?}");
 }
 
 /// Returns the remaining bytes of the stream, and the error that ended it.
-async fn hear_the_end(client: &mut TcpStream) -> (Vec<u8>, Option<ErrorKind>) {
+async fn expect_end(client: &mut TcpStream) -> (Vec<u8>, Option<ErrorKind>) {
     let mut rest = Vec::new();
     let ended = within(LIMIT, client.read_to_end(&mut rest)).await;
     (rest, ended.err().map(|error| error.kind()))
@@ -107,24 +107,24 @@ async fn hear_the_end(client: &mut TcpStream) -> (Vec<u8>, Option<ErrorKind>) {
 
 #[tokio::test]
 async fn passing_carries_everything_and_counts_it() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
     for text in [b"one", b"two"] {
-        say(&mut client, text).await;
-        hear(&mut client, text).await;
+        send(&mut client, text).await;
+        expect_bytes(&mut client, text).await;
     }
-    let counts = lab.proxy.counts();
+    let counts = test.proxy.counts();
     assert_eq!((counts.accepted, counts.live, counts.requests), (1, 1, 2));
     assert_eq!((counts.request_bytes, counts.reply_bytes, counts.reply_bytes_lost), (6, 6, 0));
     drop(client);
-    let counts = lab.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
+    let counts = test.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
     assert_eq!(counts.reset, 0);
 }
 
 #[tokio::test]
 async fn passing_keeps_megabytes_intact() {
-    let lab = Lab::new().await;
-    let (mut from, mut to) = lab.client().await.into_split();
+    let test = ProxyTest::new().await;
+    let (mut from, mut to) = test.client().await.into_split();
     let sent: Vec<u8> =
         (0..4_000_000_u32).map(|number| number as u8 ^ (number >> 8) as u8).collect();
     let copy = sent.clone();
@@ -139,246 +139,246 @@ async fn passing_keeps_megabytes_intact() {
 }
 
 #[tokio::test]
-async fn a_client_may_end_its_stream_and_still_hear_the_reply() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    say(&mut client, b"last").await;
+async fn a_client_may_end_its_stream_and_still_receive_the_reply() {
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    send(&mut client, b"last").await;
     client.shutdown().await.unwrap();
-    assert_eq!(hear_the_end(&mut client).await, (b"lastbye".to_vec(), None));
+    assert_eq!(expect_end(&mut client).await, (b"lastbye".to_vec(), None));
 }
 
 #[tokio::test]
 async fn a_delay_counts_in_each_direction() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::Delay(Duration::from_millis(100))).await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::Delay(Duration::from_millis(100))).await;
     let asked = Instant::now();
-    say(&mut client, b"slow").await;
-    hear(&mut client, b"slow").await;
+    send(&mut client, b"slow").await;
+    expect_bytes(&mut client, b"slow").await;
     assert!(asked.elapsed() >= Duration::from_millis(200));
 }
 
 #[tokio::test]
-async fn a_healed_delay_lets_go_what_was_under_way() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::Delay(LIMIT * 100)).await;
-    say(&mut client, b"slow").await;
-    hear_nothing(&mut client).await;
-    lab.set(Mode::Pass).await;
-    hear(&mut client, b"slow").await;
+async fn ending_a_delay_delivers_the_bytes_in_flight() {
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::Delay(LIMIT * 100)).await;
+    send(&mut client, b"slow").await;
+    expect_silence(&mut client).await;
+    test.set(ProxyMode::Pass).await;
+    expect_bytes(&mut client, b"slow").await;
 }
 
 #[tokio::test]
 async fn a_throttle_bounds_the_rate() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::Throttle { bytes_per_second: 50_000 }).await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::Throttle { bytes_per_second: 50_000 }).await;
     let asked = Instant::now();
     let text = vec![7; 20_000];
-    say(&mut client, &text).await;
-    hear(&mut client, &text).await;
+    send(&mut client, &text).await;
+    expect_bytes(&mut client, &text).await;
     assert!(asked.elapsed() >= Duration::from_millis(400), "{:?}", asked.elapsed());
 }
 
 #[tokio::test]
-async fn a_black_hole_accepts_and_says_nothing_until_it_heals() {
-    let lab = Lab::new().await;
-    let mut old = lab.client().await;
-    say(&mut old, b"before").await;
-    hear(&mut old, b"before").await;
-    lab.set(Mode::BlackHole).await;
-    let mut new = lab.client().await;
-    say(&mut old, b"old").await;
-    say(&mut new, b"new").await;
-    hear_nothing(&mut old).await;
-    hear_nothing(&mut new).await;
-    assert_eq!(lab.proxy.counts().requests, 1);
-    assert_eq!(*lab.echo.heard.borrow(), b"before");
-    lab.set(Mode::Pass).await;
-    hear(&mut old, b"old").await;
-    hear(&mut new, b"new").await;
+async fn a_black_hole_accepts_and_is_silent_until_the_mode_changes() {
+    let test = ProxyTest::new().await;
+    let mut old = test.client().await;
+    send(&mut old, b"before").await;
+    expect_bytes(&mut old, b"before").await;
+    test.set(ProxyMode::BlackHole).await;
+    let mut new = test.client().await;
+    send(&mut old, b"old").await;
+    send(&mut new, b"new").await;
+    expect_silence(&mut old).await;
+    expect_silence(&mut new).await;
+    assert_eq!(test.proxy.counts().requests, 1);
+    assert_eq!(*test.echo.received.borrow(), b"before");
+    test.set(ProxyMode::Pass).await;
+    expect_bytes(&mut old, b"old").await;
+    expect_bytes(&mut new, b"new").await;
 }
 
 #[tokio::test]
 async fn held_replies_arrive_late() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::HoldReplies).await;
-    say(&mut client, b"set").await;
-    lab.echo.has_heard(b"set").await;
-    hear_nothing(&mut client).await;
-    lab.set(Mode::Pass).await;
-    hear(&mut client, b"set").await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::HoldReplies).await;
+    send(&mut client, b"set").await;
+    test.echo.has_received(b"set").await;
+    expect_silence(&mut client).await;
+    test.set(ProxyMode::Pass).await;
+    expect_bytes(&mut client, b"set").await;
 }
 
 #[tokio::test]
 async fn dropped_replies_never_arrive_though_the_server_acted() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::DropReplies).await;
-    say(&mut client, b"set").await;
-    lab.echo.has_heard(b"set").await;
-    lab.proxy.until(LIMIT, |counts| counts.reply_bytes_lost == 3).await.unwrap();
-    hear_nothing(&mut client).await;
-    assert_eq!(lab.proxy.counts().reply_bytes, 0);
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::DropReplies).await;
+    send(&mut client, b"set").await;
+    test.echo.has_received(b"set").await;
+    test.proxy.until(LIMIT, |counts| counts.reply_bytes_lost == 3).await.unwrap();
+    expect_silence(&mut client).await;
+    assert_eq!(test.proxy.counts().reply_bytes, 0);
     // Delivering the next reply now would answer the wrong request.
-    lab.set(Mode::Pass).await;
-    assert_eq!(hear_the_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
-    let mut client = lab.client().await;
-    say(&mut client, b"get").await;
-    hear(&mut client, b"get").await;
+    test.set(ProxyMode::Pass).await;
+    assert_eq!(expect_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
+    let mut client = test.client().await;
+    send(&mut client, b"get").await;
+    expect_bytes(&mut client, b"get").await;
 }
 
 #[tokio::test]
-async fn a_connection_that_lost_nothing_survives_the_dropping() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    say(&mut client, b"one").await;
-    hear(&mut client, b"one").await;
-    lab.set(Mode::DropReplies).await;
-    lab.set(Mode::Pass).await;
-    say(&mut client, b"two").await;
-    hear(&mut client, b"two").await;
+async fn a_connection_that_lost_nothing_survives_dropped_replies() {
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    send(&mut client, b"one").await;
+    expect_bytes(&mut client, b"one").await;
+    test.set(ProxyMode::DropReplies).await;
+    test.set(ProxyMode::Pass).await;
+    send(&mut client, b"two").await;
+    expect_bytes(&mut client, b"two").await;
 }
 
 #[tokio::test]
 async fn a_client_that_leaves_while_replies_drop_ends_its_connection() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::DropReplies).await;
-    say(&mut client, b"set").await;
-    lab.echo.has_heard(b"set").await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::DropReplies).await;
+    send(&mut client, b"set").await;
+    test.echo.has_received(b"set").await;
     drop(client);
-    lab.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
+    test.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
 }
 
 #[tokio::test]
 async fn a_reset_comes_after_the_request_reached_the_server() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::ResetAfterRequest).await;
-    say(&mut client, b"set").await;
-    assert_eq!(hear_the_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
-    assert_eq!(*lab.echo.heard.borrow(), b"set");
-    let counts = lab.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::ResetAfterRequest).await;
+    send(&mut client, b"set").await;
+    assert_eq!(expect_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
+    assert_eq!(*test.echo.received.borrow(), b"set");
+    let counts = test.proxy.until(LIMIT, |counts| counts.live == 0).await.unwrap();
     assert_eq!((counts.requests, counts.reset, counts.reply_bytes), (1, 1, 0));
 }
 
 #[tokio::test]
 async fn a_reply_is_cut_in_its_middle() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    say(&mut client, b"whole").await;
-    hear(&mut client, b"whole").await;
-    lab.set(Mode::CutAfter { reply_bytes: 4 }).await;
-    say(&mut client, b"partial").await;
-    assert_eq!(hear_the_end(&mut client).await, (b"part".to_vec(), None));
-    assert_eq!(*lab.echo.heard.borrow(), b"wholepartial");
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    send(&mut client, b"whole").await;
+    expect_bytes(&mut client, b"whole").await;
+    test.set(ProxyMode::CutAfter { reply_bytes: 4 }).await;
+    send(&mut client, b"partial").await;
+    assert_eq!(expect_end(&mut client).await, (b"part".to_vec(), None));
+    assert_eq!(*test.echo.received.borrow(), b"wholepartial");
 }
 
 #[tokio::test]
-async fn a_cut_after_no_bytes_closes_when_the_reply_comes() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    lab.set(Mode::CutAfter { reply_bytes: 0 }).await;
-    hear_nothing(&mut client).await;
-    say(&mut client, b"set").await;
-    assert_eq!(hear_the_end(&mut client).await, (vec![], None));
-    assert_eq!(*lab.echo.heard.borrow(), b"set");
+async fn a_cut_after_no_bytes_closes_when_the_reply_arrives() {
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    test.set(ProxyMode::CutAfter { reply_bytes: 0 }).await;
+    expect_silence(&mut client).await;
+    send(&mut client, b"set").await;
+    assert_eq!(expect_end(&mut client).await, (vec![], None));
+    assert_eq!(*test.echo.received.borrow(), b"set");
 }
 
 #[tokio::test]
 async fn a_half_closed_connection_still_carries_requests() {
-    let lab = Lab::new().await;
-    let mut client = lab.client().await;
-    say(&mut client, b"one").await;
-    hear(&mut client, b"one").await;
-    lab.set(Mode::HalfClose).await;
-    assert_eq!(hear_the_end(&mut client).await, (vec![], None));
-    say(&mut client, b"two").await;
-    lab.echo.has_heard(b"two").await;
+    let test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    send(&mut client, b"one").await;
+    expect_bytes(&mut client, b"one").await;
+    test.set(ProxyMode::HalfClose).await;
+    assert_eq!(expect_end(&mut client).await, (vec![], None));
+    send(&mut client, b"two").await;
+    test.echo.has_received(b"two").await;
     // An end of stream is final in every later mode.
-    lab.set(Mode::Pass).await;
-    say(&mut client, b"three").await;
-    lab.echo.has_heard(b"three").await;
-    assert_eq!(hear_the_end(&mut client).await, (vec![], None));
+    test.set(ProxyMode::Pass).await;
+    send(&mut client, b"three").await;
+    test.echo.has_received(b"three").await;
+    assert_eq!(expect_end(&mut client).await, (vec![], None));
 }
 
 #[tokio::test]
-async fn refusing_turns_new_connections_away_and_leaves_living_ones() {
-    let lab = Lab::new().await;
-    let mut living = lab.client().await;
-    say(&mut living, b"one").await;
-    hear(&mut living, b"one").await;
+async fn refusing_rejects_new_connections_and_keeps_open_ones() {
+    let test = ProxyTest::new().await;
+    let mut living = test.client().await;
+    send(&mut living, b"one").await;
+    expect_bytes(&mut living, b"one").await;
     for _ in 0..3 {
-        lab.set(Mode::Refuse).await;
-        let refused = TcpStream::connect(lab.proxy.addr()).await.unwrap_err();
+        test.set(ProxyMode::Refuse).await;
+        let refused = TcpStream::connect(test.proxy.addr()).await.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::ConnectionRefused);
-        say(&mut living, b"two").await;
-        hear(&mut living, b"two").await;
-        lab.set(Mode::Pass).await;
-        let mut new = lab.client().await;
-        say(&mut new, b"new").await;
-        hear(&mut new, b"new").await;
+        send(&mut living, b"two").await;
+        expect_bytes(&mut living, b"two").await;
+        test.set(ProxyMode::Pass).await;
+        let mut new = test.client().await;
+        send(&mut new, b"new").await;
+        expect_bytes(&mut new, b"new").await;
     }
 }
 
 #[tokio::test]
-async fn cutting_resets_every_living_connection_and_no_later_one() {
-    let lab = Lab::new().await;
+async fn cutting_resets_every_open_connection_and_no_later_one() {
+    let test = ProxyTest::new().await;
     let mut living = Vec::new();
     for _ in 0..5 {
-        let mut client = lab.client().await;
-        say(&mut client, b"hello").await;
-        hear(&mut client, b"hello").await;
+        let mut client = test.client().await;
+        send(&mut client, b"hello").await;
+        expect_bytes(&mut client, b"hello").await;
         living.push(client);
     }
     // This client waits in the black hole, without a connection to the server.
-    lab.set(Mode::BlackHole).await;
-    living.push(lab.client().await);
-    lab.proxy.until(LIMIT, |counts| counts.live == 6).await.unwrap();
-    within(LIMIT, lab.proxy.cut_all()).await;
-    let counts = lab.proxy.counts();
+    test.set(ProxyMode::BlackHole).await;
+    living.push(test.client().await);
+    test.proxy.until(LIMIT, |counts| counts.live == 6).await.unwrap();
+    within(LIMIT, test.proxy.cut_all()).await;
+    let counts = test.proxy.counts();
     assert_eq!((counts.live, counts.reset), (0, 6));
     for mut client in living {
-        assert_eq!(hear_the_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
+        assert_eq!(expect_end(&mut client).await, (vec![], Some(ErrorKind::ConnectionReset)));
     }
-    lab.set(Mode::Pass).await;
-    let mut client = lab.client().await;
-    say(&mut client, b"again").await;
-    hear(&mut client, b"again").await;
-    within(LIMIT, lab.proxy.cut_all()).await;
-    within(LIMIT, lab.proxy.cut_all()).await;
+    test.set(ProxyMode::Pass).await;
+    let mut client = test.client().await;
+    send(&mut client, b"again").await;
+    expect_bytes(&mut client, b"again").await;
+    within(LIMIT, test.proxy.cut_all()).await;
+    within(LIMIT, test.proxy.cut_all()).await;
 }
 
 #[tokio::test]
 async fn a_server_that_is_gone_resets_its_clients() {
-    let mut lab = Lab::new().await;
-    let mut client = lab.client().await;
-    say(&mut client, b"one").await;
-    hear(&mut client, b"one").await;
-    lab.echo._tasks.shutdown().await;
-    hear_the_end(&mut client).await;
-    let mut late = lab.client().await;
-    assert_eq!(hear_the_end(&mut late).await, (vec![], Some(ErrorKind::ConnectionReset)));
+    let mut test = ProxyTest::new().await;
+    let mut client = test.client().await;
+    send(&mut client, b"one").await;
+    expect_bytes(&mut client, b"one").await;
+    test.echo._tasks.shutdown().await;
+    expect_end(&mut client).await;
+    let mut delayed = test.client().await;
+    assert_eq!(expect_end(&mut delayed).await, (vec![], Some(ErrorKind::ConnectionReset)));
 }
 
 #[tokio::test]
 async fn a_proxy_ends_with_its_handle() {
-    let Lab { echo: _echo, proxy } = Lab::new().await;
+    let ProxyTest { echo: _echo, proxy } = ProxyTest::new().await;
     let addr = proxy.addr();
     let mut client = TcpStream::connect(addr).await.unwrap();
-    say(&mut client, b"one").await;
-    hear(&mut client, b"one").await;
+    send(&mut client, b"one").await;
+    expect_bytes(&mut client, b"one").await;
     drop(proxy);
-    hear_the_end(&mut client).await;
+    expect_end(&mut client).await;
     registry_testkit::eventually(LIMIT, async || TcpStream::connect(addr).await.is_err()).await;
 }
 
 #[tokio::test]
-async fn waiting_for_counts_that_never_come_ends_at_its_limit() {
-    let lab = Lab::new().await;
-    let late = lab.proxy.until(SILENCE, |counts| counts.accepted > 0).await.unwrap_err();
-    assert!(late.to_string().contains("accepted: 0"), "{late}");
+async fn waiting_for_counts_that_are_never_reached_ends_at_its_limit() {
+    let test = ProxyTest::new().await;
+    let delayed = test.proxy.until(SILENCE, |counts| counts.accepted > 0).await.unwrap_err();
+    assert!(delayed.to_string().contains("accepted: 0"), "{delayed}");
 }

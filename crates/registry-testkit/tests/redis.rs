@@ -13,7 +13,8 @@ use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, Reply, SentinelOptions, SentinelSetup, ServerOptions,
+    RedisCluster, RedisQuorum, RedisReply, RedisServer, SentinelOptions, SentinelSetup,
+    ServerOptions,
 };
 use registry_testkit::tls::TlsFolder;
 use rustls::pki_types::pem::PemObject;
@@ -24,38 +25,41 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 const LIMIT: Duration = Duration::from_secs(60);
 
 async fn get(server: &RedisServer, key: &str) -> Option<String> {
-    server.ask_args(&["GET", key]).await.unwrap().granted().unwrap().text()
+    server.send_command_args(&["GET", key]).await.unwrap().into_result().unwrap().text()
 }
 
 async fn set(server: &RedisServer, key: &str, value: &str) {
-    server.ask_args(&["SET", key, value]).await.unwrap().granted().unwrap();
+    server.send_command_args(&["SET", key, value]).await.unwrap().into_result().unwrap();
 }
 
-async fn refusal(server: &RedisServer, words: &[&str]) -> String {
-    server.ask_args(words).await.unwrap().granted().unwrap_err().to_string()
+async fn error_of(server: &RedisServer, words: &[&str]) -> String {
+    server.send_command_args(words).await.unwrap().into_result().unwrap_err().to_string()
 }
 
 #[tokio::test]
-async fn answers_come_whole_and_words_may_contain_anything() {
+async fn replies_are_complete_and_arguments_may_contain_any_byte() {
     let server = RedisServer::start(&[]).await.unwrap();
     let value = "a b\r\n\"".repeat(100_000).into_bytes();
     let words: [&[u8]; 3] = [b"SET", b"\0\r\n", &value];
-    assert_eq!(server.ask_args(&words).await.unwrap(), Reply::Status("OK".into()));
-    let read = server.ask_args(&[&b"GET"[..], b"\0\r\n"]).await.unwrap();
-    assert!(read == Reply::Value(value));
-    server.ask_args(&["SET", "long", &"x".repeat(1_000_000)]).await.unwrap();
-    assert_eq!(server.ask("GET long").await.unwrap().len(), "$1000000\r\n".len() + 1_000_002);
-    assert_eq!(server.ask("SHUTDOWN NOSAVE").await.unwrap(), "");
+    assert_eq!(server.send_command_args(&words).await.unwrap(), RedisReply::Status("OK".into()));
+    let read = server.send_command_args(&[&b"GET"[..], b"\0\r\n"]).await.unwrap();
+    assert!(read == RedisReply::Value(value));
+    server.send_command_args(&["SET", "long", &"x".repeat(1_000_000)]).await.unwrap();
+    assert_eq!(
+        server.send_command("GET long").await.unwrap().len(),
+        "$1000000\r\n".len() + 1_000_002
+    );
+    assert_eq!(server.send_command("SHUTDOWN NOSAVE").await.unwrap(), "");
 }
 
 #[tokio::test]
-async fn a_killed_server_comes_back_with_its_data_at_once() {
+async fn a_killed_server_restarts_with_its_data_at_once() {
     let mut server = RedisServer::start(&[]).await.unwrap();
     for round in ["one", "two", "three"] {
         set(&server, round, round).await;
         server.kill();
         assert!(!server.is_up());
-        server.ask("PING").await.unwrap_err();
+        server.send_command("PING").await.unwrap_err();
         server.start_again().await.unwrap();
         assert_eq!(get(&server, round).await.as_deref(), Some(round));
     }
@@ -66,7 +70,7 @@ async fn a_killed_server_comes_back_with_its_data_at_once() {
 }
 
 #[tokio::test]
-async fn a_server_that_cannot_start_says_why() {
+async fn a_server_that_cannot_start_reports_the_reason() {
     let wrong = RedisServer::start(&["--maxmemory", "much"]).await.unwrap_err().to_string();
     assert!(wrong.contains("much"), "{wrong}");
     let missing = ServerOptions::new().program("no-such-server");
@@ -75,7 +79,7 @@ async fn a_server_that_cannot_start_says_why() {
 }
 
 #[tokio::test]
-async fn masters_of_a_quorum_know_nothing_of_each_other() {
+async fn masters_of_a_quorum_are_independent() {
     let mut quorum = RedisQuorum::start(5).await.unwrap();
     let addresses: Vec<String> =
         quorum.servers().iter().map(|server| server.addr().to_string()).collect();
@@ -88,19 +92,19 @@ async fn masters_of_a_quorum_know_nothing_of_each_other() {
 }
 
 #[tokio::test]
-async fn sentinels_choose_another_master_when_they_are_told_to() {
+async fn sentinels_elect_another_master_on_request() {
     let mut setup = SentinelSetup::start().await.unwrap();
     let old = setup.master().await.unwrap();
     assert!(setup.url().starts_with("redis+sentinel://127.0.0.1:"), "{}", setup.url());
     assert!(setup.url().ends_with("/mymaster") && !setup.url().contains(&old.to_string()));
     set(setup.server(old), "k", "v").await;
-    setup.server(old).ask_args(&["WAIT", "2", "0"]).await.unwrap();
+    setup.server(old).send_command_args(&["WAIT", "2", "0"]).await.unwrap();
     let new = setup.failover().await.unwrap();
     assert!(new != old && new == setup.master().await.unwrap());
     assert_eq!(get(setup.server(new), "k").await.as_deref(), Some("v"));
     // The server saved its new role in its configuration.
     setup.server_mut(new).start_again().await.unwrap();
-    let role = setup.server(new).ask_args(&["ROLE"]).await.unwrap();
+    let role = setup.server(new).send_command_args(&["ROLE"]).await.unwrap();
     assert_eq!(role.items()[0].text().as_deref(), Some("master"));
 }
 
@@ -109,12 +113,12 @@ async fn what_isolated_replicas_missed_is_lost_with_the_master() {
     let mut setup = SentinelSetup::start().await.unwrap();
     let master = setup.master().await.unwrap();
     set(setup.server(master), "before", "v").await;
-    setup.server(master).ask_args(&["WAIT", "2", "0"]).await.unwrap();
+    setup.server(master).send_command_args(&["WAIT", "2", "0"]).await.unwrap();
     let replicas = setup.isolate_replicas().await.unwrap();
     assert_eq!(replicas.len(), 2);
     let mut writer = setup.server(master).connect().await.unwrap();
-    writer.ask_args(&["SET", "after", "v"]).await.unwrap().granted().unwrap();
-    assert_eq!(writer.ask_args(&["WAIT", "1", "1"]).await.unwrap().number(), Some(0));
+    writer.send_command_args(&["SET", "after", "v"]).await.unwrap().into_result().unwrap();
+    assert_eq!(writer.send_command_args(&["WAIT", "1", "1"]).await.unwrap().number(), Some(0));
     let old = setup.kill_master().await.unwrap();
     setup.resume_replicas(old).unwrap();
     let new = setup.wait_for_new_master(old).await.unwrap();
@@ -124,7 +128,7 @@ async fn what_isolated_replicas_missed_is_lost_with_the_master() {
 }
 
 #[tokio::test]
-async fn sentinels_and_servers_can_want_logins_of_their_own() {
+async fn sentinels_and_servers_can_require_different_logins() {
     let options = SentinelOptions::new()
         .servers(ServerOptions::new().login("app", "secret"))
         .sentinel_login("default", "other");
@@ -133,8 +137,8 @@ async fn sentinels_and_servers_can_want_logins_of_their_own() {
     let new = setup.wait_for_new_master(old).await.unwrap();
     setup.resume(old).unwrap();
     for addr in [new, setup.sentinels()[0].addr()] {
-        let told = ping(TcpStream::connect(addr).unwrap()).unwrap();
-        assert!(told.starts_with("-NOAUTH"), "{told}");
+        let text = ping(TcpStream::connect(addr).unwrap()).unwrap();
+        assert!(text.starts_with("-NOAUTH"), "{text}");
     }
 }
 
@@ -148,7 +152,7 @@ fn ping(mut stream: impl Read + Write) -> io::Result<String> {
 }
 
 #[tokio::test]
-async fn replicas_of_a_cluster_take_over() {
+async fn replicas_of_a_cluster_are_promoted() {
     let mut cluster = RedisCluster::start().await.unwrap();
     assert_eq!(cluster.nodes().len(), 6);
     let slot = RedisCluster::slot_of("k");
@@ -157,9 +161,9 @@ async fn replicas_of_a_cluster_take_over() {
     // A requested failover loses no write.
     let second = cluster.failover(slot).await.unwrap();
     assert_eq!(get(cluster.node(second), "k").await.as_deref(), Some("v"));
-    let moved = refusal(cluster.node(first), &["GET", "k"]).await;
+    let moved = error_of(cluster.node(first), &["GET", "k"]).await;
     assert_eq!(moved, format!("MOVED {slot} {second}"));
-    cluster.settle().await.unwrap();
+    cluster.wait_until_consistent().await.unwrap();
     // A crash loses the writes that did not reach the replica.
     assert_eq!(cluster.isolate_replicas_of(slot).await.unwrap(), [first]);
     set(cluster.node(second), "k", "lost").await;
@@ -168,7 +172,7 @@ async fn replicas_of_a_cluster_take_over() {
     assert_eq!(cluster.wait_for_new_master_of(slot, second).await.unwrap(), first);
     assert_eq!(get(cluster.node(first), "k").await.as_deref(), Some("v"));
     cluster.node_mut(second).start_again().await.unwrap();
-    cluster.settle().await.unwrap();
+    cluster.wait_until_consistent().await.unwrap();
     assert_eq!(cluster.replicas_of(slot).await.unwrap(), [second]);
 }
 
@@ -186,14 +190,14 @@ async fn a_slot_moves_with_its_keys_and_may_stop_half_way() {
     let migration = cluster.begin_migration(slot, to).await.unwrap();
     assert!(cluster.migrate_key(&migration, "{k}7").await.unwrap());
     assert!(!cluster.migrate_key(&migration, "{k}7").await.unwrap());
-    let ask = refusal(cluster.node(from), &["GET", "{k}7"]).await;
+    let ask = error_of(cluster.node(from), &["GET", "{k}7"]).await;
     assert_eq!(ask, format!("ASK {slot} {to}"));
     assert_eq!(get(cluster.node(from), "{k}8").await.as_deref(), Some("v"));
-    let both = refusal(cluster.node(from), &["MGET", "{k}7", "{k}8"]).await;
+    let both = error_of(cluster.node(from), &["MGET", "{k}7", "{k}8"]).await;
     assert!(both.starts_with("TRYAGAIN"), "{both}");
     cluster.finish_migration(migration).await.unwrap();
     assert_eq!(cluster.master_of(slot).await.unwrap(), to);
-    assert_eq!(refusal(cluster.node(from), &["GET", "{k}7"]).await, format!("MOVED {slot} {to}"));
+    assert_eq!(error_of(cluster.node(from), &["GET", "{k}7"]).await, format!("MOVED {slot} {to}"));
     for number in 0..250 {
         let value = get(cluster.node(to), &format!("{{k}}{number}")).await;
         assert_eq!(value.as_deref(), Some("v"), "{number}");
@@ -231,38 +235,38 @@ fn ping_encrypted(
 }
 
 #[tokio::test]
-async fn an_encrypting_server_is_known_by_its_authority_and_its_name() {
+async fn a_tls_server_is_verified_by_its_authority_and_its_name() {
     let tls = TlsFolder::new().unwrap();
     let server = RedisServer::start_tls(&tls, &["--requirepass", "pw"]).await.unwrap();
     assert_eq!(server.url(), format!("rediss://{}", server.addr()));
-    let told = ping_encrypted(server.addr(), &tls, None).unwrap();
-    assert!(told.starts_with("-NOAUTH"), "{told}");
+    let text = ping_encrypted(server.addr(), &tls, None).unwrap();
+    assert!(text.starts_with("-NOAUTH"), "{text}");
     let other = TlsFolder::new().unwrap();
-    let stranger = ping_encrypted(server.addr(), &other, None).unwrap_err().to_string();
-    assert!(stranger.contains("certificate"), "{stranger}");
+    let other_authority = ping_encrypted(server.addr(), &other, None).unwrap_err().to_string();
+    assert!(other_authority.contains("certificate"), "{other_authority}");
     let elsewhere = TlsFolder::for_hosts(&["elsewhere.test"]).unwrap();
     let named_otherwise = RedisServer::start_tls(&elsewhere, &[]).await.unwrap();
     let wrong = ping_encrypted(named_otherwise.addr(), &elsewhere, None).unwrap_err().to_string();
     assert!(wrong.contains("not valid for name"), "{wrong}");
     // The server does not accept unencrypted commands.
     let plain = ping(TcpStream::connect(server.addr()).unwrap());
-    assert!(!plain.is_ok_and(|told| told.starts_with(['+', '-'])));
+    assert!(!plain.is_ok_and(|text| text.starts_with(['+', '-'])));
 }
 
 #[tokio::test]
-async fn an_encrypting_server_can_want_certificates_of_its_clients() {
+async fn a_tls_server_can_require_client_certificates() {
     let tls = TlsFolder::new().unwrap();
     let server = RedisServer::start_tls(&tls, &["--tls-auth-clients", "yes"]).await.unwrap();
     assert_eq!(ping_encrypted(server.addr(), &tls, Some(&tls)).unwrap(), "+PONG\r\n");
     let other = TlsFolder::new().unwrap();
-    for stranger in [None, Some(&other)] {
-        let told = ping_encrypted(server.addr(), &tls, stranger);
-        assert!(!told.as_ref().is_ok_and(|told| told.starts_with('+')), "{told:?}");
+    for other_authority in [None, Some(&other)] {
+        let text = ping_encrypted(server.addr(), &tls, other_authority);
+        assert!(!text.as_ref().is_ok_and(|text| text.starts_with('+')), "{text:?}");
     }
 }
 
 #[tokio::test]
-async fn sentinels_and_clusters_can_encrypt() {
+async fn sentinels_and_clusters_can_use_tls() {
     let tls = TlsFolder::new().unwrap();
     let server = ServerOptions::new().tls(&tls);
     let sentinel = SentinelOptions::new().servers(server.clone());
@@ -283,15 +287,15 @@ async fn sentinels_and_clusters_can_encrypt() {
 }
 
 #[tokio::test]
-async fn a_key_ends_by_the_wall_clock_of_its_server() {
+async fn a_key_expires_by_the_wall_clock_of_its_server() {
     let clock = ClockShim::new().unwrap();
     let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
-    server.ask_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
+    server.send_command_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
     clock.jump_wall(61).unwrap();
     eventually(LIMIT, async || get(&server, "minute").await.is_none()).await;
-    server.ask_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
+    server.send_command_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
     clock.jump_wall(-3_600).unwrap();
-    let left = async || server.ask_args(&["TTL", "minute"]).await.unwrap().number();
+    let left = async || server.send_command_args(&["TTL", "minute"]).await.unwrap().number();
     eventually(LIMIT, async || left().await > Some(3_600)).await;
 }
 
@@ -302,7 +306,7 @@ const CHILD: &str = "THE_TEST_TO_BE_KILLED";
 async fn a_killed_test_leaves_no_server() {
     if std::env::var_os(CHILD).is_some() {
         let server = RedisServer::start(&[]).await.unwrap();
-        let info = server.ask("INFO server").await.unwrap();
+        let info = server.send_command("INFO server").await.unwrap();
         let id = info.lines().find_map(|line| line.strip_prefix("process_id:")).unwrap();
         // Even a paused server must end.
         server.pause().unwrap();

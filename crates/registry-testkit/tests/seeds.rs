@@ -19,7 +19,7 @@ fn a_trial_that_fails_at_seed_17() {
     println!("ran {ran} seeds");
 }
 
-fn run_it(seed: Option<&str>) -> (bool, String) {
+fn run_child_test(seed: Option<&str>) -> (bool, String) {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", "a_trial_that_fails_at_seed_17", "--nocapture"]).env(CHILD, "1");
     command.env_remove(VARIABLE).envs(seed.map(|seed| (VARIABLE, seed)));
@@ -29,8 +29,8 @@ fn run_it(seed: Option<&str>) -> (bool, String) {
 }
 
 #[test]
-fn a_failing_seed_is_named_with_the_way_to_replay_it() {
-    let (passed, text) = run_it(None);
+fn a_failing_seed_is_printed_with_its_replay_command() {
+    let (passed, text) = run_child_test(None);
     assert!(!passed, "{text}");
     let replay = format!("{VARIABLE}=17 cargo test a_trial_that_fails_at_seed_17");
     assert!(text.contains(&replay), "{text}");
@@ -38,14 +38,14 @@ fn a_failing_seed_is_named_with_the_way_to_replay_it() {
 
 #[test]
 fn the_named_seed_alone_is_replayed() {
-    let (passed, text) = run_it(Some("17"));
+    let (passed, text) = run_child_test(Some("17"));
     assert!(!passed && text.contains("broken"), "{text}");
-    let (passed, text) = run_it(Some("0x10"));
+    let (passed, text) = run_child_test(Some("0x10"));
     assert!(passed && text.contains("ran 1 seeds"), "{text}");
 }
 
 #[test]
-fn a_seed_that_is_no_number_is_refused() {
-    let (passed, text) = run_it(Some("seventeen"));
+fn a_seed_that_is_not_a_number_is_rejected() {
+    let (passed, text) = run_child_test(Some("seventeen"));
     assert!(!passed && text.contains("not a number"), "{text}");
 }

@@ -20,17 +20,17 @@ const LIMIT: Duration = Duration::from_secs(60);
 /// How long the tests wait for an answer that must not arrive.
 const SILENCE: Duration = Duration::from_millis(300);
 
-fn ago(seconds: &str) -> i64 {
+fn is_past(seconds: &str) -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs();
     i64::try_from(now).unwrap() - seconds.parse::<i64>().unwrap()
 }
 
-async fn silent(answer: impl Future<Output = io::Result<String>>) -> bool {
+async fn is_unresponsive(answer: impl Future<Output = io::Result<String>>) -> bool {
     timeout(SILENCE, answer).await.is_err()
 }
 
 #[tokio::test]
-async fn a_killed_postgres_comes_back_with_its_data() {
+async fn a_killed_postgres_restarts_with_its_data() {
     let mut server = PostgresServer::start().await.unwrap();
     server.sql("create table t (n int)").await.unwrap();
     for round in 1..=2 {
@@ -47,13 +47,13 @@ async fn a_killed_postgres_comes_back_with_its_data() {
     server.start_again().await.unwrap();
     server.stop().await.unwrap();
     server.start_again().await.unwrap();
-    assert!(!server.said().contains("not properly shut down"), "{}", server.said());
+    assert!(!server.output_text().contains("not properly shut down"), "{}", server.output_text());
     let refused = server.sql("select wrong").await.unwrap_err().to_string();
     assert!(refused.contains("\"wrong\" does not exist"), "{refused}");
 }
 
 #[tokio::test]
-async fn a_postgres_stands_still_as_a_whole_or_in_one_backend() {
+async fn a_postgres_can_be_paused_as_a_whole_or_in_one_backend() {
     let server = PostgresServer::start_with(PostgresOptions::new().without_fsync()).await.unwrap();
     assert_eq!(server.sql("show fsync").await.unwrap(), "off");
     let sleeps = async {
@@ -61,27 +61,27 @@ async fn a_postgres_stands_still_as_a_whole_or_in_one_backend() {
         eventually(LIMIT, async || server.sql(pid).await?.parse::<i32>().map_err(io::Error::other))
             .await
     };
-    let sleeper = server.sql("select pg_sleep(60)");
-    let (pid, sleeper) = {
-        let mut sleeper = Box::pin(sleeper);
+    let paused_backend = server.sql("select pg_sleep(60)");
+    let (pid, paused_backend) = {
+        let mut paused_backend = Box::pin(paused_backend);
         tokio::select! {
-            pid = sleeps => (pid, sleeper),
-            ended = &mut sleeper => panic!("{ended:?}"),
+            pid = sleeps => (pid, paused_backend),
+            ended = &mut paused_backend => panic!("{ended:?}"),
         }
     };
     server.pause_backend(pid).unwrap();
     assert_eq!(server.sql("select 1").await.unwrap(), "1");
     server.pause().unwrap();
-    assert!(silent(server.sql("select 1")).await);
+    assert!(is_unresponsive(server.sql("select 1")).await);
     server.resume().unwrap();
     assert_eq!(server.sql("select 1").await.unwrap(), "1");
     server.pause_backend(1).unwrap_err();
     server.kill_backend(pid).unwrap();
-    sleeper.await.unwrap_err();
+    paused_backend.await.unwrap_err();
 }
 
 #[tokio::test]
-async fn what_a_standby_was_not_told_is_lost_with_the_primary() {
+async fn writes_that_a_standby_did_not_receive_are_lost_with_the_primary() {
     let mut primary = PostgresServer::start().await.unwrap();
     primary.sql("create table t (n int); insert into t values (1)").await.unwrap();
     let standby = primary.standby().await.unwrap();
@@ -99,7 +99,7 @@ async fn what_a_standby_was_not_told_is_lost_with_the_primary() {
 }
 
 #[tokio::test]
-async fn pgbouncer_hands_connections_on_and_both_want_the_password() {
+async fn pgbouncer_reuses_connections_and_both_require_the_password() {
     let tls = TlsFolder::new().unwrap();
     let options = PostgresOptions::new().password("secret").tls(&tls);
     let server = PostgresServer::start_with(options).await.unwrap();
@@ -111,7 +111,7 @@ async fn pgbouncer_hands_connections_on_and_both_want_the_password() {
     let mode = bouncer.sql("pgbouncer", "show config").await.unwrap();
     assert!(mode.contains("pool_mode|transaction|"), "{mode}");
     bouncer.pause().unwrap();
-    assert!(silent(bouncer.sql("postgres", "select 1")).await);
+    assert!(is_unresponsive(bouncer.sql("postgres", "select 1")).await);
     bouncer.resume().unwrap();
     bouncer.kill();
     bouncer.start_again().await.unwrap();
@@ -119,22 +119,22 @@ async fn pgbouncer_hands_connections_on_and_both_want_the_password() {
 }
 
 #[tokio::test]
-async fn sql_servers_live_by_the_clock_that_they_are_given() {
+async fn sql_servers_use_the_clock_of_their_options() {
     let clock = ClockShim::new().unwrap();
     let postgres = PostgresServer::start_with(PostgresOptions::new().clock(&clock)).await.unwrap();
     let mariadb = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
     for (jump, behind) in [(7_200, -7_200), (-10_800, 3_600)] {
         clock.jump_wall(jump).unwrap();
         let now = "select extract(epoch from clock_timestamp())::bigint";
-        let told = ago(&postgres.sql(now).await.unwrap());
-        assert!((told - behind).abs() < 300, "{told}");
-        let told = ago(&mariadb.sql("SELECT UNIX_TIMESTAMP()").await.unwrap());
-        assert!((told - behind).abs() < 300, "{told}");
+        let server_offset = is_past(&postgres.sql(now).await.unwrap());
+        assert!((server_offset - behind).abs() < 300, "{server_offset}");
+        let server_offset = is_past(&mariadb.sql("SELECT UNIX_TIMESTAMP()").await.unwrap());
+        assert!((server_offset - behind).abs() < 300, "{server_offset}");
     }
 }
 
 #[tokio::test]
-async fn a_killed_mariadb_comes_back_with_its_data() {
+async fn a_killed_mariadb_restarts_with_its_data() {
     let mut server = MariaDbServer::start().await.unwrap();
     server.sql("CREATE TABLE t (n INT)").await.unwrap();
     for round in 1..=2 {
@@ -146,7 +146,7 @@ async fn a_killed_mariadb_comes_back_with_its_data() {
         assert_eq!(server.sql("SELECT n FROM t").await.unwrap().lines().count(), round);
     }
     server.pause().unwrap();
-    assert!(silent(server.sql("SELECT 1")).await);
+    assert!(is_unresponsive(server.sql("SELECT 1")).await);
     server.resume().unwrap();
     assert_eq!(server.sql("SELECT 1").await.unwrap(), "1");
     server.stop().await.unwrap();
@@ -157,7 +157,7 @@ async fn a_killed_mariadb_comes_back_with_its_data() {
 }
 
 #[tokio::test]
-async fn a_mariadb_wants_password_and_encryption_from_all_but_the_testkit() {
+async fn a_mariadb_requires_password_and_tls_except_of_the_testkit() {
     let tls = TlsFolder::new().unwrap();
     let options = MariaDbOptions::new().password("secret").tls(&tls).without_fsync();
     let server = MariaDbServer::start_with(options).await.unwrap();
@@ -177,14 +177,15 @@ async fn a_mariadb_wants_password_and_encryption_from_all_but_the_testkit() {
 }
 
 #[tokio::test]
-async fn sql_servers_that_cannot_start_say_why() {
+async fn sql_servers_that_cannot_start_report_the_reason() {
     let wrong = PostgresOptions::new().settings(&["max_connections=none"]);
-    let said = PostgresServer::start_with(wrong).await.unwrap_err().to_string();
-    assert!(said.contains("max_connections"), "{said}");
-    let said = MariaDbServer::start_with(MariaDbOptions::new().args(&["--no-such-thing"])).await;
-    let said = said.unwrap_err().to_string();
-    assert!(said.contains("no-such-thing"), "{said}");
+    let output_text = PostgresServer::start_with(wrong).await.unwrap_err().to_string();
+    assert!(output_text.contains("max_connections"), "{output_text}");
+    let output_text =
+        MariaDbServer::start_with(MariaDbOptions::new().args(&["--no-such-thing"])).await;
+    let output_text = output_text.unwrap_err().to_string();
+    assert!(output_text.contains("no-such-thing"), "{output_text}");
     let missing = PostgresOptions::new().program("/nowhere/postgres");
-    let said = PostgresServer::start_with(missing).await.unwrap_err().to_string();
-    assert!(said.contains("/nowhere/initdb"), "{said}");
+    let output_text = PostgresServer::start_with(missing).await.unwrap_err().to_string();
+    assert!(output_text.contains("/nowhere/initdb"), "{output_text}");
 }

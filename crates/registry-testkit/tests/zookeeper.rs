@@ -31,7 +31,7 @@ async fn create(client: &Client, path: &str, mode: CreateMode) -> i64 {
 }
 
 #[tokio::test]
-async fn a_killed_zookeeper_comes_back_with_its_data_and_its_sessions() {
+async fn a_killed_zookeeper_restarts_with_its_data_and_its_sessions() {
     let mut server = ZooKeeperServer::start().await.unwrap();
     assert_eq!(server.mode().await.unwrap().as_deref(), Some("standalone"));
     let client = client(&server.url(), LIMIT).await;
@@ -40,7 +40,7 @@ async fn a_killed_zookeeper_comes_back_with_its_data_and_its_sessions() {
     for _ in 0..2 {
         server.kill();
         assert!(!server.is_up());
-        server.ask("ruok").await.unwrap_err();
+        server.send_command("ruok").await.unwrap_err();
         server.start_again().await.unwrap();
         let mine = within(LIMIT, client.check_stat("/mine")).await.unwrap().unwrap();
         assert_eq!(mine.ephemeral_owner, client.session_id().0);
@@ -50,7 +50,7 @@ async fn a_killed_zookeeper_comes_back_with_its_data_and_its_sessions() {
     server.resume().unwrap();
     assert!(within(LIMIT, client.check_stat("/kept")).await.unwrap().is_some());
     server.kill();
-    server.lose_data().unwrap();
+    server.delete_data().unwrap();
     server.start_again().await.unwrap();
     let other = self::client(&server.url(), LIMIT).await;
     assert!(other.check_stat("/kept").await.unwrap().is_none());
@@ -70,8 +70,8 @@ async fn a_session_is_ended_from_a_second_connection() {
         }
         other.end_session(client.session_id().0).await.unwrap();
         within(LIMIT, async { while states.changed().await != SessionState::Expired {} }).await;
-        let witness = self::client(&other.url(), LIMIT).await;
-        eventually(LIMIT, async || witness.check_stat("/mine").await.unwrap().is_none()).await;
+        let recorded = self::client(&other.url(), LIMIT).await;
+        eventually(LIMIT, async || recorded.check_stat("/mine").await.unwrap().is_none()).await;
         other.end_session(client.session_id().0).await.unwrap_err();
     }
 }
@@ -101,7 +101,7 @@ async fn an_ensemble_elects_another_leader_and_needs_two() {
     })
     .await;
     ensemble.members_mut()[second].start_again().await.unwrap();
-    ensemble.serving().await.unwrap();
+    ensemble.wait_until_serving().await.unwrap();
     let other = self::client(&ensemble.url(), LIMIT).await;
     assert!(within(LIMIT, other.check_stat("/one")).await.unwrap().is_some());
 }
@@ -119,7 +119,7 @@ async fn clients_are_counted_and_containers_removed() {
     };
     let before = ours().await;
     let (_, _, watcher) = client.get_and_watch_data("/locks/one").await.unwrap();
-    assert_eq!(server.figure("zk_watch_count").await.unwrap(), 1);
+    assert_eq!(server.metric("zk_watch_count").await.unwrap(), 1);
     client.delete("/locks/one", None).await.unwrap();
     within(LIMIT, watcher.changed()).await;
     // The server counts a packet only after sending it.
@@ -128,7 +128,7 @@ async fn clients_are_counted_and_containers_removed() {
     assert_eq!(after.received - before.received, 2);
     assert_eq!(after.events() - before.events(), 1);
     eventually(LIMIT, async || client.check_stat("/locks").await.unwrap().is_none()).await;
-    server.figure("zk_nonsense").await.unwrap_err();
+    server.metric("zk_nonsense").await.unwrap_err();
 }
 
 /// Two facts for recipes that order nodes by sequence number. After the maximum number, all later
@@ -136,13 +136,13 @@ async fn clients_are_counted_and_containers_removed() {
 /// numbers than all earlier nodes, from -2147483648. Only the transaction ids of their creation
 /// give their order.
 #[tokio::test]
-async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_transactions_alone() {
+async fn sequential_nodes_after_an_overflow_are_ordered_by_their_transactions_alone() {
     let mut server = ZooKeeperServer::start().await.unwrap();
     let client = client(&server.url(), Duration::from_secs(6)).await;
     create(&client, "/locks", CreateMode::Persistent).await;
     server.kill();
-    server.set_children_ever("/nothing", 7).await.unwrap_err();
-    server.set_children_ever("/locks", i32::MAX - 1).await.unwrap();
+    server.set_child_counter("/nothing", 7).await.unwrap_err();
+    server.set_child_counter("/locks", i32::MAX - 1).await.unwrap();
     server.start_again().await.unwrap();
 
     // The session of the first client may have expired in the meantime.
@@ -158,7 +158,7 @@ async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_tran
 }
 
 #[tokio::test]
-async fn an_encrypted_zookeeper_is_asked_by_the_testkit_alone() {
+async fn a_tls_zookeeper_has_an_unencrypted_port_for_the_testkit() {
     let tls = TlsFolder::new().unwrap();
     let server = ZooKeeperServer::start_with(ZooKeeperOptions::new().tls(&tls)).await.unwrap();
     let hello = Command::new("openssl")
@@ -173,7 +173,7 @@ async fn an_encrypted_zookeeper_is_asked_by_the_testkit_alone() {
         .arg(tls.ca_file())
         .output()
         .unwrap();
-    assert!(hello.status.success(), "{hello:?}\n{}", server.said());
+    assert!(hello.status.success(), "{hello:?}\n{}", server.output_text());
     let addr = server.addr().to_string();
     let plain = Client::connector().with_fail_eagerly().connect(&addr);
     within(LIMIT, plain).await.unwrap_err();
@@ -181,11 +181,11 @@ async fn an_encrypted_zookeeper_is_asked_by_the_testkit_alone() {
 }
 
 #[tokio::test]
-async fn a_zookeeper_that_cannot_start_says_why() {
+async fn a_zookeeper_that_cannot_start_reports_the_reason() {
     let wrong = ZooKeeperOptions::new().settings(&["tickTime=none"]);
-    let said = ZooKeeperServer::start_with(wrong).await.unwrap_err().to_string();
-    assert!(said.contains("\"none\""), "{said}");
+    let output_text = ZooKeeperServer::start_with(wrong).await.unwrap_err().to_string();
+    assert!(output_text.contains("\"none\""), "{output_text}");
     let missing = ZooKeeperOptions::new().classes("/nowhere/zookeeper.jar");
-    let said = ZooKeeperServer::start_with(missing).await.unwrap_err().to_string();
-    assert!(said.contains("ClassNotFoundException"), "{said}");
+    let output_text = ZooKeeperServer::start_with(missing).await.unwrap_err().to_string();
+    assert!(output_text.contains("ClassNotFoundException"), "{output_text}");
 }

@@ -1,4 +1,4 @@
-//! The lock store that the engine drives. Selects the session of each claim and calls `recipe`.
+//! Implements `LockBackend`. Selects the session of each claim and calls `recipe`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,9 +14,9 @@ use registry_core::{
 use crate::config::ZkConfig;
 use crate::path::Paths;
 use crate::recipe;
-use crate::session::{By, Session, Sessions};
+use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
-/// Locks in ZooKeeper.
+/// A lock store in ZooKeeper.
 ///
 /// A grant ends with the session of this client, or earlier if its lease is not renewed. The
 /// servers expire a session after receiving nothing from it for its time-out, and then other
@@ -32,7 +32,7 @@ use crate::session::{By, Session, Sessions};
 /// preceding node. A holder is notified at once when another client deletes its node. Both need a
 /// watch: nodes above the 96 KiB are polled.
 pub struct ZkBackend {
-    sessions: Arc<Sessions>,
+    sessions: Arc<SessionPool>,
     paths: Paths,
     timeout: Duration,
 }
@@ -51,7 +51,7 @@ impl ZkBackend {
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
         let paths = Paths::new(&config);
-        let sessions = Sessions::new(config);
+        let sessions = SessionPool::new(config);
         let timeout = sessions.get().await?.timeout();
         Ok(Self { sessions, paths, timeout })
     }
@@ -77,7 +77,7 @@ impl ZkBackend {
         self.sessions.live().iter().map(|session| session.id()).collect()
     }
 
-    pub(crate) fn sessions(&self) -> &Arc<Sessions> {
+    pub(crate) fn sessions(&self) -> &Arc<SessionPool> {
         &self.sessions
     }
 
@@ -85,36 +85,37 @@ impl ZkBackend {
         &self.paths
     }
 
-    /// Renews those of `claims` that belong to `session`. Returns each answer with the index of its
+    /// Renews those of `claims` that belong to `session`. Returns each result with the index of its
     /// claim.
     async fn renew_in(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<ZkSession>,
         claims: &[Claim],
     ) -> Vec<(usize, Result<Renewal, BackendError>)> {
-        let ours = |(number, claim): (usize, _)| {
-            let place = session.find(Claim::id(claim)).filter(|place| place.key == *claim.key());
-            Some((number, claim, place?))
+        let find_entry = |(index, claim): (usize, _)| {
+            let entry =
+                session.find_entry(Claim::id(claim)).filter(|entry| entry.key == *claim.key());
+            Some((index, claim, entry?))
         };
-        let ours: Vec<_> = claims.iter().enumerate().filter_map(ours).collect();
-        if ours.is_empty() {
+        let entries: Vec<_> = claims.iter().enumerate().filter_map(find_entry).collect();
+        if entries.is_empty() {
             return Vec::new();
         }
-        // While the session's validity covers the longest lease, the round only has to show that
-        // the nodes exist, which the leader can answer.
-        let is_certain = session.certain_left() > session.timeout() / 2;
-        let by = if is_certain { By::Leader } else { By::Majority };
-        if let Err(error) = session.round(by).await {
-            let answer = |(number, claim, _): (_, &Claim, _)| match session.find(claim.id()) {
-                Some(_) => (number, Err(error.clone())),
-                None => (number, Ok(Renewal::Gone)),
+        // While the session's validity covers the longest lease, a confirmation only has to show
+        // that the nodes exist, which the leader can answer.
+        let is_certain = session.remaining_validity() > session.timeout() / 2;
+        let by = if is_certain { ConfirmedBy::Leader } else { ConfirmedBy::Majority };
+        if let Err(error) = session.confirm(by).await {
+            let failed = |(index, claim, _): (_, &Claim, _)| match session.find_entry(claim.id()) {
+                Some(_) => (index, Err(error.clone())),
+                None => (index, Ok(Renewal::Gone)),
             };
-            return ours.into_iter().map(answer).collect();
+            return entries.into_iter().map(failed).collect();
         }
-        let confirmed = ours.iter().map(async |(number, claim, place)| {
-            (*number, recipe::renew(session, &self.sessions, place, claim).await)
+        let renewals = entries.iter().map(async |(index, claim, entry)| {
+            (*index, recipe::renew(session, &self.sessions, entry, claim).await)
         });
-        join_all(confirmed).await
+        join_all(renewals).await
     }
 }
 
@@ -128,69 +129,69 @@ impl LockBackend for ZkBackend {
             .with_invalidations()
             .with_labels()
             .with_inspect()
-            // With regular proofs, more than half of a session's time-out is certain at any time;
-            // see `proof`.
+            // With regular confirmations, more than half of a session's time-out is certain at any
+            // time; see `session_validity`.
             .with_leases(Capabilities::LEASE_MIN, self.timeout / 2)
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        self.paths.check(key)
+        self.paths.validate_key(key)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        if self.sessions.was_displaced(claim.id()) {
+        if self.sessions.take_session_end(claim.id()) {
             // Returned once, so that the engine emits an event for it.
-            let says = "zookeeper: the session is over, and with it the place in line; the claim goes to the end of the line";
-            return Err(BackendError::transient(says).as_refused());
+            let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end";
+            return Err(BackendError::transient(message).as_refused());
         }
-        recipe::try_acquire(&self.sessions, claim, || self.paths.of(claim.key())).await
+        recipe::try_acquire(&self.sessions, claim, || self.paths.node_path(claim.key())).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let sessions = self.sessions.live();
-        let answers = sessions.iter().map(|session| self.renew_in(session, claims));
-        let answers = join_all(answers).await;
+        let results = sessions.iter().map(|session| self.renew_in(session, claims));
+        let results = join_all(results).await;
         // Claims that no session knows are gone.
         let mut renewals: Vec<_> = claims.iter().map(|_| None).collect();
-        for (number, renewal) in answers.into_iter().flatten() {
-            renewals[number] = Some(renewal);
+        for (index, renewal) in results.into_iter().flatten() {
+            renewals[index] = Some(renewal);
         }
-        let answer = |(renewal, claim): (Option<_>, &Claim)| {
+        let to_result = |(renewal, claim): (Option<_>, &Claim)| {
             renewal.unwrap_or_else(|| {
-                self.sessions.was_displaced(claim.id());
+                self.sessions.take_session_end(claim.id());
                 Ok(Renewal::Gone)
             })
         };
-        renewals.into_iter().zip(claims).map(answer).collect()
+        renewals.into_iter().zip(claims).map(to_result).collect()
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let session = match self.sessions.find(claim.id()) {
+        let session = match self.sessions.find_entry(claim.id()) {
             Some((session, _)) => {
-                session.connected().await?;
+                session.wait_until_connected().await?;
                 session
             }
             None => self.sessions.get().await?,
         };
-        self.sessions.was_displaced(claim.id());
-        recipe::release(&session, claim, || self.paths.of(claim.key())).await
+        self.sessions.take_session_end(claim.id());
+        recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
     }
 
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        if let Some((_, place)) = self.sessions.find(claim.id()) {
-            recipe::wait(&place).await;
+        if let Some((_, entry)) = self.sessions.find_entry(claim.id()) {
+            recipe::wait(&entry).await;
         } else if let Some(session) = self.sessions.current() {
-            recipe::wait_outside(&session, &self.paths.of(claim.key())).await;
+            recipe::wait_without_entry(&session, &self.paths.node_path(claim.key())).await;
         }
     }
 
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
-        let found = self.sessions.find(claim.id());
-        found.is_some_and(|(session, place)| recipe::is_watched(&session, &place))
+        let found = self.sessions.find_entry(claim.id());
+        found.is_some_and(|(session, entry)| recipe::is_watched(&session, &entry))
     }
 
     fn verify_after(&self) -> Option<Duration> {
-        Some(FIRST_LOOK)
+        Some(VERIFY_AFTER)
     }
 
     fn renewals_max(&self) -> usize {
@@ -202,8 +203,8 @@ impl LockBackend for ZkBackend {
         true
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.sessions.hints().add(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.sessions.subscribers().add(invalidations);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -215,16 +216,16 @@ impl LockBackend for ZkBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.break_lock(key).await
+        self.force_release_key(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        self.run_diagnostics().await
     }
 
     async fn close(&self) {
         // The backend stays open while another registry uses it.
-        if !self.sessions.hints().are_wanted() {
+        if !self.sessions.subscribers().has_live() {
             self.sessions.close().await;
         }
     }
@@ -240,7 +241,7 @@ impl fmt::Debug for ZkBackend {
 }
 
 /// Only locks held longer than this are worth a request that sets a watch on their own node.
-const FIRST_LOOK: Duration = Duration::from_millis(25);
+const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// All renewals of a session share one request.
 const RENEWALS_MAX: usize = 10_000;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::path::{Paths, is_path};
+use crate::path::{Paths, is_valid_path};
 
 /// Configuration of a [`ZkBackend`](crate::ZkBackend).
 #[derive(Clone)]
@@ -113,9 +113,11 @@ impl ZkConfig {
             Some(at) => (&servers[..at], Some(&servers[at..])),
             None => (servers, None),
         };
-        let hosts: Option<Vec<_>> = hosts.split(',').map(host).collect();
+        let hosts: Option<Vec<_>> = hosts.split(',').map(parse_host).collect();
         let hosts = hosts.ok_or_else(|| {
-            unusable("a server is neither HOST nor HOST:PORT, with the port from 1 to 65535")
+            misconfigured(
+                "a server does not have the form HOST or HOST:PORT, with a port from 1 to 65535",
+            )
         })?;
         let config = Self::of_hosts(hosts);
         Ok(match chroot.filter(|chroot| *chroot != "/") {
@@ -253,7 +255,7 @@ impl ZkConfig {
     pub fn with_certificate_authority(mut self, pem: &str) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_ca(pem);
         self.tls = Some(tls.map_err(|_| {
-            unusable("the certificates of the authorities cannot be read; they are to be in the PEM format")
+            misconfigured("the certificates of the certificate authorities are not valid PEM text")
         })?);
         Ok(self)
     }
@@ -270,9 +272,7 @@ impl ZkConfig {
     ) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_identity(certificate, key);
         self.tls = Some(tls.map_err(|_| {
-            unusable(
-                "the client's certificate or key cannot be read; they are to be in the PEM format",
-            )
+            misconfigured("the client certificate or its key is not valid PEM text")
         })?);
         Ok(self)
     }
@@ -310,7 +310,9 @@ impl ZkConfig {
             *port != 0 && !name.is_empty() && !name.contains([',', '/', ' '])
         };
         if self.hosts.is_empty() || !self.hosts.iter().all(is_host) {
-            return Err(unusable("there is no server, or one has no name or no port"));
+            return Err(misconfigured(
+                "the list of servers is empty, or a server has no valid name or port",
+            ));
         }
         #[cfg(feature = "tls")]
         if self.is_encrypted() {
@@ -319,7 +321,7 @@ impl ZkConfig {
                 rustls::pki_types::ServerName::try_from(name.as_str()).is_ok()
             };
             if !self.hosts.iter().all(is_name) {
-                return Err(unusable("a server's name is none that a certificate can have"));
+                return Err(misconfigured("a server name cannot occur in a certificate"));
             }
             // The client library uses the process's default provider, and panics if several are
             // compiled in and none is installed.
@@ -328,40 +330,44 @@ impl ZkConfig {
                 let _ = rustls::crypto::ring::default_provider().install_default();
             }
         }
-        if self.chroot.as_deref().is_some_and(|chroot| !is_path(chroot)) {
-            return Err(unusable("the chroot is no path such as `/app`"));
+        if self.chroot.as_deref().is_some_and(|chroot| !is_valid_path(chroot)) {
+            return Err(misconfigured("the chroot is not a valid path; an example is `/app`"));
         }
         // In the native layout the root node itself would hold all keys.
-        let may_be_top = self.layout == Layout::Curator && self.root() == "/";
-        if !is_path(self.root()) && !may_be_top {
-            return Err(unusable("the root is no path such as `/locks`"));
+        let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
+        if !is_valid_path(self.root()) && !is_root_allowed {
+            return Err(misconfigured("the root is not a valid path; an example is `/locks`"));
         }
         if self.namespace.as_deref() == Some("") {
-            return Err(unusable("the namespace is empty"));
+            return Err(misconfigured("the namespace is empty"));
         }
-        if Paths::new(self).are_the_servers() {
-            return Err(unusable("keys would be below `/zookeeper`, which belongs to the servers"));
+        if Paths::new(self).is_reserved() {
+            return Err(misconfigured(
+                "keys would be below `/zookeeper`, which is reserved for the servers",
+            ));
         }
         let timeouts = Self::SESSION_TIMEOUT_MIN..=Self::SESSION_TIMEOUT_MAX;
         if !timeouts.contains(&self.session_timeout) {
-            return Err(unusable("the time-out of the session is not between 400 ms and 24 h"));
+            return Err(misconfigured("the session time-out is not between 400 ms and 24 h"));
         }
         if !(1..=Self::SESSIONS_MAX).contains(&self.sessions_max) {
-            return Err(unusable("the limit of sessions is not between 1 and 32"));
+            return Err(misconfigured("the limit of sessions is not between 1 and 32"));
         }
         if self.connect_timeout.is_zero() || self.request_timeout.is_zero() {
-            return Err(unusable("a time-out of zero is over before anything is asked"));
+            return Err(misconfigured(
+                "the connect time-out and the request time-out must not be zero",
+            ));
         }
         if self.acl == Acl::Creator && !self.has_login() {
-            return Err(unusable(
-                "nodes that only their creator may touch need a login, or nobody could tell who that is",
+            return Err(misconfigured(
+                "the ACL `creator` requires a login, which identifies the creator",
             ));
         }
         if let Acl::List(list) = &self.acl {
-            let needed = [Permission::READ, Permission::CREATE, Permission::DELETE];
-            if !needed.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
-                return Err(unusable(
-                    "the list of rights lets nobody read, create and delete nodes, so locks could not be given back",
+            let required = [Permission::READ, Permission::CREATE, Permission::DELETE];
+            if !required.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
+                return Err(misconfigured(
+                    "the ACL must grant `r`, `c` and `d`; without them, locks cannot be acquired and released",
                 ));
             }
         }
@@ -384,7 +390,7 @@ impl ZkConfig {
     pub(crate) fn connector(&self, session_timeout: Duration) -> Connector {
         let connector = zookeeper_client::Client::connector()
             .with_session_timeout(session_timeout)
-            .with_connection_timeout(silence(session_timeout, self.request_timeout));
+            .with_connection_timeout(connection_timeout(session_timeout, self.request_timeout));
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
         });
@@ -416,10 +422,10 @@ impl Acl {
             "open" => Ok(Self::Open),
             "creator" => Ok(Self::Creator),
             list => {
-                let list: Option<Vec<_>> = list.split(',').map(entry).collect();
+                let list: Option<Vec<_>> = list.split(',').map(parse_acl_entry).collect();
                 list.map(Self::List).ok_or_else(|| {
-                    unusable(
-                        "the rights to nodes are neither `open` nor `creator` nor a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`",
+                    misconfigured(
+                        "the ACL is not `open`, `creator`, or a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`",
                     )
                 })
             }
@@ -427,22 +433,22 @@ impl Acl {
     }
 }
 
-/// Returns how long a connection may be silent before the client drops it. The client sends a ping
-/// after three eighths of that time.
+/// Returns how long a connection may receive nothing before the client drops it. The client sends a
+/// ping after three eighths of that time.
 ///
 /// The client library's own limit is two fifths of the session time-out, nearly as long as the
 /// longest lease. The request time-out shortens it, so that shorter leases survive a half-open
-/// connection. [`SILENCE_MIN`] is the lower bound, so that a busy server is not mistaken for a dead
-/// one.
-fn silence(session_timeout: Duration, request_timeout: Duration) -> Duration {
-    let silence = (session_timeout / 5).min(request_timeout);
-    silence.max(SILENCE_MIN.min(session_timeout * 2 / 5))
+/// connection. [`CONNECTION_TIMEOUT_MIN`] is the lower bound, so that the client does not drop the
+/// connection to a busy server.
+fn connection_timeout(session_timeout: Duration, request_timeout: Duration) -> Duration {
+    let connection_timeout = (session_timeout / 5).min(request_timeout);
+    connection_timeout.max(CONNECTION_TIMEOUT_MIN.min(session_timeout * 2 / 5))
 }
 
-fn entry(text: &str) -> Option<zookeeper_client::Acl> {
+fn parse_acl_entry(text: &str) -> Option<zookeeper_client::Acl> {
     let (scheme, rest) = text.split_once(':')?;
     let (id, rights) = rest.rsplit_once(':')?;
-    let right = |c| {
+    let parse_permission = |c| {
         Some(match c {
             'c' => Permission::CREATE,
             'd' => Permission::DELETE,
@@ -452,12 +458,13 @@ fn entry(text: &str) -> Option<zookeeper_client::Acl> {
             _ => return None,
         })
     };
-    let given = rights.chars().try_fold(Permission::NONE, |all, c| Some(all | right(c)?))?;
-    let is_some = !scheme.is_empty() && !rights.is_empty();
-    is_some.then(|| zookeeper_client::Acl::new(given, AuthId::new(scheme, id)))
+    let permissions =
+        rights.chars().try_fold(Permission::NONE, |all, c| Some(all | parse_permission(c)?))?;
+    let is_complete = !scheme.is_empty() && !rights.is_empty();
+    is_complete.then(|| zookeeper_client::Acl::new(permissions, AuthId::new(scheme, id)))
 }
 
-fn host(text: &str) -> Option<(String, u16)> {
+fn parse_host(text: &str) -> Option<(String, u16)> {
     let (name, port) = match text.rsplit_once(':') {
         // The colons of an IPv6 address are inside brackets.
         Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()?),
@@ -467,7 +474,7 @@ fn host(text: &str) -> Option<(String, u16)> {
     (!name.is_empty() && port != 0).then(|| (name.to_owned(), port))
 }
 
-fn unusable(problem: &'static str) -> BackendError {
+fn misconfigured(problem: &'static str) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("zookeeper: {problem}")).as_refused()
 }
 
@@ -500,8 +507,9 @@ impl fmt::Debug for Acl {
     }
 }
 
-/// Minimum silence before a connection is dropped, except in sessions shorter than 5 s.
-const SILENCE_MIN: Duration = Duration::from_secs(2);
+/// Minimum time without a message before a connection is dropped, except in sessions shorter than
+/// 5 s.
+const CONNECTION_TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
 /// ZooKeeper's default port.
 const PORT: u16 = 2181;
@@ -511,7 +519,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_are_read_as_other_clients_read_them() {
+    fn server_lists_parse_as_in_other_clients() {
         for (text, servers, chroot) in [
             ("h", "h:2181", None),
             ("h:1", "h:1", None),
@@ -523,14 +531,14 @@ mod tests {
             config.check().unwrap();
             assert_eq!((config.servers().as_str(), config.chroot.as_deref()), (servers, chroot));
         }
-        for bad in ["", ",", "h:0", "h:x", "a,,b", ":1", "/app"] {
-            assert!(ZkConfig::new(bad).is_err(), "{bad:?}");
+        for invalid in ["", ",", "h:0", "h:x", "a,,b", ":1", "/app"] {
+            assert!(ZkConfig::new(invalid).is_err(), "{invalid:?}");
         }
     }
 
     #[test]
-    fn a_connection_may_be_silent_for_a_request_s_time_out_but_not_for_half_a_lease() {
-        for (session, request, silence_of) in [
+    fn the_connection_time_out_is_the_request_time_out_within_the_limits_of_the_session() {
+        for (session, request, expected) in [
             (30_000, 2_500, 2_500),
             (30_000, 1_000, 2_000),
             (30_000, 30_000, 6_000),
@@ -539,50 +547,50 @@ mod tests {
             (400, 2_500, 160),
         ] {
             let millis = Duration::from_millis;
-            assert_eq!(silence(millis(session), millis(request)), millis(silence_of));
+            assert_eq!(connection_timeout(millis(session), millis(request)), millis(expected));
         }
     }
 
     #[test]
-    fn what_cannot_work_is_refused_before_anything_is_asked() {
-        let good = || ZkConfig::new("h").unwrap();
+    fn an_invalid_configuration_is_refused_without_a_connection() {
+        let valid = || ZkConfig::new("h").unwrap();
         let hour = Duration::from_secs(3_600);
-        for bad in [
-            good().with_chroot("app"),
-            good().with_chroot("/app/"),
-            good().with_root("/"),
-            good().with_root("/a//b"),
-            good().with_namespace(""),
-            good().with_root("/zookeeper"),
-            good().with_root("/zookeeper/locks").with_layout(Layout::Curator),
-            good().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
-            good().with_layout(Layout::Curator).with_namespace("zookeeper"),
+        for invalid in [
+            valid().with_chroot("app"),
+            valid().with_chroot("/app/"),
+            valid().with_root("/"),
+            valid().with_root("/a//b"),
+            valid().with_namespace(""),
+            valid().with_root("/zookeeper"),
+            valid().with_root("/zookeeper/locks").with_layout(Layout::Curator),
+            valid().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
+            valid().with_layout(Layout::Curator).with_namespace("zookeeper"),
             ZkConfig::new("h/zookeeper").unwrap(),
-            good().with_session_timeout(Duration::from_millis(1)),
-            good().with_session_timeout(hour * 25),
-            good().with_connect_timeout(Duration::ZERO),
-            good().with_sessions_max(0),
-            good().with_sessions_max(33),
-            good().with_acl(Acl::Creator),
-            good().with_acl(Acl::List(Vec::new())),
-            good().with_acl(Acl::parse("world:anyone:cr,digest:u:aGFzaA=:cra").unwrap()),
+            valid().with_session_timeout(Duration::from_millis(1)),
+            valid().with_session_timeout(hour * 25),
+            valid().with_connect_timeout(Duration::ZERO),
+            valid().with_sessions_max(0),
+            valid().with_sessions_max(33),
+            valid().with_acl(Acl::Creator),
+            valid().with_acl(Acl::List(Vec::new())),
+            valid().with_acl(Acl::parse("world:anyone:cr,digest:u:aGFzaA=:cra").unwrap()),
             ZkConfig::of_hosts(Vec::new()),
             ZkConfig::of_hosts(vec![("a,b".to_owned(), 1)]),
         ] {
-            assert!(!bad.check().unwrap_err().is_retryable(), "{bad:?}");
+            assert!(!invalid.check().unwrap_err().is_retryable(), "{invalid:?}");
         }
-        good().with_root("/").with_layout(Layout::Curator).check().unwrap();
-        good().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
-        good().with_chroot("/app").with_root("/zookeeper").check().unwrap();
-        good().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
-        good()
+        valid().with_root("/").with_layout(Layout::Curator).check().unwrap();
+        valid().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
+        valid().with_chroot("/app").with_root("/zookeeper").check().unwrap();
+        valid().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
+        valid()
             .with_acl(Acl::parse("world:anyone:r,digest:u:aGFzaA=:crd").unwrap())
             .check()
             .unwrap();
     }
 
     #[test]
-    fn rights_are_read_as_the_shell_shows_them() {
+    fn an_acl_list_parses_as_the_shell_prints_it() {
         assert_eq!(Acl::parse("open").unwrap(), Acl::Open);
         assert_eq!(Acl::parse("creator").unwrap(), Acl::Creator);
         let Acl::List(list) = Acl::parse("world:anyone:r,digest:u:aGFzaA=:cdrwa").unwrap() else {
@@ -591,15 +599,15 @@ mod tests {
         assert_eq!(list[0].permission(), Permission::READ);
         assert_eq!((list[1].scheme(), list[1].id()), ("digest", "u:aGFzaA="));
         assert_eq!(list[1].permission(), Permission::ALL);
-        for bad in
+        for invalid in
             ["", "world", "world:anyone", "world:anyone:", "world:anyone:x", "a:b:r,", "closed"]
         {
-            assert!(Acl::parse(bad).is_err(), "{bad:?}");
+            assert!(Acl::parse(invalid).is_err(), "{invalid:?}");
         }
     }
 
     #[test]
-    fn nothing_that_prints_shows_a_secret() {
+    fn debug_output_contains_no_secret() {
         let acl = Acl::parse("digest:u:CANARY=:r").unwrap();
         let config = ZkConfig::new("h").unwrap().with_login("u", "CANARY").with_acl(acl);
         assert!(!format!("{config:?}").contains("CANARY"), "{config:?}");

@@ -18,27 +18,27 @@ use tokio::time::{Duration, timeout};
 use zookeeper_client::{CheckWriteError, Client, Error, SessionInfo, SessionState};
 
 use crate::config::ZkConfig;
-use crate::error::explain;
+use crate::error::to_backend_error;
 use crate::session::lock;
 
 /// A client of the library that can be stopped.
-pub(crate) struct Connection {
+pub(crate) struct StoppableClient {
     client: Client,
-    tasks: Tasks,
+    tasks: ClientTasks,
     is_stopped: watch::Sender<bool>,
 }
 
 /// The tasks that the library spawns for one client.
 #[derive(Default)]
-struct Tasks(Mutex<Vec<JoinHandle<()>>>);
+struct ClientTasks(Mutex<Vec<JoinHandle<()>>>);
 
-impl Spawn for Tasks {
+impl Spawn for ClientTasks {
     fn spawn(&self, task: Task) {
         lock(&self.0).push(tokio::spawn(Box::into_pin(task.future)));
     }
 }
 
-impl Connection {
+impl StoppableClient {
     /// Opens a session, or attaches to `session`. Tries each server once.
     pub(crate) async fn open(
         config: &ZkConfig,
@@ -58,7 +58,7 @@ impl Connection {
             }
             connector.connect(&servers).await
         };
-        let tasks = Tasks::default();
+        let tasks = ClientTasks::default();
         let mut connecting = pin!(connecting);
         let client = poll_fn(|context| {
             // Tasks that the library spawns in this poll go to `tasks`.
@@ -98,7 +98,7 @@ impl Connection {
 
     /// Stops the client without closing the session, which exists until its time-out.
     pub(crate) async fn stop(&self) {
-        // Set first, so that watches and requests end by it. The library's own would panic or
+        // Set first, so that it ends watches and requests. The library's own futures would panic or
         // report a bug.
         self.is_stopped.send_replace(true);
         let tasks = std::mem::take(&mut *lock(&self.tasks.0));
@@ -123,14 +123,14 @@ impl Connection {
     }
 
     /// Waits until the client is connected. After [`stop`](Self::stop) it waits forever.
-    pub(crate) async fn connected(&self) -> Result<(), BackendError> {
+    pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         let mut states = self.client.state_watcher();
         loop {
             match self.state() {
                 SessionState::SyncConnected => return Ok(()),
-                SessionState::AuthFailed => return Err(explain(&Error::AuthFailed)),
+                SessionState::AuthFailed => return Err(to_backend_error(&Error::AuthFailed)),
                 state if state.is_terminated() => {
-                    return Err(explain(&Error::SessionExpired).as_refused());
+                    return Err(to_backend_error(&Error::SessionExpired).as_refused());
                 }
                 _ => states.changed().await,
             };
@@ -149,7 +149,7 @@ impl Connection {
     }
 }
 
-impl Deref for Connection {
+impl Deref for StoppableClient {
     type Target = Client;
 
     fn deref(&self) -> &Client {

@@ -7,27 +7,26 @@ use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::config::Acl;
-use crate::error::explain;
+use crate::error::to_backend_error;
 use crate::queue::is_contender;
-use crate::recipe::read;
-use crate::session::{By, Session};
+use crate::recipe::read_children;
+use crate::session::{ConfirmedBy, ZkSession};
 
 impl ZkBackend {
-    pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
+    pub(crate) async fn run_diagnostics(&self) -> Result<Vec<Finding>, BackendError> {
         let session = self.sessions().get().await?;
-        session.round(By::Majority).await?;
+        session.confirm(ConfirmedBy::Majority).await?;
         let mut findings = Vec::new();
         let config = session.config();
-        if session.timeout() > LONG_TIMEOUT {
+        if session.timeout() > SESSION_TIMEOUT_WARNING {
             findings.push(Finding::note(format!(
-                "the servers keep the session for {:?} after the last word of its client: so long nobody else gets the locks of a process \
-                 that has died",
+                "the session time-out is {:?}: the locks of a process that dies stay held for that time; lower the session time-out",
                 session.timeout()
             )));
         }
         if config.has_login() && config.acl == Acl::Open {
             findings.push(Finding::note(
-                "there is a login, but everybody may touch the nodes of locks; `acl=creator` keeps them to those who log in alike",
+                "a login is configured, but every client has all rights to the lock nodes; `acl=creator` restricts them to clients with the same login",
             ));
         }
         if config.has_login() && !config.is_encrypted() {
@@ -35,53 +34,54 @@ impl ZkBackend {
                 "the login is sent in the clear: connections are not encrypted",
             ));
         }
-        self.look_at_base(&session, &mut findings).await?;
+        self.check_base(&session, &mut findings).await?;
         Ok(findings)
     }
 
     /// Checks whether the parent of all keys is readable, is not a lock itself, and has more than
     /// one server.
-    async fn look_at_base(
+    async fn check_base(
         &self,
-        session: &std::sync::Arc<Session>,
+        session: &std::sync::Arc<ZkSession>,
         findings: &mut Vec<Finding>,
     ) -> Result<(), BackendError> {
         let base = self.paths().base();
-        match read(session, base).await? {
+        match read_children(session, base).await? {
             Ok(children) => {
                 if children.iter().any(|name| is_contender(name)) {
                     findings.push(Finding::warning(format!(
-                        "somebody contends for {base} itself, as if that were a lock: its keys are children of that lock"
+                        "{base} itself has contenders, as if it were a lock: the nodes of all keys are children of that lock; use another root or namespace"
                     )));
                 }
             }
             Err(Error::NoNode) => findings.push(Finding::note(format!(
-                "{base} is not there yet; it is made with the first lock"
+                "{base} does not exist yet; the first lock creates it"
             ))),
-            Err(error) => return Err(explain(&error)),
+            Err(error) => return Err(to_backend_error(&error)),
         }
-        if let Some(servers) = servers(session).await?
-            && servers.len() == 1
+        if let Some(ensemble_members) = ensemble_members(session).await?
+            && ensemble_members.len() == 1
         {
-            findings
-                .push(Finding::note("there is one server: nobody gets a lock while it is away"));
+            findings.push(Finding::note(
+                "the ensemble has one server: no lock can be acquired while it is down",
+            ));
         }
         Ok(())
     }
 }
 
 /// Returns the servers of the ensemble, or `None` if this client cannot read them.
-async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError> {
+async fn ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, BackendError> {
     // Older servers do not have the configuration node, and rights may hide it.
-    let Ok((config, _)) = session.bounded(session.client().get_config()).await? else {
+    let Ok((config, _)) = session.with_request_timeout(session.client().get_config()).await? else {
         return Ok(None);
     };
     let text = String::from_utf8_lossy(&config).into_owned();
-    let servers: Vec<String> =
+    let ensemble_members: Vec<String> =
         text.lines().filter(|line| line.starts_with("server.")).map(str::to_owned).collect();
     // A standalone server lists no servers.
-    Ok(Some(servers).filter(|servers| !servers.is_empty()))
+    Ok(Some(ensemble_members).filter(|ensemble_members| !ensemble_members.is_empty()))
 }
 
 /// A dead process keeps its locks for the session time-out; more than this is reported.
-const LONG_TIMEOUT: Duration = Duration::from_secs(60);
+const SESSION_TIMEOUT_WARNING: Duration = Duration::from_secs(60);

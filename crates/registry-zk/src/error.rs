@@ -1,69 +1,75 @@
 //! Maps the client library's errors to [`BackendError`], in one table.
 
+use std::time::Duration;
+
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::Error;
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Classifies an error and adds a message with the remedy.
-pub(crate) fn explain(error: &Error) -> BackendError {
-    let (kind, says, refused) = judge(error);
+pub(crate) fn to_backend_error(error: &Error) -> BackendError {
+    let (kind, message, refused) = classify(error);
     // The client library's errors contain no credentials and no data.
-    let explained =
-        BackendError::new(kind, format!("zookeeper: {says}")).with_source(error.clone());
-    if refused { explained.as_refused() } else { explained }
+    let converted =
+        BackendError::new(kind, format!("zookeeper: {message}")).with_source(error.clone());
+    if refused { converted.as_refused() } else { converted }
 }
 
-/// The error of a request without a response in time.
-pub(crate) fn silent() -> BackendError {
-    BackendError::transient("zookeeper: the servers did not answer in time")
+/// Returns the error of a request without a response within `limit`.
+pub(crate) fn timed_out(limit: Duration) -> BackendError {
+    BackendError::transient(format!("zookeeper: no response from the servers within {limit:?}"))
 }
 
-/// The error of a request that was not sent because no server is connected.
-pub(crate) fn unreachable() -> BackendError {
-    BackendError::transient("zookeeper: there is no connection to any of the servers").as_refused()
+/// Returns the error of a request that was not sent because no server is connected.
+pub(crate) fn not_connected() -> BackendError {
+    BackendError::transient("zookeeper: not connected to any server").as_refused()
 }
 
 /// Returns whether the servers certainly did not execute the request.
-pub(crate) fn is_refusal(error: &Error) -> bool {
-    judge(error).2
+pub(crate) fn is_refused(error: &Error) -> bool {
+    classify(error).2
 }
 
-const fn judge(error: &Error) -> (BackendErrorKind, &'static str, bool) {
+const fn classify(error: &Error) -> (BackendErrorKind, &'static str, bool) {
     match error {
         Error::ConnectionLoss | Error::Custom(_) => (Transient, "the connection was lost", false),
         Error::Timeout => (Transient, "none of the servers could be reached in time", false),
         Error::NoHosts => (Transient, "none of the servers can be reached", true),
-        Error::SessionExpired => (Transient, "the session is over", false),
+        Error::SessionExpired => (Transient, "the session has expired", false),
         Error::SessionMoved => (Transient, "the session has moved to another connection", false),
         Error::ClientClosed => (Transient, "the session was closed", false),
         Error::NotReadOnly => {
-            (Transient, "the server has lost the others and only answers questions", true)
+            (Transient, "the server has lost the majority and is read-only", true)
         }
-        Error::Throttled => (Transient, "the servers have too much to do", true),
-        Error::NoAuth => (
-            Denied,
-            "this login may not do that; see the book for the rights that are needed",
+        Error::Throttled => (Transient, "the server is overloaded", true),
+        Error::NoAuth => {
+            (Denied, "this login may not do that; the book lists the required rights", true)
+        }
+        Error::AuthFailed => {
+            (Denied, "the servers rejected the login; check its scheme and credentials", true)
+        }
+        Error::InvalidAcl => {
+            (Misconfigured, "the servers rejected the ACL for new nodes; check option `acl`", true)
+        }
+        Error::QuotaExceeded => (Misconfigured, "the quota of nodes is exceeded", true),
+        Error::NoChildrenForEphemerals => {
+            (Misconfigured, "a lock's node cannot be created below an ephemeral node", true)
+        }
+        Error::Unimplemented => (
+            Misconfigured,
+            "the server is too old for this request; ZooKeeper 3.5 or later is required",
             true,
         ),
-        Error::AuthFailed => (Denied, "the servers do not take this login", true),
-        Error::InvalidAcl => {
-            (Misconfigured, "the servers do not take these rights for new nodes", true)
-        }
-        Error::QuotaExceeded => (Misconfigured, "the quota for nodes is used up", true),
-        Error::NoChildrenForEphemerals => {
-            (Misconfigured, "a lock's node cannot be made below a node that is ephemeral", true)
-        }
-        Error::Unimplemented => (Misconfigured, "the server is too old for this", true),
-        Error::NoNode => (Protocol, "a node is missing that was made just now", true),
+        Error::NoNode => (Protocol, "a node that was just created does not exist", true),
         Error::BadArguments(_) | Error::MarshallingError => {
-            (Protocol, "the request cannot be made", true)
+            (Protocol, "the request cannot be encoded", true)
         }
         Error::BadVersion | Error::NodeExists | Error::NotEmpty => {
             (Protocol, "the servers refused the request", true)
         }
         // Variants that the library may add: the outcome is unknown, and a retry may not help.
-        _ => (Protocol, "the servers answered what they should not", false),
+        _ => (Protocol, "the servers sent an unexpected response", false),
     }
 }
 
@@ -72,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_error_says_whether_it_may_pass_and_whether_nothing_was_done() {
+    fn each_error_maps_to_its_kind_and_to_whether_it_was_refused() {
         for (error, kind, refused) in [
             (Error::ConnectionLoss, Transient, false),
             (Error::SessionExpired, Transient, false),
@@ -84,8 +90,8 @@ mod tests {
             (Error::UnexpectedErrorCode(-1), Protocol, false),
             (Error::UnexpectedError("?".to_owned()), Protocol, false),
         ] {
-            let explained = explain(&error);
-            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{error:?}");
+            let converted = to_backend_error(&error);
+            assert_eq!((converted.kind(), converted.refused()), (kind, refused), "{error:?}");
         }
     }
 }

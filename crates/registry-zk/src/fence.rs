@@ -11,8 +11,8 @@ use registry_core::{BackendError, FencingToken, LockGuard};
 use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResult};
 
 use crate::backend::ZkBackend;
-use crate::error::{explain, silent};
-use crate::path::is_path;
+use crate::error::{timed_out, to_backend_error};
+use crate::path::is_valid_path;
 
 /// Creates fenced writes for a lock in the same ZooKeeper.
 ///
@@ -22,7 +22,7 @@ use crate::path::is_path;
 /// use registry_zk::{FenceError, Multi};
 ///
 /// # async fn example(guard: LockGuard) -> Result<(), FenceError> {
-/// // Made together, and only if nobody else was granted the lock since.
+/// // Executed together, and only if the guard still holds the lock.
 /// guard.multi()?.set("/balance", "17.50", None).create("/journal/7", "-2.50").commit().await?;
 /// # Ok(())
 /// # }
@@ -40,21 +40,21 @@ pub trait Multi {
 }
 
 /// Writes that are executed together under a lock. Created by [`Multi::multi`].
-#[must_use = "nothing is written before it is committed"]
+#[must_use = "nothing is written before `commit`"]
 pub struct FencedMulti<'a> {
     guard: &'a LockGuard,
     backend: &'a ZkBackend,
-    steps: Vec<Step>,
+    steps: Vec<WriteStep>,
 }
 
-enum Step {
+enum WriteStep {
     Create { path: String, data: Vec<u8> },
     Set { path: String, data: Vec<u8>, version: Option<i32> },
     Delete { path: String, version: Option<i32> },
     Check { path: String, version: i32 },
 }
 
-impl Step {
+impl WriteStep {
     fn path(&self) -> &str {
         match self {
             Self::Create { path, .. }
@@ -67,12 +67,12 @@ impl Step {
     /// Returns the maximum bytes of this step in a request, without the part that is equal for all
     /// steps.
     fn bytes(&self, acls: usize) -> usize {
-        let more = match self {
+        let payload = match self {
             Self::Create { data, .. } => data.len().saturating_add(acls),
             Self::Set { data, .. } => data.len(),
             Self::Delete { .. } | Self::Check { .. } => 0,
         };
-        more.saturating_add(self.path().len())
+        payload.saturating_add(self.path().len())
     }
 }
 
@@ -106,14 +106,14 @@ pub enum FenceError {
         key: String,
     },
     /// The lock is in another kind of store.
-    #[error("lock {key:?} does not live in ZooKeeper, so it cannot fence writes to it")]
+    #[error("lock {key:?} is not in ZooKeeper, so it cannot fence writes to ZooKeeper")]
     #[non_exhaustive]
     Unsupported {
         /// The key.
         key: String,
     },
     /// The servers refused one write, and therefore executed none.
-    #[error("step {step} of the writes was refused")]
+    #[error("write {step} (counted from 0) was refused")]
     #[non_exhaustive]
     Refused {
         /// Index of the refused write, from 0.
@@ -122,7 +122,7 @@ pub enum FenceError {
         source: Error,
     },
     /// The writes exceed [`FencedMulti::BYTES_MAX`]. Nothing was sent.
-    #[error("the writes take {bytes} bytes, and the servers take {max} at once", max = FencedMulti::BYTES_MAX)]
+    #[error("the writes have {bytes} bytes; the limit is {max} bytes", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
         /// Size of the writes with their paths.
@@ -130,7 +130,7 @@ pub enum FenceError {
     },
     /// Store error. If [`BackendError::refused`] returns true, nothing was written; otherwise the
     /// outcome is unknown.
-    #[error("the servers could not make the writes")]
+    #[error("the fenced writes failed")]
     #[non_exhaustive]
     Store {
         /// The store error.
@@ -158,7 +158,7 @@ impl FencedMulti<'_> {
 
     /// Creates a node that outlives the session, with this client's rights for created nodes.
     pub fn create(mut self, path: impl Into<String>, data: impl Into<Vec<u8>>) -> Self {
-        self.steps.push(Step::Create { path: path.into(), data: data.into() });
+        self.steps.push(WriteStep::Create { path: path.into(), data: data.into() });
         self
     }
 
@@ -169,19 +169,19 @@ impl FencedMulti<'_> {
         data: impl Into<Vec<u8>>,
         version: Option<i32>,
     ) -> Self {
-        self.steps.push(Step::Set { path: path.into(), data: data.into(), version });
+        self.steps.push(WriteStep::Set { path: path.into(), data: data.into(), version });
         self
     }
 
     /// Deletes a node. With a version, only if the node has that version.
     pub fn delete(mut self, path: impl Into<String>, version: Option<i32>) -> Self {
-        self.steps.push(Step::Delete { path: path.into(), version });
+        self.steps.push(WriteStep::Delete { path: path.into(), version });
         self
     }
 
     /// Refuses all writes unless the node has this version.
     pub fn check(mut self, path: impl Into<String>, version: i32) -> Self {
-        self.steps.push(Step::Check { path: path.into(), version });
+        self.steps.push(WriteStep::Check { path: path.into(), version });
         self
     }
 
@@ -200,11 +200,11 @@ impl FencedMulti<'_> {
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
         let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
-        let found = self.backend.sessions().find(claim.id());
-        let (session, place) = found.ok_or_else(|| lost(guard))?;
+        let found = self.backend.sessions().find_entry(claim.id());
+        let (session, entry) = found.ok_or_else(|| lost(guard))?;
         let node = {
-            let stake = place.stake.lock().await;
-            let node = stake.node.as_ref().map(|node| (node.path.clone(), node.czxid));
+            let state = entry.state.lock().await;
+            let node = state.node.as_ref().map(|node| (node.path.clone(), node.czxid));
             node.ok_or_else(|| lost(guard))?
         };
         let (node, czxid) = node;
@@ -218,36 +218,40 @@ impl FencedMulti<'_> {
         if bytes > Self::BYTES_MAX {
             return Err(FenceError::TooLarge { bytes });
         }
-        session.connected().await.map_err(store)?;
+        session.wait_until_connected().await.map_err(store_error)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
         let client = session.client();
-        let mut writer = client.new_check_writer(&node, None).map_err(unsent)?;
-        for (number, step) in self.steps.iter().enumerate() {
-            let refused = |source| FenceError::Refused { step: number, source };
-            if !is_path(step.path()) {
-                return Err(refused(Error::BadArguments(&"a path is absolute, such as `/a/b`")));
+        let mut writer = client.new_check_writer(&node, None).map_err(not_sent)?;
+        for (index, step) in self.steps.iter().enumerate() {
+            let refused = |source| FenceError::Refused { step: index, source };
+            if !is_valid_path(step.path()) {
+                return Err(refused(Error::BadArguments(
+                    &"a path must be absolute, such as `/a/b`",
+                )));
             }
             let path = format!("{chroot}{}", step.path());
             let added = match step {
-                Step::Create { data, .. } => writer.add_create(&path, data, &new_node),
-                Step::Set { data, version, .. } => writer.add_set_data(&path, data, *version),
-                Step::Delete { version, .. } => writer.add_delete(&path, *version),
-                Step::Check { version, .. } => writer.add_check_version(&path, *version),
+                WriteStep::Create { data, .. } => writer.add_create(&path, data, &new_node),
+                WriteStep::Set { data, version, .. } => writer.add_set_data(&path, data, *version),
+                WriteStep::Delete { version, .. } => writer.add_delete(&path, *version),
+                WriteStep::Check { version, .. } => writer.add_check_version(&path, *version),
             };
             added.map_err(refused)?;
         }
         let limit = session.config().request_timeout;
-        let answer = session.unless_stopped(writer.commit());
-        let answer = tokio::time::timeout(limit, answer).await.map_err(|_| store(silent()))?;
-        match answer.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
-            Ok(results) => Ok(results.into_iter().map(written).collect()),
+        let response = session.unless_stopped(writer.commit());
+        let response = tokio::time::timeout(limit, response)
+            .await
+            .map_err(|_| store_error(timed_out(limit)))?;
+        match response.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
+            Ok(results) => Ok(results.into_iter().map(write_result).collect()),
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost(guard)),
             Err(CheckWriteError::OperationFailed { index, source }) => {
                 Err(FenceError::Refused { step: index, source })
             }
             Err(
                 CheckWriteError::RequestFailed { source } | CheckWriteError::CheckFailed { source },
-            ) => Err(store(explain(&source))),
+            ) => Err(store_error(to_backend_error(&source))),
         }
     }
 }
@@ -257,8 +261,8 @@ impl FencedMulti<'_> {
     fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acls = acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
         let steps = self.steps.iter().map(|step| step.bytes(acls));
-        let same = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
-        steps.fold(same.saturating_add(node.len()), usize::saturating_add)
+        let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
+        steps.fold(common.saturating_add(node.len()), usize::saturating_add)
     }
 }
 
@@ -273,7 +277,7 @@ impl fmt::Debug for FencedMulti<'_> {
     }
 }
 
-fn written(result: MultiWriteResult) -> Written {
+fn write_result(result: MultiWriteResult) -> Written {
     match result {
         MultiWriteResult::Create { .. } => Written::Created,
         MultiWriteResult::SetData { stat } => Written::Set { version: stat.version },
@@ -286,13 +290,13 @@ fn lost(guard: &LockGuard) -> FenceError {
     FenceError::Lost { key: guard.key().to_owned() }
 }
 
-fn store(source: BackendError) -> FenceError {
+fn store_error(source: BackendError) -> FenceError {
     FenceError::Store { source }
 }
 
-fn unsent(error: Error) -> FenceError {
-    store(explain(&error).as_refused())
+fn not_sent(error: Error) -> FenceError {
+    store_error(to_backend_error(&error).as_refused())
 }
 
-/// Maximum bytes of a step besides its path, data and rights: numbers and length fields.
+/// Maximum bytes of a step without its path, data and rights: numbers and length fields.
 const STEP_BYTES: usize = 40;

@@ -7,15 +7,15 @@ use registry_core::{BackendError, BackendErrorKind, Holder, Key, Release};
 use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
-use crate::error::explain;
+use crate::error::to_backend_error;
 use crate::queue::is_contender;
-use crate::recipe::{delete, holder, line_up, read};
-use crate::session::Session;
+use crate::recipe::{decode_holder, delete, read_children, sort_contenders};
+use crate::session::ZkSession;
 
 impl ZkBackend {
     pub(crate) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let session = self.sessions().get().await?;
-        holder_in(&session, key, &self.paths().of(key)).await
+        read_holder(&session, key, &self.paths().node_path(key)).await
     }
 
     /// Returns the holders of all keys below the base that this login may read. Nested layouts are
@@ -24,54 +24,55 @@ impl ZkBackend {
         let session = self.sessions().get().await?;
         let base = self.paths().base();
         let mut holders = Vec::new();
-        let mut keys = children(&session, base).await?;
+        let mut keys = read_children_or_empty(&session, base).await?;
         while !keys.is_empty() {
-            let mut deeper = Vec::new();
-            for some in keys.chunks(AT_ONCE) {
-                let seen = some.iter().map(|below| self.look_below(&session, below));
-                for (held, below) in try_join_all(seen).await? {
+            let mut nested = Vec::new();
+            for chunk in keys.chunks(CONCURRENT_READS) {
+                let requests =
+                    chunk.iter().map(|relative_path| self.inspect_key(&session, relative_path));
+                for (held, relative_path) in try_join_all(requests).await? {
                     holders.extend(held);
-                    deeper.extend(below);
+                    nested.extend(relative_path);
                 }
             }
-            keys = deeper;
+            keys = nested;
         }
         Ok(holders)
     }
 
-    /// Returns the holder of the key at `below`, relative to the base, and the possible keys below
-    /// it.
-    async fn look_below(
+    /// Returns the holder of the key at `relative_path`, relative to the base, and the possible
+    /// keys below it.
+    async fn inspect_key(
         &self,
-        session: &Arc<Session>,
-        below: &str,
+        session: &Arc<ZkSession>,
+        relative_path: &str,
     ) -> Result<(Option<Holder>, Vec<String>), BackendError> {
-        let Some(key) = self.paths().key_of(below) else { return Ok((None, Vec::new())) };
-        let dir = self.paths().of(&key);
-        let held = match holder_in(session, &key, &dir).await {
+        let Some(key) = self.paths().key_of(relative_path) else { return Ok((None, Vec::new())) };
+        let dir = self.paths().node_path(&key);
+        let held = match read_holder(session, &key, &dir).await {
             // Rights to this key are missing; the other keys must still be listed.
             Err(error) if error.kind() == BackendErrorKind::Denied => {
                 return Ok((None, Vec::new()));
             }
             held => held?,
         };
-        if !self.paths().are_nested() {
+        if !self.paths().has_nested_keys() {
             return Ok((held, Vec::new()));
         }
-        let mut deeper = children(session, &dir).await?;
-        deeper.retain(|name| !is_contender(name));
-        deeper.iter_mut().for_each(|name| *name = format!("{below}/{name}"));
-        Ok((held, deeper))
+        let mut nested = read_children_or_empty(session, &dir).await?;
+        nested.retain(|name| !is_contender(name));
+        nested.iter_mut().for_each(|name| *name = format!("{relative_path}/{name}"));
+        Ok((held, nested))
     }
 
-    pub(crate) async fn break_lock(&self, key: &Key) -> Result<Release, BackendError> {
+    pub(crate) async fn force_release_key(&self, key: &Key) -> Result<Release, BackendError> {
         let session = self.sessions().get().await?;
-        let dir = self.paths().of(key);
-        for _ in 0..TRIES {
-            let children = children(&session, &dir).await?;
-            let queue = line_up(&session, &dir, children).await?;
-            let Some(first) = queue.first() else { break };
-            if delete(&session, &format!("{dir}/{first}")).await? {
+        let dir = self.paths().node_path(key);
+        for _ in 0..ATTEMPTS_MAX {
+            let children = read_children_or_empty(&session, &dir).await?;
+            let queue = sort_contenders(&session, &dir, children).await?;
+            let Some(head) = queue.head() else { break };
+            if delete(&session, &format!("{dir}/{head}")).await? {
                 return Ok(Release::Freed);
             }
         }
@@ -79,42 +80,47 @@ impl ZkBackend {
     }
 }
 
-async fn holder_in(
-    session: &Arc<Session>,
+async fn read_holder(
+    session: &Arc<ZkSession>,
     key: &Key,
     dir: &str,
 ) -> Result<Option<Holder>, BackendError> {
-    for _ in 0..TRIES {
-        let queue = line_up(session, dir, children(session, dir).await?).await?;
-        let Some(first) = queue.first() else { break };
-        let path = format!("{dir}/{first}");
-        match session.bounded(session.client().get_data(&path)).await? {
-            Ok((data, stat)) => return Ok(Some(holder(key, &data, stat.czxid))),
+    for _ in 0..ATTEMPTS_MAX {
+        let queue =
+            sort_contenders(session, dir, read_children_or_empty(session, dir).await?).await?;
+        let Some(head) = queue.head() else { break };
+        let path = format!("{dir}/{head}");
+        match session.with_request_timeout(session.client().get_data(&path)).await? {
+            Ok((data, stat)) => return Ok(Some(decode_holder(key, &data, stat.czxid))),
             // Deleted since the list was read; a successor may exist.
             Err(Error::NoNode) => {}
             // Without the right to read the data, the node's existence is still visible.
             Err(Error::NoAuth) => {
-                let seen = session.bounded(session.client().check_stat(&path)).await?;
-                if let Some(stat) = seen.map_err(|error| explain(&error))? {
-                    return Ok(Some(holder(key, &[], stat.czxid)));
+                let response =
+                    session.with_request_timeout(session.client().check_stat(&path)).await?;
+                if let Some(stat) = response.map_err(|error| to_backend_error(&error))? {
+                    return Ok(Some(decode_holder(key, &[], stat.czxid)));
                 }
             }
-            Err(error) => return Err(explain(&error)),
+            Err(error) => return Err(to_backend_error(&error)),
         }
     }
     Ok(None)
 }
 
-async fn children(session: &Arc<Session>, dir: &str) -> Result<Vec<String>, BackendError> {
-    match read(session, dir).await? {
+async fn read_children_or_empty(
+    session: &Arc<ZkSession>,
+    dir: &str,
+) -> Result<Vec<String>, BackendError> {
+    match read_children(session, dir).await? {
         Ok(children) => Ok(children),
         Err(Error::NoNode) => Ok(Vec::new()),
-        Err(error) => Err(explain(&error)),
+        Err(error) => Err(to_backend_error(&error)),
     }
 }
 
 /// Number of keys read concurrently.
-const AT_ONCE: usize = 64;
+const CONCURRENT_READS: usize = 64;
 
 /// Reads per key while its holder changes between two reads.
-const TRIES: u32 = 8;
+const ATTEMPTS_MAX: u32 = 8;

@@ -21,11 +21,11 @@ impl Paths {
         let root = if root == "/" { "" } else { root };
         let base = match config.layout {
             Layout::Native => {
-                format!("{chroot}{root}/{}", encoded(config.namespace()))
+                format!("{chroot}{root}/{}", encode(config.namespace()))
             }
             // Curator also places its namespaces above the root path.
             Layout::Curator => match &config.namespace {
-                Some(namespace) => format!("{chroot}/{}{root}", encoded(namespace)),
+                Some(namespace) => format!("{chroot}/{}{root}", encode(namespace)),
                 None => format!("{chroot}{root}"),
             },
         };
@@ -38,72 +38,74 @@ impl Paths {
     }
 
     /// Returns whether keys would be below `/zookeeper`, which the servers use themselves.
-    pub(crate) fn are_the_servers(&self) -> bool {
+    pub(crate) fn is_reserved(&self) -> bool {
         self.base.split('/').nth(1) == Some("zookeeper")
     }
 
     /// Returns the node of `key`.
-    pub(crate) fn of(&self, key: &Key) -> String {
+    pub(crate) fn node_path(&self, key: &Key) -> String {
         match self.layout {
-            Layout::Native => format!("{}/{}", self.base, encoded(key.as_str())),
+            Layout::Native => format!("{}/{}", self.base, encode(key.as_str())),
             Layout::Curator => format!("{}/{key}", self.base),
         }
     }
 
     /// Returns the key of a node, from its path relative to the base.
-    pub(crate) fn key_of(&self, below: &str) -> Option<Key> {
+    pub(crate) fn key_of(&self, relative_path: &str) -> Option<Key> {
         let key = match self.layout {
             Layout::Native => {
-                let key = percent_decode_str(below).decode_utf8().ok()?.into_owned();
+                let key = percent_decode_str(relative_path).decode_utf8().ok()?.into_owned();
                 // A foreign node can decode to a key whose own node has another name.
-                (encoded(&key) == below).then_some(key)?
+                (encode(&key) == relative_path).then_some(key)?
             }
-            Layout::Curator => below.to_owned(),
+            Layout::Curator => relative_path.to_owned(),
         };
         Key::new(&key).ok()
     }
 
     /// Returns whether keys may be below other keys.
-    pub(crate) fn are_nested(&self) -> bool {
+    pub(crate) fn has_nested_keys(&self) -> bool {
         self.layout == Layout::Curator
     }
 
     /// Refuses keys that are not valid paths, or that would contend for another key's lock.
-    pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
+    pub(crate) fn validate_key(&self, key: &Key) -> Result<(), InvalidKey> {
         match self.layout {
             Layout::Native => Ok(()),
-            Layout::Curator => check_path(key.as_str(), self.base.is_empty()),
+            Layout::Curator => validate_curator_key(key.as_str(), self.base.is_empty()),
         }
     }
 }
 
-fn check_path(key: &str, at_top: bool) -> Result<(), InvalidKey> {
-    if key.chars().any(|c| !is_allowed(c)) {
-        return Err(InvalidKey::layout("it has a character that no path of ZooKeeper can have"));
+fn validate_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
+    if key.chars().any(|c| !is_path_char(c)) {
+        return Err(InvalidKey::layout(
+            "it contains a character that ZooKeeper does not allow in paths",
+        ));
     }
-    for (n, part) in key.split('/').enumerate() {
-        if part.is_empty() {
-            return Err(InvalidKey::layout("it begins or ends with `/`, or has two in a row"));
+    for (n, segment) in key.split('/').enumerate() {
+        if segment.is_empty() {
+            return Err(InvalidKey::layout("it begins or ends with `/`, or contains `//`"));
         }
-        if part == "." || part == ".." {
-            return Err(InvalidKey::layout("it has `.` or `..` as a part of its path"));
+        if segment == "." || segment == ".." {
+            return Err(InvalidKey::layout("it has `.` or `..` as a path segment"));
         }
-        if n == 0 && at_top && part == "zookeeper" {
-            return Err(InvalidKey::layout("`/zookeeper` belongs to the servers"));
+        if n == 0 && is_top_level && segment == "zookeeper" {
+            return Err(InvalidKey::layout("`/zookeeper` is reserved for the servers"));
         }
         // Curator treats every child of a lock's node as a contender. It sorts by the text after
         // `lock-`, or by the whole name. A permanent child must not sort before a number, or no
         // contender would ever be the head. Numbers begin with `1` only after 10⁹ children, and
         // never with `3`.
-        if n > 0 && part.starts_with(|first: char| first <= '0') {
+        if n > 0 && segment.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
-                "what follows `/` begins with `0`, or a sign that sorts before it: to Curator it would be the first in line for the lock \
-                 of what comes before",
+                "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \
+                 key's lock",
             ));
         }
-        if n > 0 && part.contains("lock") {
+        if n > 0 && segment.contains("lock") {
             return Err(InvalidKey::layout(
-                "what follows `/` has the word `lock` in it, as those have who stand in line for the lock of what comes before",
+                "a segment after `/` contains `lock`, like the nodes that contend for the parent key's lock",
             ));
         }
     }
@@ -112,30 +114,30 @@ fn check_path(key: &str, at_top: bool) -> Result<(), InvalidKey> {
 
 /// Returns whether the server accepts `c` in a path. The server checks UTF-16 units, and characters
 /// beyond the first 65,536 have two surrogates.
-fn is_allowed(c: char) -> bool {
+fn is_path_char(c: char) -> bool {
     !matches!(u32::from(c), 0..=0x1f | 0x7f..=0x9f | 0xd800..=0xf8ff | 0xfff0..)
 }
 
 /// Encodes a text as the name of one node: injective, readable, and never `.` or `..`.
-pub(crate) fn encoded(text: &str) -> String {
+pub(crate) fn encode(text: &str) -> String {
     match text {
         "." => "%2E".to_owned(),
         ".." => "%2E%2E".to_owned(),
-        text => utf8_percent_encode(text, TO_BE_ENCODED).to_string(),
+        text => utf8_percent_encode(text, ENCODED_CHARS).to_string(),
     }
 }
 
 /// Returns whether `path` is valid: absolute, with no empty, `.` or `..` part.
-pub(crate) fn is_path(path: &str) -> bool {
-    path.strip_prefix('/').is_some_and(|parts| {
-        parts
+pub(crate) fn is_valid_path(path: &str) -> bool {
+    path.strip_prefix('/').is_some_and(|segments| {
+        segments
             .split('/')
-            .all(|part| !matches!(part, "" | "." | "..") && part.chars().all(is_allowed))
+            .all(|segment| !matches!(segment, "" | "." | "..") && segment.chars().all(is_path_char))
     })
 }
 
 /// ASCII characters to encode. Non-ASCII characters are always encoded.
-const TO_BE_ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b'/');
+const ENCODED_CHARS: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b'/');
 
 #[cfg(test)]
 mod tests {
@@ -152,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn native_keys_are_one_readable_node_each() {
+    fn each_native_key_is_one_readable_node() {
         let paths = paths(Layout::Native);
         for (text, path) in [
             ("orders", "orders"),
@@ -162,22 +164,22 @@ mod tests {
             ("a b%", "a%20b%25"),
             ("\0", "%00"),
         ] {
-            assert_eq!(paths.of(&key(text)), format!("/app/lock-registry/default/{path}"));
+            assert_eq!(paths.node_path(&key(text)), format!("/app/lock-registry/default/{path}"));
             assert_eq!(paths.key_of(path), Some(key(text)));
         }
-        assert_eq!(paths.key_of("a b"), None, "no node of ours");
-        assert_eq!(paths.key_of("%2f"), None, "no node of ours");
+        assert_eq!(paths.key_of("a b"), None, "not an encoded name");
+        assert_eq!(paths.key_of("%2f"), None, "not an encoded name");
     }
 
     #[test]
-    fn keys_of_curator_are_paths_and_those_that_harm_others_are_refused() {
+    fn curator_keys_are_paths_and_conflicting_keys_are_refused() {
         let paths = paths(Layout::Curator);
-        assert_eq!(paths.of(&key("a/b")), "/app/SpringIntegration-LockRegistry/a/b");
-        for fine in ["a", "0", "-foo", "a/b", "a/ä", "a/42", "lock-1", "a b", "zookeeper"] {
-            assert_eq!(paths.check(&key(fine)), Ok(()), "{fine:?}");
-            assert!(is_path(&paths.of(&key(fine))), "{fine:?}");
+        assert_eq!(paths.node_path(&key("a/b")), "/app/SpringIntegration-LockRegistry/a/b");
+        for valid in ["a", "0", "-foo", "a/b", "a/ä", "a/42", "lock-1", "a b", "zookeeper"] {
+            assert_eq!(paths.validate_key(&key(valid)), Ok(()), "{valid:?}");
+            assert!(is_valid_path(&paths.node_path(&key(valid))), "{valid:?}");
         }
-        for bad in [
+        for invalid in [
             "/a",
             "a/",
             "a//b",
@@ -197,17 +199,17 @@ mod tests {
             "🔒",
             "\u{f000}",
         ] {
-            assert!(paths.check(&key(bad)).is_err(), "{bad:?}");
+            assert!(paths.validate_key(&key(invalid)).is_err(), "{invalid:?}");
         }
     }
 
     proptest! {
         #[test]
-        fn every_key_is_a_path_of_its_own_that_is_read_back(one in ".{1,60}", other in ".{1,60}") {
+        fn each_key_has_its_own_path_that_decodes_to_the_key(one in ".{1,60}", other in ".{1,60}") {
             let paths = paths(Layout::Native);
-            let path = paths.of(&key(&one));
-            prop_assert!(is_path(&path), "{path:?}");
-            prop_assert_eq!(path == paths.of(&key(&other)), one == other);
+            let path = paths.node_path(&key(&one));
+            prop_assert!(is_valid_path(&path), "{path:?}");
+            prop_assert_eq!(path == paths.node_path(&key(&other)), one == other);
             let name = path.rsplit('/').next().unwrap();
             prop_assert_eq!(paths.key_of(name), Some(key(&one)));
         }

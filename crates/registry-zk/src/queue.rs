@@ -2,16 +2,16 @@
 //!
 //! A name ends in a number that the server assigned: ten digits that count all children the parent
 //! ever had. The counter ends at 2³¹ − 1. From then on the servers assign that number to every new
-//! child, and negative numbers to children created concurrently. See the test
-//! `at_the_end_of_their_numbers_…` of the testkit. Then only the transactions that created the
-//! nodes determine their order.
+//! child, and negative numbers to children created concurrently. The tests of
+//! `registry-testkit` check this behaviour of the servers. Then only the transactions that created
+//! the nodes determine their order.
 
 use registry_core::ClaimId;
 
 use crate::config::Naming;
 
 /// Returns the name of a claim's node without its number.
-pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
+pub(crate) fn node_prefix(claim: ClaimId, naming: Naming) -> String {
     let id = claim.to_string();
     match naming {
         Naming::Curator => format!(
@@ -29,13 +29,13 @@ pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
 /// Returns the bytes of a claim's node path in a transaction that lists it: the path and its length
 /// field.
 pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
-    LENGTH_BYTES + dir.len() + "/".len() + prefix(claim, naming).len() + NUMBER_CHARS_MAX
+    LENGTH_BYTES + dir.len() + "/".len() + node_prefix(claim, naming).len() + NUMBER_CHARS_MAX
 }
 
 /// Returns the number of a contender with a name in the form of Curator or kazoo. Returns `None`
 /// for any other child.
-fn number(name: &str) -> Option<i32> {
-    let after = |mark: &str| name.rfind(mark).map(|at| &name[at + mark.len()..]);
+fn sequence_number(name: &str) -> Option<i32> {
+    let after = |marker: &str| name.rfind(marker).map(|at| &name[at + marker.len()..]);
     // A name has only one of these marks directly before its number.
     [after("lock-"), after("__lock__")].into_iter().flatten().find_map(parse_number)
 }
@@ -43,86 +43,96 @@ fn number(name: &str) -> Option<i32> {
 /// Parses a number in the server's format: at least ten characters, including the sign.
 fn parse_number(text: &str) -> Option<i32> {
     let digits = text.strip_prefix('-').unwrap_or(text);
-    let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
-    let is_whole =
+    let is_decimal = digits.bytes().all(|byte| byte.is_ascii_digit());
+    let has_expected_length =
         text.len() == 10 || text == "-2147483648" || (text.len() == 11 && digits.len() == 10);
-    (is_plain && is_whole).then(|| text.parse().ok()).flatten()
+    (is_decimal && has_expected_length).then(|| text.parse().ok()).flatten()
 }
 
 /// Returns whether a child contends for the lock.
 pub(crate) fn is_contender(name: &str) -> bool {
-    number(name).is_some()
+    sequence_number(name).is_some()
 }
 
 /// Returns the nodes of a claim, by the prefix of their names. Each earlier session that the
 /// servers have not ended yet can have one more.
-pub(crate) fn find<'a>(children: &'a [String], prefix: &str) -> impl Iterator<Item = &'a str> {
-    let is_ours = move |name: &&String| name.starts_with(prefix) && is_contender(name);
-    children.iter().filter(is_ours).map(String::as_str)
+pub(crate) fn claim_nodes<'a>(
+    children: &'a [String],
+    node_prefix: &str,
+) -> impl Iterator<Item = &'a str> {
+    let is_of_claim = move |name: &&String| name.starts_with(node_prefix) && is_contender(name);
+    children.iter().filter(is_of_claim).map(String::as_str)
 }
 
 /// The contenders for one lock, head first.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Queue(Vec<String>);
+pub(crate) struct ContenderQueue(Vec<String>);
 
 /// The contenders for a lock whose counter is exhausted.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct OutOfNumbers(Vec<String>);
+pub(crate) struct SequenceExhausted(Vec<String>);
 
-impl Queue {
+impl ContenderQueue {
     /// Selects and sorts the contenders among all children.
     ///
     /// # Errors
-    /// [`OutOfNumbers`] if the names do not determine the order.
-    pub(crate) fn of(children: Vec<String>) -> Result<Self, OutOfNumbers> {
+    /// [`SequenceExhausted`] if the names do not determine the order.
+    pub(crate) fn from_children(children: Vec<String>) -> Result<Self, SequenceExhausted> {
         let mut contenders: Vec<(i32, String)> =
-            children.into_iter().filter_map(|name| Some((number(&name)?, name))).collect();
+            children.into_iter().filter_map(|name| Some((sequence_number(&name)?, name))).collect();
         if contenders.iter().any(|(number, _)| !(0..i32::MAX).contains(number)) {
-            return Err(OutOfNumbers(contenders.into_iter().map(|(_, name)| name).collect()));
+            return Err(SequenceExhausted(contenders.into_iter().map(|(_, name)| name).collect()));
         }
         contenders.sort_unstable();
         Ok(Self(contenders.into_iter().map(|(_, name)| name).collect()))
     }
 
     /// Returns the head of the queue.
-    pub(crate) fn first(&self) -> Option<&str> {
+    pub(crate) fn head(&self) -> Option<&str> {
         self.0.first().map(String::as_str)
     }
 
     /// Returns the position of `name`.
-    pub(crate) fn place_of(&self, name: &str) -> Standing<'_> {
+    pub(crate) fn position_of(&self, name: &str) -> QueuePosition<'_> {
         match self.0.iter().position(|other| other == name) {
-            None => Standing::Absent,
-            Some(0) => Standing::First,
-            Some(place) => Standing::Behind { ahead: &self.0[place - 1], is_next: place == 1 },
+            None => QueuePosition::Absent,
+            Some(0) => QueuePosition::Head,
+            Some(index) => QueuePosition::Behind {
+                predecessor: &self.0[index - 1],
+                is_predecessor_head: index == 1,
+            },
         }
     }
 }
 
-impl OutOfNumbers {
+impl SequenceExhausted {
     pub(crate) fn names(&self) -> &[String] {
         &self.0
     }
 
     /// Sorts the contenders by the transactions that created [`names`](Self::names). `None` is a
     /// node that no longer exists.
-    pub(crate) fn by_transactions(self, made: impl IntoIterator<Item = Option<i64>>) -> Queue {
-        let made = made.into_iter().zip(self.0);
-        let mut there: Vec<_> = made.filter_map(|(made, name)| Some((made?, name))).collect();
-        there.sort_unstable();
-        Queue(there.into_iter().map(|(_, name)| name).collect())
+    pub(crate) fn sort_by_transaction(
+        self,
+        czxids: impl IntoIterator<Item = Option<i64>>,
+    ) -> ContenderQueue {
+        let czxids = czxids.into_iter().zip(self.0);
+        let mut existing: Vec<_> =
+            czxids.filter_map(|(czxid, name)| Some((czxid?, name))).collect();
+        existing.sort_unstable();
+        ContenderQueue(existing.into_iter().map(|(_, name)| name).collect())
     }
 }
 
 /// Position of a node in a queue.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Standing<'a> {
-    First,
+pub(crate) enum QueuePosition<'a> {
+    Head,
     Behind {
         /// The node directly before this one.
-        ahead: &'a str,
+        predecessor: &'a str,
         /// That node is the head of the queue.
-        is_next: bool,
+        is_predecessor_head: bool,
     },
     Absent,
 }
@@ -135,8 +145,8 @@ const NUMBER_CHARS_MAX: usize = 11;
 mod tests {
     use super::*;
 
-    fn queue(names: &[&str]) -> Queue {
-        Queue::of(names.iter().map(|&name| name.to_owned()).collect()).unwrap()
+    fn queue(names: &[&str]) -> ContenderQueue {
+        ContenderQueue::from_children(names.iter().map(|&name| name.to_owned()).collect()).unwrap()
     }
 
     fn name(number: i32) -> String {
@@ -145,23 +155,26 @@ mod tests {
     }
 
     #[test]
-    fn a_node_is_named_as_those_of_curator_or_of_kazoo() {
+    fn node_names_have_the_form_of_curator_or_kazoo() {
         let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
-        assert_eq!(prefix(claim, Naming::Curator), "_c_01234567-89ab-cdef-0123-456789abcdef-lock-");
-        assert_eq!(prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
+        assert_eq!(
+            node_prefix(claim, Naming::Curator),
+            "_c_01234567-89ab-cdef-0123-456789abcdef-lock-"
+        );
+        assert_eq!(node_prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
     }
 
     #[test]
-    fn a_node_counts_with_its_whole_path() {
+    fn node_bytes_include_the_whole_path() {
         let claim = ClaimId::from_bits(7);
         for naming in [Naming::Curator, Naming::Kazoo] {
-            let path = format!("/locks/k/{}-2147483648", prefix(claim, naming));
+            let path = format!("/locks/k/{}-2147483648", node_prefix(claim, naming));
             assert_eq!(node_bytes("/locks/k", claim, naming), path.len() + 4);
         }
     }
 
     #[test]
-    fn contenders_of_all_libraries_stand_in_one_line_and_other_children_in_none() {
+    fn contenders_of_all_libraries_share_one_queue_without_other_children() {
         let curator = "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000002";
         let kazoo = "ffffffffffffffffffffffffffffffff__lock__0000000001";
         let plain = "lock-0000000003";
@@ -184,33 +197,36 @@ mod tests {
     }
 
     #[test]
-    fn at_the_end_of_all_numbers_the_transactions_decide() {
+    fn after_the_last_number_the_transactions_determine_the_order() {
         assert_eq!(name(i32::MIN), "_c_0-lock--2147483648");
         assert_eq!(name(-5), "_c_0-lock--000000005");
         for beyond in [i32::MAX, i32::MIN, -5, -1] {
             let names = vec![name(i32::MAX - 1), "other".to_owned(), name(beyond), name(7)];
-            let unordered = Queue::of(names).unwrap_err();
+            let unordered = ContenderQueue::from_children(names).unwrap_err();
             let contenders = [name(i32::MAX - 1), name(beyond), name(7)];
             assert_eq!(unordered.names(), contenders);
             let [first, second, third] = contenders;
-            let queue = unordered.by_transactions([Some(30), Some(9), None]);
+            let queue = unordered.sort_by_transaction([Some(30), Some(9), None]);
             assert_eq!(queue.0, [second, first]);
-            assert_eq!(queue.place_of(&third), Standing::Absent);
+            assert_eq!(queue.position_of(&third), QueuePosition::Absent);
         }
         queue(&[&name(i32::MAX - 1)]);
     }
 
     #[test]
-    fn each_sees_the_one_directly_before() {
+    fn each_node_has_its_predecessor() {
         let names = [name(7), name(8), name(9)];
         let queue = queue(&[&names[2], &names[0], &names[1]]);
-        assert_eq!(queue.first(), Some(&*names[0]));
-        assert_eq!(queue.place_of(&names[0]), Standing::First);
-        assert_eq!(queue.place_of(&names[1]), Standing::Behind { ahead: &names[0], is_next: true });
+        assert_eq!(queue.head(), Some(&*names[0]));
+        assert_eq!(queue.position_of(&names[0]), QueuePosition::Head);
         assert_eq!(
-            queue.place_of(&names[2]),
-            Standing::Behind { ahead: &names[1], is_next: false }
+            queue.position_of(&names[1]),
+            QueuePosition::Behind { predecessor: &names[0], is_predecessor_head: true }
         );
-        assert_eq!(queue.place_of("other"), Standing::Absent);
+        assert_eq!(
+            queue.position_of(&names[2]),
+            QueuePosition::Behind { predecessor: &names[1], is_predecessor_head: false }
+        );
+        assert_eq!(queue.position_of("other"), QueuePosition::Absent);
     }
 }

@@ -17,119 +17,134 @@ use registry_core::{
 use tokio::sync::OwnedMutexGuard;
 use zookeeper_client::{CreateMode, Error, Stat};
 
-use crate::error::{explain, is_refusal};
-use crate::node::{label, make_parents, note};
-use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
-use crate::queue::{Queue, Standing, find, prefix};
-use crate::session::{By, Session, Sessions, lock};
+use crate::error::{is_refused, to_backend_error};
+use crate::node_data::{create_parents, decode_label, encode_node_data};
+use crate::queue::{ContenderQueue, QueuePosition, claim_nodes, node_prefix};
+use crate::queue_entry::{
+    ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedPredecessor,
+};
+use crate::session::{ConfirmedBy, SessionPool, ZkSession, lock};
 
 /// Enqueues `claim` if it is not queued, and returns whether it is at the head.
 pub(crate) async fn try_acquire(
-    sessions: &Arc<Sessions>,
+    sessions: &Arc<SessionPool>,
     claim: &Claim,
     dir: impl Fn() -> String + Send + Sync,
 ) -> Result<Attempt, BackendError> {
     loop {
-        let (session, place) = sessions.enter(claim, &dir).await?;
-        if place.key != *claim.key() {
-            let says = "zookeeper: one claim was made for two keys";
-            return Err(BackendError::new(BackendErrorKind::Protocol, says).as_refused());
+        let (session, entry) = sessions.entry_for(claim, &dir).await?;
+        if entry.key != *claim.key() {
+            let message = "zookeeper: a claim was used with two different keys";
+            return Err(BackendError::new(BackendErrorKind::Protocol, message).as_refused());
         }
-        let mut stake = place.stake.lock().await;
-        if stake.left {
+        let mut state = entry.state.lock().await;
+        if state.is_removed {
             // Dequeued while this call waited for the mutex. Another entry exists or follows.
             continue;
         }
-        place.attend();
-        stake.lease = claim.lease();
-        let attempt = contend(&session, &place, &mut stake, claim).await;
-        if stake.is_empty() {
-            leave(&session, claim.id(), &place, &mut stake);
+        entry.mark_active();
+        state.lease = claim.lease();
+        let attempt = run_attempt(&session, &entry, &mut state, claim).await;
+        if state.has_no_node() {
+            remove_entry(&session, claim.id(), &entry, &mut state);
         }
         return attempt;
     }
 }
 
-fn leave(session: &Session, claim: ClaimId, place: &Arc<Place>, stake: &mut Stake) {
-    stake.left = true;
-    session.forget(claim, place);
+fn remove_entry(
+    session: &ZkSession,
+    claim: ClaimId,
+    entry: &Arc<QueueEntry>,
+    state: &mut ClaimState,
+) {
+    state.is_removed = true;
+    session.remove_entry(claim, entry);
 }
 
-async fn contend(
-    session: &Arc<Session>,
-    place: &Place,
-    stake: &mut Stake,
+async fn run_attempt(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut was_behind = false;
-    for _ in 0..TRIES {
-        if stake.in_doubt {
-            find_again(session, place, stake, claim).await?;
+    let mut had_predecessor = false;
+    for _ in 0..ATTEMPTS_MAX {
+        if state.is_creation_unresolved {
+            resolve_creation(session, entry, state, claim).await?;
         }
-        if stake.held_until.is_some_and(|until| until <= Moment::now()) {
+        if state.held_until.is_some_and(|until| until <= Moment::now()) {
             // The grant has expired, so a new one needs a new token.
-            remove(session, stake).await?;
+            delete_own_node(session, state).await?;
         }
-        let children = if stake.node.is_none() {
-            match enter(session, place, stake, claim).await? {
+        let children = if state.node.is_none() {
+            match create_node(session, entry, state, claim).await? {
                 Some(children) => children,
                 None => continue,
             }
-        } else if stands_as_before(session, stake).await? {
+        } else if is_predecessor_unchanged(session, state).await? {
             return Ok(Attempt::Busy(Busy::new()));
         } else {
-            look(session, place).await?
+            read_children_or_empty(session, entry).await?
         };
-        let children = without_ghosts(stake, children);
-        let queue = line_up(session, &place.dir, children).await?;
-        let Some(node) = &stake.node else { continue };
-        let (ahead, is_next) = match queue.place_of(node.name()) {
-            Standing::First => return granted(session, stake, claim),
-            Standing::Behind { ahead, is_next } => (ahead, is_next),
+        let children = exclude_unconfirmed(state, children);
+        let queue = sort_contenders(session, &entry.dir, children).await?;
+        let Some(node) = &state.node else { continue };
+        let (predecessor_name, is_predecessor_head) = match queue.position_of(node.name()) {
+            QueuePosition::Head => return grant(session, state, claim),
+            QueuePosition::Behind { predecessor, is_predecessor_head } => {
+                (predecessor, is_predecessor_head)
+            }
             // Another client has deleted the node.
-            Standing::Absent => {
-                stake.lose_node();
+            QueuePosition::Absent => {
+                state.clear_node();
                 continue;
             }
         };
-        let path = format!("{}/{ahead}", place.dir);
-        if is_next && is_ghost(session, &place.dir, ahead, &path).await? {
-            stake.ghosts.push(ahead.to_owned());
-            (stake.ahead, was_behind) = (None, true);
+        let path = format!("{}/{predecessor_name}", entry.dir);
+        if is_predecessor_head
+            && is_unconfirmed(session, &entry.dir, predecessor_name, &path).await?
+        {
+            state.unconfirmed_nodes.push(predecessor_name.to_owned());
+            (state.predecessor, had_predecessor) = (None, true);
             continue;
         }
         if !claim.queue() {
-            remove(session, stake).await?;
+            delete_own_node(session, state).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
-        if let Some(before) = &mut stake.ahead
-            && before.is_watching(ahead)
+        if let Some(predecessor) = &mut state.predecessor
+            && predecessor.is_watching(predecessor_name)
         {
-            before.looked_at = Moment::now();
+            predecessor.verified_at = Moment::now();
             return Ok(Attempt::Busy(Busy::new()));
         }
         // Watched by data, not by existence: an existence watch on a missing node would remain set.
-        match session.bounded(watch_data(session, &path)).await? {
+        match session.with_request_timeout(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
-                let name = ahead.to_owned();
-                stake.ahead = Some(Ahead { name, watch, looked_at: Moment::now() });
+                let name = predecessor_name.to_owned();
+                state.predecessor =
+                    Some(WatchedPredecessor { name, watch, verified_at: Moment::now() });
                 let busy = Busy::new();
-                return Ok(Attempt::Busy(if is_next {
-                    busy.with_holder(holder(&place.key, &data, stat.czxid))
+                return Ok(Attempt::Busy(if is_predecessor_head {
+                    busy.with_holder(decode_holder(&entry.key, &data, stat.czxid))
                 } else {
                     busy
                 }));
             }
             // Already deleted: list again.
-            Err(Error::NoNode) => (stake.ahead, was_behind) = (None, true),
-            Err(error) => return Err(explain(&error).as_unknown()),
+            Err(Error::NoNode) => (state.predecessor, had_predecessor) = (None, true),
+            Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
     }
-    stake.ahead = None;
-    if !was_behind {
-        // Not contention: in each try, the connection broke, or the node or its parent was missing.
-        let says = "zookeeper: the nodes of locks cannot be made, or do not last: connections break at each try, or somebody deletes them";
-        return Err(BackendError::transient(says));
+    state.predecessor = None;
+    if !had_predecessor {
+        // Not contention: in each attempt, the connection broke, or the node or its parent was
+        // missing.
+        let message = format!(
+            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node"
+        );
+        return Err(BackendError::transient(message));
     }
     // The queue changes faster than this client reads it. A waiter retries at once.
     Ok(Attempt::Busy(Busy::new()))
@@ -137,54 +152,56 @@ async fn contend(
 
 /// Creates the node of `claim` and returns all children. Returns `None` if the caller must try
 /// again: the parents were missing and now exist, or the connection was lost.
-async fn enter(
-    session: &Arc<Session>,
-    place: &Place,
-    stake: &mut Stake,
+async fn create_node(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Option<Vec<String>>, BackendError> {
-    let path = format!("{}/{}", place.dir, prefix(claim.id(), session.config().naming));
+    let path = format!("{}/{}", entry.dir, node_prefix(claim.id(), session.config().naming));
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
     let client = session.client();
     let sent_at = Moment::now();
     // From here on a node may exist, even if this future is dropped or the response is lost.
-    stake.in_doubt = true;
-    let data = note(claim);
+    state.is_creation_unresolved = true;
+    let data = encode_node_data(claim);
     let created = client.create(&path, &data, &options);
-    let listed = client.list_children(&place.dir);
+    let listed = client.list_children(&entry.dir);
     // Responses arrive in request order. Awaiting the second one first wakes this task only once.
-    let listed = session.bounded(listed).await;
-    match session.bounded(created).await? {
+    let listed = session.with_request_timeout(listed).await;
+    match session.with_request_timeout(created).await? {
         Ok((stat, number)) => {
-            stake.in_doubt = false;
+            state.is_creation_unresolved = false;
             let path = format!("{path}{number}");
             let czxid = if stat.is_invalid() {
                 // Servers before 3.5 do not return the creating transaction.
-                let seen = session.bounded(client.check_stat(&path)).await?;
-                seen.map_err(|error| explain(&error).as_unknown())?.map(|stat| stat.czxid)
+                let response = session.with_request_timeout(client.check_stat(&path)).await?;
+                response
+                    .map_err(|error| to_backend_error(&error).as_unknown())?
+                    .map(|stat| stat.czxid)
             } else {
                 Some(stat.czxid)
             };
-            stake.node = czxid.map(|czxid| Node { path, czxid });
-            session.answered(sent_at);
+            state.node = czxid.map(|czxid| ClaimNode { path, czxid });
+            session.record_commit(sent_at);
         }
         Err(Error::NoNode) => {
-            stake.in_doubt = false;
+            state.is_creation_unresolved = false;
             // Never created, or removed by the servers because it was empty, which can happen at
             // any time.
-            make_parents(session, &place.dir).await?;
+            create_parents(session, &entry.dir).await?;
             return Ok(None);
         }
-        // The next try reconnects and finds out whether the node exists.
+        // The next attempt reconnects and determines whether the node exists.
         Err(Error::ConnectionLoss) => return Ok(None),
         Err(error) => {
-            stake.in_doubt = !is_refusal(&error);
-            return Err(explain(&error));
+            state.is_creation_unresolved = !is_refused(&error);
+            return Err(to_backend_error(&error));
         }
     }
     match listed? {
         Ok(children) => Ok(Some(children)),
-        Err(error) => Err(explain(&error).as_unknown()),
+        Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
 }
 
@@ -192,51 +209,59 @@ async fn enter(
 ///
 /// Requests of this session are executed in order, and a leader rejects those of an earlier
 /// connection once it knows of a later one. A node that does not exist now is therefore never
-/// created later. This holds only for the current leader's state, so a majority is asked first: a
-/// replaced leader would not know.
-async fn find_again(
-    session: &Arc<Session>,
-    place: &Place,
-    stake: &mut Stake,
+/// created later. This holds only for the current leader's state, so a majority confirms the
+/// session first: a replaced leader would not know of the node.
+async fn resolve_creation(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<(), BackendError> {
-    let children = match read_certainly(session, &place.dir).await? {
+    let children = match read_children_confirmed(session, &entry.dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => Vec::new(),
-        Err(error) => return Err(explain(&error).as_unknown()),
+        Err(error) => return Err(to_backend_error(&error).as_unknown()),
     };
-    stake.lose_node();
-    for name in find(&children, &prefix(claim.id(), session.config().naming)) {
-        let path = format!("{}/{name}", place.dir);
-        let found = session.bounded(session.client().check_stat(&path)).await?;
-        match found.map_err(|error| explain(&error).as_unknown())? {
+    state.clear_node();
+    for name in claim_nodes(&children, &node_prefix(claim.id(), session.config().naming)) {
+        let path = format!("{}/{name}", entry.dir);
+        let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
+        match found.map_err(|error| to_backend_error(&error).as_unknown())? {
             // Only nodes of this session count. A node of the same claim from an earlier session
             // can vanish at any time.
-            Some(stat) if stat.ephemeral_owner == session.id() && stake.node.is_none() => {
-                stake.node = Some(Node { path, czxid: stat.czxid });
+            Some(stat) if stat.ephemeral_owner == session.id() && state.node.is_none() => {
+                state.node = Some(ClaimNode { path, czxid: stat.czxid });
             }
             Some(_) => delete(session, &path).await.map(drop)?,
             None => {}
         }
     }
-    stake.in_doubt = false;
+    state.is_creation_unresolved = false;
     Ok(())
 }
 
 /// Returns whether the node directly before a waiter certainly still exists. Concurrent callers
 /// share one request, whatever the length of the queue. Returns false periodically, so that a
-/// waiter whose own node was deleted lists the queue and finds out.
-async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else {
+/// waiter whose own node was deleted lists the queue and detects that.
+async fn is_predecessor_unchanged(
+    session: &Arc<ZkSession>,
+    state: &ClaimState,
+) -> Result<bool, BackendError> {
+    let Some(WatchedPredecessor { watch: Some(watch), verified_at, .. }) = &state.predecessor
+    else {
         return Ok(false);
     };
-    let look_after = (session.timeout() * LOOK_AFTER).min(LOOK_AFTER_MAX);
-    if watch.has_fired() || looked_at.after(look_after) <= Moment::now() {
+    let relist_after = (session.timeout() * RELIST_AFTER).min(RELIST_AFTER_MAX);
+    if watch.has_fired() || verified_at.after(relist_after) <= Moment::now() {
         return Ok(false);
     }
     tokio::select! {
         biased;
-        () = watch.clone().fired() => Ok(false),
+        () = watch.clone().fired() => {
+            // A watch also fires when its client is stopped. The session then gets a new client.
+            session.wait_until_connected().await?;
+            Ok(false)
+        }
         caught_up = session.catch_up() => {
             caught_up?;
             Ok(!watch.has_fired())
@@ -245,245 +270,267 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
 }
 
 /// Returns whether this client would be notified of the end of the node directly before a waiter.
-pub(crate) fn is_watched(session: &Session, place: &Place) -> bool {
-    let Ok(stake) = place.stake.try_lock() else { return false };
-    let Some(Ahead { watch: Some(watch), .. }) = &stake.ahead else { return false };
+pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
+    let Ok(state) = entry.state.try_lock() else { return false };
+    let Some(WatchedPredecessor { watch: Some(watch), .. }) = &state.predecessor else {
+        return false;
+    };
     session.is_healthy() && !watch.has_fired()
 }
 
 /// Returns whether the head of a queue exists only on the connected server. A waiter would wait
-/// forever for a node that this server kept and the others deleted. A majority is therefore asked
-/// about a head that stays for a session time-out. The same majority decides all writes, also those
+/// forever for a node that this server kept and the others deleted. A majority therefore confirms a
+/// head that stays for a session time-out. The same majority decides all writes, also those
 /// of a holder.
-async fn is_ghost(
-    session: &Session,
+async fn is_unconfirmed(
+    session: &ZkSession,
     dir: &str,
     name: &str,
     path: &str,
 ) -> Result<bool, BackendError> {
-    if !lock(session.heads()).is_old(dir, name, session.timeout()) {
+    if !lock(session.head_cache()).is_stale(dir, name, session.timeout()) {
         return Ok(false);
     }
-    let is_there = session.check(path).await.map_err(BackendError::as_unknown)?;
-    if is_there {
-        lock(session.heads()).confirm(dir);
+    let exists = session.exists_on_majority(path).await.map_err(BackendError::as_unknown)?;
+    if exists {
+        lock(session.head_cache()).confirm(dir);
     }
-    Ok(!is_there)
+    Ok(!exists)
 }
 
 /// Removes the nodes that only the connected server shows.
-fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
-    if !stake.ghosts.is_empty() {
-        stake.ghosts.retain(|ghost| children.contains(ghost));
-        children.retain(|child| !stake.ghosts.contains(child));
+fn exclude_unconfirmed(state: &mut ClaimState, mut children: Vec<String>) -> Vec<String> {
+    if !state.unconfirmed_nodes.is_empty() {
+        state.unconfirmed_nodes.retain(|name| children.contains(name));
+        children.retain(|child| !state.unconfirmed_nodes.contains(child));
     }
     children
 }
 
 /// Returns all children as the leader knows them. A lagging server could list a node of this
 /// session that is deleted.
-async fn look(session: &Arc<Session>, place: &Place) -> Result<Vec<String>, BackendError> {
-    match read(session, &place.dir).await? {
+async fn read_children_or_empty(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+) -> Result<Vec<String>, BackendError> {
+    match read_children(session, &entry.dir).await? {
         Ok(children) => Ok(children),
         Err(Error::NoNode) => Ok(Vec::new()),
-        Err(error) => Err(explain(&error).as_unknown()),
+        Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
 }
 
 /// Returns the children of `dir`, at least as recent as this call.
-pub(crate) async fn read(
-    session: &Arc<Session>,
+pub(crate) async fn read_children(
+    session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     let client = session.client();
     let synced = client.sync(dir);
     let listed = client.list_children(dir);
-    match session.bounded(synced).await? {
-        Ok(()) => session.bounded(listed).await,
+    match session.with_request_timeout(synced).await? {
+        Ok(()) => session.with_request_timeout(listed).await,
         Err(error) => Ok(Err(error)),
     }
 }
 
 /// Returns the children of `dir`, at least as recent as this call even if another leader was
 /// elected.
-async fn read_certainly(
-    session: &Arc<Session>,
+async fn read_children_confirmed(
+    session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
-    session.round(By::Majority).await.map_err(BackendError::as_unknown)?;
+    session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
     // A server rejects a session that has seen more than the server, so this list includes the
     // state that the majority confirmed.
-    session.bounded(session.client().list_children(dir)).await
+    session.with_request_timeout(session.client().list_children(dir)).await
 }
 
 /// Sorts the contenders. If their names do not determine the order, requests each node's
 /// transaction, all concurrently.
-pub(crate) async fn line_up(
-    session: &Arc<Session>,
+pub(crate) async fn sort_contenders(
+    session: &Arc<ZkSession>,
     dir: &str,
     children: Vec<String>,
-) -> Result<Queue, BackendError> {
-    let unordered = match Queue::of(children) {
+) -> Result<ContenderQueue, BackendError> {
+    let unordered = match ContenderQueue::from_children(children) {
         Ok(queue) => return Ok(queue),
         Err(unordered) => unordered,
     };
-    let made = unordered.names().iter().map(async |name| {
+    let czxids = unordered.names().iter().map(async |name| {
         let client = session.client();
         let path = format!("{dir}/{name}");
-        let seen = client.check_stat(&path);
-        let stat = session.bounded(seen).await?.map_err(|error| explain(&error).as_unknown())?;
+        let request = client.check_stat(&path);
+        let stat = session
+            .with_request_timeout(request)
+            .await?
+            .map_err(|error| to_backend_error(&error).as_unknown())?;
         Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
     });
-    let made = try_join_all(made).await?;
-    Ok(unordered.by_transactions(made))
+    let czxids = try_join_all(czxids).await?;
+    Ok(unordered.sort_by_transaction(czxids))
 }
 
-/// Reads a node, and watches it if the [watch budget](Room) allows.
+/// Reads a node, and watches it if the [watch budget](WatchBudget) allows.
 async fn watch_data(
-    session: &Session,
+    session: &ZkSession,
     path: &str,
-) -> Result<(Vec<u8>, Stat, Option<Watch>), Error> {
+) -> Result<(Vec<u8>, Stat, Option<NodeWatch>), Error> {
     let client = session.client();
-    match session.room().take(path, Room::ALL) {
-        Some(taken) => {
+    match session.watch_budget().reserve(path, WatchBudget::TOTAL_MAX) {
+        Some(reservation) => {
             let (data, stat, watcher) = client.get_and_watch_data(path).await?;
-            Ok((data, stat, Some(Watch::new(watcher, taken, &client))))
+            Ok((data, stat, Some(NodeWatch::new(watcher, reservation, &client))))
         }
         None => client.get_data(path).await.map(|(data, stat)| (data, stat, None)),
     }
 }
 
-fn granted(session: &Session, stake: &mut Stake, claim: &Claim) -> Result<Attempt, BackendError> {
-    let token = stake.node.as_ref().and_then(|node| token(node.czxid));
-    let lease = certain(session, claim)?;
+fn grant(
+    session: &ZkSession,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Attempt, BackendError> {
+    let token = state.node.as_ref().and_then(|node| fencing_token(node.czxid));
+    let lease = lease_within_validity(session, claim)?;
     let until = Moment::now().after(claim.lease());
-    stake.held_until = Some(stake.held_until.map_or(until, |held| held.max(until)));
-    stake.ahead = None;
+    state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
+    state.predecessor = None;
     let Some(token) = token else {
-        let says = "zookeeper: the servers number their transactions below zero";
-        return Err(BackendError::new(BackendErrorKind::Protocol, says));
+        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token";
+        return Err(BackendError::new(BackendErrorKind::Protocol, message));
     };
     Ok(Attempt::Granted(Grant::new(Some(token), lease)))
 }
 
 /// Returns how long a claim is certainly held: its lease, limited by the validity of the session.
-fn certain(session: &Session, claim: &Claim) -> Result<Duration, BackendError> {
-    let left = session.certain_left();
-    if left < CERTAIN_MIN {
-        let says = "zookeeper: the servers have been silent, and have yet to confirm that the session lives";
-        return Err(BackendError::transient(says));
+fn lease_within_validity(session: &ZkSession, claim: &Claim) -> Result<Duration, BackendError> {
+    let validity = session.remaining_validity();
+    if validity < VALIDITY_MIN {
+        let message = "zookeeper: the session is not confirmed: no recent response from a majority of the servers";
+        return Err(BackendError::transient(message));
     }
-    Ok(left.min(claim.lease()))
+    Ok(validity.min(claim.lease()))
 }
 
-pub(crate) fn token(czxid: i64) -> Option<FencingToken> {
+pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
     FencingToken::try_from(czxid).ok()
 }
 
-pub(crate) fn holder(key: &Key, data: &[u8], czxid: i64) -> Holder {
-    Holder::new(key.clone()).with_label(label(data)).with_token(token(czxid))
+pub(crate) fn decode_holder(key: &Key, data: &[u8], czxid: i64) -> Holder {
+    Holder::new(key.clone()).with_label(decode_label(data)).with_token(fencing_token(czxid))
 }
 
-/// Deletes the node of `stake`, if any. Returns false if it did not exist.
-async fn remove(session: &Session, stake: &mut Stake) -> Result<bool, BackendError> {
-    let Some(node) = &stake.node else { return Ok(false) };
-    let was_there = delete(session, &node.path).await?;
-    stake.lose_node();
-    Ok(was_there)
+/// Deletes the node of `state`, if any. Returns false if it did not exist.
+async fn delete_own_node(
+    session: &ZkSession,
+    state: &mut ClaimState,
+) -> Result<bool, BackendError> {
+    let Some(node) = &state.node else { return Ok(false) };
+    let existed = delete(session, &node.path).await?;
+    state.clear_node();
+    Ok(existed)
 }
 
 /// Deletes a node. Returns false if it did not exist.
-pub(crate) async fn delete(session: &Session, path: &str) -> Result<bool, BackendError> {
-    match session.bounded(session.client().delete(path, None)).await? {
+pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, BackendError> {
+    match session.with_request_timeout(session.client().delete(path, None)).await? {
         Ok(()) => Ok(true),
         Err(Error::NoNode) => Ok(false),
-        Err(error) => Err(explain(&error)),
+        Err(error) => Err(to_backend_error(&error)),
     }
 }
 
 /// Verifies that the node of a held claim exists, and watches it. The caller must have completed a
-/// [round](Session::round) directly before.
+/// [confirmation](ZkSession::confirm) directly before.
 pub(crate) async fn renew(
-    session: &Arc<Session>,
-    sessions: &Arc<Sessions>,
-    place: &Arc<Place>,
+    session: &Arc<ZkSession>,
+    sessions: &Arc<SessionPool>,
+    entry: &Arc<QueueEntry>,
     claim: &Claim,
 ) -> Result<Renewal, BackendError> {
-    let mut stake = place.stake.lock().await;
+    let mut state = entry.state.lock().await;
     let now = Moment::now();
-    let Some(until) = stake.held_until.filter(|until| *until > now) else {
+    let Some(until) = state.held_until.filter(|until| *until > now) else {
         return Ok(Renewal::Gone);
     };
-    if !see_own(session, sessions, place, &mut stake).await? {
-        stake.lose_node();
-        leave(session, claim.id(), place, &mut stake);
+    if !verify_own_node(session, sessions, entry, &mut state).await? {
+        state.clear_node();
+        remove_entry(session, claim.id(), entry, &mut state);
         return Ok(Renewal::Gone);
     }
-    let lease = certain(session, claim)?;
-    stake.held_until = Some(until.max(Moment::now().after(claim.lease())));
+    let lease = lease_within_validity(session, claim)?;
+    state.held_until = Some(until.max(Moment::now().after(claim.lease())));
     Ok(Renewal::Renewed(lease))
 }
 
-/// Returns whether the claim's own node exists. A watch that was set before the round and has not
-/// fired proves that without a request.
-async fn see_own(
-    session: &Arc<Session>,
-    sessions: &Arc<Sessions>,
-    place: &Arc<Place>,
-    stake: &mut Stake,
+/// Returns whether the claim's own node exists. A watch that was set before the confirmation and
+/// has not fired proves that without a request.
+async fn verify_own_node(
+    session: &Arc<ZkSession>,
+    sessions: &Arc<SessionPool>,
+    entry: &Arc<QueueEntry>,
+    state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
-    let Some(node) = &stake.node else { return Ok(false) };
+    let Some(node) = &state.node else { return Ok(false) };
     let reconnects = session.reconnects();
-    let watched = stake.own.as_ref().filter(|own| !own.watch.has_fired());
-    if watched.is_some_and(|own| own.seen_at == reconnects) {
+    let watched = state.own_watch.as_ref().filter(|own_watch| !own_watch.watch.has_fired());
+    if watched.is_some_and(|own_watch| own_watch.seen_at_reconnect == reconnects) {
         return Ok(true);
     }
     let client = session.client();
-    let room = if watched.is_none() { session.room().take(&node.path, Room::OWN) } else { None };
-    let (stat, new_watch) = if let Some(taken) = room {
-        let seen = session.bounded(client.check_and_watch_stat(&node.path)).await?;
-        let (stat, watcher) = seen.map_err(|error| explain(&error))?;
-        (stat, Some(Watch::new(watcher, taken, &client)))
+    let reservation = if watched.is_none() {
+        session.watch_budget().reserve(&node.path, WatchBudget::HELD_MAX)
     } else {
-        let seen = session.bounded(client.check_stat(&node.path)).await?;
-        (seen.map_err(|error| explain(&error))?, None)
+        None
     };
-    let is_ours =
+    let (stat, new_watch) = if let Some(reservation) = reservation {
+        let response =
+            session.with_request_timeout(client.check_and_watch_stat(&node.path)).await?;
+        let (stat, watcher) = response.map_err(|error| to_backend_error(&error))?;
+        (stat, Some(NodeWatch::new(watcher, reservation, &client)))
+    } else {
+        let response = session.with_request_timeout(client.check_stat(&node.path)).await?;
+        (response.map_err(|error| to_backend_error(&error))?, None)
+    };
+    let is_own_node =
         stat.is_some_and(|stat| stat.czxid == node.czxid && stat.ephemeral_owner == session.id());
-    if !is_ours {
+    if !is_own_node {
         return Ok(false);
     }
     if let Some(watch) = new_watch {
-        stake.own = Some(OwnWatch { watch: watch.clone(), seen_at: reconnects });
-        tell_when_it_fires(session, sessions, place, watch);
-    } else if let Some(own) = &mut stake.own {
-        own.seen_at = reconnects;
+        state.own_watch =
+            Some(OwnNodeWatch { watch: watch.clone(), seen_at_reconnect: reconnects });
+        notify_when_fired(session, sessions, entry, watch);
+    } else if let Some(own_watch) = &mut state.own_watch {
+        own_watch.seen_at_reconnect = reconnects;
     }
     Ok(true)
 }
 
 /// Requests verification of the lock when the watch on its node fires.
-fn tell_when_it_fires(
-    session: &Session,
-    sessions: &Arc<Sessions>,
-    place: &Arc<Place>,
-    watch: Watch,
+fn notify_when_fired(
+    session: &ZkSession,
+    sessions: &Arc<SessionPool>,
+    entry: &Arc<QueueEntry>,
+    watch: NodeWatch,
 ) {
-    let (sessions, place) = (Arc::downgrade(sessions), Arc::downgrade(place));
+    let (sessions, entry) = (Arc::downgrade(sessions), Arc::downgrade(entry));
     session.spawn(async move {
         watch.fired().await;
-        let (Some(sessions), Some(place)) = (sessions.upgrade(), place.upgrade()) else { return };
+        let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
         // After a release by this process, no holder is left to notify.
-        if place.stake.lock().await.held_until.is_some() {
-            sessions.hints().look_at(std::iter::once(&place.key));
+        if entry.state.lock().await.held_until.is_some() {
+            sessions.subscribers().notify(std::iter::once(&entry.key));
         }
     });
 }
 
 /// Waits until the preceding node is gone, or the session's client is stopped.
-pub(crate) async fn wait(place: &Place) {
-    let _attended = place.attended();
-    let watch = place.stake.lock().await.ahead.as_ref().map(|ahead| ahead.watch.clone());
+pub(crate) async fn wait(entry: &QueueEntry) {
+    let _wait_guard = entry.begin_wait();
+    let watch =
+        entry.state.lock().await.predecessor.as_ref().map(|predecessor| predecessor.watch.clone());
     match watch {
         Some(Some(watch)) => watch.fired().await,
         // Without a watch no notification arrives; the engine polls.
@@ -494,12 +541,12 @@ pub(crate) async fn wait(place: &Place) {
 
 /// Waits without a queue entry until the current holder of `dir` is gone. Returns early if that
 /// cannot be determined.
-pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
-    let Ok(Ok(children)) = read(session, dir).await else { return };
-    let Ok(queue) = line_up(session, dir, children).await else { return };
-    let Some(first) = queue.first() else { return };
-    let path = format!("{dir}/{first}");
-    match session.bounded(watch_data(session, &path)).await {
+pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str) {
+    let Ok(Ok(children)) = read_children(session, dir).await else { return };
+    let Ok(queue) = sort_contenders(session, dir, children).await else { return };
+    let Some(head) = queue.head() else { return };
+    let path = format!("{dir}/{head}");
+    match session.with_request_timeout(watch_data(session, &path)).await {
         Ok(Ok((_, _, Some(watch)))) => watch.fired().await,
         Ok(Ok((_, _, None))) => pending().await,
         _ => {}
@@ -508,95 +555,96 @@ pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
 
 /// Dequeues `claim`, whether it is held or waiting.
 pub(crate) async fn release(
-    session: &Arc<Session>,
+    session: &Arc<ZkSession>,
     claim: &Claim,
     dir: impl FnOnce() -> String,
 ) -> Result<Release, BackendError> {
-    let place = session.find(claim.id()).filter(|place| place.key == *claim.key());
-    let Some(place) = place else {
+    let entry = session.find_entry(claim.id()).filter(|entry| entry.key == *claim.key());
+    let Some(entry) = entry else {
         return search_and_release(session, claim, &dir()).await;
     };
-    place.give_back();
-    let mut stake = place.stake.lock().await;
-    if stake.left {
+    entry.mark_release_requested();
+    let mut state = entry.state.lock().await;
+    if state.is_removed {
         return Ok(Release::NotHeld);
     }
-    if stake.in_doubt {
-        find_again(session, &place, &mut stake, claim).await?;
+    if state.is_creation_unresolved {
+        resolve_creation(session, &entry, &mut state, claim).await?;
     }
-    let was_held = stake.held_until.is_some_and(|until| Moment::now() < until);
-    let was_there = remove(session, &mut stake).await?;
-    leave(session, claim.id(), &place, &mut stake);
-    Ok(if was_held && was_there { Release::Freed } else { Release::NotHeld })
+    let was_held = state.held_until.is_some_and(|until| Moment::now() < until);
+    let existed = delete_own_node(session, &mut state).await?;
+    remove_entry(session, claim.id(), &entry, &mut state);
+    Ok(if was_held && existed { Release::Freed } else { Release::NotHeld })
 }
 
 /// Releases a claim that this session does not know. An earlier session may have created its node.
 async fn search_and_release(
-    session: &Arc<Session>,
+    session: &Arc<ZkSession>,
     claim: &Claim,
     dir: &str,
 ) -> Result<Release, BackendError> {
-    let children = match read_certainly(session, dir).await? {
+    let children = match read_children_confirmed(session, dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => return Ok(Release::NotHeld),
-        Err(error) => return Err(explain(&error)),
+        Err(error) => return Err(to_backend_error(&error)),
     };
-    let prefix = prefix(claim.id(), session.config().naming);
-    let names: Vec<_> = find(&children, &prefix).map(str::to_owned).collect();
+    let node_prefix = node_prefix(claim.id(), session.config().naming);
+    let names: Vec<_> = claim_nodes(&children, &node_prefix).map(str::to_owned).collect();
     if names.is_empty() {
         return Ok(Release::NotHeld);
     }
-    let queue = line_up(session, dir, children).await?;
+    let queue = sort_contenders(session, dir, children).await?;
     let mut release = Release::NotHeld;
     for name in names {
-        let was_there = delete(session, &format!("{dir}/{name}")).await?;
-        if was_there && queue.first() == Some(&name) {
+        let existed = delete(session, &format!("{dir}/{name}")).await?;
+        if existed && queue.head() == Some(&name) {
             release = Release::Freed;
         }
     }
     Ok(release)
 }
 
-/// Releases all overdue claims of `session`.
-pub(crate) fn tend(session: &Arc<Session>) {
+/// Releases all abandoned claims of `session`.
+pub(crate) fn release_abandoned(session: &Arc<ZkSession>) {
     let now = Moment::now();
-    for (claim, place) in session.places() {
+    for (claim, entry) in session.entries() {
         // An operation that holds this mutex is responsible for the claim.
-        let Ok(stake) = Arc::clone(&place.stake).try_lock_owned() else { continue };
-        if place.is_overdue(&stake, now) {
-            session.spawn(give_up(Arc::clone(session), claim, place, stake));
+        let Ok(state) = Arc::clone(&entry.state).try_lock_owned() else { continue };
+        if entry.is_abandoned(&state, now) {
+            session.spawn(release_abandoned_claim(Arc::clone(session), claim, entry, state));
         }
     }
 }
 
-/// Tries once to dequeue an overdue claim. After a failure, the next run of [`tend`] tries again.
-async fn give_up(
-    session: Arc<Session>,
+/// Tries once to dequeue an abandoned claim. After a failure, the next run of [`release_abandoned`]
+/// tries again.
+async fn release_abandoned_claim(
+    session: Arc<ZkSession>,
     claim: ClaimId,
-    place: Arc<Place>,
-    mut stake: OwnedMutexGuard<Stake>,
+    entry: Arc<QueueEntry>,
+    mut state: OwnedMutexGuard<ClaimState>,
 ) {
-    if stake.left {
+    if state.is_removed {
         return;
     }
-    if stake.in_doubt {
-        let claim = Claim::new(place.key.clone(), Duration::ZERO).with_id(claim);
-        if find_again(&session, &place, &mut stake, &claim).await.is_err() {
+    if state.is_creation_unresolved {
+        let claim = Claim::new(entry.key.clone(), Duration::ZERO).with_id(claim);
+        if resolve_creation(&session, &entry, &mut state, &claim).await.is_err() {
             return;
         }
     }
-    if remove(&session, &mut stake).await.is_ok() {
-        leave(&session, claim, &place, &mut stake);
+    if delete_own_node(&session, &mut state).await.is_ok() {
+        remove_entry(&session, claim, &entry, &mut state);
     }
 }
 
-/// Tries per call while the queue changes between two reads.
-const TRIES: u32 = 8;
+/// Attempts per call while the queue changes between two reads.
+const ATTEMPTS_MAX: u32 = 8;
 
 /// After this many session time-outs, a waiter lists the whole queue even if its watch has not
 /// fired: its own node may have been deleted.
-const LOOK_AFTER: u32 = 3;
-const LOOK_AFTER_MAX: Duration = Duration::from_secs(60);
+const RELIST_AFTER: u32 = 3;
+const RELIST_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// A shorter validity would be over before the holder could use it.
-const CERTAIN_MIN: Duration = Duration::from_millis(20);
+const VALIDITY_MIN: Duration = Duration::from_millis(20);

@@ -7,7 +7,7 @@
 //! read a transaction of that size stops, and so do all other members. A session therefore has at
 //! most [`NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer: nodes beyond
 //! [`WATCHED_BYTES_MAX`] go to further sessions. At the limit of sessions, they go to a session
-//! with room for unwatched nodes. When all sessions are full, attempts are refused.
+//! with capacity for unwatched nodes. When all sessions are full, attempts are refused.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,157 +25,160 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use zookeeper_client::{Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
-use crate::connection::Connection;
-use crate::error::{explain, silent, unreachable};
-use crate::heads::Heads;
-use crate::place::{Place, Room};
-use crate::proof::Proof;
-use crate::recipe::tend;
+use crate::connection::StoppableClient;
+use crate::error::{not_connected, timed_out, to_backend_error};
+use crate::head_cache::HeadCache;
+use crate::queue_entry::{QueueEntry, WatchBudget};
+use crate::recipe::release_abandoned;
+use crate::session_validity::SessionValidity;
 
 /// The sessions of one backend.
-pub(crate) struct Sessions {
+pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
-    hints: Hints,
-    /// Oldest first. A new claim goes to the first session with room for its node.
-    live: Mutex<Vec<Arc<Session>>>,
+    subscribers: InvalidationSubscribers,
+    /// Oldest first. A new claim goes to the first session with capacity for its
+    /// node.
+    live: Mutex<Vec<Arc<ZkSession>>>,
     /// Locked while a session is being opened.
-    opening: tokio::sync::Mutex<Outage>,
+    opening: tokio::sync::Mutex<ConnectBackoff>,
     /// Until this time, no session is opened only to watch more nodes.
-    open_another_at: Mutex<Moment>,
+    extra_session_allowed_at: Mutex<Moment>,
     /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
-    displaced: Mutex<HashMap<ClaimId, Moment>>,
+    claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
     /// Attempts to attach sessions to new clients. They outlive a session that is closed meanwhile,
     /// so that the servers still end it.
     attaching: Mutex<JoinSet<()>>,
 }
 
-impl Sessions {
+impl SessionPool {
     pub(crate) fn new(config: ZkConfig) -> Arc<Self> {
         Arc::new(Self {
             config: Arc::new(config),
-            hints: Hints::default(),
+            subscribers: InvalidationSubscribers::default(),
             live: Mutex::default(),
             opening: tokio::sync::Mutex::default(),
-            open_another_at: Mutex::new(Moment::now()),
-            displaced: Mutex::default(),
+            extra_session_allowed_at: Mutex::new(Moment::now()),
+            claims_of_ended_sessions: Mutex::default(),
             attaching: Mutex::default(),
         })
     }
 
-    pub(crate) fn hints(&self) -> &Hints {
-        &self.hints
+    pub(crate) fn subscribers(&self) -> &InvalidationSubscribers {
+        &self.subscribers
     }
 
     /// Returns a connected session, for requests that any session can send. Opens one if none
     /// exists.
-    pub(crate) async fn get(self: &Arc<Self>) -> Result<Arc<Session>, BackendError> {
+    pub(crate) async fn get(self: &Arc<Self>) -> Result<Arc<ZkSession>, BackendError> {
         let session = match self.current() {
             Some(session) => session,
             None => self.open(None).await?,
         };
-        session.connected().await?;
+        session.wait_until_connected().await?;
         Ok(session)
     }
 
     /// Returns the first connected session, or the first session if none is connected.
-    pub(crate) fn current(&self) -> Option<Arc<Session>> {
-        self.choose(|_| true)
+    pub(crate) fn current(&self) -> Option<Arc<ZkSession>> {
+        self.select_session(|_| true)
     }
 
     /// Returns all sessions that have not ended, oldest first.
-    pub(crate) fn live(&self) -> Vec<Arc<Session>> {
-        lock(&self.live).iter().filter(|session| !session.is_over()).map(Arc::clone).collect()
+    pub(crate) fn live(&self) -> Vec<Arc<ZkSession>> {
+        lock(&self.live).iter().filter(|session| !session.has_ended()).map(Arc::clone).collect()
     }
 
-    fn choose(&self, fits: impl Fn(&Session) -> bool) -> Option<Arc<Session>> {
+    fn select_session(&self, predicate: impl Fn(&ZkSession) -> bool) -> Option<Arc<ZkSession>> {
         let live = lock(&self.live);
-        let mut fitting = live.iter().filter(|session| !session.is_over() && fits(session));
-        let first = fitting.next()?;
-        let is_connected = |session: &&Arc<Session>| session.is_connected();
-        let chosen = Some(first).filter(is_connected).or_else(|| fitting.find(is_connected));
+        let mut matching = live.iter().filter(|session| !session.has_ended() && predicate(session));
+        let first = matching.next()?;
+        let is_connected = |session: &&Arc<ZkSession>| session.is_connected();
+        let chosen = Some(first).filter(is_connected).or_else(|| matching.find(is_connected));
         Some(Arc::clone(chosen.unwrap_or(first)))
     }
 
     /// Returns the queue entry of `claim` and its session.
-    pub(crate) fn find(&self, claim: ClaimId) -> Option<(Arc<Session>, Arc<Place>)> {
+    pub(crate) fn find_entry(&self, claim: ClaimId) -> Option<(Arc<ZkSession>, Arc<QueueEntry>)> {
         let live = lock(&self.live);
-        let live = live.iter().filter(|session| !session.is_over());
-        live.into_iter().find_map(|session| Some((Arc::clone(session), session.find(claim)?)))
+        let live = live.iter().filter(|session| !session.has_ended());
+        live.into_iter().find_map(|session| Some((Arc::clone(session), session.find_entry(claim)?)))
     }
 
     /// Returns the queue entry of `claim` and its session, which is connected. A new entry goes to
-    /// the first session with room for its node, or to a new session if none has room.
-    pub(crate) async fn enter(
+    /// the first session with capacity for its node, or to a new session if none has capacity.
+    pub(crate) async fn entry_for(
         self: &Arc<Self>,
         claim: &Claim,
         dir: impl Fn() -> String + Send + Sync,
-    ) -> Result<(Arc<Session>, Arc<Place>), BackendError> {
-        // Terminates: if another claim takes the room found here, that claim progresses, and the
-        // number of sessions is limited.
+    ) -> Result<(Arc<ZkSession>, Arc<QueueEntry>), BackendError> {
+        // Terminates: if another claim takes the capacity found here, that claim progresses, and
+        // the number of sessions is limited.
         loop {
-            if let Some((session, place)) = self.find(claim.id()) {
+            if let Some((session, entry)) = self.find_entry(claim.id()) {
                 // Marked before the wait for the connection, so that the entry does not become
-                // overdue meanwhile.
-                place.attend();
-                session.connected().await?;
-                return Ok((session, place));
+                // abandoned meanwhile.
+                entry.mark_active();
+                session.wait_until_connected().await?;
+                return Ok((session, entry));
             }
-            let new = Place::new(claim, dir(), self.config.naming);
+            let new = QueueEntry::new(claim, dir(), self.config.naming);
             let (session, bytes_max) = match self.session_for(&new) {
                 Some(found) => found,
                 None => self.open_for(&new).await?,
             };
             // Connected before the entry is added, so that an outage leaves no entry behind.
-            session.connected().await?;
-            if let Some(place) = self.put(&session, claim.id(), new, bytes_max) {
-                return Ok((session, place));
+            session.wait_until_connected().await?;
+            if let Some(entry) = self.insert_entry(&session, claim.id(), new, bytes_max) {
+                return Ok((session, entry));
             }
         }
     }
 
     /// Returns the session for a new queue entry, and its limit of path bytes including that entry.
-    /// Default: a connected session that can watch the entry's node. If none has room and no
-    /// further session may be opened for that, any session with room.
-    fn session_for(&self, place: &Place) -> Option<(Arc<Session>, usize)> {
-        let watching = self.with_room(place, WATCHED_BYTES_MAX);
+    /// Default: a connected session that can watch the entry's node. If there is none and no
+    /// further session may be opened for that, any session with capacity.
+    fn session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, usize)> {
+        let watching = self.find_with_capacity(entry, WATCHED_BYTES_MAX);
         if let Some(session) = watching.filter(|session| session.is_connected()) {
             return Some((session, WATCHED_BYTES_MAX));
         }
-        if self.may_open_another() {
+        if self.may_open_extra_session() {
             return None;
         }
-        let session = self.with_room(place, NODE_BYTES_MAX)?;
-        let is_watching = lock(&session.places).has_room(place.node_bytes, WATCHED_BYTES_MAX);
-        Some((session, if is_watching { WATCHED_BYTES_MAX } else { NODE_BYTES_MAX }))
+        let session = self.find_with_capacity(entry, NODE_BYTES_MAX)?;
+        let can_watch = lock(&session.entries).has_capacity(entry.node_bytes, WATCHED_BYTES_MAX);
+        Some((session, if can_watch { WATCHED_BYTES_MAX } else { NODE_BYTES_MAX }))
     }
 
-    fn with_room(&self, place: &Place, bytes_max: usize) -> Option<Arc<Session>> {
-        self.choose(|session| lock(&session.places).has_room(place.node_bytes, bytes_max))
+    fn find_with_capacity(&self, entry: &QueueEntry, bytes_max: usize) -> Option<Arc<ZkSession>> {
+        self.select_session(|session| {
+            lock(&session.entries).has_capacity(entry.node_bytes, bytes_max)
+        })
     }
 
     /// Returns whether a session may be opened only to watch more nodes. Returns false during an
     /// outage: the server's connection limit may leave just one, which a session with held locks
     /// needs.
-    fn may_open_another(&self) -> bool {
+    fn may_open_extra_session(&self) -> bool {
         let live = self.live();
         live.len() < self.config.sessions_max as usize
             && live.iter().all(|session| session.is_connected())
-            && *lock(&self.open_another_at) <= Moment::now()
+            && *lock(&self.extra_session_allowed_at) <= Moment::now()
     }
 
-    /// Opens a session for `place`. If another session has room for it, the wait is short, and a
+    /// Opens a session for `entry`. If another session has capacity, the wait is short, and a
     /// failure delays the next attempt.
     async fn open_for(
         self: &Arc<Self>,
-        place: &Place,
-    ) -> Result<(Arc<Session>, usize), BackendError> {
-        let Some(unwatched) = self.with_room(place, NODE_BYTES_MAX) else {
-            return self.open(Some(place)).await.map(|session| (session, NODE_BYTES_MAX));
+        entry: &QueueEntry,
+    ) -> Result<(Arc<ZkSession>, usize), BackendError> {
+        let Some(unwatched) = self.find_with_capacity(entry, NODE_BYTES_MAX) else {
+            return self.open(Some(entry)).await.map(|session| (session, NODE_BYTES_MAX));
         };
-        match timeout(OPEN_ANOTHER_WITHIN, self.open(Some(place))).await {
+        match timeout(EXTRA_SESSION_TIMEOUT, self.open(Some(entry))).await {
             Ok(Ok(session)) => Ok((session, WATCHED_BYTES_MAX)),
             Ok(Err(_)) | Err(_) => {
-                *lock(&self.open_another_at) = Moment::now().after(OPEN_ANOTHER_PAUSE);
+                *lock(&self.extra_session_allowed_at) = Moment::now().after(EXTRA_SESSION_PAUSE);
                 Ok((unwatched, NODE_BYTES_MAX))
             }
         }
@@ -183,95 +186,99 @@ impl Sessions {
 
     /// Adds a queue entry to `session`, up to `bytes_max` bytes in total. Returns `None` if it does
     /// not fit or the session has ended.
-    fn put(
+    fn insert_entry(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<ZkSession>,
         claim: ClaimId,
-        place: Place,
+        entry: QueueEntry,
         bytes_max: usize,
-    ) -> Option<Arc<Place>> {
+    ) -> Option<Arc<QueueEntry>> {
         let live = lock(&self.live);
         let is_live = live.iter().any(|live| Arc::ptr_eq(live, session));
-        if is_live { lock(&session.places).put(claim, place, bytes_max) } else { None }
+        if is_live { lock(&session.entries).insert_entry(claim, entry, bytes_max) } else { None }
     }
 
-    /// Opens a session, with room for a queue entry if one is given.
-    async fn open(self: &Arc<Self>, place: Option<&Place>) -> Result<Arc<Session>, BackendError> {
-        let mut outage = self.opening.lock().await;
-        let opened = match place {
-            Some(place) => self.session_for(place).map(|(session, _)| session),
+    /// Opens a session. Returns an existing one if it has capacity for the given queue entry.
+    async fn open(
+        self: &Arc<Self>,
+        entry: Option<&QueueEntry>,
+    ) -> Result<Arc<ZkSession>, BackendError> {
+        let mut backoff = self.opening.lock().await;
+        let existing = match entry {
+            Some(entry) => self.session_for(entry).map(|(session, _)| session),
             None => self.current(),
         };
-        if let Some(session) = opened {
+        if let Some(session) = existing {
             return Ok(session);
         }
-        if let Some(place) = place {
+        if let Some(entry) = entry {
             let live = self.live();
             if live.len() >= self.config.sessions_max as usize {
-                let bytes = live.iter().map(|session| lock(&session.places).bytes).sum();
+                let bytes = live.iter().map(|session| lock(&session.entries).bytes).sum();
                 return Err(SessionsExhausted {
-                    key: place.key.as_str().to_owned(),
+                    key: entry.key.as_str().to_owned(),
                     bytes,
                     bytes_max: NODE_BYTES_MAX * live.len(),
                     sessions_max: self.config.sessions_max,
                 }
-                .refuse());
+                .into_backend_error());
             }
         }
-        outage.allows_another_try()?;
-        match Session::connect(self).await {
+        backoff.check_pause()?;
+        match ZkSession::connect(self).await {
             Ok(session) => {
-                *outage = Outage::default();
-                let over: Vec<_> = {
+                *backoff = ConnectBackoff::default();
+                let ended: Vec<_> = {
                     let mut live = lock(&self.live);
                     live.push(Arc::clone(&session));
-                    live.iter().filter(|session| session.is_over()).map(Arc::clone).collect()
+                    live.iter().filter(|session| session.has_ended()).map(Arc::clone).collect()
                 };
-                over.iter().for_each(|over| self.retire(over));
+                ended.iter().for_each(|session| self.remove_ended(session));
                 Ok(session)
             }
-            Err(error) => Err(outage.goes_on(error)),
+            Err(error) => Err(backoff.record_failure(error)),
         }
     }
 
     /// Removes a session that has ended, and notifies the holders of its claims. Other sessions are
     /// not affected.
-    fn retire(&self, session: &Arc<Session>) {
-        if session.over.swap(true, Ordering::AcqRel) {
+    fn remove_ended(&self, session: &Arc<ZkSession>) {
+        if session.has_ended.swap(true, Ordering::AcqRel) {
             return;
         }
         // Removed first, so that no further entry is added to it.
         lock(&self.live).retain(|live| !Arc::ptr_eq(live, session));
-        let places = std::mem::take(&mut *lock(&session.places)).by_claim;
+        let entries = std::mem::take(&mut *lock(&session.entries)).by_claim;
         {
             let now = Moment::now();
-            let mut displaced = lock(&self.displaced);
+            let mut claims_of_ended_sessions = lock(&self.claims_of_ended_sessions);
             // The caller of an entry this old has stopped retrying.
-            displaced.retain(|_, at| at.after(DISPLACED_FOR) > now);
-            displaced.extend(places.keys().map(|claim| (*claim, now)));
+            claims_of_ended_sessions.retain(|_, at| at.after(ENDED_CLAIMS_TTL) > now);
+            claims_of_ended_sessions.extend(entries.keys().map(|claim| (*claim, now)));
         }
-        self.hints.notify(places.values().map(|place| &place.key));
+        self.subscribers.notify(entries.values().map(|entry| &entry.key));
     }
 
     /// Stops the disconnected client of `session`, and attaches the session to a new client as soon
     /// as a server can be reached.
-    fn attach_again(self: &Arc<Self>, session: &Arc<Session>) {
-        let last = session.client();
+    fn reattach(self: &Arc<Self>, session: &Arc<ZkSession>) {
+        let old_client = session.client();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
         let config = Arc::clone(&self.config);
         let mut attaching = lock(&self.attaching);
         while attaching.try_join_next().is_some() {}
         attaching.spawn(async move {
-            // Stopped first: two clients of one session would take it from each other.
-            last.stop().await;
-            let (info, timeout) = (last.session().clone(), last.session_timeout());
-            drop(last);
-            let until = Moment::now().after(timeout * 7 / 5);
+            // Stopped first: with two clients, each reconnect would move the session to the other
+            // one.
+            old_client.stop().await;
+            let (info, timeout) = (old_client.session().clone(), old_client.session_timeout());
+            drop(old_client);
+            let deadline = Moment::now().after(timeout * 7 / 5);
             let attached = loop {
-                match Connection::attach(&config, timeout, info.clone()).await {
+                match StoppableClient::attach(&config, timeout, info.clone()).await {
                     Err(Error::SessionExpired | Error::AuthFailed) => break None,
-                    Err(_) if Moment::now() >= until => break None,
-                    Err(_) => sleep(PAUSE_ATTACHING).await,
+                    Err(_) if Moment::now() >= deadline => break None,
+                    Err(_) => sleep(ATTACH_PAUSE).await,
                     Ok(attached) => break Some(attached),
                 }
             };
@@ -281,24 +288,24 @@ impl Sessions {
             };
             match attached {
                 Some((connection, sent_at)) => session.resume(&sessions, connection, sent_at),
-                None => sessions.retire(&session),
+                None => sessions.remove_ended(&session),
             }
         });
     }
 
     /// Ends `session` if it is not the first one and has had no node for the session time-out.
-    fn end_if_unused(&self, session: &Arc<Session>) {
+    fn end_if_unused(&self, session: &Arc<ZkSession>) {
         let mut live = lock(&self.live);
         let is_first = live.first().is_some_and(|first| Arc::ptr_eq(first, session));
-        if !is_first && lock(&session.places).unused_for(Moment::now()) > session.timeout() {
+        if !is_first && lock(&session.entries).unused_for(Moment::now()) > session.timeout() {
             // The client ends the session when its last reference is dropped.
             live.retain(|live| !Arc::ptr_eq(live, session));
         }
     }
 
     /// Returns whether the session of `claim` has ended. Returns true once.
-    pub(crate) fn was_displaced(&self, claim: ClaimId) -> bool {
-        lock(&self.displaced).remove(&claim).is_some()
+    pub(crate) fn take_session_end(&self, claim: ClaimId) -> bool {
+        lock(&self.claims_of_ended_sessions).remove(&claim).is_some()
     }
 
     /// Ends all sessions except those with a held lock. A node whose release was refused does not
@@ -306,8 +313,8 @@ impl Sessions {
     pub(crate) async fn close(&self) {
         let ended: Vec<_> = {
             let mut live = lock(&self.live);
-            let (needed, ended) = live.drain(..).partition(|session| session.is_needed());
-            *live = needed;
+            let (in_use, ended) = live.drain(..).partition(|session| session.is_in_use());
+            *live = in_use;
             ended
         };
         join_all(ended.into_iter().map(async |session| {
@@ -321,92 +328,97 @@ impl Sessions {
     }
 }
 
-impl fmt::Debug for Sessions {
+impl fmt::Debug for SessionPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sessions").field("live", &self.live()).finish_non_exhaustive()
+        f.debug_struct("SessionPool").field("live", &self.live()).finish_non_exhaustive()
     }
 }
 
 /// Failed attempts to open a session, since the last success.
 #[derive(Default)]
-struct Outage {
-    tries: u32,
-    last: Option<(Moment, BackendError)>,
+struct ConnectBackoff {
+    failures: u32,
+    last_failure: Option<(Moment, BackendError)>,
 }
 
-impl Outage {
+impl ConnectBackoff {
     /// Returns the last error until the pause after it is over. Concurrent callers share one
     /// attempt.
-    fn allows_another_try(&self) -> Result<(), BackendError> {
-        let Some((at, error)) = &self.last else { return Ok(()) };
-        let pause = PAUSE_MIN.saturating_mul(1 << self.tries.min(6)).min(PAUSE_MAX);
+    fn check_pause(&self) -> Result<(), BackendError> {
+        let Some((at, error)) = &self.last_failure else { return Ok(()) };
+        let pause = OPEN_PAUSE_MIN.saturating_mul(1 << self.failures.min(6)).min(OPEN_PAUSE_MAX);
         if Moment::now() < at.after(pause) { Err(error.clone()) } else { Ok(()) }
     }
 
-    fn goes_on(&mut self, error: BackendError) -> BackendError {
-        self.tries = self.tries.saturating_add(1);
-        self.last = Some((Moment::now(), error.clone()));
+    fn record_failure(&mut self, error: BackendError) -> BackendError {
+        self.failures = self.failures.saturating_add(1);
+        self.last_failure = Some((Moment::now(), error.clone()));
         error
     }
 }
 
 /// The invalidation handles of the registries that use a backend.
 #[derive(Default)]
-pub(crate) struct Hints(Mutex<Vec<Invalidations>>);
+pub(crate) struct InvalidationSubscribers(Mutex<Vec<Invalidations>>);
 
-impl Hints {
-    pub(crate) fn add(&self, hints: Invalidations) {
+impl InvalidationSubscribers {
+    pub(crate) fn add(&self, invalidations: Invalidations) {
         let mut all = lock(&self.0);
         all.retain(Invalidations::is_live);
-        all.push(hints);
+        all.push(invalidations);
     }
 
     /// Returns whether any registry still uses the backend.
-    pub(crate) fn are_wanted(&self) -> bool {
+    pub(crate) fn has_live(&self) -> bool {
         lock(&self.0).iter().any(Invalidations::is_live)
     }
 
     pub(crate) fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
         let all = lock(&self.0).clone();
-        keys.for_each(|key| all.iter().for_each(|hints| hints.notify(key)));
+        keys.for_each(|key| all.iter().for_each(|invalidations| invalidations.notify(key)));
     }
 }
 
 /// The claims of one session, and the bytes of their nodes' paths.
-struct Places {
-    by_claim: HashMap<ClaimId, Arc<Place>>,
+struct SessionEntries {
+    by_claim: HashMap<ClaimId, Arc<QueueEntry>>,
     /// Counts a node from before its creation is requested until it is certainly deleted.
     bytes: usize,
     /// When the last entry was removed.
     emptied_at: Moment,
 }
 
-impl Default for Places {
+impl Default for SessionEntries {
     fn default() -> Self {
         Self { by_claim: HashMap::new(), bytes: 0, emptied_at: Moment::now() }
     }
 }
 
-impl Places {
-    fn has_room(&self, bytes: usize, max: usize) -> bool {
+impl SessionEntries {
+    fn has_capacity(&self, bytes: usize, max: usize) -> bool {
         self.bytes.saturating_add(bytes) <= max
     }
 
-    fn put(&mut self, claim: ClaimId, place: Place, bytes_max: usize) -> Option<Arc<Place>> {
-        if let Some(place) = self.by_claim.get(&claim) {
-            return Some(Arc::clone(place));
+    fn insert_entry(
+        &mut self,
+        claim: ClaimId,
+        entry: QueueEntry,
+        bytes_max: usize,
+    ) -> Option<Arc<QueueEntry>> {
+        if let Some(entry) = self.by_claim.get(&claim) {
+            return Some(Arc::clone(entry));
         }
-        if !self.has_room(place.node_bytes, bytes_max) {
+        if !self.has_capacity(entry.node_bytes, bytes_max) {
             return None;
         }
-        self.bytes += place.node_bytes;
-        Some(Arc::clone(self.by_claim.entry(claim).or_insert_with(|| Arc::new(place))))
+        self.bytes += entry.node_bytes;
+        Some(Arc::clone(self.by_claim.entry(claim).or_insert_with(|| Arc::new(entry))))
     }
 
-    fn forget(&mut self, claim: ClaimId, place: &Arc<Place>) {
-        if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, place)) {
+    fn remove_entry(&mut self, claim: ClaimId, entry: &Arc<QueueEntry>) {
+        if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
-            self.bytes -= place.node_bytes;
+            self.bytes -= entry.node_bytes;
             self.emptied_at = Moment::now();
         }
     }
@@ -424,7 +436,7 @@ impl Places {
 /// [`ZkConfig::NODE_BYTES_MAX`] bytes of paths.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "lock {key:?} does not fit: the nodes of this backend take {bytes} of {bytes_max} bytes in {sessions_max} sessions"
+    "no capacity for lock {key:?}: the nodes of this backend take {bytes} of {bytes_max} bytes in {sessions_max} sessions"
 )]
 #[non_exhaustive]
 pub struct SessionsExhausted {
@@ -439,129 +451,138 @@ pub struct SessionsExhausted {
 }
 
 impl SessionsExhausted {
-    /// Returns a transient error: released locks make room, so a retry can succeed.
-    fn refuse(self) -> BackendError {
-        let says = format!(
-            "zookeeper: no session has room for the node of lock {:?}: {} of {} bytes are in use; raise `sessions`, which is {}, or hold \
+    /// Returns a transient error: released locks free capacity, so a retry can succeed.
+    fn into_backend_error(self) -> BackendError {
+        let message = format!(
+            "zookeeper: no session has capacity for the node of lock {:?}: {} of {} bytes are in use; raise `sessions`, which is {}, or use \
              fewer or shorter keys in one process",
             self.key, self.bytes, self.bytes_max, self.sessions_max
         );
-        BackendError::transient(says).with_source(self).as_refused()
+        BackendError::transient(message).with_source(self).as_refused()
     }
 }
 
 /// One request to the servers that any number of callers can await.
-type Round = Shared<BoxFuture<'static, Result<(), BackendError>>>;
+type SharedConfirmation = Shared<BoxFuture<'static, Result<(), BackendError>>>;
 
-/// The servers that answer a round. When it completes, the connected server has applied everything
-/// that the leader did before the answer. It has also sent the events of this client's watches
-/// before it passed on the answer.
+/// The servers that confirm a session. When the confirmation completes, the connected server has
+/// applied everything that the leader did before its response. The connected server has also sent
+/// the events of this client's watches before that response.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum By {
+pub(crate) enum ConfirmedBy {
     /// A majority, by a write that changes nothing. Only this proves that no other leader has ended
     /// the session.
     Majority,
-    /// The leader, by a `sync`. A partitioned former leader also answers for a while.
+    /// The leader, by a `sync`. A partitioned former leader also responds for a while.
     Leader,
 }
 
-pub(crate) struct Session {
-    connection: watch::Sender<Arc<Connection>>,
+pub(crate) struct ZkSession {
+    connection: watch::Sender<Arc<StoppableClient>>,
     /// The session's id, which its ephemeral nodes have as their owner.
     id: i64,
     timeout: Duration,
     config: Arc<ZkConfig>,
-    over: AtomicBool,
-    proof: Mutex<Proof>,
+    has_ended: AtomicBool,
+    validity: Mutex<SessionValidity>,
     /// When the last request to a majority was sent.
-    asked_at: Mutex<Moment>,
+    majority_requested_at: Mutex<Moment>,
     /// When the last request to the leader was sent.
-    leader_asked_at: Mutex<Moment>,
-    /// The next rounds, [by](By) a majority and by the leader, until they are sent.
-    next_rounds: [Mutex<Option<Round>>; 2],
+    leader_requested_at: Mutex<Moment>,
+    /// The next confirmations, [by](ConfirmedBy) a majority and by the leader, until they are sent.
+    next_confirmations: [Mutex<Option<SharedConfirmation>>; 2],
     /// Number of reconnects.
     reconnects: AtomicU32,
-    places: Mutex<Places>,
-    room: Room,
-    heads: Mutex<Heads>,
+    entries: Mutex<SessionEntries>,
+    watch_budget: WatchBudget,
+    head_cache: Mutex<HeadCache>,
     /// Aborted when the session is dropped.
     tasks: Mutex<JoinSet<()>>,
 }
 
-impl Session {
-    async fn connect(sessions: &Arc<Sessions>) -> Result<Arc<Self>, BackendError> {
+impl ZkSession {
+    async fn connect(sessions: &Arc<SessionPool>) -> Result<Arc<Self>, BackendError> {
         let config = Arc::clone(&sessions.config);
-        let asked_at = Moment::now();
-        let asked = config.session_timeout;
-        let mut client = connect(&config, asked, config.connect_timeout).await?;
+        let requested_at = Moment::now();
+        let requested = config.session_timeout;
+        let mut client = connect(&config, requested, config.connect_timeout).await?;
         let granted = client.session_timeout();
-        if config.has_several_servers() && granted < asked * 2 / 3 {
-            // The client waits for a silent server according to the time-out that it requested, not
-            // the granted one. If no time is left for a second connection, the first one is used.
-            let left = config.connect_timeout.saturating_sub(Moment::now().since(asked_at));
-            client = connect(&config, granted, left).await.unwrap_or(client);
+        if config.has_several_servers() && granted < requested * 2 / 3 {
+            // The client waits for an unresponsive server according to the time-out that it
+            // requested, not the granted one. If no time is left for a second connection, the first
+            // one is used.
+            let remaining =
+                config.connect_timeout.saturating_sub(Moment::now().since(requested_at));
+            client = connect(&config, granted, remaining).await.unwrap_or(client);
         }
         let timeout = client.session_timeout();
         let session = Arc::new(Self {
             id: client.session_id().0,
             timeout,
             connection: watch::Sender::new(Arc::new(client)),
-            proof: Mutex::new(Proof::new(timeout, asked_at)),
+            validity: Mutex::new(SessionValidity::new(timeout, requested_at)),
             config,
-            over: AtomicBool::new(false),
-            asked_at: Mutex::new(asked_at),
-            leader_asked_at: Mutex::new(asked_at),
-            next_rounds: Default::default(),
+            has_ended: AtomicBool::new(false),
+            majority_requested_at: Mutex::new(requested_at),
+            leader_requested_at: Mutex::new(requested_at),
+            next_confirmations: Default::default(),
             reconnects: AtomicU32::new(0),
-            places: Mutex::new(Places::default()),
-            room: Room::default(),
-            heads: Mutex::default(),
+            entries: Mutex::new(SessionEntries::default()),
+            watch_budget: WatchBudget::default(),
+            head_cache: Mutex::default(),
             tasks: Mutex::default(),
         });
-        session.require_chroot().await?;
-        session.begin_pulse(sessions);
+        session.verify_chroot().await?;
+        session.start_keep_alive(sessions);
         Ok(session)
     }
 
-    fn begin_pulse(self: &Arc<Self>, sessions: &Arc<Sessions>) {
+    fn start_keep_alive(self: &Arc<Self>, sessions: &Arc<SessionPool>) {
         let states = self.client().state_watcher();
-        let (weak, owner) = (Arc::downgrade(self), Arc::downgrade(sessions));
-        self.spawn(pulse(weak, owner, states, self.timeout()));
+        let (weak_session, weak_sessions) = (Arc::downgrade(self), Arc::downgrade(sessions));
+        self.spawn(keep_alive(weak_session, weak_sessions, states, self.timeout()));
     }
 
     /// Continues the session on a new client. A majority has confirmed the session by a write sent
     /// at `sent_at`.
-    fn resume(self: &Arc<Self>, sessions: &Arc<Sessions>, connection: Connection, sent_at: Moment) {
+    fn resume(
+        self: &Arc<Self>,
+        sessions: &Arc<SessionPool>,
+        connection: StoppableClient,
+        sent_at: Moment,
+    ) {
         self.connection.send_replace(Arc::new(connection));
-        self.answered(sent_at);
-        self.reconnected(sessions);
-        self.begin_pulse(sessions);
+        self.record_commit(sent_at);
+        self.on_reconnect(sessions);
+        self.start_keep_alive(sessions);
     }
 
     /// Requests verification of all locks of the session: the client received no watch events while
     /// it was disconnected.
-    fn reconnected(&self, sessions: &Sessions) {
+    fn on_reconnect(&self, sessions: &SessionPool) {
         self.reconnects.fetch_add(1, Ordering::AcqRel);
-        let places = self.places();
-        sessions.hints.notify(places.iter().map(|(_, place)| &place.key));
+        let entries = self.entries();
+        sessions.subscribers.notify(entries.iter().map(|(_, entry)| &entry.key));
     }
 
     /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no
     /// other client contends.
-    async fn require_chroot(&self) -> Result<(), BackendError> {
+    async fn verify_chroot(&self) -> Result<(), BackendError> {
         let Some(chroot) = &self.config.chroot else { return Ok(()) };
-        let found = self.bounded(self.client().check_stat(chroot)).await?;
-        match found.map_err(|error| explain(&error).as_refused())? {
+        let found = self.with_request_timeout(self.client().check_stat(chroot)).await?;
+        match found.map_err(|error| to_backend_error(&error).as_refused())? {
             Some(_) => Ok(()),
             None => {
-                let says = "zookeeper: the chroot of the servers' address is not there; make it, for example by `zkCli.sh create`";
-                Err(BackendError::new(BackendErrorKind::Misconfigured, says).as_refused())
+                let message = format!(
+                    "zookeeper: the chroot {chroot:?} does not exist; make it, for example with `zkCli.sh create {chroot}`"
+                );
+                Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused())
             }
         }
     }
 
     /// Returns the current client of the session.
-    pub(crate) fn client(&self) -> Arc<Connection> {
+    pub(crate) fn client(&self) -> Arc<StoppableClient> {
         Arc::clone(&self.connection.borrow())
     }
 
@@ -579,8 +600,8 @@ impl Session {
         self.timeout
     }
 
-    pub(crate) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire) || self.client().state().is_terminated()
+    pub(crate) fn has_ended(&self) -> bool {
+        self.has_ended.load(Ordering::Acquire) || self.client().state().is_terminated()
     }
 
     pub(crate) fn reconnects(&self) -> u32 {
@@ -588,18 +609,18 @@ impl Session {
     }
 
     /// Returns how much longer the session is certain to exist.
-    pub(crate) fn certain_left(&self) -> Duration {
-        lock(&self.proof).left(Moment::now())
+    pub(crate) fn remaining_validity(&self) -> Duration {
+        lock(&self.validity).remaining(Moment::now())
     }
 
     /// Records that a majority has just confirmed a write that was sent at `sent_at`.
-    pub(crate) fn answered(&self, sent_at: Moment) {
-        lock(&self.proof).answered(sent_at, Moment::now());
+    pub(crate) fn record_commit(&self, sent_at: Moment) {
+        lock(&self.validity).record_commit(sent_at, Moment::now());
     }
 
     /// Waits until the client is connected. A request sent without a connection might be executed
     /// much later.
-    pub(crate) async fn connected(&self) -> Result<(), BackendError> {
+    pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         if self.is_connected() {
             return Ok(());
         }
@@ -609,23 +630,27 @@ impl Session {
                 let connection = Arc::clone(&connections.borrow_and_update());
                 tokio::select! {
                     biased;
-                    connected = connection.connected() => return connected,
+                    connected = connection.wait_until_connected() => return connected,
                     // Never closes: the sender is a field of `self`.
                     _ = connections.changed() => {}
                 }
             }
         };
-        timeout(self.config.request_timeout, connected).await.unwrap_or_else(|_| Err(unreachable()))
+        timeout(self.config.request_timeout, connected)
+            .await
+            .unwrap_or_else(|_| Err(not_connected()))
     }
 
     /// Waits for the response to one request, at most the request time-out.
-    pub(crate) async fn bounded<T>(
+    pub(crate) async fn with_request_timeout<T>(
         &self,
         request: impl Future<Output = Result<T, Error>>,
     ) -> Result<Result<T, Error>, BackendError> {
-        let answer = self.unless_stopped(request);
-        let answer = timeout(self.config.request_timeout, answer).await.map_err(|_| silent())?;
-        Ok(answer.unwrap_or(Err(Error::ConnectionLoss)))
+        let response = self.unless_stopped(request);
+        let response = timeout(self.config.request_timeout, response)
+            .await
+            .map_err(|_| timed_out(self.config.request_timeout))?;
+        Ok(response.unwrap_or(Err(Error::ConnectionLoss)))
     }
 
     /// Waits for the response to one request. Returns `None` if the client is stopped first.
@@ -634,117 +659,121 @@ impl Session {
         tokio::select! {
             biased;
             () = stopped => None,
-            answer = request => Some(answer),
+            response = request => Some(response),
         }
     }
 
-    /// Asks the servers whether the session exists. Concurrent callers share one request, which is
-    /// sent after all of them have called.
-    pub(crate) fn round(self: &Arc<Self>, by: By) -> Round {
-        let mut next = lock(&self.next_rounds[by as usize]);
-        if let Some(round) = &*next {
-            return round.clone();
+    /// Confirms with the servers that the session exists. Concurrent callers share one request,
+    /// which is sent after all of them have called.
+    pub(crate) fn confirm(self: &Arc<Self>, by: ConfirmedBy) -> SharedConfirmation {
+        let mut next = lock(&self.next_confirmations[by as usize]);
+        if let Some(confirmation) = &*next {
+            return confirmation.clone();
         }
         let session = Arc::downgrade(self);
-        let round = async move {
-            // Lets other ready tasks join this round.
+        let confirmation = async move {
+            // Other ready tasks can join this confirmation.
             tokio::task::yield_now().await;
-            let session = session.upgrade().ok_or_else(|| explain(&Error::ClientClosed))?;
-            *lock(&session.next_rounds[by as usize]) = None;
-            session.connected().await?;
+            let session =
+                session.upgrade().ok_or_else(|| to_backend_error(&Error::ClientClosed))?;
+            *lock(&session.next_confirmations[by as usize]) = None;
+            session.wait_until_connected().await?;
             match by {
-                By::Majority => session.prove().await,
-                By::Leader => {
-                    *lock(&session.leader_asked_at) = Moment::now();
-                    let synced = session.bounded(session.client().sync("/")).await?;
-                    synced.map_err(|error| explain(&error))
+                ConfirmedBy::Majority => session.confirm_by_write().await,
+                ConfirmedBy::Leader => {
+                    *lock(&session.leader_requested_at) = Moment::now();
+                    let synced = session.with_request_timeout(session.client().sync("/")).await?;
+                    synced.map_err(|error| to_backend_error(&error))
                 }
             }
         };
-        let round = round.boxed().shared();
-        *next = Some(round.clone());
-        round
+        let confirmation = confirmation.boxed().shared();
+        *next = Some(confirmation.clone());
+        confirmation
     }
 
     /// Waits until this client has seen all changes that the leader had before this call. Waiters
     /// that call within [`LEADER_PAUSE`] after a request to the leader share the next one.
     pub(crate) async fn catch_up(self: &Arc<Self>) -> Result<(), BackendError> {
-        let next = lock(&self.leader_asked_at).after(LEADER_PAUSE);
-        let pause = next.since(Moment::now());
+        let next = lock(&self.leader_requested_at).after(LEADER_PAUSE);
+        // The pause is part of an attempt, which the engine's operation time-out limits.
+        let pause = next.since(Moment::now()).min(self.config.request_timeout / 5);
         if !pause.is_zero() {
             sleep(pause).await;
         }
-        self.round(By::Leader).await
+        self.confirm(ConfirmedBy::Leader).await
     }
 
     /// Returns whether the client is connected and more than half of the session time-out is
     /// certain.
     pub(crate) fn is_healthy(&self) -> bool {
-        self.is_connected() && self.certain_left() > self.timeout() / 2
+        self.is_connected() && self.remaining_validity() > self.timeout() / 2
     }
 
-    /// Commits a write through a majority that changes nothing. The answer extends the session's
+    /// Commits a write through a majority that changes nothing. The response extends the session's
     /// validity even if it arrives after the request time-out, for example on slow disks.
-    async fn prove(self: &Arc<Self>) -> Result<(), BackendError> {
+    async fn confirm_by_write(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
-        *lock(&self.asked_at) = sent_at;
-        let (tell, told) = oneshot::channel();
+        *lock(&self.majority_requested_at) = sent_at;
+        let (sender, receiver) = oneshot::channel();
         let session = Arc::clone(self);
         self.spawn(async move {
             let path = session.config.chroot.as_deref().unwrap_or("/");
             let written = session.write_check(path).await;
             if written.is_ok() {
-                session.answered(sent_at);
+                session.record_commit(sent_at);
             }
             // The receiver may have timed out.
-            drop(tell.send(written.map(drop)));
+            drop(sender.send(written.map(drop)));
         });
-        let told = timeout(self.config.request_timeout, told).await.map_err(|_| silent())?;
-        told.unwrap_or_else(|_| Err(explain(&Error::ClientClosed)))
+        let result = timeout(self.config.request_timeout, receiver)
+            .await
+            .map_err(|_| timed_out(self.config.request_timeout))?;
+        result.unwrap_or_else(|_| Err(to_backend_error(&Error::ClientClosed)))
     }
 
     /// Returns whether a node exists, decided by a majority with a write that changes nothing.
-    pub(crate) async fn check(&self, path: &str) -> Result<bool, BackendError> {
+    pub(crate) async fn exists_on_majority(&self, path: &str) -> Result<bool, BackendError> {
         let checked = timeout(self.config.request_timeout, self.write_check(path)).await;
-        checked.map_err(|_| silent())?
+        checked.map_err(|_| timed_out(self.config.request_timeout))?
     }
 
     async fn write_check(&self, path: &str) -> Result<bool, BackendError> {
         let client = self.client();
         let checked = self.unless_stopped(client.write_check(path)).await;
-        checked.unwrap_or(Err(Error::ConnectionLoss)).map_err(|error| explain(&error))
+        checked.unwrap_or(Err(Error::ConnectionLoss)).map_err(|error| to_backend_error(&error))
     }
 
     /// Returns the watch budget of the session.
-    pub(crate) fn room(&self) -> &Room {
-        &self.room
+    pub(crate) fn watch_budget(&self) -> &WatchBudget {
+        &self.watch_budget
     }
 
     /// Returns the heads of the queues in which this session waits.
-    pub(crate) fn heads(&self) -> &Mutex<Heads> {
-        &self.heads
+    pub(crate) fn head_cache(&self) -> &Mutex<HeadCache> {
+        &self.head_cache
     }
 
     /// Returns the queue entry of `claim`.
-    pub(crate) fn find(&self, claim: ClaimId) -> Option<Arc<Place>> {
-        lock(&self.places).by_claim.get(&claim).map(Arc::clone)
+    pub(crate) fn find_entry(&self, claim: ClaimId) -> Option<Arc<QueueEntry>> {
+        lock(&self.entries).by_claim.get(&claim).map(Arc::clone)
     }
 
     /// Returns all queue entries.
-    pub(crate) fn places(&self) -> Vec<(ClaimId, Arc<Place>)> {
-        let places = lock(&self.places);
-        places.by_claim.iter().map(|(claim, place)| (*claim, Arc::clone(place))).collect()
+    pub(crate) fn entries(&self) -> Vec<(ClaimId, Arc<QueueEntry>)> {
+        let entries = lock(&self.entries);
+        entries.by_claim.iter().map(|(claim, entry)| (*claim, Arc::clone(entry))).collect()
     }
 
-    /// Removes `place` unless `claim` has another queue entry by now.
-    pub(crate) fn forget(&self, claim: ClaimId, place: &Arc<Place>) {
-        lock(&self.places).forget(claim, place);
+    /// Removes `entry` unless `claim` has another queue entry by now.
+    pub(crate) fn remove_entry(&self, claim: ClaimId, entry: &Arc<QueueEntry>) {
+        lock(&self.entries).remove_entry(claim, entry);
     }
 
     /// Returns whether the session has a held lock that its holder has not released.
-    fn is_needed(&self) -> bool {
+    fn is_in_use(&self) -> bool {
         let now = Moment::now();
-        self.places().iter().any(|(_, place)| place.is_needed(now))
+        self.entries().iter().any(|(_, entry)| entry.is_in_use(now))
     }
 
     fn is_connected(&self) -> bool {
@@ -756,18 +785,18 @@ impl Session {
         lock(&self.tasks).spawn(work);
     }
 
-    /// Returns whether the next write that proves the session is due.
-    fn is_due(&self, now: Moment) -> bool {
-        lock(&self.asked_at).after(self.timeout() / PROOFS) <= now
+    /// Returns whether the next confirmation by a majority is due.
+    fn is_confirmation_due(&self, now: Moment) -> bool {
+        lock(&self.majority_requested_at).after(self.timeout() / CONFIRMATIONS_PER_TIMEOUT) <= now
     }
 }
 
-impl fmt::Debug for Session {
+impl fmt::Debug for ZkSession {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session")
+        f.debug_struct("ZkSession")
             .field("id", &self.client().session_id())
             .field("state", &self.client().state())
-            .field("places", &lock(&self.places).by_claim.len())
+            .field("entries", &lock(&self.entries).by_claim.len())
             .finish_non_exhaustive()
     }
 }
@@ -775,36 +804,36 @@ impl fmt::Debug for Session {
 /// Opens a session with any of the servers, within `limit`.
 ///
 /// The client library tries the servers one after the other, in its own order. It waits long for a
-/// server that accepts connections and does not answer. With several servers, further attempts
+/// server that accepts connections and does not respond. With several servers, further attempts
 /// therefore start while one is pending, and the first session is used.
 async fn connect(
     config: &ZkConfig,
     session_timeout: Duration,
     limit: Duration,
-) -> Result<Connection, BackendError> {
-    let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
+) -> Result<StoppableClient, BackendError> {
+    let attempts = if config.has_several_servers() { CONCURRENT_CONNECTS } else { 1 };
     let attempts = (0..attempts).map(async |number| {
-        sleep(limit * number / ATTEMPTS).await;
-        Connection::open(config, session_timeout, None).await
+        sleep(limit * number / CONCURRENT_CONNECTS).await;
+        StoppableClient::open(config, session_timeout, None).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
     // A failed attempt has tried every server, so its error is returned at once.
     let first = timeout(limit, attempts.next()).await;
-    let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
-    first.map_err(|error| explain(&error).as_refused())
+    let first = first.map_err(|_| not_connected())?.unwrap_or(Err(Error::NoHosts));
+    first.map_err(|error| to_backend_error(&error).as_refused())
 }
 
-/// Keeps the validity of a session up to date, detects its end, and releases overdue claims.
-async fn pulse(
-    session: Weak<Session>,
-    sessions: Weak<Sessions>,
+/// Keeps the validity of a session up to date, detects its end, and releases abandoned claims.
+async fn keep_alive(
+    session: Weak<ZkSession>,
+    sessions: Weak<SessionPool>,
     mut states: StateWatcher,
     timeout: Duration,
 ) {
-    let mut tick = interval((timeout / PROOFS).min(TICK_MAX));
+    let mut tick = interval((timeout / CONFIRMATIONS_PER_TIMEOUT).min(TICK_MAX));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let patience = (timeout / PROOFS).min(PATIENCE_MAX);
-    let mut lost_at = None;
+    let reconnect_limit = (timeout / CONFIRMATIONS_PER_TIMEOUT).min(RECONNECT_LIMIT_MAX);
+    let mut disconnected_at = None;
     loop {
         let state = tokio::select! {
             state = states.changed() => Some(state),
@@ -815,32 +844,32 @@ async fn pulse(
         };
         match state {
             Some(state) if state.is_terminated() => {
-                sessions.retire(&session);
+                sessions.remove_ended(&session);
                 return;
             }
             Some(SessionState::SyncConnected) => {
-                session.reconnected(&sessions);
+                session.on_reconnect(&sessions);
             }
             Some(_) => {}
             None => {
                 while lock(&session.tasks).try_join_next().is_some() {}
-                tend(&session);
+                release_abandoned(&session);
                 sessions.end_if_unused(&session);
                 let now = Moment::now();
                 let state = session.client().state();
                 if state == SessionState::Disconnected {
-                    if lost_at.get_or_insert(now).after(patience) <= now {
-                        sessions.attach_again(&session);
-                        // The next client gets its own `pulse` task.
+                    if disconnected_at.get_or_insert(now).after(reconnect_limit) <= now {
+                        sessions.reattach(&session);
+                        // The next client gets its own `keep_alive` task.
                         return;
                     }
                 } else {
-                    lost_at = None;
+                    disconnected_at = None;
                 }
-                if session.is_due(now) && state == SessionState::SyncConnected {
-                    *lock(&session.asked_at) = now;
-                    let round = session.round(By::Majority);
-                    session.spawn(round.map(drop));
+                if session.is_confirmation_due(now) && state == SessionState::SyncConnected {
+                    *lock(&session.majority_requested_at) = now;
+                    let confirmation = session.confirm(ConfirmedBy::Majority);
+                    session.spawn(confirmation.map(drop));
                 }
             }
         }
@@ -856,34 +885,34 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(crate) const NODE_BYTES_MAX: usize = 512 * 1024;
 
 /// Up to this many path bytes, a session watches the node of every held lock and the predecessor of
-/// every waiter; see [`Room`].
-pub(crate) const WATCHED_BYTES_MAX: usize = Room::OWN;
+/// every waiter; see [`WatchBudget`].
+pub(crate) const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
 
 /// How long an acquisition waits for a session that is opened only to watch more nodes.
-const OPEN_ANOTHER_WITHIN: Duration = Duration::from_secs(1);
+const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);
 /// Pause between a failure to open such a session and the next attempt.
-const OPEN_ANOTHER_PAUSE: Duration = Duration::from_secs(30);
+const EXTRA_SESSION_PAUSE: Duration = Duration::from_secs(30);
 
 /// Pause between two requests to the leader on behalf of waiters.
 const LEADER_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long the end of a claim's session is remembered.
-const DISPLACED_FOR: Duration = Duration::from_secs(10 * 60);
+const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
 /// Writes to a majority per session time-out. This replaces the client's own pings, which are about
 /// as frequent.
-const PROOFS: u32 = 10;
+const CONFIRMATIONS_PER_TIMEOUT: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
 /// How long the client may try to reconnect on its own. Its first attempts are fast and try other
 /// servers at once.
-const PATIENCE_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_LIMIT_MAX: Duration = Duration::from_secs(1);
 /// Pause between attempts to attach a session to a new client.
-const PAUSE_ATTACHING: Duration = Duration::from_millis(500);
+const ATTACH_PAUSE: Duration = Duration::from_millis(500);
 
 /// Maximum number of concurrent attempts to open a session.
-const ATTEMPTS: u32 = 8;
+const CONCURRENT_CONNECTS: u32 = 8;
 
 /// Pause after the first failure to open a session. It doubles with each further failure.
-const PAUSE_MIN: Duration = Duration::from_millis(20);
-const PAUSE_MAX: Duration = Duration::from_secs(1);
+const OPEN_PAUSE_MIN: Duration = Duration::from_millis(20);
+const OPEN_PAUSE_MAX: Duration = Duration::from_secs(1);

@@ -20,9 +20,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: options
     let options = LockOptions::new()
-        .wait(Duration::from_secs(2)) // give up after two seconds
+        .wait(Duration::from_secs(2)) // return `None` after two seconds
         .lease(Duration::from_secs(60)) // how long the key stays locked if this process dies
-        .max_hold(Duration::from_secs(3_600)) // the lock is lost after an hour, whatever happens
+        .max_hold(Duration::from_secs(3_600)) // the lock is lost after an hour, even with renewal
         .min_hold(Duration::from_millis(200)) // locked this long, even if released earlier
         .label("nightly report");
     if let Some(guard) = registry.obtain("report").lock_with(options).await? {
@@ -36,7 +36,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // `min_hold` keeps the key locked after the guard is dropped; the registry releases it in the
     // background.
-    println!("still taken: {}", registry.obtain("report").holder().await?.is_some());
+    println!("still locked: {}", registry.obtain("report").holder().await?.is_some());
     registry.idle().await;
     println!("free: {}", registry.obtain("report").holder().await?.is_none());
     Ok(())

@@ -10,8 +10,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: sources
     let file = r#"
         [lock-registry]
-        url = "sqlite:locks.db?lease=1m&poll=1s"   # the weakest place for an option
-        lease = "20s"                              # stronger than the query of the URL
+        url = "sqlite:locks.db?lease=1m&poll=1s"   # the lowest precedence
+        lease = "20s"                              # overrides the query of the URL
         busy_timeout = "1s"
     "#;
 

@@ -8,17 +8,17 @@ use lock_registry::{LockError, LockRegistry};
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Two registries over one store compete like two processes.
-    let ours = lock_registry::connect("memory:deadline").await?;
-    let theirs = lock_registry::connect("memory:deadline").await?;
-    let held = theirs.obtain("report").lock().await?;
+    let registry = lock_registry::connect("memory:deadline").await?;
+    let other_process = lock_registry::connect("memory:deadline").await?;
+    let held = other_process.obtain("report").lock().await?;
 
     // ANCHOR: try
-    let lock = ours.obtain("report");
+    let lock = registry.obtain("report");
 
     // Does not wait. Sends one request to the store.
     match lock.try_lock().await? {
         Some(guard) => guard.unlock().await?,
-        None => println!("busy, so somebody else writes the report"),
+        None => println!("busy: another client writes the report"),
     }
 
     // Waits for a limited time. One deadline covers the local queue and the wait in the store.
@@ -40,10 +40,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: errors
     match lock.try_lock_for(Duration::from_secs(2)).await {
         Ok(Some(guard)) => {
-            println!("ours");
+            println!("acquired");
             guard.unlock().await?;
         }
-        Ok(None) => println!("held by others for two seconds"),
+        Ok(None) => println!("held by other clients for two seconds"),
         // A store error. Whether another client holds the lock is unknown.
         Err(error) if error.is_retryable() => println!("try again later: {error}"),
         Err(LockError::Closed) => println!("this registry was closed"),

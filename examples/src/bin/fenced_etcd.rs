@@ -14,7 +14,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (slow, quick) = (lock_registry::connect(&url).await?, lock_registry::connect(&url).await?);
 
     let late = slow.obtain("account/42").lock().await?;
-    println!("broken: {}", quick.force_release("account/42").await?);
+    println!("force-released: {}", quick.force_release("account/42").await?);
 
     // ANCHOR: fence
     let guard = quick.obtain("account/42").lock().await?;
@@ -27,10 +27,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .commit()
         .await?;
     // ANCHOR_END: fence
-    println!("written in one step: {}", done.values == [Some(b"17.50".to_vec())]);
+    println!("written atomically: {}", done.values == [Some(b"17.50".to_vec())]);
 
     // ANCHOR: late
-    // The first clerk resumes, whether it knows of the loss or not.
+    // The first clerk resumes. Its writes are refused even before it is notified of the loss.
     let refused = late.txn().put("account/42/balance", "3.00").commit().await.is_err();
     // ANCHOR_END: late
     println!("refused: {refused}");

@@ -14,7 +14,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[tokio::main]
 async fn main() -> Result<()> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "postgres://127.0.0.1/shop".to_owned());
-    // The locks and the accounts are in the same database: that is what makes the fence possible.
+    // A fence needs the locks and the accounts in the same database.
     let locks = lock_registry::connect(&url).await?;
     let mut data = PgConnection::connect(&url).await?;
     sqlx::raw_sql(
@@ -24,8 +24,9 @@ async fn main() -> Result<()> {
     .await?;
 
     // The clerk pauses for longer than the lease, and the lease is not renewed.
-    let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
-    let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
+    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
+    let slow =
+        locks.obtain("account/42").lock_with(short_lease).await?.ok_or("account/42 is locked")?;
     let seen = balance(&mut data).await?;
     slow.lost().await;
 
@@ -36,7 +37,7 @@ async fn main() -> Result<()> {
 
     // The first clerk resumes and writes a balance that would undo the payment.
     println!("late: {}", pay(&slow, &mut data, seen - 1).await?);
-    println!("{} are left", balance(&mut data).await?);
+    println!("balance: {}", balance(&mut data).await?);
     locks.close(Duration::from_secs(1)).await;
     Ok(())
 }

@@ -21,8 +21,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: open
 
     // The clerk pauses for longer than the lease, and the lease is not renewed.
-    let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
-    let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
+    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
+    let slow =
+        locks.obtain("account/42").lock_with(short_lease).await?.ok_or("account/42 is locked")?;
     let old = slow.fencing_token().ok_or("the store does not fence")?;
     slow.lost().await;
 
@@ -31,7 +32,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let token = guard.fencing_token().ok_or("the store does not fence")?;
     match accounts.set(token, "account:42", "17.50").await? {
         Fenced::Written(()) => println!("written"),
-        Fenced::Stale { .. } => return Err("somebody has the lock after us".into()),
+        Fenced::Stale { .. } => return Err("a newer holder has written account:42".into()),
         _ => {}
     }
     // ANCHOR_END: set
@@ -39,22 +40,22 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: stale
     // The first clerk resumes and does not know of the loss.
     if let Fenced::Stale { newest } = accounts.set(old, "account:42", "3.00").await? {
-        println!("refused, the newest is that of the other: {}", newest == token);
+        println!("refused, the newest token is the second holder's: {}", newest == token);
     }
     // ANCHOR_END: stale
 
     // ANCHOR: script
-    // A Lua script runs as one step. All its keys belong to one resource, which the first key
-    // names.
-    let book = FencedScript::new(
+    // Redis runs a Lua script atomically. The first key names the resource that all keys belong
+    // to.
+    let booking = FencedScript::new(
         "redis.call('RPUSH', KEYS[2], ARGV[1])
          return redis.call('INCRBYFLOAT', KEYS[1], ARGV[1])",
     );
     let keys = ["account:42", "account:42:entries"];
     if let Fenced::Written(ScriptReply::Bytes(balance)) =
-        accounts.run(token, &book, &keys, &[b"-2.50"]).await?
+        accounts.run(token, &booking, &keys, &[b"-2.50"]).await?
     {
-        println!("booked, {} are left", String::from_utf8_lossy(&balance));
+        println!("booked, the balance is {}", String::from_utf8_lossy(&balance));
     }
     // ANCHOR_END: script
 

@@ -1,4 +1,4 @@
-//! The coupon story: two servers, one coupon, and a pause that is longer than the lease.
+//! Two servers, one coupon, and a pause that is longer than the lease.
 //!
 //! Server A acquires the coupon's lock and reads that the coupon is unused. Then A is paused: by a
 //! garbage collection, a closed laptop, or the migration of a virtual machine. Nothing in A runs,
@@ -25,9 +25,9 @@ use sqlx::{Connection, Row};
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 fn main() -> Result<()> {
-    // The locks and the coupons are in the same database: that is what makes the fence possible.
+    // A fence needs the locks and the coupons in the same database.
     let shop = std::env::args().nth(1).map_or_else(|| PathBuf::from("shop.db"), PathBuf::from);
-    block_on(make_coupons(&shop))?;
+    block_on(create_coupon_table(&shop))?;
 
     let redeemed = two_servers(&shop, Coupon { id: 1, fenced: false })?;
     println!("without fence: redeemed {redeemed} times");
@@ -46,27 +46,27 @@ struct Coupon {
     fenced: bool,
 }
 
-/// Runs the story once and returns how often the coupon was redeemed.
+/// Runs both servers once and returns how often the coupon was redeemed.
 fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
-    let (a_pauses, b_may_start) = channel();
-    let (b_is_done, a_goes_on) = channel();
-    let server = |work: Pause| {
+    let (a_paused, b_starts) = channel();
+    let (b_done, a_resumes) = channel();
+    let server = |work: ServerPause| {
         let shop = shop.to_owned();
         thread::spawn(move || block_on(redeem(&shop, coupon, work)))
     };
-    let a = server(Pause::In { tell: a_pauses, until: a_goes_on });
-    b_may_start.recv()?;
-    let b = server(Pause::No);
+    let a = server(ServerPause::UntilResumed { paused: a_paused, resume: a_resumes });
+    b_starts.recv()?;
+    let b = server(ServerPause::None);
     let b = b.join().map_err(|_| "server B panicked")??;
-    b_is_done.send(())?;
+    b_done.send(())?;
     let a = a.join().map_err(|_| "server A panicked")??;
     println!("  server B: {b}; server A, after its pause: {a}");
     block_on(times_redeemed(shop, coupon.id))
 }
 
-/// One server. It looks correct: read and write under the lock, in one transaction.
+/// One server. Reads and writes while it holds the lock.
 // ANCHOR: redeem
-async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static str> {
+async fn redeem(shop: &Path, coupon: Coupon, pause: ServerPause) -> Result<&'static str> {
     let registry = open_locks(shop).await?;
     let mut database = open_shop(shop).await?;
 
@@ -76,7 +76,7 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static st
         return Ok("refused, it was used before");
     }
 
-    pause.now(); // longer than the lease
+    pause.block(); // longer than the lease
 
     let mut tx = database.begin().await?;
     if coupon.fenced {
@@ -94,19 +94,19 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static st
         .await?;
     tx.commit().await?;
 
-    // Server A learns of the loss here: too late without a fence.
+    // Without a fence, `unlock` is the first call of server A that returns the loss: too late.
     match guard.unlock().await {
         Ok(()) => Ok("redeemed"),
-        Err(_) => Ok("redeemed, and told afterwards that the lock had been lost"),
+        Err(_) => Ok("redeemed, but `unlock` returned the loss"),
     }
 }
 // ANCHOR_END: redeem
 
-/// The same with a resource other than a database: it remembers the newest token that it has seen.
+/// A resource other than a database: it stores the newest token that it has seen.
 // ANCHOR: resource
 /// The token is older than the newest one seen.
 #[derive(Debug)]
-struct Refused;
+struct StaleToken;
 
 #[derive(Default)]
 struct LabelPrinter {
@@ -115,11 +115,15 @@ struct LabelPrinter {
 
 impl LabelPrinter {
     /// Prints, unless a newer holder of the same lock has already printed.
-    fn print(&self, token: Option<FencingToken>, label: &str) -> std::result::Result<(), Refused> {
+    fn print(
+        &self,
+        token: Option<FencingToken>,
+        label: &str,
+    ) -> std::result::Result<(), StaleToken> {
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
         // `None` compares as older than every token.
         if token < *newest {
-            return Err(Refused);
+            return Err(StaleToken);
         }
         *newest = token;
         println!("  printed: {label}");
@@ -128,19 +132,19 @@ impl LabelPrinter {
 }
 // ANCHOR_END: resource
 
-/// Runs the story with the printer. Returns the number of labels printed.
+/// Runs both servers with the printer. Returns the number of labels printed.
 fn two_servers_and_a_printer(shop: &Path) -> Result<usize> {
     let printer = Arc::new(LabelPrinter::default());
-    let (a_pauses, b_may_start) = channel();
-    let (b_is_done, a_goes_on) = channel();
-    let server = |label: &'static str, pause: Pause| {
+    let (a_paused, b_starts) = channel();
+    let (b_done, a_resumes) = channel();
+    let server = |label: &'static str, pause: ServerPause| {
         let (shop, printer) = (shop.to_owned(), Arc::clone(&printer));
         thread::spawn(move || block_on(print_label(&shop, &printer, label, pause)))
     };
-    let a = server("label of A", Pause::In { tell: a_pauses, until: a_goes_on });
-    b_may_start.recv()?;
-    let b = server("label of B", Pause::No).join().map_err(|_| "server B panicked")??;
-    b_is_done.send(())?;
+    let a = server("label of A", ServerPause::UntilResumed { paused: a_paused, resume: a_resumes });
+    b_starts.recv()?;
+    let b = server("label of B", ServerPause::None).join().map_err(|_| "server B panicked")??;
+    b_done.send(())?;
     let a = a.join().map_err(|_| "server A panicked")??;
     println!("  server B: {b:?}; server A, after its pause: {a:?}");
     Ok([a, b].iter().filter(|printed| printed.is_ok()).count())
@@ -151,27 +155,27 @@ async fn print_label(
     shop: &Path,
     printer: &LabelPrinter,
     label: &str,
-    pause: Pause,
-) -> Result<std::result::Result<(), Refused>> {
+    pause: ServerPause,
+) -> Result<std::result::Result<(), StaleToken>> {
     let registry = open_locks(shop).await?;
     let guard = registry.obtain("printer").lock().await?;
-    pause.now(); // longer than the lease
+    pause.block(); // longer than the lease
     Ok(printer.print(guard.fencing_token(), label))
 }
 // ANCHOR_END: give_token
 
 /// Blocks the whole server, including its lease renewer, until the other server is done.
-enum Pause {
-    No,
-    In { tell: Sender<()>, until: Receiver<()> },
+enum ServerPause {
+    None,
+    UntilResumed { paused: Sender<()>, resume: Receiver<()> },
 }
 
-impl Pause {
-    fn now(self) {
-        if let Self::In { tell, until } = self {
+impl ServerPause {
+    fn block(self) {
+        if let Self::UntilResumed { paused, resume } = self {
             // If the other server has ended, there is nothing to wait for.
-            let _ = tell.send(());
-            let _ = until.recv();
+            let _ = paused.send(());
+            let _ = resume.recv();
         }
     }
 }
@@ -192,7 +196,7 @@ async fn open_shop(shop: &Path) -> Result<SqliteConnection> {
     Ok(SqliteConnection::connect_with(&options).await?)
 }
 
-async fn make_coupons(shop: &Path) -> Result<()> {
+async fn create_coupon_table(shop: &Path) -> Result<()> {
     let mut database = open_shop(shop).await?;
     sqlx::query("CREATE TABLE IF NOT EXISTS redemption (coupon INTEGER NOT NULL)")
         .execute(&mut database)

@@ -13,25 +13,25 @@ struct Scheduler {
 }
 
 /// The result of one run.
-enum Outcome {
+enum JobOutcome {
     Done(u64),
-    AnotherNodeHasIt,
+    HeldByAnotherNode,
 }
 
 impl Scheduler {
     /// Runs `job` unless another node runs it or has started it less than `at_most_each` ago.
-    async fn run_once(&self, job: &str, at_most_each: Duration) -> Result<Outcome, LockError> {
+    async fn run_once(&self, job: &str, at_most_each: Duration) -> Result<JobOutcome, LockError> {
         let lock = self.locks.obtain(&format!("jobs/{job}"));
         // Without `min_hold`, the key of a short job is free again before the next node asks.
         let options = LockOptions::new().wait(Duration::ZERO).min_hold(at_most_each);
         let Some(guard) = lock.lock_with(options).await? else {
-            return Ok(Outcome::AnotherNodeHasIt);
+            return Ok(JobOutcome::HeldByAnotherNode);
         };
         // Drops the work if the lock is lost.
         let rows = guard.protect(rows_written()).await?;
         // An error here means that the end of the work may have been unprotected.
         guard.unlock().await?;
-        Ok(Outcome::Done(rows))
+        Ok(JobOutcome::Done(rows))
     }
 }
 // ANCHOR_END: component
@@ -57,8 +57,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // Cron starts the job on every node; here the nodes run one after the other.
     for node in 1..=3 {
         match scheduler.run_once("nightly", Duration::from_secs(3_600)).await? {
-            Outcome::Done(rows) => println!("node {node}: {rows} rows written"),
-            Outcome::AnotherNodeHasIt => println!("node {node}: another node has run it"),
+            JobOutcome::Done(rows) => println!("node {node}: {rows} rows written"),
+            JobOutcome::HeldByAnotherNode => println!("node {node}: another node has run it"),
         }
     }
 

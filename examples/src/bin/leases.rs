@@ -6,11 +6,11 @@ use lock_registry::{LockError, LockOptions, LockRegistry, LostReason};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let ours = lock_registry::connect("memory:leases").await?;
-    let theirs = lock_registry::connect("memory:leases").await?;
+    let registry = lock_registry::connect("memory:leases").await?;
+    let other_process = lock_registry::connect("memory:leases").await?;
 
     // ANCHOR: protect
-    let guard = ours.obtain("import").lock().await?;
+    let guard = registry.obtain("import").lock().await?;
     // Runs the work while the lock is held, and drops it at its current `.await` if the lock is
     // lost.
     let rows = guard.protect(import_rows()).await?;
@@ -22,20 +22,20 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let options = LockOptions::new().renew(false).lease(Duration::from_millis(300));
 
     // ANCHOR: lost
-    let Some(guard) = ours.obtain("import").lock_with(options.clone()).await? else {
-        return Err("nobody else wants it".into());
+    let Some(guard) = registry.obtain("import").lock_with(options.clone()).await? else {
+        return Err("`import` is already locked".into());
     };
     let lost = guard.lost(); // does not borrow the guard: await it anywhere
     let watcher = tokio::spawn(async move {
         let reason = lost.await;
-        println!("told of the loss: {reason}");
+        println!("lost: {reason}");
         reason
     });
     // ANCHOR_END: lost
 
     // The holder is notified before another client can be granted the lock.
-    let next = theirs.obtain("import").lock().await?;
-    println!("held by us: {}, by them: {}", guard.is_held(), next.is_held());
+    let next = other_process.obtain("import").lock().await?;
+    println!("first guard held: {}, second: {}", guard.is_held(), next.is_held());
     assert_eq!(watcher.await?, LostReason::Expired);
 
     // ANCHOR: unlock
@@ -50,8 +50,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     next.unlock().await?;
 
     // ANCHOR: stopped
-    let Some(guard) = ours.obtain("import").lock_with(options).await? else {
-        return Err("nobody else wants it".into());
+    let Some(guard) = registry.obtain("import").lock_with(options).await? else {
+        return Err("`import` is already locked".into());
     };
     match guard.protect(std::future::pending::<()>()).await {
         Ok(()) => unreachable!("this work never ends by itself"),
@@ -60,7 +60,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: stopped
 
     // ANCHOR: renew
-    let guard = ours.obtain("import").lock().await?;
+    let guard = registry.obtain("import").lock().await?;
     // The lock is renewed in the background until the guard is dropped. This call asks for a longer
     // lease from now on.
     guard.renew(Duration::from_secs(120)).await?;

@@ -47,7 +47,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let guard = registry.obtain("orders/42").lock().await?;
     // An operator force-releases the lock, and then its holder renews it.
     registry.force_release("orders/42").await?;
-    let told = guard.renew(Duration::from_secs(30)).await.is_err();
-    println!("told: {told}, losses counted: {}", alarm.lost.load(Ordering::Relaxed));
+    let renewal_failed = guard.renew(Duration::from_secs(30)).await.is_err();
+    println!(
+        "renewal failed: {renewal_failed}, losses counted: {}",
+        alarm.lost.load(Ordering::Relaxed)
+    );
     Ok(())
 }

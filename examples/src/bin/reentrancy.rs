@@ -11,7 +11,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: none
     let guard = lock.lock().await?;
-    // Without an owner, the second caller waits like any other, even on the same task.
+    // Without an owner, a second call on the same task waits like any other.
     assert!(lock.try_lock().await?.is_none());
     guard.unlock().await?;
     // ANCHOR_END: none
@@ -31,14 +31,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: guard
     let guard = lock.lock().await?;
-    let for_the_helper = guard.reenter()?; // another guard of the same hold, without the store
-    let helper = tokio::spawn(async move { for_the_helper.unlock().await });
+    let inner = guard.reenter()?; // another guard of the same lock; sends no request to the store
+    let helper = tokio::spawn(async move { inner.unlock().await });
     guard.unlock().await?;
     helper.await??;
     // ANCHOR_END: guard
 
     // ANCHOR: scope
-    // For layers that do not know of each other: all calls inside belong to one owner.
+    // For layers without a common parameter: all calls inside belong to one owner.
     let total = Owner::scope(ship_order(&registry)).await?;
     println!("shipped {total}");
     // ANCHOR_END: scope

@@ -1,4 +1,4 @@
-//! Code that needs more than every lock guarantees checks the capabilities at start.
+//! Code that needs more than the minimum guarantees checks the capabilities at start.
 
 use std::time::Duration;
 
@@ -9,10 +9,10 @@ use lock_registry::{GuaranteeClass, LockRegistry, Reach};
 fn check(locks: &dyn LockRegistry) -> Result<(), String> {
     let store = locks.capabilities();
     if !store.fencing {
-        return Err(format!("payments need fencing tokens, which {} does not give", store.store));
+        return Err(format!("payments need fencing tokens, which {} does not have", store.store));
     }
     if store.class < GuaranteeClass::B || store.reach < Reach::Host {
-        return Err(format!("payments need more than {} promises", store.store));
+        return Err(format!("payments need stronger guarantees than those of {}", store.store));
     }
     Ok(())
 }
@@ -23,7 +23,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     for url in ["sqlite:locks.db", "memory:", "pass-through:"] {
         let locks = lock_registry::connect(url).await?;
         match check(&locks) {
-            Ok(()) => println!("{url} will do"),
+            Ok(()) => println!("{url} is suitable"),
             Err(problem) => println!("{problem}"),
         }
         locks.close(Duration::from_secs(1)).await;

@@ -1,5 +1,5 @@
 //! An orderly shutdown: the registry grants no new locks, waiting calls return an error, holders
-//! get a time limit, and the remaining locks are released.
+//! have a time limit, and then the remaining locks are released.
 
 use std::time::Duration;
 
@@ -25,7 +25,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: close
     let report = registry.close(Duration::from_millis(500)).await;
     println!(
-        "let go in time: {}, told that they lost: {}, left to their lease: {}",
+        "released: {}, lost: {}, abandoned: {}",
         report.released, report.lost, report.abandoned
     );
     // ANCHOR_END: close
@@ -37,7 +37,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert!(matches!(waiter.await?, Err(LockError::Closed)));
     assert_eq!(slow.lost().await, LostReason::Closed);
     let next = other_process.obtain("slow").lock().await?;
-    println!("free for others");
+    println!("free for other processes");
     next.unlock().await?;
     // A closed registry grants no more locks.
     assert!(matches!(registry.obtain("quick").lock().await, Err(LockError::Closed)));

@@ -7,12 +7,12 @@
 //! @Bean
 //! RedisLockRegistry locks(RedisConnectionFactory redis) {
 //!     var locks = new RedisLockRegistry(redis, "invoices", 60_000); // the registry key is our namespace
-//!     locks.setRedisLockType(RedisLockRegistry.RedisLockType.PUB_SUB_LOCK); // tells us when it lets go
+//!     locks.setRedisLockType(RedisLockRegistry.RedisLockType.PUB_SUB_LOCK); // publishes each release
 //!     return locks;
 //! }
 //!
 //! void send(String customer) throws Exception {
-//!     locks.executeLocked("customer/" + customer, () -> mailer.send(customer)); // our key, letter by letter
+//!     locks.executeLocked("customer/" + customer, () -> mailer.send(customer)); // the key is used unchanged
 //! }
 //! ```
 
@@ -45,11 +45,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: send
 
     // The key is named as Spring names it: its registry key, a colon, the key.
-    let holder = locks.obtain("customer/17").holder().await?.ok_or("we hold it")?;
+    let holder = locks.obtain("customer/17").holder().await?.ok_or("customer/17 is not locked")?;
     println!("a lease of a minute: {}", holder.lease_left > Some(Duration::from_secs(50)));
     // Spring's record has no field for the token, so the token is stored in a key of its own.
     println!("a fencing token: {}", holder.token == guard.fencing_token());
-    println!("labels are kept: {}", locks.capabilities().labels);
+    println!("labels are stored: {}", locks.capabilities().labels);
 
     guard.unlock().await?; // notifies the service, whichever version of Spring it uses
     println!("free for the service: {}", locks.obtain("customer/17").holder().await?.is_none());

@@ -2,8 +2,8 @@
 //! version that was read.
 //!
 //! This suits rows with few concurrent writers: no caller waits, and no lock can be lost. With many
-//! writers, most work is wasted and repeated; a lock in front prevents that. Both together are safe
-//! too: the version is then the fence.
+//! writers, most writes fail and are repeated; a lock around the update prevents that. The version
+//! then serves as the fence.
 
 use sqlx::{Connection, PgConnection};
 
@@ -13,14 +13,20 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 async fn main() -> Result<()> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "postgres://127.0.0.1/shop".to_owned());
     let mut data = PgConnection::connect(&url).await?;
-    let make = "CREATE TABLE account (id bigint PRIMARY KEY, balance bigint NOT NULL, version bigint NOT NULL);
+    let create_table = "CREATE TABLE account (id bigint PRIMARY KEY, balance bigint NOT NULL, version bigint NOT NULL);
                 INSERT INTO account VALUES (42, 20, 1)";
-    sqlx::raw_sql(make).execute(&mut data).await?;
+    sqlx::raw_sql(create_table).execute(&mut data).await?;
 
     // Two clerks have read the same version, and both write.
-    let (ours, theirs) = (read(&mut data, 42).await?, read(&mut data, 42).await?);
-    println!("theirs was written: {}", write(&mut data, &theirs, theirs.balance - 5).await?);
-    println!("ours was written: {}", write(&mut data, &ours, ours.balance - 1).await?);
+    let (first_read, second_read) = (read(&mut data, 42).await?, read(&mut data, 42).await?);
+    println!(
+        "first write succeeded: {}",
+        write(&mut data, &second_read, second_read.balance - 5).await?
+    );
+    println!(
+        "second write succeeded: {}",
+        write(&mut data, &first_read, first_read.balance - 1).await?
+    );
 
     // Many concurrent clerks: a clerk whose version is outdated reads again and retries.
     let mut clerks = tokio::task::JoinSet::new();
@@ -38,25 +44,25 @@ async fn main() -> Result<()> {
     while let Some(clerk) = clerks.join_next().await {
         clerk??;
     }
-    println!("15 and 20 are {}", read(&mut data, 42).await?.balance);
+    println!("15 + 20 = {}", read(&mut data, 42).await?.balance);
     Ok(())
 }
 
 // ANCHOR: versions
-struct Account {
+struct AccountRow {
     id: i64,
     balance: i64,
     version: i64,
 }
 
-async fn read(data: &mut PgConnection, id: i64) -> Result<Account> {
+async fn read(data: &mut PgConnection, id: i64) -> Result<AccountRow> {
     let row = sqlx::query_as("SELECT balance, version FROM account WHERE id = $1").bind(id);
     let (balance, version) = row.fetch_one(data).await?;
-    Ok(Account { id, balance, version })
+    Ok(AccountRow { id, balance, version })
 }
 
 /// Writes unless another client has written since `read`. Returns whether it wrote.
-async fn write(data: &mut PgConnection, read: &Account, balance: i64) -> Result<bool> {
+async fn write(data: &mut PgConnection, read: &AccountRow, balance: i64) -> Result<bool> {
     let update =
         "UPDATE account SET balance = $3, version = version + 1 WHERE id = $1 AND version = $2";
     let update = sqlx::query(update).bind(read.id).bind(read.version).bind(balance);
@@ -72,6 +78,6 @@ async fn update(data: &mut PgConnection, id: i64, change: impl Fn(i64) -> i64) -
             return Ok(());
         }
     }
-    Err("so many want this row that it needs a lock".into())
+    Err("100 attempts failed because of concurrent writes; use a lock for this row".into())
 }
 // ANCHOR_END: versions

@@ -11,7 +11,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>
 async fn main() -> Result<()> {
     let url = std::env::args().nth(1).or_else(|| std::env::var("ZOOKEEPER").ok());
     let Some(url) = url else {
-        println!("give the URL of a ZooKeeper, such as zk://127.0.0.1:2181");
+        println!("usage: zookeeper zk://HOST:PORT, or set ZOOKEEPER to this URL");
         return Ok(());
     };
     // ANCHOR: multi

@@ -1,13 +1,13 @@
 //! The program `lock-sections`: our side of a lock that is shared with other programs. Its one
-//! argument is a [`Task`] as JSON. It prints "ready", starts at a line of input, prints "done", and
-//! exits. At the end of its input it exits at once.
+//! argument is a [`SectionTask`] as JSON. It prints "ready", starts at a line of input, prints
+//! "done", and exits. At the end of its input it exits at once.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
 use std::sync::Arc;
 use std::{env, process, thread};
 
-use lock_registry_tests::sections::{Form, Task, take_sections};
+use lock_registry_tests::sections::{Form, SectionTask, run_sections};
 use registry_core::{LockRegistry, Registry};
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use tokio::sync::oneshot;
@@ -15,21 +15,21 @@ use tokio::sync::oneshot;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
     let argument = env::args().nth(1).unwrap_or_default();
-    let task: Task = serde_json::from_str(&argument)?;
+    let task: SectionTask = serde_json::from_str(&argument)?;
     let registry = if task.url.starts_with("redis") {
-        in_redis(&task).await?
+        connect_redis(&task).await?
     } else {
         // Other stores need only the URL, which has all options.
         lock_registry::connect(&task.url).await?
     };
-    say("ready");
-    cue().await?;
-    take_sections(&registry.obtain(&task.key), &task).await?;
-    say("done");
+    print_line("ready");
+    wait_for_start().await?;
+    run_sections(&registry.obtain(&task.key), &task).await?;
+    print_line("done");
     Ok(())
 }
 
-async fn in_redis(task: &Task) -> Result<Registry, Box<dyn Error>> {
+async fn connect_redis(task: &SectionTask) -> Result<Registry, Box<dyn Error>> {
     let layout = match task.form {
         Form::Spring => Layout::Spring,
         Form::Redisson => Layout::Redisson,
@@ -41,22 +41,22 @@ async fn in_redis(task: &Task) -> Result<Registry, Box<dyn Error>> {
     Ok(Registry::builder(Arc::new(backend)).build()?)
 }
 
-fn say(line: &str) {
+fn print_line(line: &str) {
     // An error means that the reader of the output has exited; no other process needs the line.
     _ = writeln!(io::stdout(), "{line}");
 }
 
 /// Waits for a line of input. The end of the input means that the test has ended, so the process
 /// exits.
-async fn cue() -> Result<(), Box<dyn Error>> {
-    let (given, cue) = oneshot::channel();
+async fn wait_for_start() -> Result<(), Box<dyn Error>> {
+    let (started, wait_for_start) = oneshot::channel();
     thread::spawn(move || {
         let mut lines = io::stdin().lock().lines().map_while(Result::ok);
         if lines.next().is_some() {
-            _ = given.send(());
+            _ = started.send(());
             lines.for_each(drop);
         }
         process::exit(3);
     });
-    Ok(cue.await?)
+    Ok(wait_for_start.await?)
 }

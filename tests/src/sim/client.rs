@@ -8,31 +8,31 @@ use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, Owner};
-use registry_testkit::history::Holding;
+use registry_testkit::history::HoldRecord;
 use tokio::time::{sleep, timeout};
 
-use super::world::{LEASE_MAX, Process, Shared};
+use super::trial::{LEASE_MAX, TrialProcess, TrialState};
 
-pub(super) struct Client {
+pub(super) struct TrialClient {
     number: usize,
-    process: Process,
-    shared: Arc<Shared>,
+    process: TrialProcess,
+    state: Arc<TrialState>,
     rng: fastrand::Rng,
     owner: Owner,
 }
 
-impl Client {
+impl TrialClient {
     pub(super) fn new(
         number: usize,
-        process: Process,
-        shared: Arc<Shared>,
+        process: TrialProcess,
+        state: Arc<TrialState>,
         rng: fastrand::Rng,
     ) -> Self {
-        Self { number, process, shared, rng, owner: Owner::new() }
+        Self { number, process, state, rng, owner: Owner::new() }
     }
 
-    pub(super) async fn live(mut self) {
-        while self.shared.grants_left.load(Ordering::Relaxed) > 0 {
+    pub(super) async fn run_to_end(mut self) {
+        while self.state.grants_left.load(Ordering::Relaxed) > 0 {
             self.one_round().await;
             if self.chance(0.5) {
                 sleep(self.ms(0, 50)).await;
@@ -41,7 +41,7 @@ impl Client {
     }
 
     async fn one_round(&mut self) {
-        let key = self.rng.usize(0..self.shared.keys).to_string();
+        let key = self.rng.usize(0..self.state.keys).to_string();
         let lock = self.process.registry.obtain(&key);
         let lease = Duration::from_millis(self.rng.u64(500..=LEASE_MAX.as_millis() as u64));
         let renews = self.chance(0.8);
@@ -50,12 +50,12 @@ impl Client {
         if with_owner {
             options = options.owner(&self.owner);
         }
-        let mut kept = false;
+        let mut has_min_hold = false;
         if self.chance(0.1) {
             options = options.max_hold(self.ms(500, 3_000));
         } else if self.chance(0.1) {
             options = options.min_hold(self.ms(1, 400));
-            kept = true;
+            has_min_hold = true;
         }
         match self.rng.u8(0..10) {
             0..5 => {}
@@ -63,48 +63,48 @@ impl Client {
             _ => options = options.wait(self.ms(1, 2_000)),
         }
         let plain = self.chance(0.5);
-        let acquiring = self.shared.recorder.acquire(self.number as u32, key.as_str());
+        let acquire_record = self.state.recorder.acquire(self.number as u32, key.as_str());
         let attempt = async {
             // Half of the callers use the default options, so that claims can be handed over
             // between them.
             if plain { lock.lock().await.map(Some) } else { lock.lock_with(options.clone()).await }
         };
-        let Some(answer) = self.maybe_dropped(attempt).await else {
-            self.shared.trace(self.number, "acquisition dropped");
+        let Some(result) = self.sometimes_dropped(attempt).await else {
+            self.state.trace(self.number, "acquisition dropped");
             return;
         };
-        let guard = match answer {
+        let guard = match result {
             Ok(Some(guard)) => guard,
             Ok(None) => {
-                acquiring.busy();
-                return self.shared.trace(self.number, "busy");
+                acquire_record.busy();
+                return self.state.trace(self.number, "busy");
             }
             Err(LockError::Backend { source, .. }) if source.is_retryable() => {
-                acquiring.failed();
-                return self.shared.trace(self.number, "failed");
+                acquire_record.failed();
+                return self.state.trace(self.number, "failed");
             }
             Err(error) => panic!("an error that nothing caused: {error:?}"),
         };
-        self.shared
+        self.state
             .grants_left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
             .ok();
-        let holding = acquiring.granted(guard.fencing_token(), || guard.valid_for());
+        let hold_record = acquire_record.granted(guard.fencing_token(), || guard.valid_for());
         let guard = Arc::new(guard);
         if guard.is_held() {
-            self.process.probe.holds(guard.claim());
+            self.process.checking_backend.record_hold(guard.claim());
         }
-        self.shared.granted(&guard);
-        self.shared.trace(self.number, "granted");
-        self.work(&guard, &holding, lease).await;
+        self.state.granted(&guard);
+        self.state.trace(self.number, "granted");
+        self.work(&guard, &hold_record, lease).await;
         if with_owner && !plain {
-            self.enter_again(&guard, &lock, options).await;
+            self.reenter_as_owner(&guard, &lock, options).await;
         }
-        let guard = Arc::into_inner(guard).expect("only the world's weak references are left");
-        self.let_go(guard, holding, kept && !plain).await;
+        let guard = Arc::into_inner(guard).expect("only weak references remain");
+        self.release(guard, hold_record, has_min_hold && !plain).await;
     }
 
-    async fn work(&mut self, guard: &LockGuard, holding: &Holding, lease: Duration) {
+    async fn work(&mut self, guard: &LockGuard, hold_record: &HoldRecord, lease: Duration) {
         for _ in 0..self.rng.u8(0..4) {
             match self.rng.u8(0..20) {
                 0..12 => sleep(self.ms(0, 20)).await,
@@ -120,29 +120,29 @@ impl Client {
                 }
                 18 => {
                     let renewal = guard.renew(lease * 2);
-                    let _ = self.maybe_dropped(renewal).await;
+                    let _ = self.sometimes_dropped(renewal).await;
                 }
                 _ => drop(guard.reenter()),
             }
-            self.observe(guard, holding);
-            self.shared.write(self.number, guard);
+            self.observe(guard, hold_record);
+            self.state.write(self.number, guard);
         }
     }
 
     /// Checks that the properties of a guard are consistent. I3.
-    fn observe(&self, guard: &LockGuard, holding: &Holding) {
+    fn observe(&self, guard: &LockGuard, hold_record: &HoldRecord) {
         if guard.is_held() {
             assert!(!guard.valid_for().is_zero() || !guard.is_held());
-            assert_eq!(guard.lost().now_or_never(), None, "I3: lost, but says that it is held");
-            holding.valid_for(|| guard.valid_for());
+            assert_eq!(guard.lost().now_or_never(), None, "I3: lost, but `is_held` is true");
+            hold_record.valid_for(|| guard.valid_for());
         } else {
-            assert!(guard.lost().now_or_never().is_some(), "I3: not held, but nobody is told");
+            assert!(guard.lost().now_or_never().is_some(), "I3: not held, but `lost` is pending");
             assert!(guard.reenter().is_err(), "I3: a lost lock was entered again");
         }
     }
 
     /// Re-enters a held lock as its owner: at once, and without the store.
-    async fn enter_again(
+    async fn reenter_as_owner(
         &mut self,
         outer: &LockGuard,
         lock: &registry_core::DistributedLock,
@@ -165,50 +165,50 @@ impl Client {
         }
     }
 
-    async fn let_go(&mut self, guard: LockGuard, holding: Holding, kept: bool) {
-        self.observe(&guard, &holding);
+    async fn release(&mut self, guard: LockGuard, hold_record: HoldRecord, has_min_hold: bool) {
+        self.observe(&guard, &hold_record);
         let was_held = guard.is_held();
         if !was_held {
-            self.shared.lost.fetch_add(1, Ordering::Relaxed);
-            holding.lost();
+            self.state.lost.fetch_add(1, Ordering::Relaxed);
+            hold_record.lost();
         }
-        let releasing = holding.release();
+        let release_record = hold_record.release();
         if self.chance(0.25) {
-            self.shared.trace(self.number, "guard dropped");
+            self.state.trace(self.number, "guard dropped");
             return drop(guard);
         }
         let (key, token) = (guard.key().to_owned(), guard.fencing_token());
         let unlock = guard.unlock();
-        match self.maybe_dropped(unlock).await {
-            None => self.shared.trace(self.number, "release dropped"),
+        match self.sometimes_dropped(unlock).await {
+            None => self.state.trace(self.number, "release dropped"),
             Some(Ok(())) => {
-                assert!(was_held, "I4: letting go of a lost lock was called a success");
-                releasing.freed();
-                if !kept {
-                    self.shared.let_go(&key, token).await;
+                assert!(was_held, "I4: the release of a lost lock returned `Ok`");
+                release_record.freed();
+                if !has_min_hold {
+                    self.state.check_released(&key, token).await;
                 }
-                self.shared.trace(self.number, "released");
+                self.state.trace(self.number, "released");
             }
             Some(Err(LockError::Lost { .. })) => {
-                releasing.not_held();
-                self.shared.trace(self.number, "was lost");
+                release_record.not_held();
+                self.state.trace(self.number, "was lost");
             }
             Some(Err(LockError::Backend { .. })) => {
-                releasing.failed();
-                self.shared.trace(self.number, "release unknown");
+                release_record.failed();
+                self.state.trace(self.number, "release unknown");
             }
             Some(Err(error)) => panic!("an error that nothing caused: {error:?}"),
         }
     }
 
     /// Runs `work`, but sometimes drops it before it completes.
-    async fn maybe_dropped<F: Future>(&mut self, work: F) -> Option<F::Output> {
+    async fn sometimes_dropped<F: Future>(&mut self, work: F) -> Option<F::Output> {
         if !self.chance(0.15) {
             return Some(work.await);
         }
         let done = timeout(self.ms(0, 300), work).await.ok();
         if done.is_none() {
-            self.shared.dropped.fetch_add(1, Ordering::Relaxed);
+            self.state.dropped.fetch_add(1, Ordering::Relaxed);
         }
         done
     }

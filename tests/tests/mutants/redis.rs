@@ -28,20 +28,20 @@ async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
     let store = store(server).await;
     let claim = Claim::new(Key::new("refused").unwrap(), LEASE);
     assert!(matches!(store.try_acquire(&claim).await.unwrap(), Attempt::Granted(_)));
-    server.ask("CONFIG SET min-replicas-to-write 1").await.unwrap();
+    server.send_command("CONFIG SET min-replicas-to-write 1").await.unwrap();
     let renewed = store.renew(std::slice::from_ref(&claim)).await.remove(0);
-    server.ask("CONFIG SET min-replicas-to-write 0").await.unwrap();
+    server.send_command("CONFIG SET min-replicas-to-write 0").await.unwrap();
     let _ = store.release(&claim).await.unwrap();
     !matches!(renewed, Ok(Renewal::Gone))
 }
 
 /// Whether a holder is notified at once when its own registry force-releases its lock.
-async fn who_breaks_its_own_lock_hears_of_it(server: &RedisServer) -> bool {
+async fn a_process_that_breaks_its_own_lock_is_notified(server: &RedisServer) -> bool {
     let registry = Registry::builder(store(server).await).lease(LEASE).build().unwrap();
     let guard = registry.obtain("broken").lock().await.unwrap();
     // Waits until the first verification is over, which would detect the loss itself.
     eventually(SOON, async || {
-        server.ask("INFO stats").await.unwrap().contains("tracking_total_keys:1\r\n")
+        server.send_command("INFO stats").await.unwrap().contains("tracking_total_keys:1\r\n")
     })
     .await;
     assert!(registry.force_release("broken").await.unwrap());
@@ -50,18 +50,18 @@ async fn who_breaks_its_own_lock_hears_of_it(server: &RedisServer) -> bool {
 
 #[test]
 fn every_bug_of_the_redis_store_is_found_and_nothing_else() {
-    let _alone = super::alone();
+    let _serialized = super::serialized();
     tokio::runtime::Runtime::new().unwrap().block_on(async {
         let server = RedisServer::start(&[]).await.unwrap();
         assert!(a_refused_renewal_ends_no_lock(&server).await, "without a bug");
-        assert!(who_breaks_its_own_lock_hears_of_it(&server).await, "without a bug");
+        assert!(a_process_that_breaks_its_own_lock_is_notified(&server).await, "without a bug");
         for mutant in Mutant::ALL {
             switch_mutant(Some(mutant));
             assert!(!a_refused_renewal_ends_no_lock(&server).await, "{mutant:?} is not found");
         }
         switch_mutant(None);
         switch_engine_mutant(Some(EngineMutant::BrokenLockUnverified));
-        let is_missed = who_breaks_its_own_lock_hears_of_it(&server).await;
+        let is_missed = a_process_that_breaks_its_own_lock_is_notified(&server).await;
         switch_engine_mutant(None);
         assert!(!is_missed, "BrokenLockUnverified is not found");
     });

@@ -33,12 +33,12 @@ const ROUNDS: u32 = 10;
 type Store = Arc<dyn LockBackend>;
 
 #[derive(Debug)]
-enum Server {
+enum SqlServer {
     Postgres(PostgresServer),
     MariaDb(MariaDbServer),
 }
 
-impl Server {
+impl SqlServer {
     async fn leases(&self) -> Store {
         let patience = Duration::from_millis(200);
         match self {
@@ -71,17 +71,17 @@ impl Server {
     }
 
     /// Checks all properties. Returns the first that is violated.
-    async fn verdict(&self) -> Result<(), &'static str> {
+    async fn check_all(&self) -> Result<(), &'static str> {
         only_its_owner_releases_a_lock(self).await?;
         clients_agree_on_the_time(self).await?;
-        nobody_takes_again_what_somebody_holds(self).await?;
+        a_held_lock_is_not_granted_again(self).await?;
         no_renewal_revives_a_lease(self).await?;
         tokens_grow(self).await?;
         tokens_of_sessions_grow(self).await?;
-        a_fence_keeps_others_out(self, self.leases().await, "fenced").await?;
-        a_fence_keeps_others_out(self, self.session().await, "fenced session").await?;
+        a_fence_rejects_other_claims(self, self.leases().await, "fenced").await?;
+        a_fence_rejects_other_claims(self, self.session().await, "fenced session").await?;
         a_session_renews_before_it_acquires(self).await?;
-        a_fence_keeps_the_next_caller_out(self).await
+        a_fence_delays_the_next_caller(self).await
     }
 
     fn pause(&self) {
@@ -135,33 +135,33 @@ fn holds(promise: &'static str, is_kept: bool) -> Result<(), &'static str> {
     if is_kept { Ok(()) } else { Err(promise) }
 }
 
-async fn only_its_owner_releases_a_lock(server: &Server) -> Result<(), &'static str> {
+async fn only_its_owner_releases_a_lock(server: &SqlServer) -> Result<(), &'static str> {
     let store = server.leases().await;
-    let (ours, other) = (claim("owned", LEASE), claim("owned", LEASE));
-    granted(&store, &ours).await.unwrap();
+    let (local, other) = (claim("owned", LEASE), claim("owned", LEASE));
+    granted(&store, &local).await.unwrap();
     let _ = store.release(&other).await.unwrap();
     let taken = granted(&store, &other).await;
     holds("only its owner releases a lock", taken.is_none())
 }
 
-async fn clients_agree_on_the_time(server: &Server) -> Result<(), &'static str> {
+async fn clients_agree_on_the_time(server: &SqlServer) -> Result<(), &'static str> {
     let (first, second) = (server.leases().await, server.leases().await);
     granted(&first, &claim("timed", LEASE)).await.unwrap();
     let taken = granted(&second, &claim("timed", LEASE)).await;
     holds("clients agree on the time", taken.is_none())
 }
 
-async fn nobody_takes_again_what_somebody_holds(server: &Server) -> Result<(), &'static str> {
+async fn a_held_lock_is_not_granted_again(server: &SqlServer) -> Result<(), &'static str> {
     let (first, second) = (server.leases().await, server.leases().await);
-    let before = claim("let go", LEASE);
+    let before = claim("released", LEASE);
     granted(&first, &before).await.unwrap();
     first.release(&before).await.unwrap();
-    granted(&second, &claim("let go", LEASE)).await.unwrap();
-    let taken = granted(&first, &claim("let go", LEASE)).await;
-    holds("nobody takes again what somebody holds", taken.is_none())
+    granted(&second, &claim("released", LEASE)).await.unwrap();
+    let taken = granted(&first, &claim("released", LEASE)).await;
+    holds("a held lock is not granted again", taken.is_none())
 }
 
-async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str> {
+async fn no_renewal_revives_a_lease(server: &SqlServer) -> Result<(), &'static str> {
     let store = server.leases().await;
     let short = claim("short", Duration::from_millis(100));
     granted(&store, &short).await.unwrap();
@@ -170,7 +170,7 @@ async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str>
     holds("no renewal revives a lease", matches!(renewed, Ok(Renewal::Gone)))
 }
 
-async fn tokens_grow(server: &Server) -> Result<(), &'static str> {
+async fn tokens_grow(server: &SqlServer) -> Result<(), &'static str> {
     let (first, second) = (server.leases().await, server.leases().await);
     let mut last = None;
     // The process that released the key last reacquires it with a different statement than another
@@ -185,11 +185,11 @@ async fn tokens_grow(server: &Server) -> Result<(), &'static str> {
     Ok(())
 }
 
-async fn tokens_of_sessions_grow(server: &Server) -> Result<(), &'static str> {
+async fn tokens_of_sessions_grow(server: &SqlServer) -> Result<(), &'static str> {
     let (first, second) = (server.session().await, server.session().await);
     let mut last = None;
     for round in 0..ROUNDS {
-        // The grant of the second session comes while the first still has reserved tokens.
+        // The second session is granted the lock while the first still has reserved tokens.
         for (session, pairs) in [(&first, PAIRS + round), (&second, 1), (&first, 1)] {
             for _ in 0..pairs {
                 let claim = claim("alternating", LEASE).with_token_block(16);
@@ -203,17 +203,17 @@ async fn tokens_of_sessions_grow(server: &Server) -> Result<(), &'static str> {
     Ok(())
 }
 
-async fn a_fence_keeps_others_out(
-    server: &Server,
+async fn a_fence_rejects_other_claims(
+    server: &SqlServer,
     store: Store,
     key: &str,
 ) -> Result<(), &'static str> {
     match server {
-        Server::Postgres(postgres) => {
+        SqlServer::Postgres(postgres) => {
             let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
             fenced(server, store, key, &mut data).await
         }
-        Server::MariaDb(mariadb) => {
+        SqlServer::MariaDb(mariadb) => {
             let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
             fenced(server, store, key, &mut data).await
         }
@@ -222,7 +222,7 @@ async fn a_fence_keeps_others_out(
 
 /// While the transaction is open, no client is granted the key, although it was released.
 async fn fenced<C>(
-    server: &Server,
+    server: &SqlServer,
     store: Store,
     key: &str,
     data: &mut C,
@@ -250,10 +250,10 @@ where
     let _ = store.force_release(&Key::new(key).unwrap()).await;
     let taken = granted(&store, &claim(key, LEASE)).await;
     transaction.rollback().await.unwrap();
-    holds("a fence keeps others out", taken.is_none())
+    holds("a fence rejects other claims", taken.is_none())
 }
 
-async fn a_session_renews_before_it_acquires(server: &Server) -> Result<(), &'static str> {
+async fn a_session_renews_before_it_acquires(server: &SqlServer) -> Result<(), &'static str> {
     // On a busy machine all replies may arrive before the first of them is processed.
     for _ in 0..3 {
         if answered_before_a_renewal(server).await < QUEUED / 2 {
@@ -266,7 +266,7 @@ async fn a_session_renews_before_it_acquires(server: &Server) -> Result<(), &'st
 const QUEUED: usize = 40;
 
 /// Returns how many acquisitions that were queued before a renewal complete before it.
-async fn answered_before_a_renewal(server: &Server) -> usize {
+async fn answered_before_a_renewal(server: &SqlServer) -> usize {
     let session = server.session().await;
     let held = claim("renewed", LEASE);
     granted(&session, &held).await.unwrap();
@@ -281,13 +281,13 @@ async fn answered_before_a_renewal(server: &Server) -> usize {
             done.fetch_add(1, Ordering::SeqCst);
             token.map(|_| claim)
         });
-        assert!(futures_util::poll!(&mut acquiring).is_pending(), "the server stands still");
+        assert!(futures_util::poll!(&mut acquiring).is_pending(), "the server is paused");
         queued.push(acquiring);
     }
     let renewing = session.renew(std::slice::from_ref(&held));
     let renewing = async { (renewing.await.remove(0), done.load(Ordering::SeqCst)) };
     let mut renewing = Box::pin(renewing);
-    assert!(futures_util::poll!(&mut renewing).is_pending(), "the server stands still");
+    assert!(futures_util::poll!(&mut renewing).is_pending(), "the server is paused");
     server.resume();
     // In this order: acquisitions that complete before the renewal are counted before it.
     let (acquired, (renewed, before)) = join(join_all(queued), renewing).await;
@@ -298,13 +298,13 @@ async fn answered_before_a_renewal(server: &Server) -> usize {
     before
 }
 
-async fn a_fence_keeps_the_next_caller_out(server: &Server) -> Result<(), &'static str> {
+async fn a_fence_delays_the_next_caller(server: &SqlServer) -> Result<(), &'static str> {
     match server {
-        Server::Postgres(postgres) => {
+        SqlServer::Postgres(postgres) => {
             let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
             fenced_before_a_caller(server, &mut data).await
         }
-        Server::MariaDb(mariadb) => {
+        SqlServer::MariaDb(mariadb) => {
             let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
             fenced_before_a_caller(server, &mut data).await
         }
@@ -312,7 +312,7 @@ async fn a_fence_keeps_the_next_caller_out(server: &Server) -> Result<(), &'stat
 }
 
 /// While the transaction is open, the next caller of the same process is granted nothing.
-async fn fenced_before_a_caller<C>(server: &Server, data: &mut C) -> Result<(), &'static str>
+async fn fenced_before_a_caller<C>(server: &SqlServer, data: &mut C) -> Result<(), &'static str>
 where
     C: Connection,
     LockGuard: Fence<C::Database>,
@@ -330,25 +330,25 @@ where
     if !granted {
         next.await.unwrap().unwrap().unlock().await.unwrap();
     }
-    holds("a fence keeps the next caller out", !granted)
+    holds("a fence delays the next caller", !granted)
 }
 
 #[test]
 fn every_bug_of_the_statements_is_found_and_nothing_else() {
-    let _alone = super::alone();
+    let _serialized = super::serialized();
     tokio::runtime::Runtime::new().unwrap().block_on(every_bug_is_found());
 }
 
 async fn every_bug_is_found() {
-    let postgres = Server::Postgres(PostgresServer::start().await.unwrap());
-    let mariadb = Server::MariaDb(MariaDbServer::start().await.unwrap());
+    let postgres = SqlServer::Postgres(PostgresServer::start().await.unwrap());
+    let mariadb = SqlServer::MariaDb(MariaDbServer::start().await.unwrap());
     for server in [postgres, mariadb] {
-        assert_eq!(server.verdict().await, Ok(()), "without a bug, nothing is found");
+        assert_eq!(server.check_all().await, Ok(()), "without a bug, nothing is found");
         let mut missed = Vec::new();
         for mutant in Mutant::ALL {
             server.forget().await;
             switch_mutant(Some(mutant));
-            match server.verdict().await {
+            match server.check_all().await {
                 Ok(()) => missed.push(mutant),
                 Err(promise) => println!("{mutant:?}: found by: {promise}"),
             }
@@ -356,6 +356,6 @@ async fn every_bug_is_found() {
         switch_mutant(None);
         assert!(missed.is_empty(), "{missed:#?}");
         server.forget().await;
-        assert_eq!(server.verdict().await, Ok(()), "without a bug, nothing is found");
+        assert_eq!(server.check_all().await, Ok(()), "without a bug, nothing is found");
     }
 }

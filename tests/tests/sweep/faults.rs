@@ -1,5 +1,5 @@
-//! The faults of requests in the sweep, as plans for the faulty backend. `worlds` defines how soon
-//! a key must be free in spite of them.
+//! The faults of requests in the sweep, as plans for the faulty backend. `environments` defines how
+//! soon a key must be free in spite of them.
 
 use std::time::Duration;
 
@@ -36,16 +36,16 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
 pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
     vec![
-        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply)),
+        ("acquire reply lost", none().at(Operation::Acquire, 1, Fault::LoseReply)),
         ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest)),
         (
-            "acquire unheard thrice",
+            "acquire reply lost three times",
             (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
         ),
-        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply)),
+        ("release reply lost", none().at(Operation::Release, 1, Fault::LoseReply)),
         ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
         (
-            "acquire and release unheard",
+            "acquire and release reply lost",
             none().at(Operation::Acquire, 1, Fault::LoseReply).at(
                 Operation::Release,
                 1,
@@ -64,9 +64,9 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
     let zero = Duration::ZERO;
     vec![
         ("no release arrives", none().always(Operation::Release, Fault::LoseRequest), zero),
-        ("no release is heard of", none().always(Operation::Release, Fault::LoseReply), zero),
+        ("no release reply arrives", none().always(Operation::Release, Fault::LoseReply), zero),
         ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
-        ("no renewal is heard of", none().always(Operation::Renew, Fault::LoseReply), zero),
+        ("no renewal reply arrives", none().always(Operation::Renew, Fault::LoseReply), zero),
         ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
         ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
         ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
@@ -74,17 +74,17 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
         ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
         // Arrives after the lease has expired.
         (
-            "a grant that is over when it arrives",
+            "a grant that has expired when it arrives",
             none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
             Duration::from_secs(31),
         ),
         (
-            "a double of the acquire comes late",
+            "a repetition of the acquire arrives late",
             none().at(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
             Duration::from_millis(200),
         ),
         (
-            "a double of the release comes late",
+            "a repetition of the release arrives late",
             none().at(Operation::Release, 1, Fault::RepeatLate(LATE)),
             LATE,
         ),

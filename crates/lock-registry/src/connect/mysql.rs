@@ -1,5 +1,5 @@
 //! Opens a MariaDB or MySQL store from the server of a URL and the options. Reads the files that
-//! options name before it sends anything.
+//! options name before it connects.
 
 use std::sync::Arc;
 
@@ -9,14 +9,14 @@ use registry_jdbc::{
 };
 
 #[cfg(feature = "mysql-tls")]
-use super::pem::Files;
-use crate::layer::{Layer, Mode, SERVERS_MIN, SslMode};
-use crate::store_url::{DatabasePlace, DatabaseServer};
+use super::pem::PemFiles;
+use crate::options::{LockMode, Options, SERVER_TIME_MIN, SslMode};
+use crate::store_url::{DatabaseAddress, DatabaseServer};
 use crate::value::Secret;
 
 /// Validates the configuration without I/O. Files are not read.
-pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), BackendError> {
-    let config = tables(limits(place(server), options), options);
+pub(super) fn check(server: &DatabaseServer, options: &Options) -> Result<(), BackendError> {
+    let config = with_table_options(with_limits(connection_config(server), options), options);
     match super::spring_table(options) {
         Some(table) => MySqlSpringBackend::check(&config, &table),
         None => config.check(),
@@ -26,32 +26,32 @@ pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), Back
 /// Opens the store in this database.
 pub(super) async fn open(
     server: &DatabaseServer,
-    options: &Layer,
+    options: &Options,
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
-    let config = tables(limits(place(server), options), options);
-    let config = encrypted(config, options)?;
+    let config = with_table_options(with_limits(connection_config(server), options), options);
+    let config = with_encryption(config, options)?;
     Ok(match (super::spring_table(options), options.mode) {
         (Some(table), _) => Arc::new(MySqlSpringBackend::open(config, table).await?),
-        (None, None | Some(Mode::Lease)) => Arc::new(MySqlBackend::open(config).await?),
-        (None, Some(Mode::Session)) => Arc::new(MySqlSessionBackend::open(config).await?),
-        (None, Some(Mode::Row)) => Arc::new(MySqlRowBackend::open(config).await?),
+        (None, None | Some(LockMode::Lease)) => Arc::new(MySqlBackend::open(config).await?),
+        (None, Some(LockMode::Session)) => Arc::new(MySqlSessionBackend::open(config).await?),
+        (None, Some(LockMode::Row)) => Arc::new(MySqlRowBackend::open(config).await?),
     })
 }
 
-fn place(server: &DatabaseServer) -> MySqlConfig {
-    let config = match &server.place {
-        DatabasePlace::Host((host, port)) => MySqlConfig::new(host, *port, &server.database),
-        DatabasePlace::Socket(socket, _) => MySqlConfig::unix(socket, &server.database),
+fn connection_config(server: &DatabaseServer) -> MySqlConfig {
+    let config = match &server.address {
+        DatabaseAddress::Host((host, port)) => MySqlConfig::new(host, *port, &server.database),
+        DatabaseAddress::Socket(socket, _) => MySqlConfig::unix(socket, &server.database),
     };
     match &server.login {
         Some(login) => {
-            config.with_login(login.user.told(), login.password.as_ref().map(Secret::told))
+            config.with_login(login.user.expose(), login.password.as_ref().map(Secret::expose))
         }
         None => config,
     }
 }
 
-fn tables(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
+fn with_table_options(mut config: MySqlConfig, options: &Options) -> MySqlConfig {
     if let Some(namespace) = &options.namespace {
         config = config.with_namespace(namespace);
     }
@@ -67,7 +67,7 @@ fn tables(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     config
 }
 
-fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
+fn with_limits(mut config: MySqlConfig, options: &Options) -> MySqlConfig {
     if let Some(pool) = options.pool {
         config = config.with_connections(pool);
     }
@@ -80,7 +80,9 @@ fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     let busy_timeout = match (options.busy_timeout, options.timeout) {
         (Some(busy_timeout), _) => busy_timeout,
         // The engine ignores the result of a statement that takes longer than its time-out.
-        (None, Some(timeout)) => MySqlConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN),
+        (None, Some(timeout)) => {
+            MySqlConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN)
+        }
         (None, None) => MySqlConfig::BUSY_TIMEOUT,
     };
     // The connection must outlast the longest wait for a response.
@@ -93,25 +95,25 @@ fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     config.with_busy_timeout(busy_timeout).with_response_timeout(response_timeout)
 }
 
-fn encrypted(
+fn with_encryption(
     #[cfg_attr(not(feature = "mysql-tls"), expect(unused_mut, reason = "there are no files then"))]
     mut config: MySqlConfig,
-    options: &Layer,
+    options: &Options,
 ) -> Result<MySqlConfig, BackendError> {
     #[cfg(not(feature = "mysql-tls"))]
     if options.ca.is_some() || options.cert.is_some() {
-        return Err(without_tls());
+        return Err(tls_not_built_in());
     }
     #[cfg(feature = "mysql-tls")]
     {
-        let files = Files { store: "mysql" };
+        let files = PemFiles { store: "mysql" };
         if let Some(ca) = &options.ca {
             config = config.with_certificate_authority(files.certificates("ca", ca)?);
         }
         if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
             let certificate = files.certificates("cert", cert)?;
             config = config
-                .with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
+                .with_client_certificate(certificate, files.private_key(key.expose().as_ref())?);
         }
     }
     let Some(mode) = options.sslmode else { return Ok(config) };
@@ -123,12 +125,12 @@ fn encrypted(
         SslMode::VerifyFull => Encryption::VerifyHost,
     };
     if !cfg!(feature = "mysql-tls") && !matches!(mode, SslMode::Disable | SslMode::Prefer) {
-        return Err(without_tls());
+        return Err(tls_not_built_in());
     }
     Ok(config.with_encryption(encryption))
 }
 
-fn without_tls() -> BackendError {
-    let says = "mysql: encrypted connections are not built in: turn on feature `mysql-tls` of lock-registry";
-    BackendError::new(BackendErrorKind::Misconfigured, says).as_refused()
+fn tls_not_built_in() -> BackendError {
+    let message = "mysql: encrypted connections are not built in; enable feature `mysql-tls` of lock-registry";
+    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }

@@ -1,4 +1,4 @@
-//! Reads certificates and keys from the files that options name, before anything is sent.
+//! Reads certificates and keys from the files that options name.
 
 use std::fs;
 use std::io;
@@ -11,17 +11,19 @@ const BYTES_MAX: u64 = 1 << 20;
 
 /// Reads the files of one store.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Files {
+pub(super) struct PemFiles {
     pub(super) store: &'static str,
 }
 
-impl Files {
+impl PemFiles {
     pub(super) fn certificates(self, option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
-        let named = format!("{path:?}, the file of option `{option}`,");
-        let pem = read(path)
-            .map_err(|error| self.refused(&format!("{named} cannot be read")).with_source(error))?;
-        if !holds(&pem, "-----BEGIN CERTIFICATE-----") {
-            return Err(self.refused(&format!("{named} holds no certificate in the form PEM")));
+        let named = format!("file {path:?} of option `{option}`");
+        let pem = read(path).map_err(|error| {
+            self.misconfigured(&format!("{named} cannot be read; check its path and permissions"))
+                .with_source(error)
+        })?;
+        if !contains_marker(&pem, "-----BEGIN CERTIFICATE-----") {
+            return Err(self.misconfigured(&format!("{named} contains no PEM certificate")));
         }
         Ok(pem)
     }
@@ -29,31 +31,34 @@ impl Files {
     // Errors do not show the path: a user may pass the key itself.
     pub(super) fn private_key(self, path: &Path) -> Result<Vec<u8>, BackendError> {
         let pem = read(path).map_err(|error| {
-            self.refused("the file of option `key` cannot be read").with_source(error)
+            self.misconfigured(
+                "the file of option `key` cannot be read; check its path and permissions",
+            )
+            .with_source(error)
         })?;
-        if !holds(&pem, "PRIVATE KEY-----") || holds(&pem, "ENCRYPTED") {
-            return Err(self.refused(
-                "the file of option `key` holds no private key in the form PEM that is free of a passphrase",
+        if !contains_marker(&pem, "PRIVATE KEY-----") || contains_marker(&pem, "ENCRYPTED") {
+            return Err(self.misconfigured(
+                "the file of option `key` contains no PEM private key without a passphrase",
             ));
         }
         Ok(pem)
     }
 
-    fn refused(self, says: &str) -> BackendError {
-        let says = format!("{}: {says}", self.store);
-        BackendError::new(BackendErrorKind::Misconfigured, says).as_refused()
+    fn misconfigured(self, message: &str) -> BackendError {
+        let message = format!("{}: {message}", self.store);
+        BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
     }
 }
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = fs::metadata(path)?;
-    // Pipes and devices have no end.
+    // A pipe or a device may never end.
     if !file.is_file() || file.len() > BYTES_MAX {
-        return Err(io::Error::other(format!("not a file of at most {BYTES_MAX} bytes")));
+        return Err(io::Error::other(format!("not a regular file of at most {BYTES_MAX} bytes")));
     }
     fs::read(path)
 }
 
-fn holds(pem: &[u8], mark: &str) -> bool {
-    pem.windows(mark.len()).any(|window| window == mark.as_bytes())
+fn contains_marker(pem: &[u8], marker: &str) -> bool {
+    pem.windows(marker.len()).any(|window| window == marker.as_bytes())
 }

@@ -1,5 +1,5 @@
 //! Opens a PostgreSQL store from the server of a URL and the options. Reads the files that options
-//! name before it sends anything.
+//! name before it connects.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use registry_jdbc::{
 };
 
 #[cfg(feature = "postgres-tls")]
-use super::pem::Files;
-use crate::layer::{Layer, Mode, NO_LISTEN, SERVERS_MIN, SslMode};
-use crate::store_url::{DatabasePlace, DatabaseServer};
+use super::pem::PemFiles;
+use crate::options::{LockMode, NO_LISTEN, Options, SERVER_TIME_MIN, SslMode};
+use crate::store_url::{DatabaseAddress, DatabaseServer};
 use crate::value::Secret;
 
 /// Validates the configuration without I/O. Files are not read.
-pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), BackendError> {
-    let config = tables(limits(place(server), options), options);
+pub(super) fn check(server: &DatabaseServer, options: &Options) -> Result<(), BackendError> {
+    let config = with_table_options(with_limits(connection_config(server), options), options);
     match super::spring_table(options) {
         Some(table) => PostgresSpringBackend::check(&config, &table),
         None => config.check(),
@@ -27,39 +27,39 @@ pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), Back
 /// Opens the store in this database.
 pub(super) async fn open(
     server: &DatabaseServer,
-    options: &Layer,
+    options: &Options,
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
-    let config = tables(limits(place(server), options), options);
-    let config = encrypted(config, options)?;
-    let config = match options.listen.as_ref().map(Secret::told) {
+    let config = with_table_options(with_limits(connection_config(server), options), options);
+    let config = with_encryption(config, options)?;
+    let config = match options.listen.as_ref().map(Secret::expose) {
         None => config,
         Some(NO_LISTEN) => config.without_listen(),
         Some(url) => config.with_listen(url)?,
     };
     Ok(match (super::spring_table(options), options.mode) {
         (Some(table), _) => Arc::new(PostgresSpringBackend::open(config, table).await?),
-        (None, None | Some(Mode::Lease)) => Arc::new(PostgresBackend::open(config).await?),
-        (None, Some(Mode::Session)) => Arc::new(PostgresSessionBackend::open(config).await?),
-        (None, Some(Mode::Row)) => Arc::new(PostgresRowBackend::open(config).await?),
+        (None, None | Some(LockMode::Lease)) => Arc::new(PostgresBackend::open(config).await?),
+        (None, Some(LockMode::Session)) => Arc::new(PostgresSessionBackend::open(config).await?),
+        (None, Some(LockMode::Row)) => Arc::new(PostgresRowBackend::open(config).await?),
     })
 }
 
-fn place(server: &DatabaseServer) -> PostgresConfig {
-    let config = match &server.place {
-        DatabasePlace::Host((host, port)) => PostgresConfig::new(host, *port, &server.database),
-        DatabasePlace::Socket(folder, port) => {
-            PostgresConfig::unix(folder, *port, &server.database)
+fn connection_config(server: &DatabaseServer) -> PostgresConfig {
+    let config = match &server.address {
+        DatabaseAddress::Host((host, port)) => PostgresConfig::new(host, *port, &server.database),
+        DatabaseAddress::Socket(directory, port) => {
+            PostgresConfig::unix(directory, *port, &server.database)
         }
     };
     match &server.login {
         Some(login) => {
-            config.with_login(login.user.told(), login.password.as_ref().map(Secret::told))
+            config.with_login(login.user.expose(), login.password.as_ref().map(Secret::expose))
         }
         None => config,
     }
 }
 
-fn tables(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
+fn with_table_options(mut config: PostgresConfig, options: &Options) -> PostgresConfig {
     if let Some(namespace) = &options.namespace {
         config = config.with_namespace(namespace);
     }
@@ -78,7 +78,7 @@ fn tables(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
     config
 }
 
-fn limits(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
+fn with_limits(mut config: PostgresConfig, options: &Options) -> PostgresConfig {
     if let Some(pool) = options.pool {
         config = config.with_connections(pool);
     }
@@ -94,7 +94,9 @@ fn limits(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
     let busy_timeout = match (options.busy_timeout, options.timeout) {
         (Some(busy_timeout), _) => busy_timeout,
         // The engine ignores the result of a statement that takes longer than its time-out.
-        (None, Some(timeout)) => PostgresConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN),
+        (None, Some(timeout)) => {
+            PostgresConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN)
+        }
         (None, None) => PostgresConfig::BUSY_TIMEOUT,
     };
     // The connection must outlast the longest wait for a response.
@@ -107,28 +109,28 @@ fn limits(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
     config.with_busy_timeout(busy_timeout).with_response_timeout(response_timeout)
 }
 
-fn encrypted(
+fn with_encryption(
     #[cfg_attr(
         not(feature = "postgres-tls"),
         expect(unused_mut, reason = "there are no files then")
     )]
     mut config: PostgresConfig,
-    options: &Layer,
+    options: &Options,
 ) -> Result<PostgresConfig, BackendError> {
     #[cfg(not(feature = "postgres-tls"))]
     if options.ca.is_some() || options.cert.is_some() {
-        return Err(without_tls());
+        return Err(tls_not_built_in());
     }
     #[cfg(feature = "postgres-tls")]
     {
-        let files = Files { store: "postgres" };
+        let files = PemFiles { store: "postgres" };
         if let Some(ca) = &options.ca {
             config = config.with_certificate_authority(files.certificates("ca", ca)?);
         }
         if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
             let certificate = files.certificates("cert", cert)?;
             config = config
-                .with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
+                .with_client_certificate(certificate, files.private_key(key.expose().as_ref())?);
         }
     }
     let Some(mode) = options.sslmode else { return Ok(config) };
@@ -140,12 +142,12 @@ fn encrypted(
         SslMode::VerifyFull => Encryption::VerifyHost,
     };
     if !cfg!(feature = "postgres-tls") && !matches!(mode, SslMode::Disable | SslMode::Prefer) {
-        return Err(without_tls());
+        return Err(tls_not_built_in());
     }
     Ok(config.with_encryption(encryption))
 }
 
-fn without_tls() -> BackendError {
-    let says = "postgres: encrypted connections are not built in: turn on feature `postgres-tls` of lock-registry";
-    BackendError::new(BackendErrorKind::Misconfigured, says).as_refused()
+fn tls_not_built_in() -> BackendError {
+    let message = "postgres: encrypted connections are not built in; enable feature `postgres-tls` of lock-registry";
+    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
 }

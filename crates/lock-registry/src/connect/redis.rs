@@ -1,5 +1,5 @@
 //! Opens a Redis store from the servers of a URL and the options. Reads the files that options name
-//! before it sends anything.
+//! before it connects.
 
 use std::time::Duration;
 
@@ -7,64 +7,65 @@ use registry_core::BackendError;
 use registry_redis::{Layout as RedisLayout, Publish as RedisPublish, RedisBackend, RedisConfig};
 
 #[cfg(feature = "redis-tls")]
-use super::pem::Files;
-use crate::layer::{Layer, Publish, SERVERS_MIN};
+use super::pem::PemFiles;
 use crate::layout::Layout;
-use crate::store_url::{Place, RedisServers};
+use crate::options::{Options, PublishMode, SERVER_TIME_MIN};
+use crate::store_url::{RedisServers, RedisTopology};
 use crate::value::Secret;
 
 /// Validates the configuration without I/O. Files are not read.
-pub(super) fn check(servers: &RedisServers, options: &Layer) -> Result<(), BackendError> {
+pub(super) fn check(servers: &RedisServers, options: &Options) -> Result<(), BackendError> {
     config(servers, options).check()
 }
 
 /// Opens the store of these servers.
 pub(super) async fn open(
     servers: &RedisServers,
-    options: &Layer,
+    options: &Options,
 ) -> Result<RedisBackend, BackendError> {
     let config = config(servers, options);
     #[cfg(feature = "redis-tls")]
-    let config = if servers.are_encrypted() { encrypted(config, options)? } else { config };
+    let config = if servers.are_encrypted() { with_encryption(config, options)? } else { config };
     RedisBackend::open(config).await
 }
 
-fn config(servers: &RedisServers, options: &Layer) -> RedisConfig {
-    let config = place(servers).with_database(options.db.unwrap_or(servers.database));
-    records(limits(logins(config, servers, options), options), options)
+fn config(servers: &RedisServers, options: &Options) -> RedisConfig {
+    let config = topology_config(servers).with_database(options.db.unwrap_or(servers.database));
+    with_record_options(with_limits(with_logins(config, servers, options), options), options)
 }
 
-fn place(servers: &RedisServers) -> RedisConfig {
-    match &servers.place {
-        Place::One((host, port)) => RedisConfig::new(host, *port),
-        Place::Socket(path) => RedisConfig::unix(path),
-        Place::Sentinels { sentinels, service } => {
+fn topology_config(servers: &RedisServers) -> RedisConfig {
+    match &servers.topology {
+        RedisTopology::Standalone((host, port)) => RedisConfig::new(host, *port),
+        RedisTopology::Socket(path) => RedisConfig::unix(path),
+        RedisTopology::Sentinels { sentinels, service } => {
             RedisConfig::sentinel(sentinels.clone(), service)
         }
-        Place::Cluster(members) => RedisConfig::cluster(members.clone()),
-        Place::Quorum(masters) => RedisConfig::quorum(masters.clone()),
+        RedisTopology::Cluster(members) => RedisConfig::cluster(members.clone()),
+        RedisTopology::Quorum(masters) => RedisConfig::quorum(masters.clone()),
     }
 }
 
-fn logins(mut config: RedisConfig, servers: &RedisServers, options: &Layer) -> RedisConfig {
+fn with_logins(mut config: RedisConfig, servers: &RedisServers, options: &Options) -> RedisConfig {
     if let Some(login) = &servers.login {
-        config = config.with_login(login.user.as_ref().map(Secret::told), login.password.told());
+        config =
+            config.with_login(login.user.as_ref().map(Secret::expose), login.password.expose());
     }
     if let Some(password) = &options.sentinel_password {
-        let user = options.sentinel_user.as_ref().map(Secret::told);
-        config = config.with_sentinel_login(user, password.told());
+        let user = options.sentinel_user.as_ref().map(Secret::expose);
+        config = config.with_sentinel_login(user, password.expose());
     }
     config
 }
 
 /// Sets the format of records, and the conditions under which a grant counts.
-fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
+fn with_record_options(mut config: RedisConfig, options: &Options) -> RedisConfig {
     if let Some(namespace) = &options.namespace {
         config = config.with_namespace(namespace);
     }
     if let Some(layout) = options.layout {
         config = config.with_layout(match layout {
-            // `layer::check` refuses `Curator` and `Etcdctl` for Redis.
+            // `options::check` refuses `Curator` and `Etcdctl` for Redis.
             Layout::Native | Layout::Curator | Layout::Etcdctl => RedisLayout::Native,
             Layout::Spring => RedisLayout::Spring,
             Layout::Redisson => RedisLayout::Redisson,
@@ -72,9 +73,9 @@ fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     }
     if let Some(publish) = options.publish {
         config = config.with_publish(match publish {
-            Publish::Auto => RedisPublish::Auto,
-            Publish::Plain => RedisPublish::Plain,
-            Publish::Sharded => RedisPublish::Sharded,
+            PublishMode::Auto => RedisPublish::Auto,
+            PublishMode::Plain => RedisPublish::Plain,
+            PublishMode::Sharded => RedisPublish::Sharded,
         });
     }
     if let Some(token_memory) = options.token_memory {
@@ -92,7 +93,7 @@ fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     config
 }
 
-fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
+fn with_limits(mut config: RedisConfig, options: &Options) -> RedisConfig {
     if let Some(connect_timeout) = options.connect_timeout {
         config = config.with_connect_timeout(connect_timeout);
     }
@@ -105,7 +106,7 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
         (Some(replica_timeout), _) => config.with_replica_timeout(replica_timeout),
         // The engine ignores a grant whose wait for replicas takes longer than its time-out.
         (None, Some(timeout)) => {
-            config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN))
+            config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN))
         }
         (None, None) => config,
     }
@@ -115,8 +116,11 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
 const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(feature = "redis-tls")]
-fn encrypted(mut config: RedisConfig, options: &Layer) -> Result<RedisConfig, BackendError> {
-    let files = Files { store: "redis" };
+fn with_encryption(
+    mut config: RedisConfig,
+    options: &Options,
+) -> Result<RedisConfig, BackendError> {
+    let files = PemFiles { store: "redis" };
     config = config.with_tls();
     if let Some(ca) = &options.ca {
         config = config.with_certificate_authority(files.certificates("ca", ca)?);
@@ -124,7 +128,7 @@ fn encrypted(mut config: RedisConfig, options: &Layer) -> Result<RedisConfig, Ba
     if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
         let certificate = files.certificates("cert", cert)?;
         config =
-            config.with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
+            config.with_client_certificate(certificate, files.private_key(key.expose().as_ref())?);
     }
     Ok(config)
 }

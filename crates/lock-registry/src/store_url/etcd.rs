@@ -2,7 +2,7 @@
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, servers, unusable};
+use super::parts::{Host, UrlParts, decode_text, invalid_url, parse_hosts};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -23,32 +23,35 @@ impl EtcdMembers {
         self.scheme == "etcds"
     }
 
-    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
-        let form = format!("write `{}://HOST:PORT,HOST:PORT`", scheme.name);
+    pub(super) fn parse(
+        parts: &UrlParts<'_>,
+        scheme: &'static Scheme,
+    ) -> Result<Self, ConfigError> {
+        let syntax_hint = format!("write `{}://HOST:PORT,HOST:PORT`", scheme.name);
         let Some(authority) = parts.authority else {
-            return Err(unusable(scheme, &format!("names no server; {form}")));
+            return Err(invalid_url(scheme, &format!("contains no server; {syntax_hint}")));
         };
         let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
-        let members = servers(hosts, scheme, PORT, &form)?;
+        let members = parse_hosts(hosts, scheme, PORT, &syntax_hint)?;
         if !matches!(parts.path, "" | "/") {
-            return Err(unusable(
+            return Err(invalid_url(
                 scheme,
-                "has a path, which means nothing in etcd; what keys begin with is said by option `namespace`",
+                "contains a path, which etcd does not support; set the prefix of keys with option `namespace`",
             ));
         }
-        let login = login.map(|login| self::login(login, scheme)).transpose()?;
+        let login = login.map(|login| parse_login(login, scheme)).transpose()?;
         Ok(Self { scheme: scheme.name, members, login })
     }
 }
 
-fn login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> {
-    let text = |part: &str| decoded_text(part, scheme, "a user or a password");
+fn parse_login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> {
+    let text = |part: &str| decode_text(part, scheme, "a user or a password");
     let named =
         login.split_once(':').filter(|(user, password)| !user.is_empty() && !password.is_empty());
     let Some((user, password)) = named else {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "names no user, or no password; write `USER:PASSWORD@`, or neither",
+            "contains an incomplete login; write `USER:PASSWORD@` or no login",
         ));
     };
     Ok((Secret::new(text(user)?), Secret::new(text(password)?)))
@@ -59,25 +62,26 @@ const PORT: u16 = 2379;
 
 #[cfg(all(test, feature = "etcd"))]
 mod tests {
-    use super::super::{Store, StoreUrl};
+    use super::super::{StoreLocation, StoreUrl};
 
     #[test]
-    fn a_cluster_is_a_list_of_members() {
-        let Store::Etcd(cluster) = StoreUrl::parse("etcd://u:p%40@a:1,[::1],b/").unwrap().store
+    fn a_url_lists_the_members_of_a_cluster() {
+        let StoreLocation::Etcd(cluster) =
+            StoreUrl::parse("etcd://u:p%40@a:1,[::1],b/").unwrap().store
         else {
             panic!("another store")
         };
         let members = [("a", 1), ("::1", 2379), ("b", 2379)];
         assert_eq!(cluster.members, members.map(|(host, port)| (host.to_owned(), port)));
         let (user, password) = cluster.login.unwrap();
-        assert_eq!((user.told(), password.told()), ("u", "p@"));
+        assert_eq!((user.expose(), password.expose()), ("u", "p@"));
     }
 
     #[test]
-    fn what_is_no_cluster_says_what_to_write() {
+    fn an_error_about_an_invalid_url_contains_a_hint_and_no_secret() {
         for (url, hint) in [
-            ("etcd:", "names no server"),
-            ("etcd://", "names no server"),
+            ("etcd:", "contains no server"),
+            ("etcd://", "contains no server"),
             ("etcd://a,a", "twice"),
             ("etcd://a:0", "port from 1"),
             ("etcd://canary@a", "USER:PASSWORD@"),

@@ -11,7 +11,7 @@ use registry_core::ConfigError;
 use crate::scheme::{self, Scheme};
 
 /// The parts of a URL: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
-pub(super) struct Parts<'a> {
+pub(super) struct UrlParts<'a> {
     pub(super) scheme: String,
     pub(super) authority: Option<&'a str>,
     pub(super) path: &'a str,
@@ -19,9 +19,9 @@ pub(super) struct Parts<'a> {
     pub(super) fragment: Option<&'a str>,
 }
 
-impl<'a> Parts<'a> {
+impl<'a> UrlParts<'a> {
     /// Splits `url`. Returns `None` if it does not start with a plausible scheme.
-    pub(super) fn cut(url: &'a str) -> Option<Self> {
+    pub(super) fn split(url: &'a str) -> Option<Self> {
         let (scheme, rest) = url.split_once(':')?;
         let plausible = scheme.len() <= SCHEME_BYTES_MAX
             && scheme.starts_with(|first: char| first.is_ascii_alphabetic())
@@ -54,48 +54,51 @@ impl<'a> Parts<'a> {
             Some((login, hosts)) => (Some(login), hosts),
             None => (None, authority),
         };
-        let strayed = |part: &str| part.contains('@');
-        if login.is_some_and(strayed) || strayed(self.path) || self.query.is_some_and(strayed) {
-            return Err(unusable(
+        let has_at_sign = |part: &str| part.contains('@');
+        if login.is_some_and(has_at_sign)
+            || has_at_sign(self.path)
+            || self.query.is_some_and(has_at_sign)
+        {
+            return Err(invalid_url(
                 scheme,
-                "holds an `@` that does not end the password; in user, password, path and options write `%40`, and for `/`, `?` \
-                 and `#` in a password `%2F`, `%3F` and `%23`",
+                "contains an `@` that does not end the password; in user, password, path and options write `%40`; in a password write \
+                 `%2F`, `%3F` and `%23` for `/`, `?` and `#`",
             ));
         }
         Ok((login, hosts))
     }
 
-    /// Returns whether the text before the colon is meant as a scheme. Otherwise it may be a user
+    /// Returns whether the text before the colon is probably a scheme. Otherwise it may be a user
     /// or a password.
-    pub(super) fn names_a_scheme(&self) -> bool {
-        self.authority.is_some() || scheme::is_like_known(&self.scheme)
+    pub(super) fn has_scheme(&self) -> bool {
+        self.authority.is_some() || scheme::is_similar_to_known(&self.scheme)
     }
 }
 
 const SCHEME_BYTES_MAX: usize = 32;
 
-fn split_at_first(text: &str, mark: char) -> (&str, Option<&str>) {
-    match text.split_once(mark) {
+fn split_at_first(text: &str, separator: char) -> (&str, Option<&str>) {
+    match text.split_once(separator) {
         Some((before, after)) => (before, Some(after)),
         None => (text, None),
     }
 }
 
 /// Decodes percent-encoding. Refuses a lone `%`, which is usually a forgotten `%25`.
-pub(super) fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
+pub(super) fn decode(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
     if !is_well_encoded(part) {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "holds a `%` without two hexadecimal digits; for the character itself write `%25`",
+            "contains a `%` without two hexadecimal digits; write `%25` for the character itself",
         ));
     }
     Ok(percent_decode_str(part).collect())
 }
 
 /// Decodes text. `what` names it in the error if it is not UTF-8.
-pub(super) fn decoded_text(part: &str, scheme: &Scheme, what: &str) -> Result<String, ConfigError> {
-    String::from_utf8(decoded(part, scheme)?)
-        .map_err(|_| unusable(scheme, &format!("has {what} that is not UTF-8")))
+pub(super) fn decode_text(part: &str, scheme: &Scheme, what: &str) -> Result<String, ConfigError> {
+    String::from_utf8(decode(part, scheme)?)
+        .map_err(|_| invalid_url(scheme, &format!("contains {what} that is not UTF-8")))
 }
 
 pub(super) fn is_well_encoded(part: &str) -> bool {
@@ -105,35 +108,42 @@ pub(super) fn is_well_encoded(part: &str) -> bool {
     })
 }
 
-/// Decodes the path of a file. `write` is the hint in the error if the path is empty.
-pub(super) fn file_path(part: &str, scheme: &Scheme, write: &str) -> Result<PathBuf, ConfigError> {
-    let path = decoded(part, scheme)?;
+/// Decodes the path of a file. `hint` is the hint in the error if the path is empty.
+pub(super) fn parse_file_path(
+    part: &str,
+    scheme: &Scheme,
+    hint: &str,
+) -> Result<PathBuf, ConfigError> {
+    let path = decode(part, scheme)?;
     if path.is_empty() {
-        return Err(unusable(scheme, &format!("has no path; {write}")));
+        return Err(invalid_url(scheme, &format!("has no path; {hint}")));
     }
     if path.contains(&0) {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "has a path with a NUL character, which no file name can hold",
+            "contains a path with a NUL character, which is invalid in a file name",
         ));
     }
     if path.ends_with(b"/") {
-        return Err(unusable(scheme, "has a path that ends in `/`; name the file, not its folder"));
+        return Err(invalid_url(
+            scheme,
+            "contains a path that ends in `/`; write the path of the file, not of its directory",
+        ));
     }
-    path_of(path, scheme)
+    path_from_bytes(path, scheme)
 }
 
 #[cfg(unix)]
-fn path_of(bytes: Vec<u8>, _scheme: &Scheme) -> Result<PathBuf, ConfigError> {
+fn path_from_bytes(bytes: Vec<u8>, _scheme: &Scheme) -> Result<PathBuf, ConfigError> {
     use std::os::unix::ffi::OsStringExt as _;
 
     Ok(std::ffi::OsString::from_vec(bytes).into())
 }
 
 #[cfg(not(unix))]
-fn path_of(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
-    let path =
-        String::from_utf8(bytes).map_err(|_| unusable(scheme, "has a path that is not UTF-8"))?;
+fn path_from_bytes(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
+    let path = String::from_utf8(bytes)
+        .map_err(|_| invalid_url(scheme, "contains a path that is not UTF-8"))?;
     Ok(path.into())
 }
 
@@ -141,7 +151,7 @@ fn path_of(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
 pub(crate) type Host = (String, u16);
 
 /// Parses a host with an optional port.
-pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
+pub(super) fn parse_host(host: &str, default_port: u16) -> Option<Host> {
     let (name, port) = match host.rsplit_once(':') {
         // The colons of an IPv6 address are inside brackets.
         Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
@@ -153,33 +163,31 @@ pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
 }
 
 /// Parses a list of distinct servers.
-pub(super) fn servers(
+pub(super) fn parse_hosts(
     hosts: &str,
     scheme: &Scheme,
     port: u16,
-    form: &str,
+    syntax_hint: &str,
 ) -> Result<Vec<Host>, ConfigError> {
     if hosts.is_empty() {
-        return Err(unusable(scheme, &format!("names no server; {form}")));
+        return Err(invalid_url(scheme, &format!("contains no server; {syntax_hint}")));
     }
-    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| server(host, port)).collect();
+    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| parse_host(host, port)).collect();
     let Some(servers) = servers else {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
             &format!(
-                "has something in its list that is not a host and, after a colon, perhaps a port from 1 to 65535; {form}; special \
-                 characters in a password are percent-encoded, `/` as `%2F`"
+                "contains an invalid server in its list, not a host with an optional port from 1 to 65535; {syntax_hint}; percent-encode \
+                 special characters in a password, `/` as `%2F`"
             ),
         ));
     };
     let different: BTreeSet<_> =
         servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
     if different.len() < servers.len() {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            &format!(
-                "names a server twice (the port is {port} unless it is given); name each once"
-            ),
+            &format!("contains a server twice (the default port is {port}); list each server once"),
         ));
     }
     Ok(servers)
@@ -205,6 +213,6 @@ pub(super) fn is_host(host: &str) -> bool {
     named && port.is_none_or(numbered)
 }
 
-pub(super) fn unusable(scheme: &Scheme, problem: &str) -> ConfigError {
+pub(super) fn invalid_url(scheme: &Scheme, problem: &str) -> ConfigError {
     ConfigError::Invalid(format!("the `{}:` store URL {problem}", scheme.name))
 }

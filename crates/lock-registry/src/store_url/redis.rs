@@ -5,7 +5,9 @@ use std::path::PathBuf;
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, file_path, server, servers, unusable};
+use super::parts::{
+    Host, UrlParts, decode_text, invalid_url, parse_file_path, parse_host, parse_hosts,
+};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -14,16 +16,16 @@ use crate::value::Secret;
 pub(crate) struct RedisServers {
     /// The scheme of the URL.
     pub(crate) scheme: &'static str,
-    pub(crate) place: Place,
+    pub(crate) topology: RedisTopology,
     /// For a socket, the option `db` sets it instead.
     pub(crate) database: u32,
-    pub(crate) login: Option<Login>,
+    pub(crate) login: Option<RedisLogin>,
 }
 
 /// Addresses and deployment kind of the servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Place {
-    One(Host),
+pub(crate) enum RedisTopology {
+    Standalone(Host),
     /// A server on this host, at this socket.
     Socket(PathBuf),
     /// The server that these sentinels name as the master of `service`.
@@ -39,7 +41,7 @@ pub(crate) enum Place {
 
 /// A password, and the user if it is not the default user.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Login {
+pub(crate) struct RedisLogin {
     pub(crate) user: Option<Secret>,
     pub(crate) password: Secret,
 }
@@ -47,12 +49,12 @@ pub(crate) struct Login {
 impl RedisServers {
     /// Returns the hosts of the URL. Empty if the URL names a socket.
     pub(crate) fn hosts(&self) -> &[Host] {
-        match &self.place {
-            Place::One(host) => std::slice::from_ref(host),
-            Place::Socket(_) => &[],
-            Place::Sentinels { sentinels: hosts, .. }
-            | Place::Cluster(hosts)
-            | Place::Quorum(hosts) => hosts,
+        match &self.topology {
+            RedisTopology::Standalone(host) => std::slice::from_ref(host),
+            RedisTopology::Socket(_) => &[],
+            RedisTopology::Sentinels { sentinels: hosts, .. }
+            | RedisTopology::Cluster(hosts)
+            | RedisTopology::Quorum(hosts) => hosts,
         }
     }
 
@@ -62,63 +64,77 @@ impl RedisServers {
         self.scheme.starts_with("rediss")
     }
 
-    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
+    pub(super) fn parse(
+        parts: &UrlParts<'_>,
+        scheme: &'static Scheme,
+    ) -> Result<Self, ConfigError> {
         let kind = scheme.name.split_once('+').map_or("", |(_, kind)| kind);
         let Some(authority) = parts.authority else {
-            return Err(unusable(scheme, &format!("names no server; {}", form(scheme, kind))));
+            return Err(invalid_url(
+                scheme,
+                &format!("contains no server; {}", syntax_hint(scheme, kind)),
+            ));
         };
         let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
-        let form = || form(scheme, kind);
-        let (place, database) = match kind {
-            "" => (Place::One(one(hosts, scheme)?), database(parts.path, scheme)?),
-            "unix" => (Place::Socket(socket(hosts, parts.path, scheme, &form())?), 0),
+        let syntax_hint = || syntax_hint(scheme, kind);
+        let (topology, database) = match kind {
+            "" => (
+                RedisTopology::Standalone(parse_single_server(hosts, scheme)?),
+                parse_database(parts.path, scheme)?,
+            ),
+            "unix" => (
+                RedisTopology::Socket(parse_socket_path(
+                    hosts,
+                    parts.path,
+                    scheme,
+                    &syntax_hint(),
+                )?),
+                0,
+            ),
             "sentinel" => {
-                let sentinels = servers(hosts, scheme, SENTINEL_PORT, &form())?;
+                let sentinels = parse_hosts(hosts, scheme, SENTINEL_PORT, &syntax_hint())?;
                 let path = parts.path.strip_prefix('/').unwrap_or_default();
                 let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
-                let service = decoded_text(service, scheme, "a service")?;
+                let service = decode_text(service, scheme, "a service")?;
                 if service.is_empty() {
-                    return Err(unusable(
+                    return Err(invalid_url(
                         scheme,
-                        &format!(
-                            "does not say by which name the sentinels know the servers; {}",
-                            form()
-                        ),
+                        &format!("contains no service name for the sentinels; {}", syntax_hint()),
                     ));
                 }
-                (Place::Sentinels { sentinels, service }, database(number, scheme)?)
+                (RedisTopology::Sentinels { sentinels, service }, parse_database(number, scheme)?)
             }
             "cluster" => {
-                let members = servers(hosts, scheme, PORT, &form())?;
-                if database(parts.path, scheme)? != 0 {
-                    return Err(unusable(
+                let members = parse_hosts(hosts, scheme, PORT, &syntax_hint())?;
+                if parse_database(parts.path, scheme)? != 0 {
+                    return Err(invalid_url(
                         scheme,
-                        "names a database, and a cluster has none but number 0; leave it out",
+                        "contains a database number; a cluster has only number 0, so leave it out",
                     ));
                 }
-                (Place::Cluster(members), 0)
+                (RedisTopology::Cluster(members), 0)
             }
             _ => {
-                let masters = servers(hosts, scheme, PORT, &form())?;
+                let masters = parse_hosts(hosts, scheme, PORT, &syntax_hint())?;
                 if masters.len() < QUORUM_MIN {
-                    return Err(unusable(
+                    return Err(invalid_url(
                         scheme,
                         &format!(
-                            "names fewer than {QUORUM_MIN} servers, of which none may fail; {}",
-                            form()
+                            "contains fewer than {QUORUM_MIN} servers, which tolerate no failure; {}",
+                            syntax_hint()
                         ),
                     ));
                 }
-                (Place::Quorum(masters), database(parts.path, scheme)?)
+                (RedisTopology::Quorum(masters), parse_database(parts.path, scheme)?)
             }
         };
-        let login = login.map(|login| self::login(login, scheme)).transpose()?;
-        Ok(Self { scheme: scheme.name, place, database, login })
+        let login = login.map(|login| parse_login(login, scheme)).transpose()?;
+        Ok(Self { scheme: scheme.name, topology, database, login })
     }
 }
 
 /// Returns the expected form, for errors.
-fn form(scheme: &Scheme, kind: &str) -> String {
+fn syntax_hint(scheme: &Scheme, kind: &str) -> String {
     let rest = match kind {
         "" => "HOST:PORT",
         "unix" => "/PATH",
@@ -129,56 +145,62 @@ fn form(scheme: &Scheme, kind: &str) -> String {
     format!("write `{}://{rest}`", scheme.name)
 }
 
-fn one(host: &str, scheme: &Scheme) -> Result<Host, ConfigError> {
+fn parse_single_server(host: &str, scheme: &Scheme) -> Result<Host, ConfigError> {
     if host.contains(',') {
         let plain = scheme.name;
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
             &format!(
-                "names several servers; one is what it can have, and how several work together is said by `{plain}+sentinel:`, \
-                 `{plain}+cluster:` or `{plain}+quorum:`"
+                "contains several servers; write one, or use `{plain}+sentinel:`, `{plain}+cluster:` or `{plain}+quorum:`"
             ),
         ));
     }
-    server(host, PORT).ok_or_else(|| {
-        unusable(
+    parse_host(host, PORT).ok_or_else(|| {
+        invalid_url(
             scheme,
-            "does not name a host and, after a colon, perhaps a port from 1 to 65535; special characters in a password are \
-             percent-encoded, `/` as `%2F`",
+            "contains no valid host with an optional port from 1 to 65535; percent-encode special characters in a password, \
+             `/` as `%2F`",
         )
     })
 }
 
-fn socket(host: &str, path: &str, scheme: &Scheme, form: &str) -> Result<PathBuf, ConfigError> {
+fn parse_socket_path(
+    host: &str,
+    path: &str,
+    scheme: &Scheme,
+    form: &str,
+) -> Result<PathBuf, ConfigError> {
     if !host.is_empty() {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            &format!("names a host after `//`, which a socket does not have; {form}"),
+            &format!("contains a host after `//`, which a socket does not have; {form}"),
         ));
     }
-    file_path(path, scheme, form)
+    parse_file_path(path, scheme, form)
 }
 
-fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
-    let text = |part: &str| decoded_text(part, scheme, "a user or a password");
+fn parse_login(login: &str, scheme: &Scheme) -> Result<RedisLogin, ConfigError> {
+    let text = |part: &str| decode_text(part, scheme, "a user or a password");
     // Without a password, the client would not send the user.
     let Some((user, password)) = login.split_once(':').filter(|login| *login != ("", "")) else {
-        return Err(unusable(
+        return Err(invalid_url(
             scheme,
-            "names a user and no password, or neither; write `USER:PASSWORD@`, or `:PASSWORD@` without a user",
+            "contains an incomplete login; write `USER:PASSWORD@`, or `:PASSWORD@` without a user",
         ));
     };
     let user = Some(text(user)?).filter(|user| !user.is_empty());
-    Ok(Login { user: user.map(Secret::new), password: Secret::new(text(password)?) })
+    Ok(RedisLogin { user: user.map(Secret::new), password: Secret::new(text(password)?) })
 }
 
-fn database(path: &str, scheme: &Scheme) -> Result<u32, ConfigError> {
+fn parse_database(path: &str, scheme: &Scheme) -> Result<u32, ConfigError> {
     let number = path.strip_prefix('/').unwrap_or(path);
     let plain = number.bytes().all(|byte| byte.is_ascii_digit());
     match number.parse() {
         Err(_) if number.is_empty() => Ok(0),
         Ok(number) if plain => Ok(number),
-        _ => Err(unusable(scheme, "has a path that is not the number of a database, such as `/0`")),
+        _ => {
+            Err(invalid_url(scheme, "contains a path that is not a database number, such as `/0`"))
+        }
     }
 }
 
@@ -192,67 +214,67 @@ const QUORUM_MIN: usize = 3;
 #[cfg(all(test, feature = "redis"))]
 mod tests {
     use super::*;
-    use crate::store_url::{Store, StoreUrl};
+    use crate::store_url::{StoreLocation, StoreUrl};
 
     fn parsed(url: &str) -> RedisServers {
         match StoreUrl::parse(url) {
-            Ok(StoreUrl { store: Store::Redis(servers), .. }) => servers,
+            Ok(StoreUrl { store: StoreLocation::Redis(servers), .. }) => servers,
             other => panic!("{url}: {other:?}"),
         }
     }
 
-    fn open_to_all(host: &str, port: u16, database: u32) -> RedisServers {
-        let place = Place::One((host.to_owned(), port));
-        RedisServers { scheme: "redis", place, database, login: None }
+    fn without_login(host: &str, port: u16, database: u32) -> RedisServers {
+        let topology = RedisTopology::Standalone((host.to_owned(), port));
+        RedisServers { scheme: "redis", topology, database, login: None }
     }
 
     #[test]
-    fn a_server_is_named_by_host_port_and_database() {
+    fn a_url_contains_host_port_and_database() {
         for (url, server) in [
-            ("redis://db", open_to_all("db", 6_379, 0)),
-            ("REDIS://db.example.com:6380/", open_to_all("db.example.com", 6_380, 0)),
-            ("redis://10.1.2.3/15?lease=5s", open_to_all("10.1.2.3", 6_379, 15)),
-            ("redis://[::1]", open_to_all("::1", 6_379, 0)),
-            ("redis://[2001:db8::1]:7000/2", open_to_all("2001:db8::1", 7_000, 2)),
+            ("redis://db", without_login("db", 6_379, 0)),
+            ("REDIS://db.example.com:6380/", without_login("db.example.com", 6_380, 0)),
+            ("redis://10.1.2.3/15?lease=5s", without_login("10.1.2.3", 6_379, 15)),
+            ("redis://[::1]", without_login("::1", 6_379, 0)),
+            ("redis://[2001:db8::1]:7000/2", without_login("2001:db8::1", 7_000, 2)),
         ] {
             assert_eq!(parsed(url), server, "{url}");
         }
     }
 
     #[test]
-    fn several_servers_are_named_with_how_they_work_together() {
+    fn the_scheme_selects_the_topology_of_several_servers() {
         let hosts = |all: &[(&str, u16)]| {
             all.iter().map(|(host, port)| ((*host).to_owned(), *port)).collect::<Vec<_>>()
         };
-        let under = |service: &str, sentinels| Place::Sentinels {
+        let sentinels_of = |service: &str, sentinels| RedisTopology::Sentinels {
             sentinels: hosts(sentinels),
             service: service.to_owned(),
         };
-        for (url, place, database) in [
-            ("redis+sentinel://s/main", under("main", &[("s", 26_379)]), 0),
+        for (url, topology, database) in [
+            ("redis+sentinel://s/main", sentinels_of("main", &[("s", 26_379)]), 0),
             (
                 "redis+sentinel://a,b:1,[::1],[::1]:2/my%2Fmain/7?lease=5s",
-                under("my/main", &[("a", 26_379), ("b", 1), ("::1", 26_379), ("::1", 2)]),
+                sentinels_of("my/main", &[("a", 26_379), ("b", 1), ("::1", 26_379), ("::1", 2)]),
                 7,
             ),
-            ("redis+cluster://a", Place::Cluster(hosts(&[("a", 6_379)])), 0),
-            ("redis+cluster://a:1,b/", Place::Cluster(hosts(&[("a", 1), ("b", 6_379)])), 0),
-            ("redis+cluster://a/0", Place::Cluster(hosts(&[("a", 6_379)])), 0),
+            ("redis+cluster://a", RedisTopology::Cluster(hosts(&[("a", 6_379)])), 0),
+            ("redis+cluster://a:1,b/", RedisTopology::Cluster(hosts(&[("a", 1), ("b", 6_379)])), 0),
+            ("redis+cluster://a/0", RedisTopology::Cluster(hosts(&[("a", 6_379)])), 0),
             (
                 "redis+quorum://h:1,h:2,g/3",
-                Place::Quorum(hosts(&[("h", 1), ("h", 2), ("g", 6_379)])),
+                RedisTopology::Quorum(hosts(&[("h", 1), ("h", 2), ("g", 6_379)])),
                 3,
             ),
-            ("redis+unix:///run/a%20b.sock", Place::Socket("/run/a b.sock".into()), 0),
-            ("redis+unix:///redis.sock?db=3", Place::Socket("/redis.sock".into()), 0),
+            ("redis+unix:///run/a%20b.sock", RedisTopology::Socket("/run/a b.sock".into()), 0),
+            ("redis+unix:///redis.sock?db=3", RedisTopology::Socket("/redis.sock".into()), 0),
         ] {
             let servers = parsed(url);
-            assert_eq!((servers.place, servers.database), (place, database), "{url}");
+            assert_eq!((servers.topology, servers.database), (topology, database), "{url}");
         }
     }
 
     #[test]
-    fn user_and_password_are_decoded_and_not_shown() {
+    fn user_and_password_are_decoded_and_redacted() {
         for (url, user, password) in [
             ("redis://:secret@db", None, "secret"),
             ("redis://worker:secret@db", Some("worker"), "secret"),
@@ -266,56 +288,56 @@ mod tests {
         ] {
             let servers = parsed(url);
             let login = servers.login.clone().unwrap();
-            let told = (login.user.as_ref().map(Secret::told), login.password.told());
-            assert_eq!(told, (user, password), "{url}");
-            let shown = format!("{servers:?}{servers:#?}");
-            assert!(password.is_empty() || !shown.contains(password), "{shown}");
-            assert!(user.is_none_or(|user| !shown.contains(user)), "{shown}");
+            let login = (login.user.as_ref().map(Secret::expose), login.password.expose());
+            assert_eq!(login, (user, password), "{url}");
+            let output = format!("{servers:?}{servers:#?}");
+            assert!(password.is_empty() || !output.contains(password), "{output}");
+            assert!(user.is_none_or(|user| !output.contains(user)), "{output}");
         }
     }
 
     #[cfg(feature = "redis-tls")]
     #[test]
-    fn one_letter_more_encrypts() {
+    fn the_scheme_rediss_encrypts() {
         let servers = parsed("rediss://:secret@db/1");
         assert!(servers.are_encrypted() && !parsed("redis+sentinel://a/b").are_encrypted());
-        assert_eq!(servers.place, Place::One(("db".to_owned(), 6_379)));
+        assert_eq!(servers.topology, RedisTopology::Standalone(("db".to_owned(), 6_379)));
         for url in ["rediss+sentinel://a,b/main", "rediss+cluster://a,b", "rediss+quorum://a,b,c/1"]
         {
             let (encrypted, plain) = (parsed(url), parsed(&url.replace("rediss", "redis")));
             assert!(encrypted.are_encrypted(), "{url}");
-            assert_eq!((encrypted.place, encrypted.database), (plain.place, plain.database));
+            assert_eq!((encrypted.topology, encrypted.database), (plain.topology, plain.database));
         }
     }
 
     #[test]
-    fn what_names_no_server_says_what_to_write() {
+    fn an_error_about_a_url_without_a_server_contains_a_hint() {
         for (url, hint) in [
             ("redis:", "redis://HOST"),
             ("redis:db", "redis://HOST"),
-            ("redis://", "name a host"),
-            ("redis:///0", "name a host"),
-            ("redis://:secret@", "name a host"),
+            ("redis://", "no valid host"),
+            ("redis:///0", "no valid host"),
+            ("redis://:secret@", "no valid host"),
             ("redis://db:", "port"),
             ("redis://db:0", "port"),
             ("redis://db:65536", "port"),
             ("redis://db:+1", "port"),
-            ("redis://dä", "name a host"),
-            ("redis://::1", "name a host"),
+            ("redis://dä", "no valid host"),
+            ("redis://::1", "no valid host"),
             ("redis://a,b", "several servers"),
             ("redis://a,b", "`redis+sentinel:`"),
-            ("redis://db/x", "number of a database"),
-            ("redis://db/-1", "number of a database"),
-            ("redis://db/+1", "number of a database"),
-            ("redis://db/0/0", "number of a database"),
-            ("redis://db/99999999999", "number of a database"),
-            ("redis://worker@db", "no password"),
-            ("redis://@db", "no password"),
-            ("redis://:@db", "no password"),
+            ("redis://db/x", "not a database number"),
+            ("redis://db/-1", "not a database number"),
+            ("redis://db/+1", "not a database number"),
+            ("redis://db/0/0", "not a database number"),
+            ("redis://db/99999999999", "not a database number"),
+            ("redis://worker@db", "incomplete login"),
+            ("redis://@db", "incomplete login"),
+            ("redis://:@db", "incomplete login"),
             ("redis://worker:x@y@db", "`%40`"),
             ("redis://worker:1/2@db", "`%40`"),
             ("redis://worker:1?label=x@db", "`%40`"),
-            ("redis://worker:1/x:y", "number of a database"),
+            ("redis://worker:1/x:y", "not a database number"),
             ("redis://worker:100%@db", "`%25`"),
             ("redis://worker:%ff@db", "UTF-8"),
             ("redis://db#insecure", "`%23`"),
@@ -326,46 +348,46 @@ mod tests {
     }
 
     #[test]
-    fn several_servers_that_cannot_work_say_what_to_write() {
+    fn an_error_about_an_invalid_topology_contains_a_hint() {
         const SENTINELS: &str = "write `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`";
         const CLUSTER: &str = "write `redis+cluster://HOST:PORT,HOST:PORT`";
         const QUORUM: &str = "write `redis+quorum://HOST:PORT,HOST:PORT,HOST:PORT`";
         const SOCKET: &str = "write `redis+unix:///PATH`";
         for (url, problem, hint) in [
-            ("redis+sentinel:main", "names no server", SENTINELS),
-            ("redis+sentinel:///main", "names no server", SENTINELS),
-            ("redis+sentinel://a,b", "by which name", SENTINELS),
-            ("redis+sentinel://a,b/", "by which name", SENTINELS),
-            ("redis+sentinel://a,b//1", "by which name", SENTINELS),
-            ("redis+sentinel://a,b/main/x", "number of a database", "`/0`"),
-            ("redis+sentinel://a,b/main/1/2", "number of a database", "`/0`"),
-            ("redis+sentinel://a,b/main//1", "number of a database", "`/0`"),
+            ("redis+sentinel:main", "contains no server", SENTINELS),
+            ("redis+sentinel:///main", "contains no server", SENTINELS),
+            ("redis+sentinel://a,b", "no service name", SENTINELS),
+            ("redis+sentinel://a,b/", "no service name", SENTINELS),
+            ("redis+sentinel://a,b//1", "no service name", SENTINELS),
+            ("redis+sentinel://a,b/main/x", "not a database number", "`/0`"),
+            ("redis+sentinel://a,b/main/1/2", "not a database number", "`/0`"),
+            ("redis+sentinel://a,b/main//1", "not a database number", "`/0`"),
             ("redis+sentinel://a,b/%ff", "a service", "not UTF-8"),
-            ("redis+sentinel://a,,b/main", "not a host", SENTINELS),
+            ("redis+sentinel://a,,b/main", "invalid server in its list", SENTINELS),
             ("redis+sentinel://a,b:0/main", "port from 1 to 65535", SENTINELS),
-            ("redis+sentinel://a,b,A:26379/main", "twice", "26379 unless"),
-            ("redis+sentinel://worker@a/main", "no password", "`:PASSWORD@`"),
-            ("redis+cluster:", "names no server", CLUSTER),
-            ("redis+cluster://", "names no server", CLUSTER),
-            ("redis+cluster://a,", "not a host", CLUSTER),
-            ("redis+cluster://a,b c", "not a host", CLUSTER),
-            ("redis+cluster://a,::1", "not a host", CLUSTER),
+            ("redis+sentinel://a,b,A:26379/main", "twice", "default port is 26379"),
+            ("redis+sentinel://worker@a/main", "incomplete login", "`:PASSWORD@`"),
+            ("redis+cluster:", "contains no server", CLUSTER),
+            ("redis+cluster://", "contains no server", CLUSTER),
+            ("redis+cluster://a,", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,b c", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,::1", "invalid server in its list", CLUSTER),
             ("redis+cluster://a,b/1", "number 0", "leave it out"),
-            ("redis+cluster://a,b/main", "number of a database", "`/0`"),
-            ("redis+cluster://[::1],[::1]:6379", "twice", "name each once"),
-            ("redis+quorum://", "names no server", QUORUM),
+            ("redis+cluster://a,b/main", "not a database number", "`/0`"),
+            ("redis+cluster://[::1],[::1]:6379", "twice", "each server once"),
+            ("redis+quorum://", "contains no server", QUORUM),
             ("redis+quorum://a,b", "fewer than 3", QUORUM),
             ("redis+quorum://a,b/1", "fewer than 3", QUORUM),
-            ("redis+quorum://a,b,a:6379", "twice", "6379 unless"),
-            ("redis+quorum://a,b,c/main", "number of a database", "`/0`"),
+            ("redis+quorum://a,b,a:6379", "twice", "default port is 6379"),
+            ("redis+quorum://a,b,c/main", "not a database number", "`/0`"),
             ("redis+quorum://a:1,b:2/3@c:4", "`@`", "`%40`"),
-            ("redis+unix:/run/redis.sock", "names no server", SOCKET),
+            ("redis+unix:/run/redis.sock", "contains no server", SOCKET),
             ("redis+unix://", "no path", SOCKET),
-            ("redis+unix:///", "ends in `/`", "not its folder"),
-            ("redis+unix:///run/", "ends in `/`", "not its folder"),
-            ("redis+unix://run/redis.sock", "names a host", SOCKET),
+            ("redis+unix:///", "ends in `/`", "not of its directory"),
+            ("redis+unix:///run/", "ends in `/`", "not of its directory"),
+            ("redis+unix://run/redis.sock", "contains a host", SOCKET),
             ("redis+unix:///run/a@b.sock", "`@`", "path and options write `%40`"),
-            ("redis+unix:///run/%00", "NUL", "no file name"),
+            ("redis+unix:///run/%00", "NUL", "invalid in a file name"),
         ] {
             let error = StoreUrl::parse(url).unwrap_err().to_string();
             assert!(error.contains(problem) && error.contains(hint), "{url}: {error}");

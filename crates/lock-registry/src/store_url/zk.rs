@@ -3,7 +3,7 @@
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, servers, unusable};
+use super::parts::{Host, UrlParts, decode_text, invalid_url, parse_hosts};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -25,39 +25,39 @@ impl ZkServers {
         self.scheme == "zks"
     }
 
-    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
-        let form = format!("write `{}://HOST:PORT,HOST:PORT/CHROOT`", scheme.name);
+    pub(super) fn parse(
+        parts: &UrlParts<'_>,
+        scheme: &'static Scheme,
+    ) -> Result<Self, ConfigError> {
+        let syntax_hint = format!("write `{}://HOST:PORT,HOST:PORT/CHROOT`", scheme.name);
         let Some(authority) = parts.authority else {
-            return Err(unusable(scheme, &format!("names no server; {form}")));
+            return Err(invalid_url(scheme, &format!("contains no server; {syntax_hint}")));
         };
         let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
-        let chroot = match decoded_text(parts.path, scheme, "a chroot")? {
+        let chroot = match decode_text(parts.path, scheme, "a chroot")? {
             path if path.is_empty() || path == "/" => None,
             path if path.ends_with('/') || path.contains("//") => {
-                return Err(unusable(
+                return Err(invalid_url(
                     scheme,
-                    "has a chroot that ends in `/` or has two in a row; write the path of a node, such as `/app`",
+                    "contains a chroot that ends in `/` or contains `//`; write the path of a node, such as `/app`",
                 ));
             }
             path => Some(path),
         };
         Ok(Self {
             scheme: scheme.name,
-            hosts: servers(hosts, scheme, PORT, &form)?,
+            hosts: parse_hosts(hosts, scheme, PORT, &syntax_hint)?,
             chroot,
-            login: login.map(|login| self::login(login, scheme)).transpose()?,
+            login: login.map(|login| parse_login(login, scheme)).transpose()?,
         })
     }
 }
 
-fn login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> {
-    let text = |part: &str| decoded_text(part, scheme, "a user or a password").map(Secret::new);
+fn parse_login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> {
+    let text = |part: &str| decode_text(part, scheme, "a user or a password").map(Secret::new);
     match login.split_once(':') {
         Some((user, password)) if !user.is_empty() => Ok((text(user)?, text(password)?)),
-        _ => Err(unusable(
-            scheme,
-            "names a user and no password, or neither; write `USER:PASSWORD@`",
-        )),
+        _ => Err(invalid_url(scheme, "contains an incomplete login; write `USER:PASSWORD@`")),
     }
 }
 
@@ -67,17 +67,17 @@ const PORT: u16 = 2_181;
 #[cfg(all(test, feature = "zk"))]
 mod tests {
     use super::*;
-    use crate::store_url::{Store, StoreUrl};
+    use crate::store_url::{StoreLocation, StoreUrl};
 
     fn parsed(url: &str) -> ZkServers {
         match StoreUrl::parse(url) {
-            Ok(StoreUrl { store: Store::Zk(servers), .. }) => servers,
+            Ok(StoreUrl { store: StoreLocation::Zk(servers), .. }) => servers,
             other => panic!("{url}: {other:?}"),
         }
     }
 
     #[test]
-    fn servers_chroot_and_login_are_read() {
+    fn servers_chroot_and_login_are_parsed() {
         let servers = parsed("zk://app:p%40ss@zk1,zk2:2182,[::1]:1/app/locks?lease=10s");
         let hosts = [("zk1", 2_181), ("zk2", 2_182), ("::1", 1)];
         assert_eq!(servers.hosts, hosts.map(|(name, port)| (name.to_owned(), port)));
@@ -89,11 +89,11 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_says_what_to_write_and_shows_nothing() {
+    fn an_error_about_an_invalid_url_contains_a_hint_and_no_secret() {
         for (url, hint) in [
-            ("zk:", "names no server"),
-            ("zk://", "names no server"),
-            ("zk:///app", "names no server"),
+            ("zk:", "contains no server"),
+            ("zk://", "contains no server"),
+            ("zk:///app", "contains no server"),
             ("zk://h:0", "from 1 to 65535"),
             ("zk://h,,g", "from 1 to 65535"),
             ("zk://h,h:2181", "twice"),

@@ -7,56 +7,56 @@ use registry_testkit::redis::{
 };
 use registry_testkit::tls::TlsFolder;
 
-use super::several::serves;
+use super::several::assert_locks;
 use super::{CANARY, refused};
 
-fn ca(folder: &TlsFolder) -> String {
-    format!("ca={}&lease=60s&timeout=60s&connect_timeout=60s", folder.ca_file().display())
+fn ca(directory: &TlsFolder) -> String {
+    format!("ca={}&lease=60s&timeout=60s&connect_timeout=60s", directory.ca_file().display())
 }
 
 #[tokio::test]
-async fn an_authority_is_believed_that_a_file_names_and_no_other() {
-    let (ours, theirs) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
-    let server = RedisServer::start_tls(&ours, &["--requirepass", "canary"]).await.unwrap();
+async fn only_the_certificate_authority_in_the_file_is_trusted() {
+    let (trusted, untrusted) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let server = RedisServer::start_tls(&trusted, &["--requirepass", "canary"]).await.unwrap();
     let url = server.url().replace("://", "://:canary@");
-    serves(&format!("{url}?{}", ca(&ours)), GuaranteeClass::B).await;
-    for untrusted in [format!("{url}?{}", ca(&theirs)), url.clone()] {
-        refused(&untrusted).await;
+    assert_locks(&format!("{url}?{}", ca(&trusted)), GuaranteeClass::B).await;
+    for url in [format!("{url}?{}", ca(&untrusted)), url.clone()] {
+        refused(&url).await;
     }
     refused(&url.replace("rediss:", "redis:")).await;
 }
 
 #[tokio::test]
-async fn a_certificate_says_who_we_are() {
-    let folder = TlsFolder::new().unwrap();
-    let server = RedisServer::start_tls(&folder, &["--tls-auth-clients", "yes"]).await.unwrap();
-    let anonymous = format!("{}?{}", server.url(), ca(&folder));
+async fn a_client_certificate_is_sent() {
+    let directory = TlsFolder::new().unwrap();
+    let server = RedisServer::start_tls(&directory, &["--tls-auth-clients", "yes"]).await.unwrap();
+    let anonymous = format!("{}?{}", server.url(), ca(&directory));
     refused(&anonymous).await;
-    let (cert, key) = (folder.client_cert_file(), folder.client_key_file());
+    let (cert, key) = (directory.client_cert_file(), directory.client_key_file());
     let named = format!("{anonymous}&cert={}&key={}", cert.display(), key.display());
-    serves(&named, GuaranteeClass::B).await;
+    assert_locks(&named, GuaranteeClass::B).await;
 }
 
 #[tokio::test]
-async fn several_servers_are_reached_in_secret_too() {
-    let folder = TlsFolder::new().unwrap();
-    let options = ServerOptions::new().tls(&folder);
+async fn every_topology_supports_tls() {
+    let directory = TlsFolder::new().unwrap();
+    let options = ServerOptions::new().tls(&directory);
     let quorum = RedisQuorum::start_with(3, &options).await.unwrap();
-    serves(&format!("{}?{}", quorum.url(), ca(&folder)), GuaranteeClass::C).await;
+    assert_locks(&format!("{}?{}", quorum.url(), ca(&directory)), GuaranteeClass::C).await;
     drop(quorum);
     let setup = SentinelSetup::start_with(&SentinelOptions::new().servers(options.clone())).await;
     let setup = setup.unwrap();
-    serves(&format!("{}?{}", setup.url(), ca(&folder)), GuaranteeClass::C).await;
+    assert_locks(&format!("{}?{}", setup.url(), ca(&directory)), GuaranteeClass::C).await;
     drop(setup);
     let cluster = RedisCluster::start_with(&options).await.unwrap();
-    serves(&format!("{}?{}", cluster.url(), ca(&folder)), GuaranteeClass::C).await;
+    assert_locks(&format!("{}?{}", cluster.url(), ca(&directory)), GuaranteeClass::C).await;
 }
 
 #[tokio::test]
-async fn a_file_that_cannot_be_used_is_told_before_anything_is_sent() {
-    let folder = tempfile::tempdir().unwrap();
+async fn an_invalid_file_is_refused_before_any_io() {
+    let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         std::fs::write(&path, text).unwrap();
         path.display().to_string()
     };
@@ -65,16 +65,13 @@ async fn a_file_that_cannot_be_used_is_told_before_anything_is_sent() {
     let cert = tls.client_cert_file().display().to_string();
     let locked = file("locked.pem", "-----BEGIN ENCRYPTED PRIVATE KEY-----\ncanary");
     for (options, hint) in [
-        (
-            "ca=/absent/ca.pem".to_owned(),
-            "\"/absent/ca.pem\", the file of option `ca`, cannot be read",
-        ),
-        (format!("ca={}", folder.path().display()), "not a file"),
-        (format!("ca={empty}"), "holds no certificate"),
-        (format!("cert={empty}&key={other}"), "option `cert`, holds no certificate"),
+        ("ca=/absent/ca.pem".to_owned(), "file \"/absent/ca.pem\" of option `ca` cannot be read"),
+        (format!("ca={}", directory.path().display()), "not a regular file"),
+        (format!("ca={empty}"), "contains no PEM certificate"),
+        (format!("cert={empty}&key={other}"), "option `cert` contains no PEM certificate"),
         (format!("cert={cert}&key=canary"), "the file of option `key` cannot be read"),
-        (format!("cert={cert}&key={other}"), "holds no private key"),
-        (format!("cert={cert}&key={locked}"), "free of a passphrase"),
+        (format!("cert={cert}&key={other}"), "contains no PEM private key"),
+        (format!("cert={cert}&key={locked}"), "without a passphrase"),
     ] {
         // No server listens here, so an attempt to connect would return another error.
         let error = connect(&format!("rediss://:canary@127.0.0.1:1?{options}")).await.unwrap_err();

@@ -1,7 +1,7 @@
 //! Redis servers by URL: real servers, with and without users, and the errors if they cannot be
 //! reached.
 #![cfg(feature = "redis")]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 #[cfg(feature = "redis-tls")]
 mod encrypted;
@@ -38,13 +38,13 @@ async fn refused(url: &str) -> BackendErrorKind {
 }
 
 async fn locks_and_unlocks(registry: &Registry) {
-    let guard = registry.obtain("key").try_lock().await.unwrap().expect("nobody holds it");
+    let guard = registry.obtain("key").try_lock().await.unwrap().expect("the key is not locked");
     assert!(guard.fencing_token().is_some());
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_server_excludes_two_registries_and_tells_who_holds() {
+async fn two_registries_of_a_server_exclude_each_other_and_see_the_holder() {
     let server = server(&[]).await;
     let url = format!("{}?label=worker%201&lease=60s&timeout=60s&poll=1h", server.url());
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
@@ -65,7 +65,7 @@ async fn a_server_excludes_two_registries_and_tells_who_holds() {
 }
 
 #[tokio::test]
-async fn namespaces_and_databases_keep_locks_apart() {
+async fn locks_in_different_namespaces_and_databases_are_independent() {
     let server = server(&[]).await;
     let url = server.url();
     let here = connect(&url).await.unwrap();
@@ -80,14 +80,14 @@ async fn namespaces_and_databases_keep_locks_apart() {
 }
 
 #[tokio::test]
-async fn a_database_that_the_server_does_not_have_is_an_error() {
+async fn an_unknown_database_number_is_an_error() {
     let server = server(&[]).await;
     let error = connect(&format!("{}/999", server.url())).await.unwrap_err();
     assert!(matches!(&error, ConfigError::Open { store: "redis", .. }), "{error:?}");
 }
 
 #[tokio::test]
-async fn a_password_is_needed_and_never_told() {
+async fn a_password_is_required_and_never_shown() {
     let server = server(&["--requirepass", "right-canary/@ü"]).await;
     let addr = server.addr();
     let right = format!("redis://:right-canary%2F%40%C3%BC@{addr}");
@@ -105,7 +105,7 @@ async fn a_password_is_needed_and_never_told() {
 }
 
 #[tokio::test]
-async fn a_user_with_all_rights_logs_in_by_name() {
+async fn a_user_logs_in_with_name_and_password() {
     let server = server_with(&["worker on >canary ~* &* +@all", "default off"]).await;
     let addr = server.addr();
     locks_and_unlocks(&connect(&format!("redis://worker:canary@{addr}")).await.unwrap()).await;
@@ -116,13 +116,13 @@ async fn a_user_with_all_rights_logs_in_by_name() {
 }
 
 /// Waits until the server's answer to `command` contains `part`.
-async fn eventually(command: &str, server: &RedisServer, part: &str) {
-    let asking = async {
-        while !server.ask(command).await.unwrap().contains(part) {
+async fn wait_for_reply(command: &str, server: &RedisServer, part: &str) {
+    let polling = async {
+        while !server.send_command(command).await.unwrap().contains(part) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(60), asking).await.expect(part);
+    tokio::time::timeout(Duration::from_secs(60), polling).await.expect(part);
 }
 
 /// The rights that the book lists, word for word.
@@ -131,7 +131,7 @@ const RIGHTS: &str = "resetkeys resetchannels -@all ~lock-registry:* &lock-regis
                       +client|caching +info +config|get";
 
 #[tokio::test]
-async fn the_rights_in_the_book_are_enough_for_everything() {
+async fn the_acl_rules_of_the_book_permit_every_operation() {
     let user = format!("worker on >canary {RIGHTS}");
     let server = server_with(&[&user]).await;
     let url = format!("redis://worker:canary@{}?poll=1h&lease=60s&timeout=60s", server.addr());
@@ -142,7 +142,7 @@ async fn the_rights_in_the_book_are_enough_for_everything() {
         other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
         other
     });
-    eventually("PUBSUB NUMSUB lock-registry:{key}", &server, ":1").await;
+    wait_for_reply("PUBSUB NUMSUB lock-registry:{key}", &server, ":1").await;
     guard.unlock().await.unwrap();
     let other = waiter.await.unwrap();
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
@@ -160,14 +160,14 @@ async fn the_rights_in_the_book_are_enough_for_everything() {
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
     // The client library sends its name with `CLIENT SETINFO` and tolerates a refusal.
-    let log = server.ask("ACL LOG").await.unwrap();
+    let log = server.send_command("ACL LOG").await.unwrap();
     let lines: Vec<&str> = log.lines().collect();
     let mut denied = lines.windows(3).filter(|lines| lines[0] == "object").map(|lines| lines[2]);
     assert!(denied.all(|object| object == "client|setinfo"), "{log}");
 }
 
 #[tokio::test]
-async fn a_database_of_its_own_needs_one_right_more() {
+async fn another_database_number_requires_the_select_right() {
     let (plain, selects) =
         (format!("plain on >canary {RIGHTS}"), format!("selects on >canary {RIGHTS} +select"));
     let server = server_with(&[&plain, &selects]).await;
@@ -177,7 +177,7 @@ async fn a_database_of_its_own_needs_one_right_more() {
 }
 
 #[tokio::test]
-async fn a_right_that_is_missing_is_told() {
+async fn an_error_reports_a_missing_right() {
     let user = "worker on >canary ~lock-registry:* &lock-registry:* +@all -eval -evalsha";
     let server = server_with(&[user]).await;
     let registry = connect(&format!("redis://worker:canary@{}", server.addr())).await.unwrap();
@@ -187,7 +187,7 @@ async fn a_right_that_is_missing_is_told() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_not_there_may_come_back() {
+async fn an_unreachable_server_is_a_transient_error() {
     let mut server = server(&[]).await;
     let url = format!("redis://worker:canary@{}", server.addr());
     server.kill();
@@ -199,7 +199,7 @@ async fn a_server_that_is_not_there_may_come_back() {
 }
 
 #[tokio::test]
-async fn a_server_that_does_not_answer_is_given_up_after_connect_timeout() {
+async fn a_silent_server_is_an_error_after_connect_timeout() {
     let server = server(&[]).await;
     server.pause().unwrap();
     let url = format!("redis://:canary@{}?connect_timeout=50ms", server.addr());
@@ -208,18 +208,18 @@ async fn a_server_that_does_not_answer_is_given_up_after_connect_timeout() {
 
 #[cfg(feature = "redis-tls")]
 #[tokio::test]
-async fn a_server_that_does_not_encrypt_is_an_error_and_no_panic() {
+async fn a_server_without_tls_is_an_error() {
     let server = server(&[]).await;
     let url = format!("rediss://worker:canary@{}", server.addr());
     assert_eq!(refused(&url).await, BackendErrorKind::Transient);
 }
 
 #[tokio::test]
-async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
+async fn an_invalid_url_is_refused_before_any_io() {
     // No server listens here, so an attempt to connect would return another error.
     for (rest, hint) in [
-        ("?connect_timeout=1ms", "less than the least"),
-        ("?token_memory=soon", "no time"),
+        ("?connect_timeout=1ms", "less than the minimum"),
+        ("?token_memory=soon", "not a time"),
         ("?busy_timeout=1s", "sqlite"),
         ("?namespace=", "empty"),
         ("?layout=sprnig", "`spring`"),
@@ -227,7 +227,7 @@ async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
         ("?ca=/etc/ssl/ca.pem", "rediss://"),
         ("?sentinel_password=canary", "redis+sentinel"),
         ("?password=canary", "unknown option"),
-        ("/locks", "number of a database"),
+        ("/locks", "database number"),
     ] {
         let error = connect(&format!("redis://:canary@127.0.0.1:1{rest}")).await.unwrap_err();
         assert!(!matches!(error, ConfigError::Open { .. }), "{rest}: {error:?}");
@@ -238,7 +238,7 @@ async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
 
 #[cfg(feature = "config")]
 #[tokio::test]
-async fn options_of_redis_come_from_everywhere() {
+async fn redis_options_are_accepted_from_every_source() {
     let server = server(&[]).await;
     let config = RegistryConfig::new()
         .with_toml(&format!("url = '{}?connect_timeout=3s'\ntoken_memory = '2days'", server.url()))
@@ -253,7 +253,7 @@ async fn options_of_redis_come_from_everywhere() {
     let registry = config.connect().await.unwrap();
     locks_and_unlocks(&registry).await;
     // Kept for two days after the last grant.
-    let left = server.ask("PTTL lock-registry:{key}:token").await.unwrap();
-    let left: u64 = left.trim_start_matches(':').trim().parse().expect("it says how long");
+    let left = server.send_command("PTTL lock-registry:{key}:token").await.unwrap();
+    let left: u64 = left.trim_start_matches(':').trim().parse().expect("a time in milliseconds");
     assert!(left > 47 * 60 * 60 * 1_000, "{left}");
 }

@@ -14,14 +14,14 @@ use super::{locks_and_unlocks, refused};
 
 /// Asserts that two registries of this URL exclude each other, return the holder, and can break a
 /// lock.
-pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
+pub(crate) async fn assert_locks(url: &str, class: GuaranteeClass) {
     let (one, other) = (connect(url).await.unwrap(), connect(url).await.unwrap());
     assert_eq!(one.capabilities().class, class, "{url}");
     // Several keys, so that a cluster has them on different masters.
     let keys = ["a", "b", "c", "orders/42"];
     let mut guards = Vec::new();
     for key in keys {
-        guards.push(one.obtain(key).try_lock().await.unwrap().expect("nobody holds it"));
+        guards.push(one.obtain(key).try_lock().await.unwrap().expect("the key is not locked"));
         assert!(other.obtain(key).try_lock().await.unwrap().is_none(), "{url}: {key}");
     }
     let listed = |registry: Registry| async move {
@@ -32,10 +32,10 @@ pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
     };
     let (other, held) = listed(other).await;
     assert_eq!(held, keys, "{url}");
-    let broken = guards.pop().unwrap();
+    let released = guards.pop().unwrap();
     assert!(other.force_release("orders/42").await.unwrap(), "{url}");
     assert!(!other.force_release("orders/42").await.unwrap(), "{url}");
-    drop(broken);
+    drop(released);
     for guard in guards {
         assert!(guard.fencing_token().is_some());
         guard.unlock().await.unwrap();
@@ -47,18 +47,18 @@ pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
 }
 
 /// Long leases and time-outs, for loaded machines.
-const PATIENT: &str = "lease=60s&timeout=60s&connect_timeout=60s";
+const LONG_TIMEOUTS: &str = "lease=60s&timeout=60s&connect_timeout=60s";
 
 #[tokio::test]
-async fn sentinels_are_asked_for_the_master_and_have_a_login_of_their_own() {
+async fn sentinels_report_the_master_and_have_a_separate_login() {
     let servers = ServerOptions::new().login("worker", "canary");
     let options = SentinelOptions::new().servers(servers).sentinel_login("watcher", "canary2");
     let setup = SentinelSetup::start_with(&options).await.unwrap();
     let url = setup.url().replace("://", "://worker:canary@");
     let login = "sentinel_user=watcher&sentinel_password=canary2";
-    serves(&format!("{url}/1?{login}&{PATIENT}"), GuaranteeClass::C).await;
+    assert_locks(&format!("{url}/1?{login}&{LONG_TIMEOUTS}"), GuaranteeClass::C).await;
     // A grant counts when both replicas have it.
-    let replicated = format!("{url}?{login}&{PATIENT}&replicas=2&replica_timeout=50s");
+    let replicated = format!("{url}?{login}&{LONG_TIMEOUTS}&replicas=2&replica_timeout=50s");
     locks_and_unlocks(&connect(&replicated).await.unwrap()).await;
 
     for wrong in
@@ -84,30 +84,30 @@ async fn sentinels_are_asked_for_the_master_and_have_a_login_of_their_own() {
 }
 
 #[tokio::test]
-async fn a_cluster_is_found_from_some_of_its_members() {
+async fn a_cluster_is_discovered_from_some_of_its_members() {
     let options = ServerOptions::new().login("worker", "canary");
     let cluster = RedisCluster::start_with(&options).await.unwrap();
     let url = cluster.url().replace("://", "://worker:canary@");
-    serves(&format!("{url}?{PATIENT}"), GuaranteeClass::C).await;
+    assert_locks(&format!("{url}?{LONG_TIMEOUTS}"), GuaranteeClass::C).await;
     let (first, _) = url.split_once(',').unwrap();
-    serves(&format!("{first}/0?{PATIENT}&publish=plain"), GuaranteeClass::C).await;
+    assert_locks(&format!("{first}/0?{LONG_TIMEOUTS}&publish=plain"), GuaranteeClass::C).await;
     assert_eq!(refused(&cluster.url()).await, BackendErrorKind::Denied);
 }
 
 #[tokio::test]
-async fn a_quorum_is_most_of_its_masters() {
+async fn a_quorum_needs_a_majority_of_its_masters() {
     let options = ServerOptions::new().login("default", "canary");
     let mut quorum = RedisQuorum::start_with(3, &options).await.unwrap();
     let url = quorum.url().replace("://", "://:canary@");
-    serves(&format!("{url}/3?{PATIENT}"), GuaranteeClass::C).await;
+    assert_locks(&format!("{url}/3?{LONG_TIMEOUTS}"), GuaranteeClass::C).await;
     quorum.servers_mut()[1].kill();
-    serves(&format!("{url}?lease=60s&connect_timeout=500ms"), GuaranteeClass::C).await;
+    assert_locks(&format!("{url}?lease=60s&connect_timeout=500ms"), GuaranteeClass::C).await;
     quorum.servers_mut()[2].kill();
     assert_eq!(refused(&format!("{url}?connect_timeout=500ms")).await, BackendErrorKind::Transient);
 }
 
 #[tokio::test]
-async fn masters_that_were_just_started_have_no_vote_while_they_are_guarded() {
+async fn restarted_masters_have_no_vote_during_the_restart_guard() {
     let quorum = RedisQuorum::start(3).await.unwrap();
     let registry = connect(&format!("{}?restart_guard=1h&lease=60s", quorum.url())).await.unwrap();
     let error = registry.obtain("key").try_lock().await.unwrap_err();
@@ -116,13 +116,13 @@ async fn masters_that_were_just_started_have_no_vote_while_they_are_guarded() {
 
 #[cfg(unix)]
 #[tokio::test]
-async fn a_server_is_reached_by_its_socket() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a b.sock");
+async fn a_server_is_reachable_by_its_unix_socket() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("a b.sock");
     let arguments = ["--unixsocket", path.to_str().unwrap(), "--requirepass", "canary"];
     let server = RedisServer::start(&arguments).await.unwrap();
     let path = path.to_str().unwrap().replace(' ', "%20");
-    serves(&format!("redis+unix://:canary@{path}?{PATIENT}"), GuaranteeClass::B).await;
+    assert_locks(&format!("redis+unix://:canary@{path}?{LONG_TIMEOUTS}"), GuaranteeClass::B).await;
     // The port and the socket reach the same locks; another database has its own.
     let by_port = connect(&format!("redis://:canary@{}", server.addr())).await.unwrap();
     let by_socket = connect(&format!("redis+unix://default:canary@{path}")).await.unwrap();
@@ -138,7 +138,7 @@ async fn a_server_is_reached_by_its_socket() {
 }
 
 #[tokio::test]
-async fn locks_look_as_the_layout_says() {
+async fn the_layout_determines_the_names_of_keys() {
     let server = RedisServer::start(&[]).await.unwrap();
     for (options, name) in [
         ("layout=native", "lock-registry:{key}"),
@@ -148,7 +148,7 @@ async fn locks_look_as_the_layout_says() {
     ] {
         let registry = connect(&format!("{}?{options}", server.url())).await.unwrap();
         let guard = registry.obtain("key").try_lock().await.unwrap().unwrap();
-        let there = server.ask(&format!("EXISTS {name}")).await.unwrap();
+        let there = server.send_command(&format!("EXISTS {name}")).await.unwrap();
         assert_eq!(there.trim(), ":1", "{options}");
         assert_eq!(registry.capabilities().labels, options == "layout=native");
         guard.unlock().await.unwrap();
@@ -156,7 +156,7 @@ async fn locks_look_as_the_layout_says() {
 }
 
 #[tokio::test]
-async fn a_grant_that_no_replica_has_is_trouble() {
+async fn a_grant_without_the_required_replicas_is_a_retryable_error() {
     let server = RedisServer::start(&[]).await.unwrap();
     let url = format!("{}?replicas=1&replica_timeout=50ms", server.url());
     let registry = connect(&url).await.unwrap();

@@ -15,42 +15,42 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::command::Program;
 use super::exec;
-use crate::exit::by_signal;
+use crate::exit::status_of_signal;
 
 /// A started command, which is the leader of its own process group.
 #[derive(Debug)]
-pub(crate) struct Running {
+pub(crate) struct RunningCommand {
     pid: Pid,
     /// The command starts after a message on this pipe.
     gate: Option<PipeWriter>,
-    changes: mpsc::UnboundedReceiver<Change>,
+    changes: mpsc::UnboundedReceiver<StateChange>,
 }
 
 /// A change of the command's state.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Change {
+pub(crate) enum StateChange {
     Stopped(Signal),
-    Ended(Ending),
+    Ended(CommandExit),
 }
 
 /// How the command ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Ending {
+pub(crate) enum CommandExit {
     Status(i32),
     Signal(Signal),
 }
 
-impl Ending {
+impl CommandExit {
     /// Returns the exit status that a shell would report.
     pub(crate) fn status(self) -> u8 {
         match self {
             Self::Status(status) => u8::try_from(status).unwrap_or(u8::MAX),
-            Self::Signal(signal) => by_signal(signal as i32),
+            Self::Signal(signal) => status_of_signal(signal as i32),
         }
     }
 }
 
-impl std::fmt::Display for Ending {
+impl std::fmt::Display for CommandExit {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Status(status) => write!(f, "ended with status {status}"),
@@ -59,19 +59,19 @@ impl std::fmt::Display for Ending {
     }
 }
 
-impl Running {
+impl RunningCommand {
     /// Starts `program` with these changes to its environment, and with the terminal if
-    /// `foreground`. The command does not run before [`Running::begin`], and never if that is not
-    /// called.
+    /// `foreground`. The command does not run before [`RunningCommand::open_gate`], and never if
+    /// that is not called.
     pub(crate) async fn start(
         program: &Program,
         environment: Vec<(&'static str, Option<String>)>,
         foreground: bool,
     ) -> io::Result<Self> {
-        let (waits_at, gate) = io::pipe()?;
+        let (gate_reader, gate) = io::pipe()?;
         // The child inherits this end and closes it.
-        fcntl(&waits_at, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        let mut command = exec::shim(program, foreground, &waits_at);
+        fcntl(&gate_reader, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        let mut command = exec::shim(program, foreground, &gate_reader);
         for (name, value) in environment {
             match value {
                 Some(value) => command.env(name, value),
@@ -79,19 +79,19 @@ impl Running {
             };
         }
         command.process_group(0);
-        let (tell_started, started) = oneshot::channel();
-        let (tell, changes) = mpsc::unbounded_channel();
+        let (started_sender, started) = oneshot::channel();
+        let (change_sender, changes) = mpsc::unbounded_channel();
         // One thread starts the command and waits for it: the death signal is sent when the
         // *thread* that started the command ends.
         std::thread::Builder::new().name("command".to_owned()).spawn(move || {
             match command.spawn() {
                 Ok(child) => {
                     let pid = pid_of(&child);
-                    let _ = tell_started.send(Ok(pid));
-                    watch(pid, &tell);
+                    let _ = started_sender.send(Ok(pid));
+                    wait_for_changes(pid, &change_sender);
                 }
                 Err(error) => {
-                    let _ = tell_started.send(Err(error));
+                    let _ = started_sender.send(Err(error));
                 }
             }
         })?;
@@ -100,10 +100,10 @@ impl Running {
     }
 
     /// Lets the command start.
-    pub(crate) fn begin(&mut self) {
+    pub(crate) fn open_gate(&mut self) {
         if let Some(mut gate) = self.gate.take() {
             // Fails if the command was killed in the meantime.
-            let _ = gate.write_all(exec::BEGIN);
+            let _ = gate.write_all(exec::START);
         }
     }
 
@@ -113,7 +113,7 @@ impl Running {
     }
 
     /// Waits for the next change of the command. Never returns after its end.
-    pub(crate) async fn change(&mut self) -> Change {
+    pub(crate) async fn next_change(&mut self) -> StateChange {
         match self.changes.recv().await {
             Some(change) => change,
             None => std::future::pending().await,
@@ -133,14 +133,14 @@ impl Running {
     }
 
     /// Returns whether the command's group contains any process.
-    pub(crate) fn is_anybody_left(&self) -> bool {
-        is_anybody_left(self.pid)
+    pub(crate) fn has_processes(&self) -> bool {
+        has_processes(self.pid)
     }
 }
 
 /// Returns whether `group` contains any process. While it does, its id cannot be given to a new
 /// process.
-pub(super) fn is_anybody_left(group: Pid) -> bool {
+pub(super) fn has_processes(group: Pid) -> bool {
     killpg(group, None) != Err(Errno::ESRCH)
 }
 
@@ -149,18 +149,20 @@ fn pid_of(child: &Child) -> Pid {
 }
 
 /// Waits for the process until it ends, and sends each change.
-fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
+fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>) {
     loop {
         let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
-            Ok(WaitStatus::Stopped(_, signal)) => Change::Stopped(signal),
-            Ok(WaitStatus::Exited(_, status)) => Change::Ended(Ending::Status(status)),
-            Ok(WaitStatus::Signaled(_, signal, _)) => Change::Ended(Ending::Signal(signal)),
+            Ok(WaitStatus::Stopped(_, signal)) => StateChange::Stopped(signal),
+            Ok(WaitStatus::Exited(_, status)) => StateChange::Ended(CommandExit::Status(status)),
+            Ok(WaitStatus::Signaled(_, signal, _)) => {
+                StateChange::Ended(CommandExit::Signal(signal))
+            }
             Ok(_) | Err(Errno::EINTR) => continue,
             // Cannot occur, because no other code waits for this process.
-            Err(_) => Change::Ended(Ending::Status(i32::from(u8::MAX))),
+            Err(_) => StateChange::Ended(CommandExit::Status(i32::from(u8::MAX))),
         };
-        let ended = matches!(change, Change::Ended(_));
-        if tell.send(change).is_err() || ended {
+        let ended = matches!(change, StateChange::Ended(_));
+        if change_sender.send(change).is_err() || ended {
             return;
         }
     }
@@ -168,7 +170,7 @@ fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
 
 /// Returns a command that starts this program in another role. Linux uses the open file, because
 /// the path may refer to another program by now.
-pub(super) fn own_program(role: &str) -> Command {
+pub(super) fn self_command(role: &str) -> Command {
     let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
     let path = path
         .filter(|path| path.exists())

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use nix::unistd::{AccessFlags, access};
 
-use crate::exit::Failure;
+use crate::exit::CliError;
 
 /// A command that can be executed.
 #[derive(Debug)]
@@ -19,59 +19,66 @@ pub(crate) struct Program {
 
 impl Program {
     /// Finds the program of `argv`, whose first element is its name.
-    pub(crate) fn find(argv: Vec<OsString>) -> Result<Self, Failure> {
+    pub(crate) fn find(argv: Vec<OsString>) -> Result<Self, CliError> {
         let name = argv.first().map(OsString::as_os_str).unwrap_or_default();
         let path = find(name, std::env::var_os("PATH"))?;
         Ok(Self { path, argv })
     }
 }
 
-fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, Failure> {
-    let not_found = || Failure::NotFound(format!("command {name:?} not found"));
+fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, CliError> {
+    let not_found =
+        || CliError::NotFound(format!("command {name:?} not found; check its name and PATH"));
     if name.is_empty() {
         return Err(not_found());
     }
     if name.as_bytes().contains(&b'/') {
-        return match look(Path::new(name)) {
-            Look::Executable => Ok(name.into()),
-            Look::NotExecutable => Err(not_executable(name)),
-            Look::Absent => Err(not_found()),
+        return match file_status(Path::new(name)) {
+            FileStatus::Executable => Ok(name.into()),
+            FileStatus::NotExecutable => Err(not_executable(name)),
+            FileStatus::Absent => Err(not_found()),
         };
     }
     let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
     let mut denied = false;
-    for folder in std::env::split_paths(&path) {
+    for directory in std::env::split_paths(&path) {
         // An empty entry means the working directory.
-        let candidate = if folder.as_os_str().is_empty() {
+        let candidate = if directory.as_os_str().is_empty() {
             Path::new(".").join(name)
         } else {
-            folder.join(name)
+            directory.join(name)
         };
-        match look(&candidate) {
-            Look::Executable => return Ok(candidate),
-            Look::NotExecutable => denied = true,
-            Look::Absent => {}
+        match file_status(&candidate) {
+            FileStatus::Executable => return Ok(candidate),
+            FileStatus::NotExecutable => denied = true,
+            FileStatus::Absent => {}
         }
     }
     Err(if denied { not_executable(name) } else { not_found() })
 }
 
-fn not_executable(name: &OsStr) -> Failure {
-    Failure::NotExecutable(format!("command {name:?} is not executable"))
+fn not_executable(name: &OsStr) -> CliError {
+    CliError::NotExecutable(format!(
+        "command {name:?} is not executable; check its type and permissions"
+    ))
 }
 
-enum Look {
+enum FileStatus {
     Executable,
     NotExecutable,
     Absent,
 }
 
-fn look(path: &Path) -> Look {
+fn file_status(path: &Path) -> FileStatus {
     match std::fs::metadata(path) {
-        Ok(file) if file.is_file() && access(path, AccessFlags::X_OK).is_ok() => Look::Executable,
-        Ok(_) => Look::NotExecutable,
-        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => Look::NotExecutable,
-        Err(_) => Look::Absent,
+        Ok(file) if file.is_file() && access(path, AccessFlags::X_OK).is_ok() => {
+            FileStatus::Executable
+        }
+        Ok(_) => FileStatus::NotExecutable,
+        Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
+            FileStatus::NotExecutable
+        }
+        Err(_) => FileStatus::Absent,
     }
 }
 
@@ -81,14 +88,14 @@ mod tests {
 
     use super::*;
 
-    fn status(found: Result<PathBuf, Failure>) -> Result<PathBuf, u8> {
+    fn status(found: Result<PathBuf, CliError>) -> Result<PathBuf, u8> {
         found.map_err(|failure| failure.status())
     }
 
     #[test]
-    fn programs_are_found_as_execvp_finds_them() {
-        let folder = tempfile::tempdir().unwrap();
-        let (first, second) = (folder.path().join("first"), folder.path().join("second"));
+    fn a_program_is_found_by_the_rules_of_execvp() {
+        let directory = tempfile::tempdir().unwrap();
+        let (first, second) = (directory.path().join("first"), directory.path().join("second"));
         for path in [&first, &second] {
             std::fs::create_dir(path).unwrap();
         }

@@ -15,25 +15,25 @@ use std::process::Command;
 use nix::sys::signal::Signal;
 use nix::unistd::{Pid, close, getpgrp, getppid, tcsetpgrp};
 
-use super::child::own_program;
+use super::child::self_command;
 use super::command::Program;
-use crate::exit::{OS, USAGE, by_signal};
+use crate::exit::{OS, USAGE, status_of_signal};
 use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
 
 /// The message in the gate that lets the command start. At an end of the stream without it, the
 /// command does not start.
-pub(super) const BEGIN: &[u8] = b"!";
+pub(super) const START: &[u8] = b"!";
 
 const FOREGROUND: &str = "foreground";
 const BACKGROUND: &str = "background";
 
 /// Returns the command that starts `program` through this role.
 ///
-/// The role waits until it reads [`BEGIN`] from `gate`, which it must inherit.
+/// The role waits until it reads [`START`] from `gate`, which it must inherit.
 pub(super) fn shim(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
-    let mut command = own_program(ROLE);
+    let mut command = self_command(ROLE);
     command
         .arg(std::process::id().to_string())
         .arg(gate.as_raw_fd().to_string())
@@ -55,30 +55,30 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     };
     #[cfg(target_os = "linux")]
     if let Err(error) = nix::sys::prctl::set_pdeathsig(Signal::SIGTERM) {
-        tell(&format!("cannot tie the command to lockreg: {error}"));
+        print_error(&format!("cannot request a death signal for the command: {error}"));
     }
     if getppid() != parent {
         // The parent died before the death signal was requested.
-        return by_signal(Signal::SIGTERM as i32);
+        return status_of_signal(Signal::SIGTERM as i32);
     }
-    match may_begin(gate) {
+    match wait_for_start(gate) {
         Ok(true) => {}
         // `lockreg` has ended, or the lock was lost.
-        Ok(false) => return by_signal(Signal::SIGTERM as i32),
+        Ok(false) => return status_of_signal(Signal::SIGTERM as i32),
         // It is unknown whether the lock is held.
         Err(error) => {
-            tell(&format!("cannot wait for lockreg: {error}"));
+            print_error(&format!("cannot wait for lockreg: {error}"));
             return OS;
         }
     }
     if terminal.as_bytes() == FOREGROUND.as_bytes() {
-        take_terminal();
+        set_foreground_group();
     }
     if let Err(error) = signals::unblock() {
-        tell(&format!("cannot unblock signals: {error}"));
+        print_error(&format!("cannot unblock signals: {error}"));
     }
     let error = Command::new(path).arg0(&name).args(arguments).exec();
-    tell(&format!("cannot execute {name:?}: {error}"));
+    print_error(&format!("cannot execute {name:?}: {error}"));
     match error.kind() {
         io::ErrorKind::NotFound => 127,
         _ => 126,
@@ -87,20 +87,20 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
 
 /// Waits until `lockreg` has verified that the lock is held and has informed the watchdog of this
 /// process.
-fn may_begin(gate: RawFd) -> io::Result<bool> {
+fn wait_for_start(gate: RawFd) -> io::Result<bool> {
     // Opened by its path, because using the number itself needs `unsafe`.
     let opened = File::open(format!("/dev/fd/{gate}"));
     // The command must not inherit it.
     let _ = close(gate);
-    let mut word = [0; BEGIN.len()];
-    match opened?.read_exact(&mut word) {
+    let mut message = [0; START.len()];
+    match opened?.read_exact(&mut message) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
         Err(error) => Err(error),
     }
 }
 
-fn take_terminal() {
+fn set_foreground_group() {
     // The terminal would stop this process here, but its signal is blocked: this process inherited
     // the signal mask.
     if let Ok(tty) = File::open("/dev/tty") {
@@ -108,7 +108,7 @@ fn take_terminal() {
     }
 }
 
-fn tell(message: &str) {
+fn print_error(message: &str) {
     // Written at once, because the command replaces this process.
-    crate::say::line_to_stderr_at_once(&format!("lockreg: error: {message}"));
+    crate::output::line_to_stderr_at_once(&format!("lockreg: error: {message}"));
 }

@@ -1,5 +1,6 @@
 //! Job control. The command of `run` has a process group of its own. Like a shell, `lockreg`
-//! therefore gives it the terminal, takes the terminal back, and stops and continues with it.
+//! therefore makes it the foreground group, becomes the foreground group again, and stops and
+//! resumes with it.
 
 use std::fs::File;
 use std::io::{IsTerminal as _, stdin, stdout};
@@ -11,61 +12,66 @@ use nix::unistd::{Pid, getpgrp, getpid, getppid, getsid, tcgetpgrp, tcsetpgrp};
 #[derive(Debug)]
 pub(crate) struct Terminal {
     tty: Option<File>,
-    ours: Pid,
+    own_group: Pid,
 }
 
 impl Terminal {
     pub(crate) fn open() -> Self {
-        Self { tty: File::options().read(true).write(true).open("/dev/tty").ok(), ours: getpgrp() }
+        Self {
+            tty: File::options().read(true).write(true).open("/dev/tty").ok(),
+            own_group: getpgrp(),
+        }
     }
 
     /// Returns whether the command should have the terminal from the start.
     ///
-    /// In a pipeline (`lockreg run … | less`) or in a script, other processes of our group need the
+    /// In a pipeline (`lockreg run … | less`) or in a script, other processes of this group need the
     /// terminal or its signals. The command then gets the terminal when it requests it.
-    pub(crate) fn is_ours_alone(&self) -> bool {
-        self.is_held_by(self.ours)
-            && getpid() == self.ours
+    pub(crate) fn is_foreground_job(&self) -> bool {
+        self.is_foreground(self.own_group)
+            && getpid() == self.own_group
             && stdin().is_terminal()
             && stdout().is_terminal()
     }
 
     /// Returns what to do after `signal` has stopped the process group `command`.
     pub(crate) fn after_stop(&self, command: Pid, signal: Signal) -> AfterStop {
-        if self.is_held_by(command) {
+        if self.is_foreground(command) {
             // Ctrl-Z, or a stop signal to the foreground command: the whole job stops.
-            return if can_be_continued() { AfterStop::StopJob } else { AfterStop::GoOn };
+            return if can_be_continued() { AfterStop::StopJob } else { AfterStop::Resume };
         }
         match signal {
             // The command wants to read from the terminal or to change its settings.
-            Signal::SIGTTIN | Signal::SIGTTOU if self.is_held_by(self.ours) => AfterStop::GoOn,
+            Signal::SIGTTIN | Signal::SIGTTOU if self.is_foreground(self.own_group) => {
+                AfterStop::Resume
+            }
             Signal::SIGTTIN | Signal::SIGTTOU if self.tty.is_some() && can_be_continued() => {
                 AfterStop::StopJob
             }
             // Another process stopped only the command, and will continue it.
-            _ => AfterStop::Leave,
+            _ => AfterStop::Ignore,
         }
     }
 
-    /// Gives the terminal to the process group `command`, if our group has it.
-    pub(crate) fn give(&self, command: Pid) {
-        if self.is_held_by(self.ours) {
-            self.set(command);
+    /// Makes `command` the foreground process group, if this process's group is in the foreground.
+    pub(crate) fn hand_to(&self, command: Pid) {
+        if self.is_foreground(self.own_group) {
+            self.set_foreground(command);
         }
     }
 
-    /// Takes the terminal back, if the process group `command` has it.
-    pub(crate) fn take_back(&self, command: Pid) {
-        if self.is_held_by(command) {
-            self.set(self.ours);
+    /// Makes this process's group the foreground group, if `command` is in the foreground.
+    pub(crate) fn reclaim(&self, command: Pid) {
+        if self.is_foreground(command) {
+            self.set_foreground(self.own_group);
         }
     }
 
-    fn is_held_by(&self, group: Pid) -> bool {
+    fn is_foreground(&self, group: Pid) -> bool {
         self.tty.as_ref().is_some_and(|tty| tcgetpgrp(tty) == Ok(group))
     }
 
-    fn set(&self, group: Pid) {
+    fn set_foreground(&self, group: Pid) {
         if let Some(tty) = &self.tty {
             // Fails if the group or the terminal no longer exists, and then no process needs it.
             let _ = tcsetpgrp(tty, group);
@@ -79,9 +85,9 @@ pub(crate) enum AfterStop {
     /// Stop this job too, and continue the command when this process is continued.
     StopJob,
     /// Continue the command, with the terminal if possible.
-    GoOn,
+    Resume,
     /// Do nothing.
-    Leave,
+    Ignore,
 }
 
 /// Stops this process and all others in its group, as the terminal would. Returns when it is

@@ -2,26 +2,26 @@
 
 use std::os::unix::ffi::OsStrExt as _;
 
-use crate::support::{Done, Store};
+use crate::support::{CommandOutput, TestStore};
 
 /// Runs `command`, and checks that it is refused with `hint` and creates no file.
-fn refused(store: &Store, command: &mut std::process::Command, hint: &str) -> Done {
-    let done = Done::of(command);
+fn refused(store: &TestStore, command: &mut std::process::Command, hint: &str) -> CommandOutput {
+    let done = CommandOutput::of(command);
     assert_eq!(done.status, 64, "{command:?}: {done:?}");
     assert!(done.stderr.starts_with("lockreg: "), "{command:?}: {done:?}");
-    assert!(done.stderr.contains(hint), "{command:?} should say {hint:?}: {done:?}");
+    assert!(done.stderr.contains(hint), "{command:?} should contain {hint:?}: {done:?}");
     assert_eq!(done.stdout, "");
     assert!(
         !done.stderr.contains("panicked") && !done.stderr.contains("RUST_BACKTRACE"),
         "{done:?}"
     );
-    assert_eq!(std::fs::read_dir(store.folder()).unwrap().count(), 0, "{command:?} made something");
+    assert_eq!(std::fs::read_dir(store.folder()).unwrap().count(), 0, "{command:?} created a file");
     done
 }
 
 #[test]
-fn wrong_options_of_run_are_usage_errors() {
-    let store = Store::new();
+fn invalid_options_of_run_are_usage_errors() {
+    let store = TestStore::new();
     let cases: &[(&[&str], &str)] = &[
         (&["--wait", "1s", "--no-wait"], "cannot be used with"),
         (&["--wait", "-5s"], "negative"),
@@ -29,25 +29,25 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--wait", "5"], "no unit"),
         (&["--wait", "soon"], "`30s`"),
         (&["--wait", "100years"], "leave --wait out"),
-        (&["--wait", "99999999999999999999999s"], "no time"),
-        (&["--lease", "0s"], "--lease is 0s, less than the least"),
+        (&["--wait", "99999999999999999999999s"], "not a time"),
+        (&["--lease", "0s"], "--lease is 0s, less than the minimum"),
         (&["--lease", "1ms"], "--lease"),
-        (&["--lease", "99ms"], "less than the least, 100ms"),
-        (&["--lease", "25h"], "more than the most, 1day"),
+        (&["--lease", "99ms"], "less than the minimum 100ms"),
+        (&["--lease", "25h"], "more than the maximum 1day"),
         (&["--lease", "-1s"], "negative"),
-        (&["--lease", "100years"], "more than the most"),
+        (&["--lease", "100years"], "more than the maximum"),
         (&["--grace", "100years"], "longer than"),
         (&["--wiat", "1s"], "--wait"),
         (&["--url", "bogus:x"], "sqlite"),
-        (&["--url", "kafka:x"], "starts with no scheme that there is"),
+        (&["--url", "kafka:x"], "does not start with a known scheme"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
-        (&["--url", "postgres://localhost"], "does not name a database"),
+        (&["--url", "postgres://localhost"], "contains no database"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
-        (&["--url", "memory:?lease=1ms"], "less than the least"),
+        (&["--url", "memory:?lease=1ms"], "less than the minimum"),
         (&["--url", "memory:?layout=spring"], "`native`"),
         (&["--url", "memory:?layout=sprnig"], "did you mean `spring`?"),
-        (&["--url", "memory:?replicas=1"], "is for redis stores"),
-        (&["--url", "memory:?restart_guard=30s"], "is for redis+quorum stores"),
+        (&["--url", "memory:?replicas=1"], "is an option of redis stores"),
+        (&["--url", "memory:?restart_guard=30s"], "is an option of redis+quorum stores"),
         (&["--url", ""], "empty"),
         (&["--url", "locks.db"], "sqlite:PATH"),
         (&["--namespace", &"n".repeat(300)], "--namespace has 300 bytes"),
@@ -64,8 +64,8 @@ fn wrong_options_of_run_are_usage_errors() {
 
 #[cfg(not(feature = "etcd"))]
 #[test]
-fn a_cluster_of_etcd_that_is_not_built_in_names_the_feature() {
-    let store = Store::new();
+fn an_error_about_etcd_without_its_feature_names_the_feature() {
+    let store = TestStore::new();
     let mut command = store.lockreg(["list"]);
     command.env("LOCK_REGISTRY_URL", "etcd://localhost");
     refused(&store, &mut command, "--features etcd");
@@ -73,8 +73,8 @@ fn a_cluster_of_etcd_that_is_not_built_in_names_the_feature() {
 
 #[cfg(feature = "redis")]
 #[test]
-fn servers_that_cannot_work_together_are_usage_errors() {
-    let store = Store::new();
+fn invalid_redis_topologies_are_usage_errors() {
+    let store = TestStore::new();
     for (url, hint) in [
         ("redis://a,b", "`redis+cluster:`"),
         ("redis+sentinel://a,b", "write `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`"),
@@ -94,8 +94,8 @@ fn servers_that_cannot_work_together_are_usage_errors() {
 
 #[cfg(not(feature = "redis-tls"))]
 #[test]
-fn servers_that_are_not_built_in_name_their_feature() {
-    let store = Store::new();
+fn an_error_about_redis_tls_without_its_feature_names_the_feature() {
+    let store = TestStore::new();
     for kind in ["", "+sentinel", "+cluster", "+quorum"] {
         let url = format!("rediss{kind}://localhost");
         let hint = "--features redis-tls";
@@ -104,8 +104,8 @@ fn servers_that_are_not_built_in_name_their_feature() {
 }
 
 #[test]
-fn wrong_keys_are_usage_errors() {
-    let store = Store::new();
+fn invalid_keys_are_usage_errors() {
+    let store = TestStore::new();
     for subcommand in [&["run"][..], &["hold"], &["show"], &["break", "--yes"]] {
         for (key, hint) in [("", "must not be empty"), (&"k".repeat(4_097), "4097")] {
             let mut command = store.lockreg([]);
@@ -125,20 +125,20 @@ fn wrong_keys_are_usage_errors() {
 }
 
 #[test]
-fn odd_keys_are_keys_like_others() {
-    let store = Store::new();
+fn keys_with_special_characters_are_distinct_locks() {
+    let store = TestStore::new();
     let long = "k".repeat(4_096);
     let keys =
         ["/", "..", "a b", "'", "\"", "$(x)", "🔒", "\u{202e}abc", "\n", "%2F", long.as_str()];
     for key in keys {
         let done =
-            store.done(["--json", "run", key, "--", "sh", "-c", "printf %s \"$LOCKREG_KEY\""]);
+            store.run(["--json", "run", key, "--", "sh", "-c", "printf %s \"$LOCKREG_KEY\""]);
         assert_eq!((done.status, done.stdout.as_str()), (0, key));
     }
     let held: Vec<_> = keys
         .map(|key| {
             let held = store.start(["hold", "--no-wait", key]);
-            assert_eq!(held.says_json()["key"], key);
+            assert_eq!(held.next_json()["key"], key);
             held
         })
         .into();
@@ -146,33 +146,33 @@ fn odd_keys_are_keys_like_others() {
 }
 
 #[test]
-fn keys_that_look_like_options_are_keys_behind_two_dashes() {
-    let store = Store::new();
+fn a_key_that_begins_with_a_dash_is_accepted_after_two_dashes() {
+    let store = TestStore::new();
     for key in ["-key-", "--json", "--", "-"] {
         let script = ["sh", "-c", "printf %s \"$LOCKREG_KEY\"; exit 3"];
         let mut command = store.lockreg(["run", "--", key, "--"]);
-        let done = Done::of(command.args(script));
+        let done = CommandOutput::of(command.args(script));
         assert_eq!((done.status, done.stdout.as_str()), (3, key), "{done:?}");
 
         let mut held = store.start(["hold", "--no-wait", "--", key]);
-        assert_eq!(held.says_json()["key"], key);
-        assert_eq!(store.done(["show", "--", key]).status, 0);
-        assert_eq!(store.done(["break", "--yes", "--", key]).status, 0);
+        assert_eq!(held.next_json()["key"], key);
+        assert_eq!(store.run(["show", "--", key]).status, 0);
+        assert_eq!(store.run(["break", "--yes", "--", key]).status, 0);
         held.close_stdin();
         assert_eq!(held.wait(), 76);
     }
-    assert_eq!(store.done(["run", "--", "-key-", "sh", "-c", "exit 3"]).status, 3);
+    assert_eq!(store.run(["run", "--", "-key-", "sh", "-c", "exit 3"]).status, 3);
     // A key that begins with `-` without a `--` before it: the message contains the correction.
     for arguments in [&["run", "-k", "--", "true"][..], &["hold", "-k"], &["show", "-k"]] {
         let mut command = store.lockreg([]);
-        let done = Done::of(command.args(arguments));
+        let done = CommandOutput::of(command.args(arguments));
         assert!(done.status == 64 && done.stderr.contains("use '-- -k'"), "{done:?}");
     }
 }
 
 #[test]
-fn wrong_commands_are_usage_errors() {
-    let store = Store::new();
+fn invalid_commands_are_usage_errors() {
+    let store = TestStore::new();
     for (arguments, hint) in [
         (&["run", "key"][..], "COMMAND"),
         (&["run", "key", "--"], "COMMAND"),
@@ -190,12 +190,12 @@ fn wrong_commands_are_usage_errors() {
         let mut command = store.lockreg([]);
         refused(&store, command.args(arguments), hint);
     }
-    assert_eq!(store.done([]).status, 64);
+    assert_eq!(store.run([]).status, 64);
 }
 
 #[test]
-fn wrong_variables_are_usage_errors() {
-    let store = Store::new();
+fn invalid_variables_are_usage_errors() {
+    let store = TestStore::new();
     for (name, value, hint) in [
         ("LOCK_REGISTRY_LEESE", "1s", "LOCK_REGISTRY_LEASE"),
         ("LOCK_REGISTRY_LEASE", "1", "no unit"),
@@ -206,30 +206,30 @@ fn wrong_variables_are_usage_errors() {
         let mut command = store.lockreg(["list"]);
         refused(&store, command.env(name, value), hint);
     }
-    let mut homeless = store.lockreg(["list"]);
-    refused(&store, homeless.env_remove("HOME").env("XDG_STATE_HOME", "relative"), "--url");
+    let mut without_home = store.lockreg(["list"]);
+    refused(&store, without_home.env_remove("HOME").env("XDG_STATE_HOME", "relative"), "--url");
 }
 
 #[test]
-fn breaking_needs_a_yes_and_tells_what_would_be_broken() {
-    let store = Store::new();
+fn break_without_yes_prints_the_holder_and_releases_nothing() {
+    let store = TestStore::new();
     let holder = store.start(["hold", "--label", "worker 7", "key"]);
-    holder.says();
-    let done = store.done(["break", "key"]);
+    holder.next_line();
+    let done = store.run(["break", "key"]);
     assert_eq!(done.status, 64);
     assert!(done.stderr.contains("held by worker 7") && done.stderr.contains("--yes"), "{done:?}");
     assert!(store.holder("key").is_some());
     assert_eq!(holder.finish(), 0);
     for arguments in [&["break", "key"][..], &["break", "key", "--yes"]] {
         let mut command = store.lockreg([]);
-        let done = Done::of(command.args(arguments));
+        let done = CommandOutput::of(command.args(arguments));
         assert_eq!((done.status, done.stdout.as_str()), (1, "key is not locked\n"), "{done:?}");
     }
 }
 
 #[test]
-fn a_store_that_cannot_be_used_is_status_69_with_a_reason() {
-    let store = Store::new();
+fn a_store_that_cannot_be_opened_is_status_69_with_a_cause() {
+    let store = TestStore::new();
     let folder = store.folder().to_str().unwrap();
     let garbage = store.path("garbage.db");
     std::fs::write(
@@ -251,32 +251,32 @@ fn a_store_that_cannot_be_used_is_status_69_with_a_reason() {
             &["hold", "key"],
         ] {
             let mut command = store.lockreg([]);
-            let done = Done::of(command.args(["--url", &url]).args(arguments));
+            let done = CommandOutput::of(command.args(["--url", &url]).args(arguments));
             assert_eq!(done.status, 69, "{url} {arguments:?}: {done:?}");
             assert!(done.stderr.contains(hint), "{url}: {done:?}");
         }
     }
     let mut command = store.lockreg(["list"]);
-    let done = Done::of(command.env("XDG_STATE_HOME", store.path("file")));
+    let done = CommandOutput::of(command.env("XDG_STATE_HOME", store.path("file")));
     assert_eq!(done.status, 69, "{done:?}");
-    assert!(done.stderr.contains("folder"), "{done:?}");
+    assert!(done.stderr.contains("directory"), "{done:?}");
 }
 
 #[test]
-fn help_and_version_are_no_errors() {
-    let store = Store::new();
+fn help_and_version_exit_with_status_0() {
+    let store = TestStore::new();
     for arguments in [&["--help"][..], &["run", "--help"], &["-h"], &["--version"]] {
         let mut command = store.lockreg([]);
-        let done = Done::of(command.args(arguments));
+        let done = CommandOutput::of(command.args(arguments));
         assert_eq!((done.status, done.stderr.as_str()), (0, ""), "{arguments:?}");
         assert!(!done.stdout.is_empty());
     }
-    let help = store.done(["--help"]).stdout;
+    let help = store.run(["--help"]).stdout;
     for status in ["0", "1", "64", "69", "70", "71", "74", "75", "76", "126", "127"] {
         let line = format!("\n  {status} ");
         assert!(help.contains(&line), "{status}: {help}");
     }
-    let help = store.done(["bench", "--help"]).stdout;
+    let help = store.run(["bench", "--help"]).stdout;
     for limit in ["1024", "1h", "5 million"] {
         assert!(help.contains(limit), "{limit}: {help}");
     }

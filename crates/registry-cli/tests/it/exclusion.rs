@@ -1,8 +1,8 @@
 //! Of many processes started at once, only one at a time runs its command.
 
-use crate::support::{Process, Store, contents, until};
+use crate::support::{TestProcess, TestStore, contents, wait_until};
 
-const TOGETHER: usize = 20;
+const PROCESSES: usize = 20;
 
 /// Fails if another process is in the critical section. Appends the token to a file.
 const CRITICAL: &str = r#"
@@ -14,32 +14,32 @@ const CRITICAL: &str = r#"
 "#;
 
 #[test]
-fn of_many_that_do_not_wait_exactly_one_runs() {
-    let store = Store::new();
+fn exactly_one_of_many_processes_that_do_not_wait_runs() {
+    let store = TestStore::new();
     let start = || store.start(["run", "--no-wait", "nightly", "--", "sh", "-c", CRITICAL]);
-    let mut together: Vec<Process> = (0..TOGETHER).map(|_| start()).collect();
+    let mut processes: Vec<TestProcess> = (0..PROCESSES).map(|_| start()).collect();
 
     // The winner waits for the end of its stdin.
-    until("all but one to be refused", || {
-        together.retain_mut(|process| match process.try_wait() {
+    wait_until("all but one to be refused", || {
+        processes.retain_mut(|process| match process.try_wait() {
             Some(status) => {
                 assert_eq!(status.code(), Some(75));
                 false
             }
             None => true,
         });
-        together.len() == 1
+        processes.len() == 1
     });
-    let winner = together.pop().unwrap();
-    assert_eq!(winner.finish(), 0);
+    let runner = processes.pop().unwrap();
+    assert_eq!(runner.finish(), 0);
     assert_eq!(contents(&store.path("tokens")).lines().count(), 1);
     assert_eq!(store.holder("nightly"), None);
 }
 
 #[test]
-fn of_many_that_wait_all_run_one_after_the_other_with_rising_tokens() {
-    let store = Store::new();
-    let together: Vec<Process> = (0..TOGETHER)
+fn many_waiting_processes_run_one_after_the_other_with_increasing_tokens() {
+    let store = TestStore::new();
+    let processes: Vec<TestProcess> = (0..PROCESSES)
         .map(|_| {
             let mut process =
                 store.start(["run", "--wait", "80s", "nightly", "--", "sh", "-c", CRITICAL]);
@@ -47,28 +47,28 @@ fn of_many_that_wait_all_run_one_after_the_other_with_rising_tokens() {
             process
         })
         .collect();
-    for process in together {
+    for process in processes {
         assert_eq!(process.finish(), 0);
     }
     assert_eq!(contents(&store.path("violations")), "");
     let tokens: Vec<u64> =
         contents(&store.path("tokens")).lines().map(|line| line.parse().unwrap()).collect();
-    assert_eq!(tokens.len(), TOGETHER);
+    assert_eq!(tokens.len(), PROCESSES);
     assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
 }
 
 #[test]
-fn different_keys_and_namespaces_do_not_meet() {
-    let store = Store::new();
+fn different_keys_and_namespaces_are_independent() {
+    let store = TestStore::new();
     let hold = |arguments: [&str; 4]| {
         let held = store.start(arguments);
-        held.says();
+        held.next_line();
         held
     };
     let one = hold(["hold", "--no-wait", "a", "--json"]);
     let other = hold(["hold", "--no-wait", "b", "--json"]);
-    let elsewhere = hold(["hold", "--no-wait", "a", "--namespace=elsewhere"]);
-    for held in [one, other, elsewhere] {
+    let other_namespace = hold(["hold", "--no-wait", "a", "--namespace=elsewhere"]);
+    for held in [one, other, other_namespace] {
         assert_eq!(held.finish(), 0);
     }
 }

@@ -8,16 +8,16 @@ use std::process::{Child, Stdio};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::Signal;
 
-use crate::support::{Process, Store, children, is_alive, until};
+use crate::support::{TestProcess, TestStore, children, is_alive, wait_until};
 
 /// Starts what `lockreg` with the process id `parent` starts for a command that creates the file
 /// `ran`. Also returns the write end of its gate.
-fn shim(store: &Store, parent: u32) -> (Child, PipeWriter) {
-    let (waits_at, gate) = std::io::pipe().unwrap();
+fn shim(store: &TestStore, parent: u32) -> (Child, PipeWriter) {
+    let (gate_reader, gate) = std::io::pipe().unwrap();
     // Other processes that this process starts in the meantime inherit it too, which has no effect.
-    fcntl(&waits_at, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
+    fcntl(&gate_reader, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     let mut command = store.lockreg(["__exec"]);
-    command.arg(parent.to_string()).arg(waits_at.as_raw_fd().to_string());
+    command.arg(parent.to_string()).arg(gate_reader.as_raw_fd().to_string());
     command.args(["background", "/bin/sh", "sh", "-c", RUN]).stdin(Stdio::null());
     (command.spawn().unwrap(), gate)
 }
@@ -25,8 +25,8 @@ fn shim(store: &Store, parent: u32) -> (Child, PipeWriter) {
 const RUN: &str = r#": > "$T/ran""#;
 
 #[test]
-fn the_command_begins_when_it_is_told_to() {
-    let store = Store::new();
+fn the_command_starts_after_the_start_message() {
+    let store = TestStore::new();
     let (mut child, mut gate) = shim(&store, std::process::id());
     gate.write_all(b"!").unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
@@ -34,8 +34,8 @@ fn the_command_begins_when_it_is_told_to() {
 }
 
 #[test]
-fn the_command_never_begins_if_the_gate_is_closed() {
-    let store = Store::new();
+fn the_command_never_starts_if_the_gate_is_closed() {
+    let store = TestStore::new();
     let (mut child, gate) = shim(&store, std::process::id());
     drop(gate);
     assert_eq!(child.wait().unwrap().code(), Some(143));
@@ -43,8 +43,8 @@ fn the_command_never_begins_if_the_gate_is_closed() {
 }
 
 #[test]
-fn the_command_never_begins_if_lockreg_has_died_before_it_could_be_tied_to_it() {
-    let store = Store::new();
+fn the_command_never_starts_if_lockreg_died_before_the_death_signal_was_requested() {
+    let store = TestStore::new();
     // The child's parent is this test and not process 1. The child of a `lockreg` that died would
     // have another parent too.
     let (mut child, mut gate) = shim(&store, 1);
@@ -55,10 +55,10 @@ fn the_command_never_begins_if_lockreg_has_died_before_it_could_be_tied_to_it() 
 }
 
 #[test]
-fn the_command_never_begins_if_the_gate_cannot_be_watched() {
-    let store = Store::new();
+fn the_command_never_starts_if_the_gate_cannot_be_read() {
+    let store = TestStore::new();
     let parent = std::process::id().to_string();
-    let done = store.done(["__exec", &parent, "1000000", "background", "/bin/sh", "sh", "-c", RUN]);
+    let done = store.run(["__exec", &parent, "1000000", "background", "/bin/sh", "sh", "-c", RUN]);
     assert_eq!(done.status, 71, "{done:?}");
     assert!(done.stderr.contains("cannot wait for lockreg"), "{done:?}");
     assert!(!store.path("ran").exists());
@@ -66,10 +66,10 @@ fn the_command_never_begins_if_the_gate_cannot_be_watched() {
 
 /// Returns a `lockreg run` that was stopped with the lock, after it had started this number of
 /// processes and before its command started. It has lost the lock since.
-fn overtaken(started: usize) -> (Store, Process) {
+fn stopped_after(started: usize) -> (TestStore, TestProcess) {
     let mut caught = None;
-    until("lockreg to be caught at the right moment", || {
-        let store = Store::new();
+    wait_until("lockreg to be caught at the right moment", || {
+        let store = TestStore::new();
         let mut process =
             store.start(["run", "--lease", "1s", "--grace", "10m", "job", "--", "sh", "-c", RUN]);
         while children(process.pid()).len() < started {
@@ -79,7 +79,7 @@ fn overtaken(started: usize) -> (Store, Process) {
             }
         }
         process.signal(Signal::SIGSTOP);
-        assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
+        assert_eq!(store.run(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
         // A command that has not started by now waits at the gate.
         if children(process.pid()).len() == started && !store.path("ran").exists() {
             caught = Some((store, process));
@@ -94,30 +94,30 @@ const WATCHDOG: usize = 1;
 const WATCHDOG_AND_COMMAND: usize = 2;
 
 #[test]
-fn a_command_that_has_not_begun_when_the_lock_is_lost_never_does() {
-    let (store, mut process) = overtaken(WATCHDOG_AND_COMMAND);
+fn a_command_that_has_not_started_when_the_lock_is_lost_never_starts() {
+    let (store, mut process) = stopped_after(WATCHDOG_AND_COMMAND);
     process.signal(Signal::SIGCONT);
     assert_eq!(process.wait(), 76);
     assert!(!store.path("ran").exists());
 }
 
 #[test]
-fn a_loss_is_noticed_before_the_command_is_let_begin() {
-    let (store, mut process) = overtaken(WATCHDOG);
+fn a_loss_is_detected_before_the_command_starts() {
+    let (store, mut process) = stopped_after(WATCHDOG);
     process.signal(Signal::SIGCONT);
     assert_eq!(process.wait(), 76);
-    let told = process.complaints();
+    let stderr = process.remaining_stderr();
     // The command was not started and ended: it never started.
-    assert!(told.contains("lost") && !told.contains("the command"), "{told}");
+    assert!(stderr.contains("lost") && !stderr.contains("the command"), "{stderr}");
     assert!(!store.path("ran").exists());
 }
 
 #[test]
-fn a_command_that_has_not_begun_when_lockreg_is_killed_never_does() {
-    let (store, mut process) = overtaken(WATCHDOG_AND_COMMAND);
+fn a_command_that_has_not_started_when_lockreg_is_killed_never_starts() {
+    let (store, mut process) = stopped_after(WATCHDOG_AND_COMMAND);
     let started = children(process.pid());
     process.signal(Signal::SIGKILL);
     process.wait();
-    until("all that it has started to be gone", || !started.iter().any(|pid| is_alive(pid)));
+    wait_until("all that it has started to be gone", || !started.iter().any(|pid| is_alive(pid)));
     assert!(!store.path("ran").exists());
 }

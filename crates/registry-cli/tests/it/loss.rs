@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{Process, Store, full_pipe, is_alive, until};
+use crate::support::{TestProcess, TestStore, full_pipe, is_alive, wait_until};
 
 /// Prints its own process id and that of a process that it started. Both ignore SIGTERM.
-const STUBBORN: &str = r#"
+const IGNORES_SIGTERM: &str = r#"
     trap '' TERM
     (while :; do sleep 1; done) &
     echo $! $$
@@ -19,53 +19,64 @@ const STUBBORN: &str = r#"
 const LEASE: Duration = Duration::from_secs(2);
 
 #[test]
-fn a_killed_holder_leaves_no_command_and_its_key_is_free_after_the_lease() {
-    let store = Store::new();
-    let mut holder =
-        store.start(["run", "--lease", "2s", "--grace", "60s", "job", "--", "sh", "-c", STUBBORN]);
-    let pids = holder.says();
+fn the_command_of_a_killed_holder_is_ended_and_its_key_is_free_after_the_lease() {
+    let store = TestStore::new();
+    let mut holder = store.start([
+        "run",
+        "--lease",
+        "2s",
+        "--grace",
+        "60s",
+        "job",
+        "--",
+        "sh",
+        "-c",
+        IGNORES_SIGTERM,
+    ]);
+    let pids = holder.next_line();
 
     holder.signal(Signal::SIGKILL);
     let killed = Instant::now();
     holder.wait();
-    assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
+    assert_eq!(store.run(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
     let freed = killed.elapsed();
 
     // The lease, one second, and the time to start two programs on a busy machine.
     assert!(freed < LEASE + Duration::from_secs(11), "{freed:?}");
-    until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
+    wait_until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
 }
 
 #[test]
-fn a_command_that_can_end_in_peace_does_when_lockreg_is_killed() {
-    let store = Store::new();
-    let polite =
+fn the_command_receives_sigterm_when_lockreg_is_killed() {
+    let store = TestStore::new();
+    let script =
         r#"trap 'echo asked > "$T/asked"; exit' TERM; echo up; while :; do sleep 0.1; done"#;
-    let mut holder = store.start(["run", "job", "--", "sh", "-c", polite]);
-    holder.says();
+    let mut holder = store.start(["run", "job", "--", "sh", "-c", script]);
+    holder.next_line();
     holder.signal(Signal::SIGKILL);
     holder.wait();
-    until("the command to be asked", || store.path("asked").exists());
+    wait_until("the command to be asked", || store.path("asked").exists());
 }
 
 #[test]
-fn a_holder_that_was_stopped_beyond_its_lease_reports_loss_and_leaves_its_successor_alone() {
-    let store = Store::new();
+fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss_and_the_next_holder_keeps_its_lock()
+{
+    let store = TestStore::new();
     let mut holder =
         store.start(["run", "--lease", "1s", "job", "--", "sh", "-c", "echo $$; exec sleep 1000"]);
-    let pid = holder.says();
+    let pid = holder.next_line();
     holder.signal(Signal::SIGSTOP);
 
     let mut successor =
         store.start(["run", "--wait", "80s", "job", "--", "sh", "-c", "echo mine; cat"]);
-    assert_eq!(successor.says(), "mine");
+    assert_eq!(successor.next_line(), "mine");
     let token = store.holder("job").unwrap();
     // The command was ended with the lease although `lockreg` was stopped.
-    until("the command to be gone", || !is_alive(&pid));
+    wait_until("the command to be gone", || !is_alive(&pid));
 
     holder.signal(Signal::SIGCONT);
     assert_eq!(holder.wait(), 76);
-    assert!(holder.complaints().contains("was lost"));
+    assert!(holder.remaining_stderr().contains("was lost"));
     assert_eq!(store.holder("job"), Some(token));
     assert_eq!(successor.try_wait(), None);
     assert_eq!(successor.finish(), 0);
@@ -73,7 +84,7 @@ fn a_holder_that_was_stopped_beyond_its_lease_reports_loss_and_leaves_its_succes
 
 #[test]
 fn breaking_a_lock_ends_the_command_of_its_holder() {
-    let store = Store::new();
+    let store = TestStore::new();
     let mut holder = store.start([
         "run",
         "--lease",
@@ -84,100 +95,111 @@ fn breaking_a_lock_ends_the_command_of_its_holder() {
         "-c",
         "echo $$; exec sleep 1000",
     ]);
-    let pid = holder.says();
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    let pid = holder.next_line();
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
     assert_eq!(holder.wait(), 76);
     assert!(!is_alive(&pid));
-    let told = holder.complaints();
-    assert!(told.contains("\"job\" was lost") || told.contains("job was lost"), "{told}");
-    assert!(told.contains("ended by SIGTERM"), "{told}");
+    let stderr = holder.remaining_stderr();
+    assert!(stderr.contains("\"job\" was lost") || stderr.contains("job was lost"), "{stderr}");
+    assert!(stderr.contains("ended by SIGTERM"), "{stderr}");
 }
 
 #[test]
-fn a_command_that_will_not_end_is_killed_after_the_grace_time() {
-    let store = Store::new();
-    let mut holder = store
-        .start(["run", "--lease", "3s", "--grace", "200ms", "job", "--", "sh", "-c", STUBBORN]);
-    let pids = holder.says();
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+fn a_command_that_ignores_the_loss_is_killed_after_the_grace_time() {
+    let store = TestStore::new();
+    let mut holder = store.start([
+        "run",
+        "--lease",
+        "3s",
+        "--grace",
+        "200ms",
+        "job",
+        "--",
+        "sh",
+        "-c",
+        IGNORES_SIGTERM,
+    ]);
+    let pids = holder.next_line();
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
     assert_eq!(holder.wait(), 76);
-    until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
+    wait_until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
 }
 
 #[test]
-fn a_lock_that_was_broken_before_a_quick_command_ended_is_reported_lost() {
-    let store = Store::new();
+fn a_lock_that_was_broken_before_its_first_renewal_is_reported_lost() {
+    let store = TestStore::new();
     // The lease is so long that no renewal finds the loss.
     let mut holder =
         store.start(["run", "--lease", "1h", "job", "--", "sh", "-c", "echo up; read -r _"]);
-    holder.says();
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    holder.next_line();
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
     holder.close_stdin();
     assert_eq!(holder.wait(), 76);
 }
 
 #[cfg(feature = "sqlite")]
 #[test]
-fn a_loss_is_told_while_the_store_does_not_answer() {
+fn a_loss_is_reported_while_the_store_does_not_respond() {
     use lock_registry::sqlx::{Connection as _, Executor as _, SqliteConnection};
 
-    let store = Store::new();
+    let store = TestStore::new();
     // The loss must be reported long before this time-out of the store.
-    let start = |command: &mut Command| Process::start(command.env("LOCK_REGISTRY_TIMEOUT", "1h"));
+    let start =
+        |command: &mut Command| TestProcess::start(command.env("LOCK_REGISTRY_TIMEOUT", "1h"));
     let script = "echo $$; exec sleep 1000";
     let mut run =
         start(&mut store.lockreg(["run", "--lease", "2s", "job", "--", "sh", "-c", script]));
-    let pid = run.says();
+    let pid = run.next_line();
     let mut hold = start(&mut store.lockreg(["hold", "--lease", "2s", "other job"]));
-    hold.says();
+    hold.next_line();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
         let mut writer = SqliteConnection::connect(&url).await.unwrap();
         // Blocks all other writers until the rollback.
         writer.execute("BEGIN IMMEDIATE").await.unwrap();
-        run.complains("job was lost");
-        let told = Instant::now();
+        run.wait_for_stderr("job was lost");
+        let reported_at = Instant::now();
         assert_eq!(run.wait(), 76);
-        assert!(told.elapsed() < Duration::from_secs(7), "{:?}", told.elapsed());
+        assert!(reported_at.elapsed() < Duration::from_secs(7), "{:?}", reported_at.elapsed());
         assert!(!is_alive(&pid));
-        assert_eq!(hold.says_json()["lost"], "expired");
+        assert_eq!(hold.next_json()["lost"], "expired");
         assert_eq!(hold.wait(), 76);
         writer.execute("ROLLBACK").await.unwrap();
     });
 }
 
 #[test]
-fn hold_tells_of_loss_and_ends() {
-    let store = Store::new();
+fn hold_prints_the_loss_and_ends() {
+    let store = TestStore::new();
     let mut holder = store.start(["hold", "--lease", "3s", "job"]);
-    let held = holder.says_json();
+    let held = holder.next_json();
     assert_eq!(held["key"], "job");
     assert_eq!(held["token"].as_u64(), store.holder("job"));
     assert!(held["valid_for_ms"].as_u64().unwrap() <= 3_000);
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
-    assert_eq!(holder.says_json(), serde_json::json!({ "key": "job", "lost": "gone" }));
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
+    assert_eq!(holder.next_json(), serde_json::json!({ "key": "job", "lost": "gone" }));
     assert_eq!(holder.wait(), 76);
 }
 
 #[test]
-fn hold_that_was_stopped_beyond_its_lease_tells_of_loss_at_once() {
-    let store = Store::new();
+fn a_resumed_hold_prints_the_loss_of_its_expired_lock_at_once() {
+    let store = TestStore::new();
     let mut holder = store.start(["hold", "--lease", "3s", "job"]);
-    holder.says();
+    holder.next_line();
     holder.signal(Signal::SIGSTOP);
     let successor = store.start(["hold", "--wait", "80s", "job"]);
-    let token = successor.says_json()["token"].as_u64();
+    let token = successor.next_json()["token"].as_u64();
     holder.signal(Signal::SIGCONT);
-    assert!(holder.says_json()["lost"].is_string());
+    assert!(holder.next_json()["lost"].is_string());
     assert_eq!(holder.wait(), 76);
     assert_eq!(store.holder("job"), token);
     assert_eq!(successor.finish(), 0);
 }
 
 #[test]
-fn a_command_whose_lock_is_lost_ends_even_if_nobody_reads_what_is_told() {
-    let store = Store::new();
+fn a_loss_ends_the_command_even_if_stderr_is_blocked() {
+    let store = TestStore::new();
     let (_unread, full) = full_pipe();
     let mut holder = store
         .lockreg(["run", "--lease", "3s", "job", "--", "sh", "-c", "echo $$; exec sleep 1000"])
@@ -188,15 +210,15 @@ fn a_command_whose_lock_is_lost_ends_even_if_nobody_reads_what_is_told() {
         .unwrap();
     let mut pid = String::new();
     BufReader::new(holder.stdout.take().unwrap()).read_line(&mut pid).unwrap();
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
-    until("the command to be gone", || !is_alive(pid.trim()));
-    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
+    wait_until("the command to be gone", || !is_alive(pid.trim()));
+    wait_until("lockreg to end", || holder.try_wait().unwrap().is_some());
     assert_eq!(holder.wait().unwrap().code(), Some(76));
 }
 
 #[test]
-fn hold_tells_of_loss_by_its_status_if_nobody_reads_stdout() {
-    let store = Store::new();
+fn hold_reports_the_loss_by_its_status_if_stdout_is_closed() {
+    let store = TestStore::new();
     let mut holder = store
         .lockreg(["hold", "--lease", "3s", "job"])
         .stdin(Stdio::piped())
@@ -209,17 +231,17 @@ fn hold_tells_of_loss_by_its_status_if_nobody_reads_stdout() {
     BufReader::new(holder.stdout.take().unwrap()).read_line(&mut held).unwrap();
     // Kept open, because the end of stdin would end `hold` too.
     let _stdin = holder.stdin.take();
-    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
-    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    assert_eq!(store.run(["break", "job", "--yes"]).status, 0);
+    wait_until("lockreg to end", || holder.try_wait().unwrap().is_some());
     let done = holder.wait_with_output().unwrap();
     assert_eq!(done.status.code(), Some(76));
-    let told = String::from_utf8(done.stderr).unwrap();
-    assert!(told.contains("job was lost"), "{told}");
+    let stderr = String::from_utf8(done.stderr).unwrap();
+    assert!(stderr.contains("job was lost"), "{stderr}");
 }
 
 #[test]
-fn hold_that_cannot_tell_that_it_holds_ends_when_it_is_asked_to() {
-    let store = Store::new();
+fn hold_with_a_blocked_stdout_ends_when_its_stdin_is_closed() {
+    let store = TestStore::new();
     let (_unread, full) = full_pipe();
     let mut holder = store
         .lockreg(["hold", "job"])
@@ -228,8 +250,8 @@ fn hold_that_cannot_tell_that_it_holds_ends_when_it_is_asked_to() {
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
-    until("the lock to be held", || store.holder("job").is_some());
+    wait_until("the lock to be held", || store.holder("job").is_some());
     drop(holder.stdin.take());
-    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    wait_until("lockreg to end", || holder.try_wait().unwrap().is_some());
     assert_eq!(store.holder("job"), None);
 }

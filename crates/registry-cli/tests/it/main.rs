@@ -1,6 +1,6 @@
 //! Tests of the `lockreg` program, started as a process.
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(clippy::unwrap_used, reason = "a failed unwrap fails the test")]
 
 mod support;
 

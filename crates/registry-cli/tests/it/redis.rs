@@ -9,15 +9,15 @@ use registry_testkit::redis::RedisServer;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::support::{Done, Process, Store, contents, until};
+use crate::support::{CommandOutput, TestProcess, TestStore, contents, wait_until};
 
-const TOGETHER: usize = 10;
+const PROCESSES: usize = 10;
 
 /// Servers, and `lockreg` with their URL in its environment.
 struct Redis<S = RedisServer> {
     servers: Option<S>,
     runtime: Runtime,
-    store: Store,
+    store: TestStore,
     url: String,
 }
 
@@ -32,7 +32,7 @@ impl<S> Redis<S> {
         let runtime = Runtime::new().unwrap();
         let servers = runtime.block_on(start).unwrap();
         let url = url(&servers);
-        Self { servers: Some(servers), runtime, store: Store::new(), url }
+        Self { servers: Some(servers), runtime, store: TestStore::new(), url }
     }
 
     fn command(&self, arguments: &[&str]) -> std::process::Command {
@@ -41,12 +41,12 @@ impl<S> Redis<S> {
         command
     }
 
-    fn done(&self, arguments: &[&str]) -> Done {
-        Done::of(&mut self.command(arguments))
+    fn run(&self, arguments: &[&str]) -> CommandOutput {
+        CommandOutput::of(&mut self.command(arguments))
     }
 
     fn json(&self, arguments: &[&str]) -> Value {
-        let done = self.done(arguments);
+        let done = self.run(arguments);
         serde_json::from_str(&done.stdout).unwrap_or_else(|_| panic!("{done:?}"))
     }
 }
@@ -59,34 +59,35 @@ impl<S> Drop for Redis<S> {
 }
 
 #[test]
-fn of_ten_that_do_not_wait_exactly_one_runs() {
+fn exactly_one_of_ten_processes_that_do_not_wait_runs() {
     let redis = Redis::start(&[], "");
     let script = r#"echo "$LOCKREG_FENCING_TOKEN" >> "$T/tokens"; read -r _; true"#;
     let arguments = ["--url", &redis.url, "run", "--no-wait", "nightly", "--", "sh", "-c", script];
-    let mut together: Vec<Process> =
-        (0..TOGETHER).map(|_| Process::start(redis.store.lockreg([]).args(arguments))).collect();
-    until("all but one to be refused", || {
-        together.retain_mut(|process| match process.try_wait() {
+    let mut processes: Vec<TestProcess> = (0..PROCESSES)
+        .map(|_| TestProcess::start(redis.store.lockreg([]).args(arguments)))
+        .collect();
+    wait_until("all but one to be refused", || {
+        processes.retain_mut(|process| match process.try_wait() {
             Some(status) => {
                 assert_eq!(status.code(), Some(75));
                 false
             }
             None => true,
         });
-        together.len() == 1
+        processes.len() == 1
     });
-    assert_eq!(together.pop().unwrap().finish(), 0);
+    assert_eq!(processes.pop().unwrap().finish(), 0);
     let tokens = contents(&redis.store.path("tokens"));
     assert_eq!(tokens.lines().count(), 1, "{tokens}");
     assert!(tokens.trim().parse::<u64>().is_ok_and(|token| token > 0), "{tokens}");
 }
 
 #[test]
-fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_told() {
+fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_notified() {
     let redis = Redis::start(&["--requirepass", "canary"], ":canary@");
     let hold = ["--json", "hold", "--label", "worker 7", "--lease", "1s", "orders/42"];
-    let mut holder = Process::start(&mut redis.command(&hold));
-    let held = holder.says_json();
+    let mut holder = TestProcess::start(&mut redis.command(&hold));
+    let held = holder.next_json();
     assert_eq!(held["key"], "orders/42");
 
     let shown = redis.json(&["--json", "show", "orders/42"]);
@@ -99,13 +100,13 @@ fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_told() {
 
     let broken = redis.json(&["--json", "break", "orders/42", "--yes"]);
     assert_eq!(broken["broken"], json!(true));
-    assert_eq!(holder.says_json()["lost"], "gone");
+    assert_eq!(holder.next_json()["lost"], "gone");
     assert_eq!(holder.wait(), 76);
-    assert_eq!(redis.done(&["show", "orders/42"]).status, 1);
+    assert_eq!(redis.run(&["show", "orders/42"]).status, 1);
 }
 
 #[test]
-fn doctor_tells_the_class_and_what_is_set_up_wrong() {
+fn doctor_prints_the_class_and_the_configuration_faults() {
     let redis = Redis::start(&["--maxmemory-policy", "allkeys-lru"], "");
     let report = redis.json(&["doctor", "--json"]);
     assert_eq!((&report["store"], &report["reachable"]), (&json!("redis"), &json!(true)));
@@ -118,7 +119,7 @@ fn doctor_tells_the_class_and_what_is_set_up_wrong() {
     let found = warnings(&report);
     assert_eq!(found.len(), 1, "{report}");
     assert!(found[0]["message"].as_str().unwrap().contains("noeviction"), "{report}");
-    let text = redis.done(&["doctor"]).stdout;
+    let text = redis.run(&["doctor"]).stdout;
     assert!(text.contains("warning: ") && text.contains("all hosts"), "{text}");
     // A server with the recommended settings.
     let redis = Redis::start(&[], "");
@@ -133,21 +134,21 @@ fn bench_measures_a_server() {
 }
 
 #[test]
-fn a_server_that_says_no_or_is_gone_is_status_69_without_the_password() {
+fn a_refused_login_or_a_stopped_server_is_status_69_and_the_password_is_redacted() {
     let mut redis = Redis::start(&["--requirepass", "right"], "worker:canary@");
-    let told = |redis: &Redis, part: &str| {
+    let assert_refused = |redis: &Redis, part: &str| {
         for arguments in
             [&["list"][..], &["--json", "doctor"], &["-vvv", "run", "key", "--", "true"]]
         {
-            let done = redis.done(arguments);
+            let done = redis.run(arguments);
             assert_eq!(done.status, 69, "{done:?}");
             let text = format!("{}{}", done.stdout, done.stderr);
             assert!(text.contains(part) && !text.contains("canary"), "{done:?}");
         }
     };
-    told(&redis, "does not take this user or password");
+    assert_refused(&redis, "does not take this user or password");
     let inside = redis.runtime.enter();
     redis.servers = None;
     drop(inside);
-    told(&redis, "the connection was refused");
+    assert_refused(&redis, "the connection was refused");
 }

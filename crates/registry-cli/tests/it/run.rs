@@ -5,11 +5,11 @@ use std::process::{Command, Stdio};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{Done, Process, Store, contents, is_alive, until};
+use crate::support::{CommandOutput, TestProcess, TestStore, contents, is_alive, wait_until};
 
 #[test]
-fn the_command_gets_its_arguments_environment_and_streams_untouched() {
-    let store = Store::new();
+fn the_command_receives_its_arguments_environment_and_streams_unchanged() {
+    let store = TestStore::new();
     let odd = std::ffi::OsStr::from_bytes(b"\xff--url=x\n$y");
     let script = r#"printf '%s|%s|%s|' "$LOCKREG_KEY" "$1" "$2"; cat; test "$LOCKREG_FENCING_TOKEN" -gt 0; echo err >&2"#;
     let mut command =
@@ -30,8 +30,8 @@ fn the_command_gets_its_arguments_environment_and_streams_untouched() {
 }
 
 #[test]
-fn the_status_is_that_of_the_command_as_a_shell_would_tell_it() {
-    let store = Store::new();
+fn the_exit_status_is_the_status_of_the_command_as_in_a_shell() {
+    let store = TestStore::new();
     for (script, status) in [
         ("exit 0", 0),
         ("exit 1", 1),
@@ -41,14 +41,14 @@ fn the_status_is_that_of_the_command_as_a_shell_would_tell_it() {
         ("kill -KILL $$", 137),
         ("kill -INT $$", 130),
     ] {
-        assert_eq!(store.done(["run", "key", "--", "sh", "-c", script]).status, status, "{script}");
+        assert_eq!(store.run(["run", "key", "--", "sh", "-c", script]).status, status, "{script}");
         assert_eq!(store.holder("key"), None);
     }
 }
 
 #[test]
-fn a_command_that_cannot_run_takes_no_lock() {
-    let store = Store::new();
+fn a_command_that_cannot_be_executed_acquires_no_lock() {
+    let store = TestStore::new();
     let data = store.path("data");
     std::fs::write(&data, "").unwrap();
     for (command, status) in [
@@ -58,30 +58,30 @@ fn a_command_that_cannot_run_takes_no_lock() {
         (data.to_str().unwrap(), 126),
         ("/", 126),
     ] {
-        let done = store.done(["run", "key", "--", command]);
+        let done = store.run(["run", "key", "--", command]);
         assert_eq!(done.status, status, "{command:?}: {done:?}");
         assert!(done.stderr.starts_with("lockreg: error: command "), "{done:?}");
     }
-    assert!(!store.path("lock-registry").exists(), "nothing was opened");
+    assert!(!store.path("lock-registry").exists(), "the store was opened");
 }
 
 #[test]
 fn a_script_without_an_interpreter_line_runs_as_in_a_shell() {
-    let store = Store::new();
+    let store = TestStore::new();
     let script = store.path("script");
     std::fs::write(&script, "exit 9\n").unwrap();
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-    assert_eq!(store.done(["run", "key", "--", script.to_str().unwrap()]).status, 9);
+    assert_eq!(store.run(["run", "key", "--", script.to_str().unwrap()]).status, 9);
 }
 
 #[test]
-fn a_busy_lock_is_status_75_and_tells_who_has_it() {
-    let store = Store::new();
+fn a_busy_lock_is_status_75_and_the_holder_is_printed() {
+    let store = TestStore::new();
     let holder = store.start(["hold", "--label", "the nightly job", "key"]);
-    holder.says();
+    holder.next_line();
     for arguments in [["run", "--no-wait"], ["run", "--wait=0s"], ["run", "--wait=50ms"]] {
         let mut command = store.lockreg(arguments);
-        let done = Done::of(command.args(["key", "--", "touch"]).arg(store.path("ran")));
+        let done = CommandOutput::of(command.args(["key", "--", "touch"]).arg(store.path("ran")));
         assert_eq!(done.status, 75, "{done:?}");
         assert!(done.stderr.contains("held by the nightly job (for "), "{done:?}");
         assert!(done.stderr.contains("lease ends in"), "{done:?}");
@@ -92,25 +92,25 @@ fn a_busy_lock_is_status_75_and_tells_who_has_it() {
 }
 
 #[test]
-fn a_waiter_tells_who_has_the_lock_and_gets_it_when_it_is_free() {
-    let store = Store::new();
+fn a_waiter_prints_the_holder_and_acquires_the_lock_after_its_release() {
+    let store = TestStore::new();
     let holder = store.start(["hold", "--label", "worker 7", "key"]);
-    holder.says();
+    holder.next_line();
     let mut waiter = store.start(["run", "key", "--", "echo", "mine"]);
-    let line = waiter.complains("waiting for key");
+    let line = waiter.wait_for_stderr("waiting for key");
     assert!(line.starts_with("lockreg: waiting for key, held by worker 7 (for "), "{line}");
     assert_eq!(holder.finish(), 0);
-    assert_eq!(waiter.says(), "mine");
+    assert_eq!(waiter.next_line(), "mine");
     assert_eq!(waiter.wait(), 0);
 }
 
 #[test]
-fn sigterm_ends_the_command_and_all_it_started_and_frees_the_key() {
-    let store = Store::new();
+fn sigterm_ends_the_process_group_of_the_command_and_releases_the_lock() {
+    let store = TestStore::new();
     for (signal, status) in [(Signal::SIGTERM, 143), (Signal::SIGHUP, 129)] {
         let mut process =
             store.start(["run", "key", "--", "sh", "-c", "sleep 1000 & echo $! $$; wait"]);
-        let pids = process.says();
+        let pids = process.next_line();
         process.signal(signal);
         assert_eq!(process.wait(), status);
         assert!(pids.split(' ').all(|pid| !is_alive(pid)), "{pids}");
@@ -119,8 +119,8 @@ fn sigterm_ends_the_command_and_all_it_started_and_frees_the_key() {
 }
 
 #[test]
-fn signals_are_passed_on_and_the_command_decides() {
-    let store = Store::new();
+fn signals_are_forwarded_to_the_command() {
+    let store = TestStore::new();
     let script = r#"
         trap 'echo usr1' USR1
         trap 'echo usr2' USR2
@@ -129,23 +129,23 @@ fn signals_are_passed_on_and_the_command_decides() {
         while :; do sleep 0.1; done
     "#;
     let mut process = store.start(["run", "key", "--", "sh", "-c", script]);
-    assert_eq!(process.says(), "up");
-    for (signal, answer) in
+    assert_eq!(process.next_line(), "up");
+    for (signal, line) in
         [(Signal::SIGUSR1, "usr1"), (Signal::SIGUSR2, "usr2"), (Signal::SIGINT, "int")]
     {
         process.signal(signal);
-        assert_eq!(process.says(), answer);
+        assert_eq!(process.next_line(), line);
     }
     assert_eq!(process.wait(), 7);
 }
 
 #[test]
 fn a_command_that_ignores_sigterm_is_killed_after_the_grace_time() {
-    let store = Store::new();
+    let store = TestStore::new();
     for grace in ["0s", "200ms"] {
         let script = "trap '' TERM; echo $$; while :; do sleep 1; done";
         let mut process = store.start(["run", "--grace", grace, "key", "--", "sh", "-c", script]);
-        let pid = process.says();
+        let pid = process.next_line();
         process.signal(Signal::SIGTERM);
         assert_eq!(process.wait(), 137);
         assert!(!is_alive(&pid));
@@ -155,9 +155,9 @@ fn a_command_that_ignores_sigterm_is_killed_after_the_grace_time() {
 
 #[test]
 fn a_stopped_command_can_still_be_ended() {
-    let store = Store::new();
+    let store = TestStore::new();
     let mut process = store.start(["run", "key", "--", "sh", "-c", "echo $$; exec sleep 1000"]);
-    let pid = process.says();
+    let pid = process.next_line();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid.parse().unwrap()), Signal::SIGSTOP)
         .unwrap();
     process.signal(Signal::SIGTERM);
@@ -165,19 +165,19 @@ fn a_stopped_command_can_still_be_ended() {
 }
 
 #[test]
-fn a_waiter_that_is_told_to_end_never_runs_its_command() {
-    let store = Store::new();
+fn a_waiter_that_receives_a_signal_never_runs_its_command() {
+    let store = TestStore::new();
     let holder = store.start(["hold", "key"]);
-    holder.says();
+    holder.next_line();
     for (signal, status) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143), (Signal::SIGHUP, 129)] {
         let mut command = store.lockreg(["run", "key", "--", "touch"]);
-        let mut waiter = Process::start(command.arg(store.path("ran")));
-        waiter.complains("waiting for key");
+        let mut waiter = TestProcess::start(command.arg(store.path("ran")));
+        waiter.wait_for_stderr("waiting for key");
         waiter.signal(signal);
         assert_eq!(waiter.wait(), status);
     }
     let mut waiter = store.start(["hold", "key"]);
-    waiter.complains("waiting for key");
+    waiter.wait_for_stderr("waiting for key");
     waiter.signal(Signal::SIGTERM);
     assert_eq!(waiter.wait(), 143);
     assert_eq!(holder.finish(), 0);
@@ -185,8 +185,8 @@ fn a_waiter_that_is_told_to_end_never_runs_its_command() {
 }
 
 #[test]
-fn what_was_ignored_when_lockreg_was_started_stays_ignored() {
-    let store = Store::new();
+fn a_signal_that_was_ignored_at_the_start_stays_ignored() {
+    let store = TestStore::new();
     let mut command = Command::new("sh");
     command.args([
         "-c",
@@ -198,19 +198,19 @@ fn what_was_ignored_when_lockreg_was_started_stays_ignored() {
         "--",
     ]);
     command.args(["sh", "-c", "trap 'echo usr1' USR1; echo up; while :; do sleep 0.1; done"]);
-    let mut process = Process::start(command.env("XDG_STATE_HOME", store.folder()));
-    assert_eq!(process.says(), "up");
+    let mut process = TestProcess::start(command.env("XDG_STATE_HOME", store.folder()));
+    assert_eq!(process.next_line(), "up");
     process.signal(Signal::SIGHUP);
     process.signal(Signal::SIGUSR1);
-    assert_eq!(process.says(), "usr1");
+    assert_eq!(process.next_line(), "usr1");
     process.signal(Signal::SIGTERM);
     assert_eq!(process.wait(), 143);
 }
 
 #[test]
 fn the_command_inherits_no_blocked_signals() {
-    let store = Store::new();
-    let done = store.done(["run", "key", "--", "cat", "/proc/self/status"]);
+    let store = TestStore::new();
+    let done = store.run(["run", "key", "--", "cat", "/proc/self/status"]);
     let mask = |name: &str| {
         let line = done.stdout.lines().find_map(|line| line.strip_prefix(name)).unwrap();
         u64::from_str_radix(line.trim(), 16).unwrap()
@@ -220,10 +220,10 @@ fn the_command_inherits_no_blocked_signals() {
 }
 
 #[test]
-fn a_process_that_the_command_leaves_behind_on_purpose_is_left_alone() {
-    let store = Store::new();
+fn a_background_process_of_an_ended_command_continues() {
+    let store = TestStore::new();
     let script = "sleep 1000 > /dev/null 2>&1 & echo $! > \"$T/pid\"";
-    let done = store.done(["run", "key", "--", "sh", "-c", script]);
+    let done = store.run(["run", "key", "--", "sh", "-c", script]);
     assert_eq!(done.status, 0, "{done:?}");
     let pid = contents(&store.path("pid")).trim().to_owned();
     assert!(is_alive(&pid));
@@ -232,34 +232,34 @@ fn a_process_that_the_command_leaves_behind_on_purpose_is_left_alone() {
 }
 
 #[test]
-fn locks_nest() {
-    let store = Store::new();
+fn nested_locks_are_released_together() {
+    let store = TestStore::new();
     let exe = env!("CARGO_BIN_EXE_lockreg");
     let script = "echo $LOCKREG_KEY; sleep 1000 & echo $!; wait";
     let mut outer =
         store.start(["run", "outer", "--", exe, "run", "inner", "--", "sh", "-c", script]);
-    assert_eq!(outer.says(), "inner");
-    let pid = outer.says();
+    assert_eq!(outer.next_line(), "inner");
+    let pid = outer.next_line();
     assert!(store.holder("outer").is_some() && store.holder("inner").is_some());
     // The inner command is in a process group that the outer `lockreg` does not know.
     outer.signal(Signal::SIGTERM);
     assert_eq!(outer.wait(), 143);
-    until("the inner command to be gone", || !is_alive(&pid));
+    wait_until("the inner command to be gone", || !is_alive(&pid));
     assert_eq!((store.holder("outer"), store.holder("inner")), (None, None));
 }
 
 #[test]
-fn hold_ends_with_its_stdin_or_a_signal_and_frees_the_key() {
-    let store = Store::new();
+fn hold_ends_with_its_stdin_or_a_signal_and_releases_the_lock() {
+    let store = TestStore::new();
     let mut holder = store.start(["hold", "key"]);
-    holder.says();
-    holder.tell("what is written is thrown away");
+    holder.next_line();
+    holder.write_line("what is written is thrown away");
     assert!(store.holder("key").is_some());
     assert_eq!(holder.finish(), 0);
     assert_eq!(store.holder("key"), None);
 
     let mut holder = store.start(["hold", "key"]);
-    holder.says();
+    holder.next_line();
     holder.signal(Signal::SIGTERM);
     assert_eq!(holder.wait(), 0);
     assert_eq!(store.holder("key"), None);

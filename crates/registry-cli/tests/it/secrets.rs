@@ -3,7 +3,7 @@
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
 
-use crate::support::{Done, Store};
+use crate::support::{CommandOutput, TestStore};
 
 const URLS: &[&str] = &[
     "redis+cluster://user:canary@localhost/1",
@@ -28,13 +28,13 @@ const URLS: &[&str] = &[
     "canary",
 ];
 
-fn told(done: &Done) -> String {
+fn output_of(done: &CommandOutput) -> String {
     format!("{}{}", done.stdout, done.stderr)
 }
 
 #[test]
-fn no_output_holds_the_password_of_the_url() {
-    let store = Store::new();
+fn no_output_contains_the_password_of_the_url() {
+    let store = TestStore::new();
     for url in URLS {
         for arguments in [
             &["list"][..],
@@ -50,17 +50,17 @@ fn no_output_holds_the_password_of_the_url() {
                 .env("LOCK_REGISTRY_URL", url)
                 .env("LOCK_REGISTRY_LOG", "trace");
             for command in [&mut by_argument, &mut by_variable] {
-                let done = Done::of(command);
+                let done = CommandOutput::of(command);
                 assert_ne!(done.status, 0);
-                assert!(!told(&done).contains("canary"), "{url}: {done:?}");
+                assert!(!output_of(&done).contains("canary"), "{url}: {done:?}");
             }
         }
     }
 }
 
 #[test]
-fn a_url_where_none_belongs_is_not_repeated() {
-    let store = Store::new();
+fn a_misplaced_url_is_not_printed() {
+    let store = TestStore::new();
     let url = "redis://user:canary@localhost/0";
     for arguments in [
         &[url][..],
@@ -73,18 +73,18 @@ fn a_url_where_none_belongs_is_not_repeated() {
         &["run", "--wait", url, "key", "--", "true"],
     ] {
         let mut command = store.lockreg([]);
-        let done = Done::of(command.args(arguments));
+        let done = CommandOutput::of(command.args(arguments));
         assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
-        assert!(!told(&done).contains("canary"), "{arguments:?}: {done:?}");
+        assert!(!output_of(&done).contains("canary"), "{arguments:?}: {done:?}");
     }
     let mut joined = store.lockreg([]);
-    let done = Done::of(joined.args([&format!("--ulr={url}"), "list"]));
-    assert!(!told(&done).contains("canary"), "{done:?}");
+    let done = CommandOutput::of(joined.args([&format!("--ulr={url}"), "list"]));
+    assert!(!output_of(&done).contains("canary"), "{done:?}");
 }
 
 #[test]
-fn an_odd_url_where_none_belongs_is_not_repeated_either() {
-    let store = Store::new();
+fn a_misplaced_malformed_url_is_not_printed() {
+    let store = TestStore::new();
     for url in [
         &b"redis://user:canary\xff@localhost/0"[..],
         b"redis://user:can'\"\\\tary-canary@localhost/0",
@@ -98,9 +98,10 @@ fn an_odd_url_where_none_belongs_is_not_repeated_either() {
             let mut command = store.lockreg([]);
             // The last two arguments are also parts of the URL, which must not be redacted in place
             // of all of it.
-            let done = Done::of(command.args(arguments).arg(url).args(["user:", "redis:"]));
+            let done =
+                CommandOutput::of(command.args(arguments).arg(url).args(["user:", "redis:"]));
             assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
-            assert!(!told(&done).contains("canary"), "{arguments:?}: {done:?}");
+            assert!(!output_of(&done).contains("canary"), "{arguments:?}: {done:?}");
         }
     }
 }

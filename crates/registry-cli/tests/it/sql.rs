@@ -6,10 +6,10 @@ use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use serde_json::{Value, json};
 
-use crate::support::{Done, Process, Store};
+use crate::support::{CommandOutput, TestProcess, TestStore};
 
 struct Sql {
-    store: Store,
+    store: TestStore,
     url: String,
 }
 
@@ -23,12 +23,12 @@ impl Sql {
         command
     }
 
-    fn done(&self, mode: &str, arguments: &[&str]) -> Done {
-        Done::of(&mut self.command(mode, arguments))
+    fn run(&self, mode: &str, arguments: &[&str]) -> CommandOutput {
+        CommandOutput::of(&mut self.command(mode, arguments))
     }
 
     fn json(&self, mode: &str, arguments: &[&str]) -> Value {
-        let done = self.done(mode, arguments);
+        let done = self.run(mode, arguments);
         serde_json::from_str(&done.stdout).unwrap_or_else(|_| panic!("{done:?}"))
     }
 }
@@ -39,7 +39,7 @@ fn rows_are_shown_listed_and_broken_on_postgresql_and_sessions_are_not() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let _inside = runtime.enter();
     let server = runtime.block_on(PostgresServer::start()).unwrap();
-    rows_are_told_and_sessions_are_not(server.url());
+    assert_row_locks_are_inspectable_and_session_locks_are_not(server.url());
 }
 
 #[cfg(feature = "mysql")]
@@ -48,14 +48,14 @@ fn rows_are_shown_listed_and_broken_on_mariadb_and_sessions_are_not() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let _inside = runtime.enter();
     let server = runtime.block_on(MariaDbServer::start()).unwrap();
-    rows_are_told_and_sessions_are_not(server.url());
+    assert_row_locks_are_inspectable_and_session_locks_are_not(server.url());
 }
 
-fn rows_are_told_and_sessions_are_not(url: String) {
-    let sql = Sql { store: Store::new(), url };
+fn assert_row_locks_are_inspectable_and_session_locks_are_not(url: String) {
+    let sql = Sql { store: TestStore::new(), url };
     let hold = ["--json", "hold", "--label", "worker 7", "--lease", "5s", "orders/42"];
-    let mut holder = Process::start(&mut sql.command("row", &hold));
-    let held = holder.says_json();
+    let mut holder = TestProcess::start(&mut sql.command("row", &hold));
+    let held = holder.next_json();
     assert_eq!(held["key"], "orders/42");
     for mode in ["row", "lease"] {
         let shown = sql.json(mode, &["--json", "show", "orders/42"]);
@@ -66,13 +66,13 @@ fn rows_are_told_and_sessions_are_not(url: String) {
         assert_eq!(list[0]["key"], "orders/42");
     }
     for arguments in [&["show", "orders/42"][..], &["list"], &["break", "orders/42", "--yes"]] {
-        let refused = sql.done("session", arguments);
+        let refused = sql.run("session", arguments);
         assert_eq!(refused.status, 69, "{refused:?}");
         assert!(refused.stderr.contains("mode=session"), "{refused:?}");
     }
     let broken = sql.json("row", &["--json", "break", "orders/42", "--yes"]);
     assert_eq!(broken["broken"], json!(true));
-    assert_eq!(holder.says_json()["lost"], "gone");
+    assert_eq!(holder.next_json()["lost"], "gone");
     assert_eq!(holder.wait(), 76);
-    assert_eq!(sql.done("row", &["show", "orders/42"]).status, 1);
+    assert_eq!(sql.run("row", &["show", "orders/42"]).status, 1);
 }

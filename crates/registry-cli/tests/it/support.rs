@@ -13,15 +13,15 @@ use nix::unistd::Pid;
 use tempfile::TempDir;
 
 /// Longer than any step takes on a slow, busy machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// A store that no other test uses, in a temporary folder.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct TestStore {
     folder: TempDir,
 }
 
-impl Store {
+impl TestStore {
     pub(crate) fn new() -> Self {
         Self { folder: tempfile::tempdir().unwrap() }
     }
@@ -47,13 +47,13 @@ impl Store {
     }
 
     /// Runs `lockreg` until it ends.
-    pub(crate) fn done<const N: usize>(&self, arguments: [&str; N]) -> Done {
-        Done::of(&mut self.lockreg(arguments))
+    pub(crate) fn run<const N: usize>(&self, arguments: [&str; N]) -> CommandOutput {
+        CommandOutput::of(&mut self.lockreg(arguments))
     }
 
     /// Starts `lockreg` with pipes as stdin, stdout and stderr.
-    pub(crate) fn start<const N: usize>(&self, arguments: [&str; N]) -> Process {
-        Process::start(&mut self.lockreg(arguments))
+    pub(crate) fn start<const N: usize>(&self, arguments: [&str; N]) -> TestProcess {
+        TestProcess::start(&mut self.lockreg(arguments))
     }
 
     /// Returns the token of the holder of `key`, if the key is locked.
@@ -67,7 +67,7 @@ impl Store {
     }
 
     fn shown(&self, key: &str) -> serde_json::Value {
-        let done = self.done(["--json", "show", key]);
+        let done = self.run(["--json", "show", key]);
         let shown: serde_json::Value = serde_json::from_str(&done.stdout).unwrap();
         assert_eq!(shown["held"].as_bool(), Some(done.status == 0), "{done:?}");
         shown
@@ -76,19 +76,19 @@ impl Store {
 
 /// The result of a program that has ended.
 #[derive(Debug)]
-pub(crate) struct Done {
+pub(crate) struct CommandOutput {
     pub(crate) status: i32,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
 }
 
-impl Done {
+impl CommandOutput {
     pub(crate) fn of(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).output().unwrap().into()
     }
 }
 
-impl From<Output> for Done {
+impl From<Output> for CommandOutput {
     fn from(output: Output) -> Self {
         Self {
             status: output.status.code().unwrap_or(-1),
@@ -100,14 +100,14 @@ impl From<Output> for Done {
 
 /// A running program. The end of the test kills it.
 #[derive(Debug)]
-pub(crate) struct Process {
+pub(crate) struct TestProcess {
     child: Child,
     stdin: Option<ChildStdin>,
     stdout: Lines,
     stderr: Lines,
 }
 
-impl Process {
+impl TestProcess {
     pub(crate) fn start(command: &mut Command) -> Self {
         let mut child = command
             .stdin(Stdio::piped())
@@ -129,17 +129,17 @@ impl Process {
     }
 
     /// Waits for the next line of stdout.
-    pub(crate) fn says(&self) -> String {
+    pub(crate) fn next_line(&self) -> String {
         self.stdout.next()
     }
 
     /// Waits for the next line of stdout, and parses it as JSON.
-    pub(crate) fn says_json(&self) -> serde_json::Value {
-        serde_json::from_str(&self.says()).unwrap()
+    pub(crate) fn next_json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.next_line()).unwrap()
     }
 
     /// Waits for the next line of stderr that contains `part`.
-    pub(crate) fn complains(&self, part: &str) -> String {
+    pub(crate) fn wait_for_stderr(&self, part: &str) -> String {
         loop {
             let line = self.stderr.next();
             if line.contains(part) {
@@ -148,7 +148,7 @@ impl Process {
         }
     }
 
-    pub(crate) fn tell(&mut self, line: &str) {
+    pub(crate) fn write_line(&mut self, line: &str) {
         writeln!(self.stdin.as_mut().unwrap(), "{line}").unwrap();
     }
 
@@ -169,7 +169,7 @@ impl Process {
     /// Waits for the end with stdin as it is, and returns the exit status.
     pub(crate) fn wait(&mut self) -> i32 {
         let mut status = None;
-        until("the end of the process", || {
+        wait_until("the end of the process", || {
             status = self.try_wait();
             status.is_some()
         });
@@ -177,22 +177,22 @@ impl Process {
     }
 
     /// Returns the remaining lines of stderr, after the end.
-    pub(crate) fn complaints(&self) -> String {
+    pub(crate) fn remaining_stderr(&self) -> String {
         self.stderr.rest()
     }
 }
 
-impl Drop for Process {
+impl Drop for TestProcess {
     fn drop(&mut self) {
         // SIGTERM first, so that it ends its command too. SIGKILL, if it does not end.
         let _ = kill(self.pid(), Signal::SIGCONT);
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
             let _ = kill(self.pid(), Signal::SIGTERM);
-            let asked = Instant::now();
+            let requested_at = Instant::now();
             while self.child.try_wait().is_ok_and(|status| status.is_none())
-                && asked.elapsed() < PATIENCE / 6
+                && requested_at.elapsed() < TEST_TIMEOUT / 6
             {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
             }
             let _ = self.child.kill();
             let _ = self.child.wait();
@@ -206,10 +206,10 @@ struct Lines(Receiver<String>);
 
 impl Lines {
     fn of(pipe: impl std::io::Read + Send + 'static) -> Self {
-        let (tell, lines) = channel();
+        let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in BufReader::new(pipe).lines().map_while(Result::ok) {
-                if tell.send(line).is_err() {
+                if sender.send(line).is_err() {
                     return;
                 }
             }
@@ -218,12 +218,12 @@ impl Lines {
     }
 
     fn next(&self) -> String {
-        self.0.recv_timeout(PATIENCE).expect("another line")
+        self.0.recv_timeout(TEST_TIMEOUT).expect("another line")
     }
 
     fn rest(&self) -> String {
         let mut rest = String::new();
-        while let Ok(line) = self.0.recv_timeout(PATIENCE) {
+        while let Ok(line) = self.0.recv_timeout(TEST_TIMEOUT) {
             rest.push_str(&line);
             rest.push('\n');
         }
@@ -233,15 +233,15 @@ impl Lines {
 
 /// Polls until `happened` returns true. For processes and files, which send no notification.
 #[track_caller]
-pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
-    let began = Instant::now();
+pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
+    let started = Instant::now();
     while !happened() {
-        assert!(began.elapsed() < PATIENCE, "waited in vain for {what}");
-        std::thread::sleep(LOOK);
+        assert!(started.elapsed() < TEST_TIMEOUT, "no {what} within {TEST_TIMEOUT:?}");
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Returns whether the process runs. A zombie process does not.
 pub(crate) fn is_alive(pid: &str) -> bool {
@@ -259,7 +259,7 @@ pub(crate) fn children(parent: Pid) -> Vec<String> {
 }
 
 /// Returns whether `pid` is `lockreg` in the hidden role `role`.
-pub(crate) fn plays(pid: &str, role: &str) -> bool {
+pub(crate) fn has_role(pid: &str, role: &str) -> bool {
     let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     arguments.split('\0').nth(1) == Some(role)
 }

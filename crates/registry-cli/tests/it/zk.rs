@@ -4,13 +4,13 @@ use registry_testkit::zookeeper::ZooKeeperServer;
 use serde_json::{Value, json};
 use tokio::runtime::Runtime;
 
-use crate::support::{Done, Process, Store, contents};
+use crate::support::{CommandOutput, TestProcess, TestStore, contents};
 
 /// A server, and `lockreg` with its URL in its environment.
 struct ZooKeeper {
     server: Option<ZooKeeperServer>,
     runtime: Runtime,
-    store: Store,
+    store: TestStore,
     url: String,
 }
 
@@ -19,7 +19,7 @@ impl ZooKeeper {
         let runtime = Runtime::new().unwrap();
         let server = runtime.block_on(ZooKeeperServer::start()).unwrap();
         let url = format!("{}?{options}", server.url());
-        Self { server: Some(server), runtime, store: Store::new(), url }
+        Self { server: Some(server), runtime, store: TestStore::new(), url }
     }
 
     fn command(&self, arguments: &[&str]) -> std::process::Command {
@@ -28,12 +28,12 @@ impl ZooKeeper {
         command
     }
 
-    fn done(&self, arguments: &[&str]) -> Done {
-        Done::of(&mut self.command(arguments))
+    fn run(&self, arguments: &[&str]) -> CommandOutput {
+        CommandOutput::of(&mut self.command(arguments))
     }
 
     fn json(&self, arguments: &[&str]) -> Value {
-        let done = self.done(arguments);
+        let done = self.run(arguments);
         serde_json::from_str(&done.stdout).unwrap_or_else(|_| panic!("{done:?}"))
     }
 }
@@ -46,11 +46,11 @@ impl Drop for ZooKeeper {
 }
 
 #[test]
-fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_told() {
+fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_notified() {
     let zookeeper = ZooKeeper::start("");
     let hold = ["--json", "hold", "--label", "worker 7", "--lease", "5s", "orders/42"];
-    let mut holder = Process::start(&mut zookeeper.command(&hold));
-    let held = holder.says_json();
+    let mut holder = TestProcess::start(&mut zookeeper.command(&hold));
+    let held = holder.next_json();
     assert_eq!(held["key"], "orders/42");
 
     let shown = zookeeper.json(&["--json", "show", "orders/42"]);
@@ -63,17 +63,17 @@ fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_told() {
 
     let broken = zookeeper.json(&["--json", "break", "orders/42", "--yes"]);
     assert_eq!(broken["broken"], json!(true));
-    assert_eq!(holder.says_json()["lost"], "gone");
+    assert_eq!(holder.next_json()["lost"], "gone");
     assert_eq!(holder.wait(), 76);
-    assert_eq!(zookeeper.done(&["show", "orders/42"]).status, 1);
+    assert_eq!(zookeeper.run(&["show", "orders/42"]).status, 1);
 }
 
 #[test]
-fn a_program_runs_under_a_lock_and_leaves_it_free() {
+fn run_releases_its_lock_after_the_command() {
     let zookeeper = ZooKeeper::start("layout=curator");
     let script = r#"echo "$LOCKREG_FENCING_TOKEN" >> "$T/tokens""#;
     for _ in 0..3 {
-        let done = zookeeper.done(&["run", "nightly", "--", "sh", "-c", script]);
+        let done = zookeeper.run(&["run", "nightly", "--", "sh", "-c", script]);
         assert_eq!(done.status, 0, "{done:?}");
     }
     let tokens = contents(&zookeeper.store.path("tokens"));
@@ -82,7 +82,7 @@ fn a_program_runs_under_a_lock_and_leaves_it_free() {
 }
 
 #[test]
-fn doctor_tells_the_class_and_what_is_set_up_wrong() {
+fn doctor_prints_the_class_and_the_configuration_faults() {
     let zookeeper = ZooKeeper::start("auth=digest:app:canary&acl=creator");
     let report = zookeeper.json(&["doctor", "--json"]);
     assert_eq!((&report["store"], &report["reachable"]), (&json!("zookeeper"), &json!(true)));
@@ -103,13 +103,13 @@ fn doctor_tells_the_class_and_what_is_set_up_wrong() {
 }
 
 #[test]
-fn a_server_that_is_gone_is_status_69_without_the_password() {
+fn a_stopped_server_is_status_69_and_the_password_is_redacted() {
     let mut zookeeper = ZooKeeper::start("auth=digest:app:canary");
     let inside = zookeeper.runtime.enter();
     zookeeper.server = None;
     drop(inside);
     for arguments in [&["list"][..], &["--json", "doctor"], &["-vvv", "run", "key", "--", "true"]] {
-        let done = zookeeper.done(arguments);
+        let done = zookeeper.run(arguments);
         assert_eq!(done.status, 69, "{done:?}");
         let text = format!("{}{}", done.stdout, done.stderr);
         assert!(text.contains("none of the servers") && !text.contains("canary"), "{done:?}");

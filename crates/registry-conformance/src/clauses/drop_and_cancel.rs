@@ -1,5 +1,8 @@
 //! Guards and futures may be dropped, or left unpolled, at any point: no key stays locked.
-#![expect(clippy::async_yields_async, reason = "the sweep polls what is made; making it must not")]
+#![expect(
+    clippy::async_yields_async,
+    reason = "the sweep polls the created future; creating it must not"
+)]
 
 use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -10,84 +13,85 @@ use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, Owner,
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::context::TestContext;
 use crate::faulty::{Fault, Faults, Operation};
-use crate::lab::Lab;
-use crate::sweep::{Swept, sweep};
+use crate::sweep::{SweepOutcome, sweep};
 
 /// Dropping a guard releases the lock. Once its registry is idle, another process can acquire the
 /// lock.
-pub async fn a_dropped_guard_frees_the_lock(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_dropped_guard_frees_the_lock(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
     drop(guard);
-    here.idle().await;
-    let next = there.obtain("orders:42").try_lock().await.expect("no trouble");
-    next.expect("the janitor is idle").unlock().await.expect("a held lock is unlocked");
+    local.idle().await;
+    let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
+    next.expect("the background releaser is idle").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Dropping a guard lets a waiter of the same process acquire the lock.
-pub async fn a_dropped_guard_lets_the_next_caller_in(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn a_waiter_acquires_the_lock_of_a_dropped_guard(context: &TestContext) {
+    let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
-    let guard = lock.lock().await.expect("a free lock is had");
+    let guard = lock.lock().await.expect("a free lock is acquired");
     let mut waiting = pin!(lock.lock());
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     drop(guard);
-    let next = timeout(lab.patience(), waiting).await.expect("the guard was dropped");
-    next.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    let next = timeout(context.max_wait(), waiting).await.expect("the guard was dropped");
+    next.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A panic while a guard is in scope drops the guard, so that the lock is released.
-pub async fn a_panic_in_the_critical_section_frees_the_lock(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let lock = here.obtain("orders:42");
+pub async fn a_panic_in_the_critical_section_frees_the_lock(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let lock = local.obtain("orders:42");
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
-        let _guard = lock.lock().await.expect("a free lock is had");
+        let _guard = lock.lock().await.expect("a free lock is acquired");
         // Without a message, because this panic is expected.
         std::panic::resume_unwind(Box::new(()));
     });
     let end = tasks.join_next().await.expect("one task runs");
     assert!(end.is_err_and(|error| error.is_panic()));
-    lab.free_soon(&there, "orders:42").await;
-    lab.free_soon(&here, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    context.assert_becomes_free(&local, "orders:42").await;
 }
 
 /// A guard that is dropped on a thread without a runtime releases the lock.
-pub async fn a_guard_dropped_outside_the_runtime_frees_the_lock(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_guard_dropped_outside_the_runtime_frees_the_lock(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
     std::thread::spawn(move || drop(guard)).join().expect("dropping does not panic");
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
 }
 
 /// A waiting `lock` future that is dropped on a thread without a runtime leaves nothing behind: the
 /// key is free after the holder's unlock.
-pub async fn a_waiter_dropped_outside_the_runtime_leaves_nothing(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
-    let lock = here.obtain("orders:42");
+pub async fn a_waiter_dropped_outside_the_runtime_leaves_the_key_free(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let lock = local.obtain("orders:42");
     let mut waiting = Box::pin(async move { lock.lock().await.map(drop) });
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     std::thread::spawn(move || drop(waiting)).join().expect("dropping does not panic");
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
 }
 
 /// A `lock` future that was polled and is then left unpolled does not block other keys: they can be
 /// locked, and held locks are renewed. This occurs in a `select!` while another branch runs.
-pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
-    let registry = lab.registry_of(lab.renewed()).await;
-    let held = registry.obtain("orders:1").lock().await.expect("a free lock is had");
+pub async fn an_unpolled_future_does_not_block_other_keys(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
+    let held = registry.obtain("orders:1").lock().await.expect("a free lock is acquired");
     for n in 2..5 {
         let lock = registry.obtain(&format!("orders:n{n}"));
-        let mut parked = pin!(lock.lock());
+        let mut unpolled = pin!(lock.lock());
         // The request is now in flight, unless the store answers at once.
-        let first = poll!(parked.as_mut());
-        let other = registry.obtain(&format!("other:{n}")).try_lock().await.expect("no trouble");
-        other.expect("nobody holds it").unlock().await.expect("a held lock is unlocked");
+        let first = poll!(unpolled.as_mut());
+        let other =
+            registry.obtain(&format!("other:{n}")).try_lock().await.expect("the store answers");
+        other.expect("it is not held").unlock().await.expect("a held lock is unlocked");
         if n == 2 {
-            sleep(lab.renewed() * 2).await;
+            sleep(context.renewed_lease() * 2).await;
             assert!(held.is_held(), "nothing is renewed while a future is not polled");
         }
         drop(first);
@@ -97,334 +101,350 @@ pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
 
 /// A waiting `lock` future that is left unpolled leaves the store's queue: its claim is released
 /// after a lease. Polled again, it acquires the lock.
-pub async fn a_parked_lock_leaves_the_stores_queue(lab: &Lab) {
-    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
-    let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
-    let lock = here.obtain("orders:42");
-    let mut parked = pin!(lock.lock());
+pub async fn an_unpolled_lock_leaves_the_queue_of_the_store(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.short_lease()).await, context.registry().await);
+    let held = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let lock = local.obtain("orders:42");
+    let mut unpolled = pin!(lock.lock());
     // Long enough to receive a busy answer.
-    assert!(timeout(ASKED, parked.as_mut()).await.is_err(), "two guards of one key");
+    assert!(timeout(REQUEST_TIME, unpolled.as_mut()).await.is_err(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&lab.registry().await, "orders:42").await;
+    context.assert_becomes_free(&context.registry().await, "orders:42").await;
     // Polled again, the future starts a new acquisition.
-    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
-    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
+    late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A grant for a `lock` future that is left unpolled ends with its lease, also in a store that
 /// binds grants to a session.
-pub async fn a_parked_lock_gives_back_a_grant_that_it_does_not_take(lab: &Lab) {
+pub async fn a_grant_for_an_unpolled_lock_ends_with_its_lease(context: &TestContext) {
     let late = Fault::DelayReply(Duration::from_millis(50));
-    let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.short()), lab.registry().await);
-    let lock = here.obtain("orders:42");
-    let mut parked = pin!(lock.lock());
-    assert!(poll!(parked.as_mut()).is_pending(), "the store answers late");
-    lab.free_soon(&here, "orders:42").await;
-    lab.free_soon(&there, "orders:42").await;
-    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
-    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.short_lease()), context.registry().await);
+    let lock = local.obtain("orders:42");
+    let mut unpolled = pin!(lock.lock());
+    assert!(poll!(unpolled.as_mut()).is_pending(), "the store answers late");
+    context.assert_becomes_free(&local, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
+    late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A `lock` future may wait for the store on behalf of its process. If it is left unpolled, the
 /// next caller of the process can proceed after a lease.
-pub async fn a_parked_lock_lets_the_next_caller_of_its_process_pass(lab: &Lab) {
-    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
-    let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
-    let lock = here.obtain("orders:42");
-    let mut parked = pin!(lock.lock());
-    assert!(timeout(ASKED, parked.as_mut()).await.is_err(), "two guards of one key");
+pub async fn an_unpolled_lock_does_not_block_the_next_caller_of_its_process(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.short_lease()).await, context.registry().await);
+    let held = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let lock = local.obtain("orders:42");
+    let mut unpolled = pin!(lock.lock());
+    assert!(timeout(REQUEST_TIME, unpolled.as_mut()).await.is_err(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&here, "orders:42").await;
-    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
-    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    context.assert_becomes_free(&local, "orders:42").await;
+    let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
+    late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
-/// After a lease, a waiter that is left unpolled loses what it was given, and the next caller
+/// After a lease, a waiter that is left unpolled loses its lock or claim, and the next caller
 /// receives it. This applies to the local lock, to a claim, and to a further guard of its owner's
 /// lock.
-pub async fn a_parked_waiter_passes_on_what_it_was_given(lab: &Lab) {
-    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
-    let lock = here.obtain("orders:42");
-    let held = lock.lock().await.expect("a free lock is had");
-    let mut parked = pin!(lock.lock());
-    assert!(poll!(parked.as_mut()).is_pending(), "two guards of one key");
+pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.short_lease()).await, context.registry().await);
+    let lock = local.obtain("orders:42");
+    let held = lock.lock().await.expect("a free lock is acquired");
+    let mut unpolled = pin!(lock.lock());
+    assert!(poll!(unpolled.as_mut()).is_pending(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&here, "orders:42").await;
-    lab.free_soon(&there, "orders:42").await;
-    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
-    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    context.assert_becomes_free(&local, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
+    late.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 
     let owner = Owner::new();
     let own = || lock.lock_with(LockOptions::new().owner(&owner));
-    let held = lock.lock().await.expect("a free lock is had");
-    let (mut first, mut parked) = (pin!(own()), pin!(own()));
+    let held = lock.lock().await.expect("a free lock is acquired");
+    let (mut first, mut unpolled) = (pin!(own()), pin!(own()));
     assert!(poll!(first.as_mut()).is_pending(), "two guards of one key");
-    assert!(poll!(parked.as_mut()).is_pending(), "two guards of one key");
+    assert!(poll!(unpolled.as_mut()).is_pending(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
-    let first = timeout(lab.patience(), first).await.expect("the lock is free");
-    let first = first.expect("no trouble").expect("without a deadline");
+    let first = timeout(context.max_wait(), first).await.expect("the lock is free");
+    let first = first.expect("the store answers").expect("without a deadline");
     first.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders:42").await;
-    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
-    let late = late.expect("no trouble").expect("without a deadline");
+    context.assert_becomes_free(&remote, "orders:42").await;
+    let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
+    let late = late.expect("the store answers").expect("without a deadline");
     late.unlock().await.expect("a held lock is unlocked");
 }
 
 /// An `unlock` that was polled once and is then left unpolled still releases the lock.
-pub async fn a_parked_unlock_frees_the_lock(lab: &Lab) {
+pub async fn an_unpolled_unlock_frees_the_lock(context: &TestContext) {
     let late = Fault::DelayReply(Duration::from_millis(50));
-    let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, late)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.short()), lab.registry().await);
-    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
-    let mut parked = pin!(guard.unlock());
-    assert!(poll!(parked.as_mut()).is_pending(), "the store answers late");
-    lab.free_soon(&here, "orders:42").await;
-    lab.free_soon(&there, "orders:42").await;
-    let told = timeout(lab.patience(), parked).await.expect("the release is answered");
+    let faulty = context.faulty(Faults::none().at(Operation::Release, 1, late)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.short_lease()), context.registry().await);
+    let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let mut unpolled = pin!(guard.unlock());
+    assert!(poll!(unpolled.as_mut()).is_pending(), "the store answers late");
+    context.assert_becomes_free(&local, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    let result = timeout(context.max_wait(), unpolled).await.expect("the release is answered");
     // The lease may have ended before the release.
-    assert!(matches!(told, Ok(()) | Err(LockError::Lost { .. })), "{told:?}");
+    assert!(matches!(result, Ok(()) | Err(LockError::Lost { .. })), "{result:?}");
 }
 
 /// Dropping the lock handle or the registry does not release a held lock, which is still renewed.
-pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
-    let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
-    let lock = here.obtain("orders:42");
-    let guard = lock.lock().await.expect("a free lock is had");
+pub async fn a_dropped_handle_or_registry_releases_no_lock(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+    let lock = local.obtain("orders:42");
+    let guard = lock.lock().await.expect("a free lock is acquired");
     drop(lock);
-    drop(here);
-    sleep(lab.renewed() * 2).await;
-    assert!(guard.is_held(), "nobody renews for a guard that outlives its registry");
-    assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    drop(local);
+    sleep(context.renewed_lease() * 2).await;
+    assert!(guard.is_held(), "a guard that outlives its registry is not renewed");
+    assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
 }
 
 /// A `lock` future that is dropped while it waits leaves no record in the store. After the holder's
 /// unlock, another process can acquire the lock at once.
-pub async fn a_dropped_waiter_leaves_no_record(lab: &Lab) {
-    let (holder, waiter) = (lab.registry().await, lab.registry().await);
-    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_dropped_waiter_leaves_no_record(context: &TestContext) {
+    let (holder, waiter) = (context.registry().await, context.registry().await);
+    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is acquired");
     for _ in 0..5 {
         let lock = waiter.obtain("orders:42");
-        let gone = timeout(Duration::from_millis(20), lock.lock()).await;
-        assert!(gone.is_err(), "two guards of one key");
+        let dropped_wait = timeout(Duration::from_millis(20), lock.lock()).await;
+        assert!(dropped_wait.is_err(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
     waiter.idle().await;
-    let third = lab.registry().await;
-    let next = third.obtain("orders:42").try_lock().await.expect("no trouble");
-    next.expect("those who waited are gone").unlock().await.expect("a held lock is unlocked");
+    let third = context.registry().await;
+    let next = third.obtain("orders:42").try_lock().await.expect("the store answers");
+    next.expect("the dropped waiters left the queue")
+        .unlock()
+        .await
+        .expect("a held lock is unlocked");
 }
 
 /// If the first waiter is dropped after the lock passed to it, the second waiter acquires the lock.
-pub async fn a_dropped_waiter_lets_the_next_one_pass(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn a_dropped_waiter_does_not_block_the_next_one(context: &TestContext) {
+    let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
-    let guard = lock.lock().await.expect("a free lock is had");
+    let guard = lock.lock().await.expect("a free lock is acquired");
     let mut first = Box::pin(lock.lock());
     let mut second = Box::pin(lock.lock());
     assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
     // The lock passes to the first waiter, which is dropped before it is polled again.
     guard.unlock().await.expect("a held lock is unlocked");
     drop(first);
-    let next = timeout(lab.patience(), second).await.expect("the one in front is gone");
-    next.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+    let next = timeout(context.max_wait(), second).await.expect("the first waiter was dropped");
+    next.expect("the store answers").unlock().await.expect("a held lock is unlocked");
 }
 
 /// If a `lock` future is dropped while its acquire is in flight, the key is soon free, for this
 /// process and for others.
-pub async fn an_acquisition_dropped_in_flight_is_given_back(lab: &Lab) {
+pub async fn an_acquisition_dropped_in_flight_is_released(context: &TestContext) {
     for delay in [Fault::DelayRequest, Fault::DelayReply] {
         let late = delay(Duration::from_millis(200));
-        let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
-        let registry = lab.registry_over(&faulty, lab.long());
+        let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+        let registry = context.registry_over(&faulty, context.long_lease());
         let lock = registry.obtain("orders:42");
-        let gone = timeout(Duration::from_millis(50), lock.lock()).await;
-        assert!(gone.is_err(), "the store answers late");
-        lab.free_soon(&registry, "orders:42").await;
-        let other = lab.registry().await;
-        lab.free_soon(&other, "orders:42").await;
+        let dropped_wait = timeout(Duration::from_millis(50), lock.lock()).await;
+        assert!(dropped_wait.is_err(), "the store answers late");
+        context.assert_becomes_free(&registry, "orders:42").await;
+        let other = context.registry().await;
+        context.assert_becomes_free(&other, "orders:42").await;
     }
 }
 
 /// A grant whose reply was lost is released long before its lease ends.
-pub async fn a_grant_whose_reply_was_lost_is_given_back(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let other = lab.registry().await;
+pub async fn a_grant_with_a_lost_reply_is_released(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let other = context.registry().await;
     match registry.obtain("orders:42").try_lock().await {
         Err(LockError::Backend { .. }) => {}
         Ok(Some(guard)) => guard.unlock().await.expect("a held lock is unlocked"),
         other => panic!("a lost reply is reported as {other:?}"),
     }
-    lab.free_soon(&other, "orders:42").await;
+    context.assert_becomes_free(&other, "orders:42").await;
 }
 
 /// An acquire that reaches the store after its own release leaves the key locked for at most its
 /// lease.
-pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(lab: &Lab) {
+pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(context: &TestContext) {
     let late = Fault::RepeatLate(Duration::from_millis(100));
-    let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+    let faulty = context.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     guard.unlock().await.expect("a held lock is unlocked");
-    faulty.settled().await;
-    lab.free_soon(&lab.registry().await, "orders:42").await;
+    faulty.wait_for_late_requests().await;
+    context.assert_becomes_free(&context.registry().await, "orders:42").await;
 }
 
 /// A registry keeps no local lock for keys that are no longer used.
-pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
-    let registry = lab.registry().await;
-    let held = lab.registry().await;
-    let foreign = held.obtain("orders:n3").lock().await.expect("a free lock is had");
+pub async fn no_local_lock_remains_for_unused_keys(context: &TestContext) {
+    let registry = context.registry().await;
+    let held = context.registry().await;
+    let remote_guard = held.obtain("orders:n3").lock().await.expect("a free lock is acquired");
     for n in 0..20 {
         let lock = registry.obtain(&format!("orders:n{}", n % 4));
         match n % 4 {
-            0 => drop(lock.lock().await.expect("a free lock is had")),
+            0 => drop(lock.lock().await.expect("a free lock is acquired")),
             1 => lock
                 .lock()
                 .await
-                .expect("a free lock is had")
+                .expect("a free lock is acquired")
                 .unlock()
                 .await
                 .expect("a held lock is unlocked"),
-            2 => assert!(lock.try_lock().await.expect("no trouble").is_some()),
+            2 => assert!(lock.try_lock().await.expect("the store answers").is_some()),
             _ => assert!(lock.try_lock().await.expect("busy is no error").is_none()),
         }
         registry.idle().await;
     }
-    assert_eq!(registry.slots(), 0);
-    foreign.unlock().await.expect("a held lock is unlocked");
+    assert_eq!(registry.local_locks(), 0);
+    remote_guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// A `lock` future may be dropped at every poll. The key is soon free, for this process and for
 /// others.
-pub async fn lock_may_be_dropped_at_every_poll(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn lock_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let make = async || {
-        let lock = here.obtain("orders:42");
+        let lock = local.obtain("orders:42");
         async move { lock.lock().await }
     };
     sweep(make, POLLS_MAX, async |end| {
-        if let Swept::Completed { output, .. } = end {
-            output.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+        if let SweepOutcome::Completed { output, .. } = end {
+            output
+                .expect("a free lock is acquired")
+                .unlock()
+                .await
+                .expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders:42").await;
-        lab.free_soon(&here, "orders:42").await;
+        context.assert_becomes_free(&remote, "orders:42").await;
+        context.assert_becomes_free(&local, "orders:42").await;
     })
     .await;
 }
 
 /// A `try_lock_for` future that waits for another process may be dropped at every poll, so at every
 /// step of waiting. The key is soon free.
-pub async fn a_waiting_lock_may_be_dropped_at_every_poll(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let third = lab.registry().await;
+pub async fn a_waiting_lock_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
     let unlocking = Mutex::new(JoinSet::new());
     let make = async || {
-        let guard = there.obtain("orders:42").lock().await.expect("the lock is had at last");
+        let guard = remote.obtain("orders:42").lock().await.expect("the lock is acquired");
         locked(&unlocking).spawn(unlock_soon(guard));
-        let lock = here.obtain("orders:42");
+        let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
     sweep(make, POLLS_MAX, async |end| {
-        if let Swept::Completed { output, .. } = end {
-            let guard = output.expect("no trouble").expect("the lock is given up while we wait");
+        if let SweepOutcome::Completed { output, .. } = end {
+            let guard =
+                output.expect("the store answers").expect("the lock is released during the wait");
             guard.unlock().await.expect("a held lock is unlocked");
         }
-        lab.free_soon(&third, "orders:42").await;
-        lab.free_soon(&here, "orders:42").await;
+        context.assert_becomes_free(&third, "orders:42").await;
+        context.assert_becomes_free(&local, "orders:42").await;
     })
     .await;
 }
 
 /// A `lock` future that waits for a guard of its own process, and may receive its claim by
 /// hand-over, may be dropped at every poll. The key is soon free.
-pub async fn a_queued_lock_may_be_dropped_at_every_poll(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn a_queued_lock_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let unlocking = Mutex::new(JoinSet::new());
     let make = async || {
-        let lock = here.obtain("orders:42");
-        let guard = lock.lock().await.expect("the lock is had at last");
+        let lock = local.obtain("orders:42");
+        let guard = lock.lock().await.expect("the lock is acquired");
         locked(&unlocking).spawn(unlock_soon(guard));
         async move { lock.lock().await }
     };
     sweep(make, POLLS_MAX, async |end| {
-        if let Swept::Completed { output, .. } = end {
-            output
-                .expect("the lock is had at last")
-                .unlock()
-                .await
-                .expect("a held lock is unlocked");
+        if let SweepOutcome::Completed { output, .. } = end {
+            output.expect("the lock is acquired").unlock().await.expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders:42").await;
-        lab.free_soon(&here, "orders:42").await;
+        context.assert_becomes_free(&remote, "orders:42").await;
+        context.assert_becomes_free(&local, "orders:42").await;
     })
     .await;
 }
 
 /// A `try_lock_for` future may be dropped at every poll while the store is slow. The engine
 /// completes requests in flight, and the key is soon free.
-pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
+pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayRequest(Duration::from_millis(15));
     let slow_reply = Fault::DelayReply(Duration::from_millis(15));
     let faults =
         Faults::none().always(Operation::Acquire, slow).always(Operation::Acquire, slow_reply);
-    let faulty = lab.faulty(faults).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
+    let faulty = context.faulty(faults).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let make = async || {
-        let lock = here.obtain("orders:42");
+        let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
     sweep(make, POLLS_MAX, async |end| {
-        if let Swept::Completed { output, .. } = end {
-            let guard = output.expect("no trouble").expect("no other caller wants the lock");
+        if let SweepOutcome::Completed { output, .. } = end {
+            let guard = output.expect("the store answers").expect("no other caller wants the lock");
             guard.unlock().await.expect("a held lock is unlocked");
         }
-        // `there` does not know of a request in flight, but callers of `here` queue behind it. So
-        // `here` is first.
-        lab.free_soon(&here, "orders:42").await;
-        lab.free_soon(&there, "orders:42").await;
+        // `remote` does not know of a request in flight, but callers of `local` queue behind it. So
+        // `local` is first.
+        context.assert_becomes_free(&local, "orders:42").await;
+        context.assert_becomes_free(&remote, "orders:42").await;
     })
     .await;
 }
 
 /// An `unlock` future may be dropped at every poll, and the lock is still released.
-pub async fn unlock_may_be_dropped_at_every_poll(lab: &Lab) {
+pub async fn unlock_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
-    let faulty = lab.faulty(Faults::none().always(Operation::Release, slow)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
+    let faulty = context.faulty(Faults::none().always(Operation::Release, slow)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
     let make = async || {
-        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
+        let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
         guard.unlock()
     };
     sweep(make, POLLS_MAX, async |end| {
-        if let Swept::Completed { output, .. } = end {
+        if let SweepOutcome::Completed { output, .. } = end {
             output.expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders:42").await;
-        lab.free_soon(&here, "orders:42").await;
+        context.assert_becomes_free(&remote, "orders:42").await;
+        context.assert_becomes_free(&local, "orders:42").await;
     })
     .await;
 }
 
 /// A `renew` future may be dropped at every poll. The guard stays held and can be renewed again.
-pub async fn renew_may_be_dropped_at_every_poll(lab: &Lab) {
+pub async fn renew_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
-    let faulty = lab.faulty(Faults::none().always(Operation::Renew, slow)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
-    guarded_sweep(lab, &here, &there, async |guard| {
-        lab.renew_by_hand(guard, lab.long()).await.expect("a held lock is renewed");
+    let faulty = context.faulty(Faults::none().always(Operation::Renew, slow)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    guarded_sweep(context, &local, &remote, async |guard| {
+        context
+            .renew_with_retries(guard, context.long_lease())
+            .await
+            .expect("a held lock is renewed");
     })
     .await;
 }
 
 /// A `protect` future may be dropped at every poll. The work is dropped, and the guard stays held
 /// and usable.
-pub async fn protect_may_be_dropped_at_every_poll(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    guarded_sweep(lab, &here, &there, async |guard| {
+pub async fn protect_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    guarded_sweep(context, &local, &remote, async |guard| {
         let work = async {
             for _ in 0..3 {
                 sleep(Duration::from_millis(5)).await;
@@ -440,59 +460,59 @@ pub async fn protect_may_be_dropped_at_every_poll(lab: &Lab) {
     reason = "it is Send whenever the work is; the bound cannot be written yet"
 )]
 async fn guarded_sweep(
-    lab: &Lab,
-    here: &Registry,
-    there: &Registry,
+    context: &TestContext,
+    local: &Registry,
+    remote: &Registry,
     work: impl AsyncFn(&LockGuard),
 ) {
-    let kept: Mutex<Option<Arc<LockGuard>>> = Mutex::new(None);
+    let slot: Mutex<Option<Arc<LockGuard>>> = Mutex::new(None);
     let work = &work;
     let make = async || {
-        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
+        let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
         let guard = Arc::new(guard);
-        *locked(&kept) = Some(Arc::clone(&guard));
+        *locked(&slot) = Some(Arc::clone(&guard));
         async move { work(&guard).await }
     };
     sweep(make, POLLS_MAX, async |_| {
-        let guard = locked(&kept).take().and_then(Arc::into_inner).expect("the future is gone");
-        assert!(guard.is_held(), "the guard suffers from what was dropped");
+        let guard = locked(&slot).take().and_then(Arc::into_inner).expect("the future was dropped");
+        assert!(guard.is_held(), "the dropped future affected the guard");
         work(&guard).await;
         guard.unlock().await.expect("a held lock is unlocked");
-        lab.free_soon(there, "orders:42").await;
+        context.assert_becomes_free(remote, "orders:42").await;
     })
     .await;
 }
 
 /// A `close` future may be dropped at every poll. A second call of `close` completes, and no key
 /// stays locked.
-pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
-    let there = lab.registry().await;
-    let kept: Mutex<Option<(Registry, LockGuard)>> = Mutex::new(None);
+pub async fn close_may_be_dropped_at_every_poll(context: &TestContext) {
+    let remote = context.registry().await;
+    let slot: Mutex<Option<(Registry, LockGuard)>> = Mutex::new(None);
     let make = async || {
-        let here = lab.registry().await;
-        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
-        let dropped = here.obtain("orders:43").lock().await.expect("the lock is had at last");
+        let local = context.registry().await;
+        let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
+        let dropped = local.obtain("orders:43").lock().await.expect("the lock is acquired");
         drop(dropped);
-        *locked(&kept) = Some((here.clone(), guard));
-        async move { here.close(Duration::from_millis(20)).await }
+        *locked(&slot) = Some((local.clone(), guard));
+        async move { local.close(Duration::from_millis(20)).await }
     };
     sweep(make, POLLS_MAX, async |_| {
-        let (here, guard) = locked(&kept).take().expect("it was put there");
-        here.close(Duration::from_millis(20)).await;
+        let (local, guard) = locked(&slot).take().expect("the value was set");
+        local.close(Duration::from_millis(20)).await;
         assert!(!guard.is_held(), "a closed registry holds");
-        lab.free_soon(&there, "orders:42").await;
-        lab.free_soon(&there, "orders:43").await;
+        context.assert_becomes_free(&remote, "orders:42").await;
+        context.assert_becomes_free(&remote, "orders:43").await;
     })
     .await;
 }
 
 /// A re-entrant `lock_with` future may be dropped at every poll. The outer guard keeps the lock.
-pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn reentry_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let owner = Owner::new();
-    let lock = here.obtain("orders:42");
+    let lock = local.obtain("orders:42");
     let own = || LockOptions::new().owner(&owner);
-    let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
+    let outer = lock.lock_with(own()).await.expect("the store answers").expect("the lock is free");
     let make = async || {
         let (lock, options) = (lock.clone(), own());
         async move { lock.lock_with(options).await }
@@ -500,11 +520,11 @@ pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
     sweep(make, POLLS_MAX, async |end| {
         drop(end);
         assert!(outer.is_held());
-        assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+        assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     })
     .await;
     outer.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
 }
 
 /// Locks the mutex, also if it is poisoned: a panic elsewhere is reported by its own test.
@@ -520,4 +540,4 @@ async fn unlock_soon(guard: LockGuard) {
 const POLLS_MAX: usize = 1_000;
 
 /// Long enough for the store to answer an attempt.
-const ASKED: Duration = Duration::from_millis(300);
+const REQUEST_TIME: Duration = Duration::from_millis(300);

@@ -9,41 +9,42 @@ use futures_util::future::join_all;
 use registry_core::{Attempt, Claim, LockError, LockRegistry as _, Registry};
 use tokio::task::{JoinSet, yield_now};
 
+use crate::context::{TestContext, attempt, busy, freed, granted, key};
 use crate::faulty::Faults;
 use crate::harness::RemoteLock;
-use crate::lab::{Lab, attempt, busy, freed, granted, key};
 
 /// While a claim holds a key, other claims of the same client for this key are busy.
-pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
-    let client = lab.client().await;
-    let first = Claim::new(key("orders:42"), lab.long());
+pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext) {
+    let client = context.client().await;
+    let first = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &first).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+        busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
     freed(&*client, &first).await;
 }
 
 /// While a claim holds a key, claims of another client for this key are busy. After the release,
 /// the other client acquires the key, and the first client is busy.
-pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
-    let holder = Claim::new(key("orders:42"), lab.long());
+pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = Claim::new(key("orders:42"), context.long_lease());
     granted(&*first, &holder).await;
-    busy(&*second, &Claim::new(key("orders:42"), lab.long())).await;
+    busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*first, &holder).await;
-    let next = Claim::new(key("orders:42"), lab.long());
+    let next = Claim::new(key("orders:42"), context.long_lease());
     granted(&*second, &next).await;
-    busy(&*first, &Claim::new(key("orders:42"), lab.long())).await;
+    busy(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*second, &next).await;
 }
 
 /// Of twelve concurrent claims for one key, sent through three clients, the store grants exactly
 /// one.
-pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await, lab.client().await];
+pub async fn of_many_concurrent_claims_exactly_one_is_granted(context: &TestContext) {
+    let clients = [context.client().await, context.client().await, context.client().await];
     for round in 0..10 {
-        let claims: Vec<_> = (0..12).map(|_| Claim::new(key("orders:42"), lab.long())).collect();
+        let claims: Vec<_> =
+            (0..12).map(|_| Claim::new(key("orders:42"), context.long_lease())).collect();
         let mut tasks = JoinSet::new();
         for (n, claim) in claims.into_iter().enumerate() {
             let client = Arc::clone(&clients[n % clients.len()]);
@@ -62,69 +63,69 @@ pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
 
 /// One client holds claims of 20 different keys at the same time. Releasing one leaves the others
 /// held.
-pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn claims_of_different_keys_are_held_at_once(context: &TestContext) {
+    let client = context.client().await;
     let claims: Vec<_> =
-        (0..20).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
+        (0..20).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     for claim in &claims {
         granted(&*client, claim).await;
     }
     freed(&*client, &claims[7]).await;
     for (n, claim) in claims.iter().enumerate().filter(|(n, _)| *n != 7) {
-        busy(&*client, &Claim::new(claim.key().clone(), lab.long())).await;
+        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
         freed(&*client, &claims[n]).await;
     }
 }
 
 /// `try_lock` returns `Ok(None)` while another caller of this process holds the lock, and a guard
 /// after the unlock.
-pub async fn try_lock_gives_none_while_this_process_holds_the_lock(lab: &Lab) {
-    let registry = lab.registry().await;
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn try_lock_returns_none_while_this_process_holds_the_lock(context: &TestContext) {
+    let registry = context.registry().await;
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     for _ in 0..3 {
         let second = registry.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(second.is_none(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
     let again = registry.obtain("orders:42").try_lock().await.expect("a free lock is no error");
-    again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+    again.expect("a free lock is acquired").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `try_lock` returns `Ok(None)` while another process holds the lock, and a guard after the
 /// unlock.
-pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn try_lock_returns_none_while_another_process_holds_the_lock(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
     for _ in 0..3 {
-        let second = here.obtain("orders:42").try_lock().await.expect("busy is no error");
+        let second = local.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(second.is_none(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
-    let again = here.obtain("orders:42").try_lock().await.expect("a free lock is no error");
-    again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+    let again = local.obtain("orders:42").try_lock().await.expect("a free lock is no error");
+    again.expect("a free lock is acquired").unlock().await.expect("a held lock is unlocked");
 }
 
 /// During an outage, `try_lock` returns a retryable `LockError::Backend`, not `Ok(None)`. After the
 /// outage, it returns a guard.
-pub async fn an_outage_is_an_error_and_never_busy(lab: &Lab) {
-    let faulty = lab.faulty(Faults::outage()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+pub async fn an_outage_is_an_error_and_never_busy(context: &TestContext) {
+    let faulty = context.faulty(Faults::outage()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     match registry.obtain("orders:42").try_lock().await {
         Err(error @ LockError::Backend { .. }) => assert!(error.is_retryable(), "{error:?}"),
         other => panic!("an outage is reported as {other:?}"),
     }
-    faulty.heal();
+    faulty.clear_faults();
     let guard = registry.obtain("orders:42").try_lock().await.expect("the outage is over");
-    guard.expect("nobody holds the lock").unlock().await.expect("a held lock is unlocked");
+    guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
 /// All handles that a registry and its clones return for one key are the same lock. While a guard
 /// of one handle exists, `try_lock` on another returns `Ok(None)`, also after the first handle was
 /// dropped.
-pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn two_handles_of_one_key_are_one_lock(context: &TestContext) {
+    let registry = context.registry().await;
     let (first, second) = (registry.obtain("orders:42"), registry.obtain("orders:42"));
-    let guard = first.lock().await.expect("a free lock is had");
+    let guard = first.lock().await.expect("a free lock is acquired");
     assert!(second.try_lock().await.expect("busy is no error").is_none(), "two guards of one key");
     drop(first);
     let third = registry.clone().obtain("orders:42");
@@ -133,20 +134,20 @@ pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
 }
 
 /// One registry holds guards of 20 different keys at the same time.
-pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn one_caller_holds_many_keys_at_once(context: &TestContext) {
+    let registry = context.registry().await;
     let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders:n{n}"))).collect();
     let guards = join_all(locks.iter().map(|lock| lock.lock())).await;
     for guard in guards {
-        let guard = guard.expect("a free lock is had");
+        let guard = guard.expect("a free lock is acquired");
         assert!(guard.is_held());
         guard.unlock().await.expect("a held lock is unlocked");
     }
 }
 
 /// Of 21 concurrent `try_lock` calls in three processes, exactly one returns a guard.
-pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
-    let registries = [lab.registry().await, lab.registry().await, lab.registry().await];
+pub async fn of_many_concurrent_try_locks_exactly_one_returns_a_guard(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await, context.registry().await];
     let mut tasks = JoinSet::new();
     for n in 0..21 {
         let lock = registries[n % registries.len()].obtain("orders:42");
@@ -161,15 +162,15 @@ pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
 
 /// The critical sections of eight tasks in two processes never overlap, and every task completes
 /// its rounds.
-pub async fn critical_sections_of_several_processes_never_overlap(lab: &Lab) {
-    let registries = [lab.registry().await, lab.registry().await];
+pub async fn critical_sections_of_several_processes_never_overlap(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
     never_overlap(&registries, 4, 6).await;
 }
 
 /// The critical sections of 16 tasks in one process never overlap, and every task completes its
 /// rounds. Here a claim may be handed over from task to task.
-pub async fn critical_sections_of_one_process_never_overlap(lab: &Lab) {
-    let registries = [lab.registry().await];
+pub async fn critical_sections_of_one_process_never_overlap(context: &TestContext) {
+    let registries = [context.registry().await];
     never_overlap(&registries, 16, 8).await;
 }
 
@@ -182,10 +183,18 @@ async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize
             let inside = Arc::clone(&inside);
             tasks.spawn(async move {
                 for _ in 0..rounds {
-                    let guard = lock.lock().await.expect("the lock is had at last");
-                    assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two are inside");
+                    let guard = lock.lock().await.expect("the lock is acquired");
+                    assert_eq!(
+                        inside.fetch_add(1, Ordering::SeqCst),
+                        0,
+                        "two critical sections overlap"
+                    );
                     yield_now().await;
-                    assert_eq!(inside.fetch_sub(1, Ordering::SeqCst), 1, "two were inside");
+                    assert_eq!(
+                        inside.fetch_sub(1, Ordering::SeqCst),
+                        1,
+                        "two critical sections overlapped"
+                    );
                     guard.unlock().await.expect("a held lock is unlocked");
                 }
                 rounds
@@ -198,24 +207,24 @@ async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize
 
 /// A lock that a separate operating-system process holds is busy here. After that process unlocks
 /// it, `try_lock` returns a guard here.
-pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
-    let mut there = lab.remote(lab.long()).await;
-    let here = lab.registry().await;
-    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    assert!(here.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
-    assert!(there.unlock("orders:42").await, "the other process held it until then");
-    let guard = here.obtain("orders:42").try_lock().await.expect("a free lock is no error");
-    guard.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+pub async fn a_lock_that_another_process_holds_is_busy_here(context: &TestContext) {
+    let mut remote = context.remote(context.long_lease()).await;
+    let local = context.registry().await;
+    assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(local.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    assert!(remote.unlock("orders:42").await, "the other process held it until then");
+    let guard = local.obtain("orders:42").try_lock().await.expect("a free lock is no error");
+    guard.expect("a free lock is acquired").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A lock that is held here is busy in a separate operating-system process. After the unlock, that
 /// process acquires it.
-pub async fn a_lock_that_is_held_here_is_busy_in_another_process(lab: &Lab) {
-    let mut there = lab.remote(lab.long()).await;
-    let here = lab.registry().await;
-    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
-    assert_eq!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Busy);
+pub async fn a_lock_that_is_held_here_is_busy_in_another_process(context: &TestContext) {
+    let mut remote = context.remote(context.long_lease()).await;
+    let local = context.registry().await;
+    let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    assert_eq!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Busy);
     guard.unlock().await.expect("a held lock is unlocked");
-    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    assert!(there.unlock("orders:42").await, "the other process held it until then");
+    assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(remote.unlock("orders:42").await, "the other process held it until then");
 }

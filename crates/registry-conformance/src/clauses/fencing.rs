@@ -5,66 +5,66 @@ use std::sync::Arc;
 
 use registry_core::{Claim, FencingToken, LockBackend, LockRegistry as _};
 
-use crate::lab::{Lab, busy, freed, granted, key, renew, renewed};
+use crate::context::{TestContext, busy, freed, granted, key, renew, renewed};
 
 /// A store with fencing returns a token with each grant.
-pub async fn every_grant_has_a_token(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn every_grant_has_a_token(context: &TestContext) {
+    let client = context.client().await;
     for name in ["orders:1", "orders:2", "orders:1"] {
-        take_and_release(lab, &*client, name, 1).await;
+        take_and_release(context, &*client, name, 1).await;
     }
 }
 
 /// After a release, the next grant has a larger token. The clause repeats this 200 times on one
 /// key.
-pub async fn tokens_grow_over_release(lab: &Lab) {
-    let client = lab.client().await;
-    let mut last = take_and_release(lab, &*client, "orders:42", 1).await;
+pub async fn tokens_increase_after_a_release(context: &TestContext) {
+    let client = context.client().await;
+    let mut last = take_and_release(context, &*client, "orders:42", 1).await;
     // Without pauses, so that a token clock with too coarse a resolution would repeat a token.
     for _ in 0..200 {
-        let next = take_and_release(lab, &*client, "orders:42", 1).await;
+        let next = take_and_release(context, &*client, "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
 }
 
 /// The tokens of a key increase while three clients acquire and release it in turn.
-pub async fn tokens_grow_over_clients(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await, lab.client().await];
-    let mut last = take_and_release(lab, &*clients[0], "orders:42", 1).await;
+pub async fn tokens_increase_across_clients(context: &TestContext) {
+    let clients = [context.client().await, context.client().await, context.client().await];
+    let mut last = take_and_release(context, &*clients[0], "orders:42", 1).await;
     for n in 1..60 {
-        let next = take_and_release(lab, &*clients[n % 3], "orders:42", 1).await;
+        let next = take_and_release(context, &*clients[n % 3], "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
 }
 
 /// The grant that follows an expired grant has a larger token.
-pub async fn tokens_grow_over_expiry(lab: &Lab) {
-    let client = lab.client().await;
-    let dead = Claim::new(key("orders:42"), lab.short());
-    let last = token(granted(&*client, &dead).await.token);
-    let heir = Claim::new(key("orders:42"), lab.long());
-    let next = token(lab.granted_at_last(&*client, &heir).await.token);
+pub async fn tokens_increase_after_an_expiry(context: &TestContext) {
+    let client = context.client().await;
+    let expiring = Claim::new(key("orders:42"), context.short_lease());
+    let last = token(granted(&*client, &expiring).await.token);
+    let successor = Claim::new(key("orders:42"), context.long_lease());
+    let next = token(context.wait_until_granted(&*client, &successor).await.token);
     assert!(next > last, "{next} after {last}");
-    freed(&*client, &heir).await;
+    freed(&*client, &successor).await;
 }
 
 /// The grant that follows a forced release has a larger token, because the former holder may still
 /// be working.
-pub async fn tokens_grow_over_a_forced_release(lab: &Lab) {
-    let client = lab.client().await;
-    let broken = Claim::new(key("orders:42"), lab.long());
+pub async fn tokens_increase_after_a_forced_release(context: &TestContext) {
+    let client = context.client().await;
+    let broken = Claim::new(key("orders:42"), context.long_lease());
     let last = token(granted(&*client, &broken).await.token);
     client.force_release(broken.key()).await.expect("a held lock is broken");
-    let next = take_and_release(lab, &*client, "orders:42", 1).await;
+    let next = take_and_release(context, &*client, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
 /// A claim that is granted again after its release has a larger token than before.
-pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn tokens_increase_when_one_claim_is_granted_again(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     let last = token(granted(&*client, &claim).await.token);
     freed(&*client, &claim).await;
     let next = token(granted(&*client, &claim).await.token);
@@ -73,35 +73,35 @@ pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
 }
 
 /// After a restart with data, the next token is larger than all tokens that were used before.
-pub async fn tokens_grow_over_a_restart(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn tokens_increase_after_a_restart(context: &TestContext) {
+    let client = context.client().await;
     // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
-    let block = if lab.capabilities().fair { 1 } else { 1_000 };
-    let last = take_and_release(lab, &*client, "orders:42", block).await;
-    shut(client).await;
-    lab.restart().await;
-    let next = take_and_release(lab, &*lab.client().await, "orders:42", 1).await;
+    let block = if context.capabilities().fair { 1 } else { 1_000 };
+    let last = take_and_release(context, &*client, "orders:42", block).await;
+    close_client(client).await;
+    context.restart().await;
+    let next = take_and_release(context, &*context.client().await, "orders:42", 1).await;
     let free_from = last.get() + u64::from(block);
     assert!(next.get() >= free_from, "{next} after {last} and its block of {block}");
 }
 
 /// After a restart without data, the next token is larger than the last one. Such a store derives
 /// its tokens from its clock, not only from its data.
-pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
-    let client = lab.client().await;
-    let last = take_and_release(lab, &*client, "orders:42", 1).await;
-    shut(client).await;
-    lab.wipe().await;
-    let next = take_and_release(lab, &*lab.client().await, "orders:42", 1).await;
+pub async fn tokens_increase_after_a_restart_without_data(context: &TestContext) {
+    let client = context.client().await;
+    let last = take_and_release(context, &*client, "orders:42", 1).await;
+    close_client(client).await;
+    context.wipe().await;
+    let next = take_and_release(context, &*context.client().await, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
 /// A repeated acquire of a granted claim returns the same token, through each client that may use
 /// the claim.
-pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
-    let first = lab.client().await;
-    let second = lab.another_client(&first).await;
-    let claim = Claim::new(key("orders:42"), lab.long()).with_token_block(5);
+pub async fn a_repeated_acquire_has_the_same_token(context: &TestContext) {
+    let first = context.client().await;
+    let second = context.another_client(&first).await;
+    let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(5);
     let grant = granted(&*first, &claim).await;
     assert_eq!(granted(&*first, &claim).await.token, grant.token);
     assert_eq!(granted(&*second, &claim).await.token, grant.token);
@@ -110,14 +110,15 @@ pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
 
 /// A holder's token does not change when the holder renews or repeats its acquire, or when other
 /// claims try to acquire or renew.
-pub async fn a_holder_keeps_its_token(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_holder_keeps_its_token(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     let grant = granted(&*client, &claim).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders:42"), lab.long()).with_token_block(100)).await;
+        busy(&*client, &Claim::new(key("orders:42"), context.long_lease()).with_token_block(100))
+            .await;
         renewed(&*client, &claim).await;
-        renew(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+        renew(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
     assert_eq!(granted(&*client, &claim).await.token, grant.token);
     freed(&*client, &claim).await;
@@ -126,11 +127,11 @@ pub async fn a_holder_keeps_its_token(lab: &Lab) {
 /// No grant receives a token of a block that an earlier grant reserved. The holder uses these
 /// tokens for hand-overs, which the store does not see. If the release states fewer used tokens,
 /// only the unused ones may be granted later.
-pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await];
+pub async fn a_reserved_block_of_tokens_is_issued_to_no_other_grant(context: &TestContext) {
+    let clients = [context.client().await, context.client().await];
     let mut free_from = 0;
     for (n, block) in [1, 33, 1_000_000, 2, 1].into_iter().enumerate() {
-        let next = take_and_release(lab, &*clients[n % 2], "orders:42", block).await;
+        let next = take_and_release(context, &*clients[n % 2], "orders:42", block).await;
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
@@ -139,7 +140,7 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
         [(1_000_000, 400_000), (256, 1), (1_000_000, 2), (1, 1)].into_iter().enumerate()
     {
         let client = &*clients[n % 2];
-        let claim = Claim::new(key("orders:42"), lab.long()).with_token_block(block);
+        let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(block);
         let next = token(granted(client, &claim).await.token);
         assert!(next.get() >= free_from, "{next} was used: {free_from} is the first free token");
         freed(client, &claim.with_token_block(used)).await;
@@ -149,26 +150,27 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
 
 /// A block of tokens stays reserved after its grant has expired: the next token is larger than all
 /// tokens of the block.
-pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn a_reserved_block_of_tokens_stays_reserved_after_an_expiry(context: &TestContext) {
+    let client = context.client().await;
     let block = 1_000_000;
-    let dead = Claim::new(key("orders:42"), lab.short()).with_token_block(block);
-    let last = token(granted(&*client, &dead).await.token);
-    let heir = Claim::new(key("orders:42"), lab.long());
-    let next = token(lab.granted_at_last(&*client, &heir).await.token);
+    let expiring = Claim::new(key("orders:42"), context.short_lease()).with_token_block(block);
+    let last = token(granted(&*client, &expiring).await.token);
+    let successor = Claim::new(key("orders:42"), context.long_lease());
+    let next = token(context.wait_until_granted(&*client, &successor).await.token);
     assert!(
         next.get() >= last.get() + u64::from(block),
         "{next} after {last} and its block of {block}"
     );
-    freed(&*client, &heir).await;
+    freed(&*client, &successor).await;
 }
 
 /// The guards of two processes that lock a key in turn have increasing tokens.
-pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
-    let registries = [lab.registry().await, lab.registry().await];
+pub async fn guards_of_two_processes_have_increasing_tokens(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
     let mut last = None;
     for n in 0..20 {
-        let guard = registries[n % 2].obtain("orders:42").lock().await.expect("a free lock is had");
+        let guard =
+            registries[n % 2].obtain("orders:42").lock().await.expect("a free lock is acquired");
         let next = guard.fencing_token();
         assert!(next.is_some() && next > last, "{next:?} after {last:?}");
         last = next;
@@ -178,34 +180,34 @@ pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
 
 /// The guards of twelve concurrent callers in two processes have tokens that increase in the order
 /// of the guards, also after hand-overs.
-pub async fn waiters_of_all_processes_have_growing_tokens(lab: &Lab) {
-    let registries = [lab.registry().await, lab.registry().await];
-    let seen = Arc::new(tokio::sync::Mutex::new(Vec::new()));
+pub async fn waiters_of_two_processes_have_increasing_tokens(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
+    let tokens = Arc::new(tokio::sync::Mutex::new(Vec::new()));
     let mut tasks = tokio::task::JoinSet::new();
     for n in 0..12 {
         let lock = registries[n % 2].obtain("orders:42");
-        let seen = Arc::clone(&seen);
+        let tokens = Arc::clone(&tokens);
         tasks.spawn(async move {
             for _ in 0..4 {
-                let guard = lock.lock().await.expect("the lock is had at last");
-                seen.lock().await.push(guard.fencing_token().expect("the store fences"));
+                let guard = lock.lock().await.expect("the lock is acquired");
+                tokens.lock().await.push(guard.fencing_token().expect("the store fences"));
                 guard.unlock().await.expect("a held lock is unlocked");
             }
         });
     }
     tasks.join_all().await;
-    let seen = seen.lock().await;
-    assert_eq!(seen.len(), 48);
-    assert!(seen.is_sorted_by(|one, next| one < next), "in the order of the guards: {seen:?}");
+    let tokens = tokens.lock().await;
+    assert_eq!(tokens.len(), 48);
+    assert!(tokens.is_sorted_by(|one, next| one < next), "in the order of the guards: {tokens:?}");
 }
 
 async fn take_and_release(
-    lab: &Lab,
+    context: &TestContext,
     client: &dyn LockBackend,
     name: &str,
     block: u32,
 ) -> FencingToken {
-    let claim = Claim::new(key(name), lab.long()).with_token_block(block);
+    let claim = Claim::new(key(name), context.long_lease()).with_token_block(block);
     let grant = granted(client, &claim).await;
     freed(client, &claim).await;
     token(grant.token)
@@ -215,7 +217,7 @@ fn token(token: Option<FencingToken>) -> FencingToken {
     token.expect("a store that fences gives a token with every grant")
 }
 
-async fn shut(client: Arc<dyn LockBackend>) {
+async fn close_client(client: Arc<dyn LockBackend>) {
     client.close().await;
     drop(client);
 }

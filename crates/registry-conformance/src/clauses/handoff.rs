@@ -11,69 +11,69 @@ use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::context::TestContext;
 use crate::faulty::{Faults, FaultyBackend, Operation};
-use crate::lab::Lab;
 
 /// Ten queued callers of one process share one claim: one acquire and one release reach the store.
-pub async fn a_hand_over_asks_the_store_nothing(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let guards = pass_along(&registry, 10).await;
+pub async fn a_hand_over_sends_no_request_to_the_store(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let guards = run_waiters(&registry, 10).await;
     assert_eq!(guards, 10);
     assert_eq!(faulty.calls(Operation::Acquire), 1, "one claim serves ten callers");
     assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
 }
 
 /// With `handoff(0)`, each of ten queued callers has a claim of its own.
-pub async fn without_hand_over_each_caller_asks_the_store(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab
+pub async fn without_hand_over_each_caller_has_its_own_claim(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context
         .builder(Arc::<FaultyBackend>::clone(&faulty))
         .handoff(0)
         .build()
         .expect("the registry is built");
-    let guards = pass_along(&registry, 10).await;
+    let guards = run_waiters(&registry, 10).await;
     assert_eq!(guards, 10);
     assert_eq!(faulty.calls(Operation::Release), 10, "each caller has a claim of its own");
 }
 
 /// With `handoff(4)`, a claim serves its first caller and four more, so that other processes can
 /// acquire the lock in between.
-pub async fn a_claim_is_handed_over_a_bounded_number_of_times(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab
+pub async fn a_claim_is_handed_over_a_bounded_number_of_times(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context
         .builder(Arc::<FaultyBackend>::clone(&faulty))
         .handoff(4)
         .build()
         .expect("the registry is built");
-    let guards = pass_along(&registry, 15).await;
+    let guards = run_waiters(&registry, 15).await;
     assert_eq!(guards, 15);
     assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
 }
 
 /// Callers of another process acquire the lock three times while four callers of this process
 /// request it continuously.
-pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn a_busy_process_does_not_starve_another(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let enough = Arc::new(AtomicBool::new(false));
     let mut busy = JoinSet::new();
     for _ in 0..4 {
-        let (lock, enough) = (here.obtain("orders:42"), Arc::clone(&enough));
+        let (lock, enough) = (local.obtain("orders:42"), Arc::clone(&enough));
         busy.spawn(async move {
             while !enough.load(Ordering::Relaxed) {
-                let guard = lock.lock().await.expect("the lock is had at last");
+                let guard = lock.lock().await.expect("the lock is acquired");
                 sleep(Duration::from_millis(1)).await;
                 guard.unlock().await.expect("a held lock is unlocked");
             }
         });
     }
-    let patience = lab.patience();
-    let lock = there.obtain("orders:42");
+    let max_wait = context.max_wait();
+    let lock = remote.obtain("orders:42");
     let mut other = JoinSet::new();
     other.spawn(async move {
         for _ in 0..3 {
-            let guard = timeout(patience, lock.lock()).await.expect("the other process starves");
-            guard.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+            let guard = timeout(max_wait, lock.lock()).await.expect("the other process starves");
+            guard.expect("the store answers").unlock().await.expect("a held lock is unlocked");
         }
     });
     other.join_all().await;
@@ -83,15 +83,15 @@ pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
 
 /// Each hand-over has a larger token than the guard before it. So has the next grant to another
 /// process.
-pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let mut last = None;
     for _ in 0..2 {
-        for guard_token in tokens(&here, 40).await {
+        for guard_token in tokens(&local, 40).await {
             assert!(guard_token.is_some() && guard_token > last, "{guard_token:?} after {last:?}");
             last = guard_token;
         }
-        let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
+        let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
         assert!(guard.fencing_token() > last, "{:?} after {last:?}", guard.fencing_token());
         last = guard.fencing_token();
         guard.unlock().await.expect("a held lock is unlocked");
@@ -99,35 +99,37 @@ pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
 }
 
 /// A lock that was handed over is renewed, stays held beyond its lease, and can be unlocked.
-pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
-    let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
-    let lock = here.obtain("orders:42");
-    let first = lock.lock().await.expect("a free lock is had");
+pub async fn a_handed_over_lock_is_renewed_beyond_its_lease(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+    let lock = local.obtain("orders:42");
+    let first = lock.lock().await.expect("a free lock is acquired");
     let mut second = Box::pin(lock.lock());
     assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
     let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
     unlocked.expect("a held lock is unlocked");
-    let second = second.expect("the waiter gets the lock");
-    sleep(lab.renewed() * 2).await;
-    assert!(second.is_held(), "nobody renews what was handed over");
-    assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    let second = second.expect("the waiter acquires the lock");
+    sleep(context.renewed_lease() * 2).await;
+    assert!(second.is_held(), "a handed-over lock is not renewed");
+    assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     second.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
 }
 
 /// A waiter with another lease and label receives a claim of its own instead of a hand-over.
-pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+pub async fn a_claim_is_handed_over_only_for_equal_options(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain("orders:42");
-    let first = lock.lock().await.expect("a free lock is had");
-    let options = LockOptions::new().lease(lab.renewed()).label("nightly report");
+    let first = lock.lock().await.expect("a free lock is acquired");
+    let options = LockOptions::new().lease(context.renewed_lease()).label("nightly report");
     let mut second = Box::pin(lock.lock_with(options));
     assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
     let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
     unlocked.expect("a held lock is unlocked");
-    let second: LockGuard = second.expect("no trouble").expect("the waiter gets the lock");
-    assert_eq!(second.claim().lease(), lab.renewed());
+    let second: LockGuard =
+        second.expect("the store answers").expect("the waiter acquires the lock");
+    assert_eq!(second.claim().lease(), context.renewed_lease());
     assert_eq!(second.claim().label(), Some("nightly report"));
     second.unlock().await.expect("a held lock is unlocked");
 }
@@ -135,13 +137,13 @@ pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &L
 /// A claim that was used for a fenced write, also through a re-entered guard, is not handed over.
 /// The write may still be open, and the store distinguishes it by the claim id from writes of the
 /// next caller.
-pub async fn a_claim_with_a_fenced_write_is_not_handed_over(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn a_claim_with_a_fenced_write_is_not_handed_over(context: &TestContext) {
+    let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
     for by_reentry in [false, true] {
-        let first = lock.lock().await.expect("a free lock is had");
+        let first = lock.lock().await.expect("a free lock is acquired");
         let fenced = if by_reentry {
-            let again = first.reenter().expect("a held lock is entered again");
+            let again = first.reenter().expect("a held lock is re-entered");
             again.claim_for_fence().expect("a held lock is fenced").id()
         } else {
             first.claim_for_fence().expect("a held lock is fenced").id()
@@ -150,27 +152,27 @@ pub async fn a_claim_with_a_fenced_write_is_not_handed_over(lab: &Lab) {
         assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
         let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
         unlocked.expect("a held lock is unlocked");
-        let second = second.expect("the waiter gets the lock");
+        let second = second.expect("the waiter acquires the lock");
         assert_ne!(second.claim().id(), fenced, "the claim of an open write was handed over");
         second.unlock().await.expect("a held lock is unlocked");
     }
 }
 
 /// Queues `callers` for one lock and returns the number of them that acquired it.
-async fn pass_along(registry: &Registry, callers: usize) -> usize {
+async fn run_waiters(registry: &Registry, callers: usize) -> usize {
     tokens(registry, callers).await.len()
 }
 
 async fn tokens(registry: &Registry, callers: usize) -> Vec<Option<registry_core::FencingToken>> {
     let lock = registry.obtain("orders:42");
-    let first = lock.lock().await.expect("a free lock is had");
-    let seen = tokio::sync::Mutex::new(vec![first.fencing_token()]);
+    let first = lock.lock().await.expect("a free lock is acquired");
+    let observed_tokens = tokio::sync::Mutex::new(vec![first.fencing_token()]);
     let mut waiting = Vec::new();
     for _ in 1..callers {
-        let (lock, seen) = (&lock, &seen);
+        let (lock, observed_tokens) = (&lock, &observed_tokens);
         let mut waiter = Box::pin(async move {
-            let guard = lock.lock().await.expect("the lock is had at last");
-            seen.lock().await.push(guard.fencing_token());
+            let guard = lock.lock().await.expect("the lock is acquired");
+            observed_tokens.lock().await.push(guard.fencing_token());
             guard.unlock().await.expect("a held lock is unlocked");
         });
         assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
@@ -178,5 +180,5 @@ async fn tokens(registry: &Registry, callers: usize) -> Vec<Option<registry_core
     }
     let (unlocked, _) = futures_util::future::join(first.unlock(), join_all(waiting)).await;
     unlocked.expect("a held lock is unlocked");
-    seen.into_inner()
+    observed_tokens.into_inner()
 }

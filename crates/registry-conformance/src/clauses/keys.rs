@@ -7,32 +7,32 @@ use registry_core::{
     Claim, InvalidKey, Key, LockError, LockRegistry as _, LockRegistryExt as _, Release,
 };
 
+use crate::context::{TestContext, busy, freed, granted, is_free, key, release};
 use crate::faulty::Faults;
-use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
 
 /// Keys with punctuation, control characters, white space or any script are different locks.
-pub async fn hostile_keys_are_different_locks(lab: &Lab) {
-    all_different(lab, hostile()).await;
+pub async fn keys_with_special_characters_are_different_locks(context: &TestContext) {
+    all_different(context, special_keys()).await;
 }
 
 /// Keys that differ only in case, white space, Unicode normalisation or similar letters are
 /// different locks. Collations and file systems often treat such texts as equal.
-pub async fn keys_that_look_alike_are_different_locks(lab: &Lab) {
-    all_different(lab, alike()).await;
+pub async fn similar_keys_are_different_locks(context: &TestContext) {
+    all_different(context, similar_keys()).await;
 }
 
 /// The longest keys are different locks even if only their last characters differ, because the
 /// store truncates no key.
-pub async fn the_longest_keys_are_different_locks(lab: &Lab) {
+pub async fn the_longest_keys_are_different_locks(context: &TestContext) {
     let stem = "x".repeat(Key::BYTES_MAX - 1);
     let wide = "🔒".repeat(Key::BYTES_MAX / 4 - 1);
     let mut keys: Vec<_> = ["a", "b", "A", "/", "\0", ""].map(|end| format!("{stem}{end}")).into();
     keys.extend(["🔒", "🔓", "aaaa", "aaab"].map(|end| format!("{wide}{end}")));
-    all_different(lab, keys).await;
+    all_different(context, keys).await;
 }
 
 /// Keys that contain separators of store names, such as `/`, `:` or `%`, are different locks.
-pub async fn keys_made_of_separators_are_different_locks(lab: &Lab) {
+pub async fn keys_made_of_separators_are_different_locks(context: &TestContext) {
     let mut keys = Vec::new();
     for separator in ["/", ":", ".", "-", "_", "%", "\\", "\0", "{", "}", "*", "?"] {
         keys.extend([
@@ -44,11 +44,11 @@ pub async fn keys_made_of_separators_are_different_locks(lab: &Lab) {
             format!("a{separator}{separator}b"),
         ]);
     }
-    all_different(lab, keys).await;
+    all_different(context, keys).await;
 }
 
 /// 252 short keys are different locks, so a store's hashing or escaping causes no collision.
-pub async fn no_two_of_many_keys_are_the_same_lock(lab: &Lab) {
+pub async fn many_short_keys_are_different_locks(context: &TestContext) {
     let parts = ["a", "A", "%", "2", "/", "é"];
     let mut keys = Vec::new();
     for one in parts {
@@ -57,12 +57,12 @@ pub async fn no_two_of_many_keys_are_the_same_lock(lab: &Lab) {
             keys.extend(parts.map(|three| format!("{one}{two}{three}")));
         }
     }
-    all_different(lab, keys).await;
+    all_different(context, keys).await;
 }
 
 /// Acquires all of `keys`, checks that each is busy, then releases each and checks that it is free.
-async fn all_different(lab: &Lab, keys: Vec<String>) {
-    let client = lab.client().await;
+async fn all_different(context: &TestContext, keys: Vec<String>) {
+    let client = context.client().await;
     let distinct: HashSet<_> = keys.iter().collect();
     assert_eq!(distinct.len(), keys.len(), "the clause names no key twice");
     let claims: Vec<_> = keys
@@ -70,14 +70,14 @@ async fn all_different(lab: &Lab, keys: Vec<String>) {
         .map(|name| key(name))
         // A layout that cannot hold a key refuses it in `check_key`, before any request.
         .filter(|key| client.check_key(key).is_ok())
-        .map(|key| Claim::new(key, lab.long()))
+        .map(|key| Claim::new(key, context.long_lease()))
         .collect();
-    assert!(!claims.is_empty(), "the layout can hold none of {keys:?}");
+    assert!(!claims.is_empty(), "the layout accepts none of {keys:?}");
     for claim in &claims {
         granted(&*client, claim).await;
     }
     for claim in &claims {
-        busy(&*client, &Claim::new(claim.key().clone(), lab.long())).await;
+        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
     }
     for claim in &claims {
         freed(&*client, claim).await;
@@ -87,15 +87,15 @@ async fn all_different(lab: &Lab, keys: Vec<String>) {
 }
 
 /// `inspect` and `list` return each key byte for byte as it was given.
-pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
-    let client = lab.client().await;
-    let mut names = hostile();
-    names.extend(alike());
+pub async fn keys_are_returned_unchanged(context: &TestContext) {
+    let client = context.client().await;
+    let mut names = special_keys();
+    names.extend(similar_keys());
     let claims: Vec<_> = names
         .iter()
         .map(|name| key(name))
         .filter(|key| client.check_key(key).is_ok())
-        .map(|key| Claim::new(key, lab.long()))
+        .map(|key| Claim::new(key, context.long_lease()))
         .collect();
     for claim in &claims {
         granted(&*client, claim).await;
@@ -104,8 +104,8 @@ pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
     }
     let listed: HashSet<Key> =
         client.list().await.expect("list answers").into_iter().map(|holder| holder.key).collect();
-    let given: HashSet<Key> = claims.iter().map(|claim| claim.key().clone()).collect();
-    assert_eq!(listed, given);
+    let requested: HashSet<Key> = claims.iter().map(|claim| claim.key().clone()).collect();
+    assert_eq!(listed, requested);
     for claim in &claims {
         freed(&*client, claim).await;
     }
@@ -113,16 +113,16 @@ pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
 
 /// Keys with punctuation, control characters, white space or any script can be locked and unlocked
 /// through a registry. The lock and its guard return the key as it was given.
-pub async fn hostile_keys_are_locked_and_unlocked(lab: &Lab) {
-    let client = lab.client().await;
-    let registry = lab.registry().await;
-    for name in hostile() {
+pub async fn keys_with_special_characters_can_be_locked_and_unlocked(context: &TestContext) {
+    let client = context.client().await;
+    let registry = context.registry().await;
+    for name in special_keys() {
         if client.check_key(&key(&name)).is_err() {
             continue;
         }
         let lock = registry.obtain(&name);
         assert_eq!(lock.key(), name);
-        let guard = lock.try_lock().await.expect("no trouble").expect("the lock is free");
+        let guard = lock.try_lock().await.expect("the store answers").expect("the lock is free");
         assert_eq!(guard.key(), name);
         assert!(lock.try_lock().await.expect("busy is no error").is_none());
         guard.unlock().await.expect("a held lock is unlocked");
@@ -131,30 +131,38 @@ pub async fn hostile_keys_are_locked_and_unlocked(lab: &Lab) {
 
 /// The empty key returns `LockError::InvalidKey` from each call that locks or inspects, before any
 /// request to the store.
-pub async fn an_empty_key_is_refused_before_any_request(lab: &Lab) {
-    refused_everywhere(lab, "", |why| matches!(why, InvalidKey::Empty)).await;
+pub async fn an_empty_key_is_refused_before_any_request(context: &TestContext) {
+    refused_everywhere(context, "", |why| matches!(why, InvalidKey::Empty)).await;
 }
 
 /// A key with more than `Key::BYTES_MAX` bytes returns `LockError::InvalidKey` from each call that
 /// locks or inspects, before any request to the store.
-pub async fn a_key_that_is_too_long_is_refused_before_any_request(lab: &Lab) {
+pub async fn a_key_that_is_too_long_is_refused_before_any_request(context: &TestContext) {
     let long = "x".repeat(Key::BYTES_MAX + 1);
-    refused_everywhere(lab, &long, |why| matches!(why, InvalidKey::TooLong { bytes: 4_097, .. }))
-        .await;
+    refused_everywhere(context, &long, |why| {
+        matches!(why, InvalidKey::TooLong { bytes: 4_097, .. })
+    })
+    .await;
     // The limit counts bytes, not characters.
     let wide = "é".repeat(Key::BYTES_MAX / 2 + 1);
-    refused_everywhere(lab, &wide, |why| matches!(why, InvalidKey::TooLong { bytes: 4_098, .. }))
-        .await;
+    refused_everywhere(context, &wide, |why| {
+        matches!(why, InvalidKey::TooLong { bytes: 4_098, .. })
+    })
+    .await;
 }
 
-async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey) -> bool) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+async fn refused_everywhere(
+    context: &TestContext,
+    name: &str,
+    expected: impl Fn(&InvalidKey) -> bool,
+) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain(name);
     let refusals = [
         lock.lock().await.map(drop),
         lock.try_lock().await.map(drop),
-        lock.try_lock_for(lab.short()).await.map(drop),
+        lock.try_lock_for(context.short_lease()).await.map(drop),
         lock.holder().await.map(drop),
         registry.execute_locked(name, async |_| ()).await.map(drop),
     ];
@@ -164,10 +172,10 @@ async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey
             other => panic!("an invalid key gives {other:?}"),
         }
     }
-    assert_eq!(faulty.requests(), 0, "the store heard of a key that is none");
+    assert_eq!(faulty.requests(), 0, "a request with an invalid key reached the store");
 }
 
-fn hostile() -> Vec<String> {
+fn special_keys() -> Vec<String> {
     [
         "/",
         "//",
@@ -236,7 +244,7 @@ fn hostile() -> Vec<String> {
     .into()
 }
 
-fn alike() -> Vec<String> {
+fn similar_keys() -> Vec<String> {
     [
         "key",
         "Key",

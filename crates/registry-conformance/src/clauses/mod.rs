@@ -10,10 +10,7 @@
 //! # Cancel safety
 //! Clauses run to completion. If the future of a clause is dropped, its locks end with their
 //! leases.
-#![expect(
-    clippy::missing_panics_doc,
-    reason = "a panic is how a clause says that its promise is broken"
-)]
+#![expect(clippy::missing_panics_doc, reason = "a clause panics if its promise is broken")]
 
 // The contract with the engine.
 pub mod spi;

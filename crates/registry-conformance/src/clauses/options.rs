@@ -7,79 +7,84 @@ use registry_core::{
 };
 use tokio::time::{Instant, sleep};
 
+use crate::context::{TestContext, key};
 use crate::faulty::Faults;
-use crate::lab::{Lab, key};
 
 /// A lease outside the store's limits returns an error from `lock_with`, before any request, and
 /// from the registry builder. The store's limits are within those of the engine.
-pub async fn a_lease_out_of_range_is_refused_before_any_request(lab: &Lab) {
+pub async fn a_lease_out_of_range_is_refused_before_any_request(context: &TestContext) {
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS, Duration::MAX] {
-        refused(lab, LockOptions::new().lease(lease), "lease").await;
-        let built = lab.builder(lab.client().await).lease(lease).build();
+        refused(context, LockOptions::new().lease(lease), "lease").await;
+        let built = context.builder(context.client().await).lease(lease).build();
         assert!(
             matches!(built, Err(ConfigError::Invalid(_))),
             "a registry with a lease of {lease:?}: {built:?}"
         );
     }
-    let capabilities = lab.capabilities();
+    let capabilities = context.capabilities();
     assert!(capabilities.lease_min >= Capabilities::LEASE_MIN, "{capabilities:?}");
     assert!(capabilities.lease_max <= Capabilities::LEASE_MAX, "{capabilities:?}");
 }
 
 /// A wait of a hundred years returns `LockError::InvalidOption` before any request, and
 /// `LockOptions::WAIT_MAX` is accepted. A wait without limit is expressed by leaving out `wait`.
-pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(lab: &Lab) {
+pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(context: &TestContext) {
     for wait in [HUNDRED_YEARS, Duration::MAX] {
-        refused(lab, LockOptions::new().wait(wait), "wait").await;
+        refused(context, LockOptions::new().wait(wait), "wait").await;
     }
-    let registry = lab.registry().await;
+    let registry = context.registry().await;
     let options = LockOptions::new().wait(LockOptions::WAIT_MAX);
-    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A `max_hold` of at most 1 ms, a `min_hold` of a hundred years, and a `min_hold` above `max_hold`
 /// return `LockError::InvalidOption` before any request.
-pub async fn holds_out_of_range_are_refused_before_any_request(lab: &Lab) {
-    refused(lab, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
-    refused(lab, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
-    refused(lab, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
-    let crossed = LockOptions::new().min_hold(lab.long()).max_hold(lab.renewed());
-    refused(lab, crossed, "min_hold").await;
+pub async fn hold_limits_out_of_range_are_refused_before_any_request(context: &TestContext) {
+    refused(context, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
+    refused(context, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
+    refused(context, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
+    let crossed =
+        LockOptions::new().min_hold(context.long_lease()).max_hold(context.renewed_lease());
+    refused(context, crossed, "min_hold").await;
 }
 
-async fn refused(lab: &Lab, options: LockOptions, option: &str) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+async fn refused(context: &TestContext, options: LockOptions, option: &str) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     match registry.obtain("orders:42").lock_with(options.clone()).await {
         Err(LockError::InvalidOption(why)) => assert_eq!(why.option, option, "{why:?}"),
         other => panic!("{options:?} gives {other:?}"),
     }
-    assert_eq!(faulty.requests(), 0, "the store heard of {options:?}");
+    assert_eq!(faulty.requests(), 0, "a request with {options:?} reached the store");
 }
 
 /// The lease in the lock's options replaces the lease of the registry.
-pub async fn a_lock_may_have_its_own_lease(lab: &Lab) {
-    let registry = lab.registry().await;
-    let options = LockOptions::new().lease(lab.renewed());
-    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn a_lock_may_have_its_own_lease(context: &TestContext) {
+    let registry = context.registry().await;
+    let options = LockOptions::new().lease(context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let guard = guard.expect("without a wait there is always a guard");
-    assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
-    assert_eq!(guard.claim().lease(), lab.renewed());
+    assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
+    assert_eq!(guard.claim().lease(), context.renewed_lease());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// The label in the lock's options replaces the label of the registry. Without it, the holder has
 /// the label of the registry.
-pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
-    let client = lab.client().await;
-    let registry =
-        lab.builder(lab.client().await).label("host:1").build().expect("the registry is built");
+pub async fn a_lock_may_have_its_own_label(context: &TestContext) {
+    let client = context.client().await;
+    let registry = context
+        .builder(context.client().await)
+        .label("host:1")
+        .build()
+        .expect("the registry is built");
     for (options, label) in [
         (LockOptions::new(), "host:1"),
         (LockOptions::new().label("nightly report"), "nightly report"),
     ] {
-        let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+        let guard =
+            registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
         let holder = client.inspect(&key("orders:42")).await.expect("inspect answers");
         assert_eq!(holder.and_then(|holder| holder.label).as_deref(), Some(label));
         let guard = guard.expect("without a wait there is always a guard");
@@ -89,24 +94,24 @@ pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
 
 /// A lock is lost with `LostReason::MaxHold` at the end of its `max_hold`, whatever its lease and
 /// its renewals. The key is then free, even while the guard exists.
-pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let options = LockOptions::new().max_hold(lab.renewed());
-    let begun = Instant::now();
-    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let options = LockOptions::new().max_hold(context.renewed_lease());
+    let started = Instant::now();
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let guard = guard.expect("without a wait there is always a guard");
     // The renewal asks for more time than `max_hold` leaves.
-    lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
-    assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
+    context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
+    assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
     assert_eq!(guard.lost().await, LostReason::MaxHold);
     assert!(
-        begun.elapsed() + Duration::from_secs(1) >= lab.renewed(),
+        started.elapsed() + Duration::from_secs(1) >= context.renewed_lease(),
         "lost after {:?}",
-        begun.elapsed()
+        started.elapsed()
     );
     assert!(!guard.is_held());
     // The guard still exists, but the key is free.
-    lab.free_soon(&there, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
     assert!(matches!(
         guard.unlock().await,
         Err(LockError::Lost { reason: LostReason::MaxHold, .. })
@@ -114,30 +119,36 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
 }
 
 /// A lock whose guard is never dropped is released at the end of its `max_hold`.
-pub async fn a_forgotten_guard_with_a_max_hold_is_freed(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let options = LockOptions::new().max_hold(lab.short());
-    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let options = LockOptions::new().max_hold(context.short_lease());
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     std::mem::forget(guard);
-    lab.free_soon(&there, "orders:42").await;
-    lab.free_soon(&here, "orders:42").await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    context.assert_becomes_free(&local, "orders:42").await;
 }
 
 /// A key stays locked until its `min_hold` has passed since the grant, even if its guard is
 /// unlocked or dropped earlier. The `min_hold` may be longer than the lease. ShedLock calls this
 /// `lockAtLeastFor`.
-pub async fn a_key_stays_taken_for_its_min_hold(lab: &Lab) {
+pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
     // First within the lease, then beyond it.
     for unlock in [true, false] {
-        stays_taken(lab, lab.long(), lab.short(), unlock).await;
-        stays_taken(lab, lab.renewed(), lab.renewed() + lab.short(), unlock).await;
+        stays_locked(context, context.long_lease(), context.short_lease(), unlock).await;
+        stays_locked(
+            context,
+            context.renewed_lease(),
+            context.renewed_lease() + context.short_lease(),
+            unlock,
+        )
+        .await;
     }
 }
 
-async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: bool) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+async fn stays_locked(context: &TestContext, lease: Duration, min_hold: Duration, unlock: bool) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
-    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     // Counted from after the grant, so that the measured time never exceeds the real one.
     let held_since = Instant::now();
     let guard = guard.expect("without a wait there is always a guard");
@@ -146,52 +157,56 @@ async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: boo
     } else {
         drop(guard);
     }
-    let next = there.obtain("orders:42").try_lock_for(lab.patience()).await.expect("no trouble");
-    let taken = held_since.elapsed() + Duration::from_millis(20);
-    assert!(taken >= min_hold, "the key was taken for {taken:?} of {min_hold:?}");
+    let next = remote
+        .obtain("orders:42")
+        .try_lock_for(context.max_wait())
+        .await
+        .expect("the store answers");
+    let locked_for = held_since.elapsed() + Duration::from_millis(20);
+    assert!(locked_for >= min_hold, "the key was locked for {locked_for:?} of {min_hold:?}");
     next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `force_release` ends the `min_hold` of an unlocked key. If the process that unlocked the key
 /// calls it, its own callers can acquire the lock too.
-pub async fn a_key_that_is_kept_for_its_min_hold_may_be_broken(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
+pub async fn a_forced_release_ends_a_min_hold(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
     for by_holder in [true, false] {
         // Longer than any wait below.
-        let min_hold = lab.patience() * 4;
+        let min_hold = context.max_wait() * 4;
         let options = LockOptions::new().min_hold(min_hold).max_hold(min_hold);
-        let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+        let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
         guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
-        let kept = there.obtain("orders:42").try_lock().await.expect("busy is no error");
-        assert!(kept.is_none(), "the key is not kept");
-        let breaks = if by_holder { &here } else { &there };
-        assert!(breaks.force_release("orders:42").await.expect("breaking answers"));
-        lab.free_soon(&there, "orders:42").await;
+        let next = remote.obtain("orders:42").try_lock().await.expect("busy is no error");
+        assert!(next.is_none(), "the key is not locked");
+        let breaks = if by_holder { &local } else { &remote };
+        assert!(breaks.force_release("orders:42").await.expect("force_release answers"));
+        context.assert_becomes_free(&remote, "orders:42").await;
         if by_holder {
-            lab.free_soon(&here, "orders:42").await;
+            context.assert_becomes_free(&local, "orders:42").await;
         }
     }
 }
 
 /// A lock that is unlocked after its `min_hold` is free at once.
-pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let min_hold = lab.short();
+pub async fn an_elapsed_min_hold_does_not_delay_the_release(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let min_hold = context.short_lease();
     let options = LockOptions::new().min_hold(min_hold);
-    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let guard = guard.expect("without a wait there is always a guard");
     sleep(min_hold * 3 / 2).await;
     guard.unlock().await.expect("a held lock is unlocked");
-    let next = there.obtain("orders:42").try_lock().await.expect("no trouble");
+    let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
     next.expect("the lock was unlocked").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `renew` with a lease outside the limits returns `LockError::InvalidOption` without a request to
 /// the store. The lock stays held.
-pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_renewal_out_of_range_is_refused_before_any_request(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let requests = faulty.requests();
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS] {
         match guard.renew(lease).await {
@@ -199,14 +214,14 @@ pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
             other => panic!("a renewal for {lease:?} gives {other:?}"),
         }
     }
-    assert_eq!(faulty.requests(), requests, "the store heard of it");
+    assert_eq!(faulty.requests(), requests, "a request reached the store");
     assert!(guard.is_held());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// `capabilities` of a registry returns the capabilities of its store.
-pub async fn a_registry_tells_what_its_store_can(lab: &Lab) {
-    assert_eq!(lab.registry().await.capabilities(), lab.client().await.capabilities());
+pub async fn a_registry_returns_the_capabilities_of_its_store(context: &TestContext) {
+    assert_eq!(context.registry().await.capabilities(), context.client().await.capabilities());
 }
 
 const HUNDRED_YEARS: Duration = Duration::from_secs(100 * 365 * 24 * 3_600);

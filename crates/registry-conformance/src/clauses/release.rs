@@ -4,17 +4,17 @@ use registry_core::{
     Claim, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, Release,
 };
 
+use crate::context::{TestContext, busy, freed, granted, is_free, key, release};
 use crate::faulty::{Fault, Faults, Operation};
-use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
 
 /// Another client can acquire a released key as soon as the release is answered.
-pub async fn a_released_key_is_free_at_once(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn a_released_key_is_free_at_once(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     for _ in 0..10 {
-        let claim = Claim::new(key("orders:42"), lab.long());
+        let claim = Claim::new(key("orders:42"), context.long_lease());
         granted(&*first, &claim).await;
         freed(&*first, &claim).await;
-        let next = Claim::new(key("orders:42"), lab.long());
+        let next = Claim::new(key("orders:42"), context.long_lease());
         granted(&*second, &next).await;
         freed(&*second, &next).await;
     }
@@ -22,9 +22,9 @@ pub async fn a_released_key_is_free_at_once(lab: &Lab) {
 
 /// Releasing a claim again returns `NotHeld` and leaves the key free. The engine repeats a release
 /// whose reply was lost.
-pub async fn a_repeated_release_is_harmless(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
     assert_eq!(release(&*client, &claim).await, Release::Freed);
     for _ in 0..3 {
@@ -36,9 +36,9 @@ pub async fn a_repeated_release_is_harmless(lab: &Lab) {
 /// Of eight concurrent releases of one claim, at most one returns `Freed`, and the key is free
 /// afterwards. In a quorum of servers, it is possible that none returns `Freed`, because each
 /// server may process another release first.
-pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await];
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn of_concurrent_repetitions_of_one_release_at_most_one_frees(context: &TestContext) {
+    let clients = [context.client().await, context.client().await];
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*clients[0], &claim).await;
     let releases = (0..8).map(|n| release(&*clients[n % 2], &claim));
     let answers = futures_util::future::join_all(releases).await;
@@ -49,9 +49,9 @@ pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
 
 /// Releasing a claim that was never granted returns `NotHeld`, and the claim can still be acquired.
 /// A release may overtake its own acquire.
-pub async fn releasing_what_was_never_granted_is_harmless(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn releasing_a_claim_that_was_never_granted_returns_not_held(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(release(&*client, &claim).await, Release::NotHeld);
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
@@ -59,58 +59,58 @@ pub async fn releasing_what_was_never_granted_is_harmless(lab: &Lab) {
 
 /// Releasing a claim that does not hold the key returns `NotHeld`, through each client, and leaves
 /// the key held.
-pub async fn releasing_anothers_grant_does_not_free_it(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
-    let holder = Claim::new(key("orders:42"), lab.long());
+pub async fn releasing_another_claim_does_not_free_the_key(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = Claim::new(key("orders:42"), context.long_lease());
     granted(&*first, &holder).await;
-    let stranger = Claim::new(key("orders:42"), lab.long());
-    assert_eq!(release(&*second, &stranger).await, Release::NotHeld);
-    assert_eq!(release(&*first, &stranger).await, Release::NotHeld);
-    busy(&*second, &Claim::new(key("orders:42"), lab.long())).await;
+    let other_namespace = Claim::new(key("orders:42"), context.long_lease());
+    assert_eq!(release(&*second, &other_namespace).await, Release::NotHeld);
+    assert_eq!(release(&*first, &other_namespace).await, Release::NotHeld);
+    busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*first, &holder).await;
 }
 
 /// Repeating the release of an old claim returns `NotHeld` and does not free the key of its
 /// successor.
-pub async fn a_late_release_does_not_free_the_successor(lab: &Lab) {
-    let client = lab.client().await;
-    let old = Claim::new(key("orders:42"), lab.long());
-    let new = Claim::new(key("orders:42"), lab.long());
+pub async fn a_late_release_does_not_free_the_successor(context: &TestContext) {
+    let client = context.client().await;
+    let old = Claim::new(key("orders:42"), context.long_lease());
+    let new = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &old).await;
     freed(&*client, &old).await;
     granted(&*client, &new).await;
     assert_eq!(release(&*client, &old).await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &new).await;
 }
 
 /// Releasing a claim's id under another key returns `NotHeld` and leaves the claim's own key held.
-pub async fn a_release_under_another_key_frees_nothing(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
-    let elsewhere = Claim::new(key("orders:43"), lab.long()).with_id(claim.id());
-    assert_eq!(release(&*client, &elsewhere).await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+    let other_key = Claim::new(key("orders:43"), context.long_lease()).with_id(claim.id());
+    assert_eq!(release(&*client, &other_key).await, Release::NotHeld);
+    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &claim).await;
 }
 
 /// A grant can be released through another client, with its key and claim id alone. The lease and
 /// the token block of the release may differ from those of the acquire.
-pub async fn a_grant_is_released_through_another_client(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*first, &claim).await;
     // The engine's clean-up knows the claim as it was created, but not its grant.
-    freed(&*second, &claim.clone().with_lease(lab.short()).with_token_block(7)).await;
+    freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7)).await;
     assert!(is_free(&*first, claim.key()).await);
 }
 
 /// A claim that is granted again after its release can be released again. An acquire may arrive
 /// after its own release.
-pub async fn a_claim_that_was_granted_after_its_release_is_released_again(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_claim_that_was_granted_after_its_release_is_released_again(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
     granted(&*client, &claim).await;
@@ -119,10 +119,11 @@ pub async fn a_claim_that_was_granted_after_its_release_is_released_again(lab: &
 }
 
 /// When `unlock` has returned, `try_lock` in another process returns a guard at once.
-pub async fn an_unlocked_lock_is_free_for_all_at_once(lab: &Lab) {
-    let registries = [lab.registry().await, lab.registry().await];
+pub async fn an_unlocked_lock_is_free_for_another_process_at_once(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
     for n in 0..10 {
-        let guard = registries[n % 2].obtain("orders:42").try_lock().await.expect("no trouble");
+        let guard =
+            registries[n % 2].obtain("orders:42").try_lock().await.expect("the store answers");
         let guard = guard.expect("the lock was unlocked before");
         guard.unlock().await.expect("a held lock is unlocked");
     }
@@ -130,100 +131,105 @@ pub async fn an_unlocked_lock_is_free_for_all_at_once(lab: &Lab) {
 
 /// The engine repeats a release that was refused or whose request was lost. The key is free long
 /// before its lease ends.
-pub async fn a_refused_release_is_made_again(lab: &Lab) {
+pub async fn a_refused_release_is_retried(context: &TestContext) {
     let faults = Faults::none().at(Operation::Release, 1, Fault::Refuse).at(
         Operation::Release,
         2,
         Fault::LoseRequest,
     );
-    let faulty = lab.faulty(faults).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let other = lab.registry().await;
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+    let faulty = context.faulty(faults).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let other = context.registry().await;
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     // `unlock` may retry successfully or return the store error. In both cases the key must be free
     // long before its lease ends.
     drop(guard.unlock().await);
-    lab.free_soon(&other, "orders:42").await;
+    context.assert_becomes_free(&other, "orders:42").await;
 }
 
 /// If the reply to a release is lost, `unlock` does not return `LockError::Lost`, although the
 /// repeated release finds the claim no longer held.
-pub async fn a_lost_release_reply_is_not_taken_for_a_lost_lock(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, Fault::LoseReply)).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_lost_release_reply_is_not_reported_as_a_lost_lock(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().at(Operation::Release, 1, Fault::LoseReply)).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     if let Err(error @ LockError::Lost { .. }) = guard.unlock().await {
         panic!("the lock was held until it was unlocked: {error:?}");
     }
-    lab.free_soon(&registry, "orders:42").await;
+    context.assert_becomes_free(&registry, "orders:42").await;
 }
 
 /// `unlock` returns an error if no release reaches the store, because it is then unknown whether
 /// the lock is free.
-pub async fn an_unlock_that_never_reaches_the_store_is_an_error(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::LoseRequest)).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn an_unlock_that_never_reaches_the_store_is_an_error(context: &TestContext) {
+    let faulty =
+        context.faulty(Faults::none().always(Operation::Release, Fault::LoseRequest)).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let answer = guard.unlock().await;
-    assert!(answer.is_err(), "nobody knows whether the lock is free");
-    faulty.heal();
-    lab.free_soon(&registry, "orders:42").await;
+    assert!(answer.is_err(), "it is unknown whether the lock is free");
+    faulty.clear_faults();
+    context.assert_becomes_free(&registry, "orders:42").await;
 }
 
 /// `execute_locked` holds the lock while the work runs, and has released it when it returns.
-pub async fn execute_locked_holds_the_lock_during_the_work_only(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let done = here
+pub async fn execute_locked_holds_the_lock_during_the_work_only(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let done = local
         .execute_locked("orders:42", async |guard| {
             assert!(guard.is_held());
-            let busy = there.obtain("orders:42").try_lock().await.expect("busy is no error");
+            let busy = remote.obtain("orders:42").try_lock().await.expect("busy is no error");
             assert!(busy.is_none(), "the work runs without its lock");
             "done"
         })
         .await
-        .expect("a free lock is had");
+        .expect("a free lock is acquired");
     assert_eq!(done.output, "done");
     done.unlocked.expect("a held lock is unlocked");
-    let guard = there.obtain("orders:42").try_lock().await.expect("no trouble");
+    let guard = remote.obtain("orders:42").try_lock().await.expect("the store answers");
     guard.expect("the work is done").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `execute_locked_for` returns `Ok(None)` without running the work if the lock stays busy until
 /// the deadline.
-pub async fn execute_locked_for_gives_none_when_the_lock_is_busy(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn execute_locked_for_returns_none_when_the_lock_is_busy(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let work = async |_: &_| panic!("the work runs without its lock");
-    let done =
-        here.execute_locked_for("orders:42", lab.short(), work).await.expect("busy is no error");
+    let done = local
+        .execute_locked_for("orders:42", context.short_lease(), work)
+        .await
+        .expect("busy is no error");
     assert!(done.is_none());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// `execute_locked` returns both the output of the work and the error of a failed unlock.
-pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
+pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
     let done =
-        registry.execute_locked("orders:42", async |_| 42).await.expect("a free lock is had");
+        registry.execute_locked("orders:42", async |_| 42).await.expect("a free lock is acquired");
     assert_eq!(done.output, 42);
     assert!(done.unlocked.is_err(), "the store refused the release");
-    faulty.heal();
-    lab.free_soon(&registry, "orders:42").await;
+    faulty.clear_faults();
+    context.assert_becomes_free(&registry, "orders:42").await;
 }
 
 /// Unlocking a lock whose lease has expired returns `LockError::Lost`, and the successor keeps the
 /// lock.
-pub async fn unlocking_an_expired_lock_is_an_error_and_leaves_the_successor_alone(lab: &Lab) {
-    let (first, second) = (lab.registry().await, lab.registry().await);
-    let third = lab.registry().await;
-    let options = LockOptions::new().lease(lab.short()).renew(false);
-    let old = first.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn unlocking_an_expired_lock_is_an_error_and_does_not_affect_the_successor(
+    context: &TestContext,
+) {
+    let (first, second) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let old = old.expect("without a wait there is always a guard");
     let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
     match old.unlock().await {
         Err(LockError::Lost { .. }) => {}
-        other => panic!("what was lost is unlocked: {other:?}"),
+        other => panic!("the unlock of a lost lock returned {other:?}"),
     }
     first.idle().await;
     assert!(new.is_held());
@@ -232,11 +238,11 @@ pub async fn unlocking_an_expired_lock_is_an_error_and_leaves_the_successor_alon
 }
 
 /// If the guard of an expired lock is dropped, the successor keeps the lock.
-pub async fn dropping_an_expired_guard_leaves_the_successor_alone(lab: &Lab) {
-    let (first, second) = (lab.registry().await, lab.registry().await);
-    let third = lab.registry().await;
-    let options = LockOptions::new().lease(lab.short()).renew(false);
-    let old = first.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn dropping_an_expired_guard_does_not_affect_the_successor(context: &TestContext) {
+    let (first, second) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
     drop(old);
     first.idle().await;

@@ -5,25 +5,25 @@ use std::time::Duration;
 use registry_core::{Claim, LockBackend as _, LockError, LockOptions, LockRegistry as _, Renewal};
 use tokio::time::{Instant, sleep};
 
+use crate::context::{TestContext, busy, freed, granted, is_free, key, release, renew, renewed};
 use crate::faulty::{Fault, Faults, Operation};
-use crate::lab::{Lab, busy, freed, granted, is_free, key, release, renew, renewed};
 
 /// A renewal with a longer lease extends the grant beyond its first lease.
-pub async fn renewing_prolongs_a_grant(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.renewed());
+pub async fn a_renewal_extends_a_grant(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.renewed_lease());
     granted(&*client, &claim).await;
-    let left = renewed(&*client, &claim.clone().with_lease(lab.long())).await;
-    assert!(left > lab.renewed(), "{left:?} of {:?}", lab.long());
-    sleep(lab.renewed() * 3 / 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+    let left = renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
+    assert!(left > context.renewed_lease(), "{left:?} of {:?}", context.long_lease());
+    sleep(context.renewed_lease() * 3 / 2).await;
+    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &claim).await;
 }
 
 /// A grant can be renewed through another client, because the claim id alone identifies the claim.
-pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*first, &claim).await;
     renewed(&*second, &claim).await;
     freed(&*first, &claim).await;
@@ -31,45 +31,51 @@ pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
 
 /// A renewal with a shorter lease does not shorten the current lease, because renewals may arrive
 /// out of order.
-pub async fn renewing_never_shortens_a_lease(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
-    renewed(&*client, &claim.clone().with_lease(lab.short())).await;
-    sleep(lab.short() * 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+    renewed(&*client, &claim.clone().with_lease(context.short_lease())).await;
+    sleep(context.short_lease() * 2).await;
+    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &claim).await;
 }
 
 /// Renewing an expired grant returns `Gone` and leaves the key free. Another client may have held
 /// the key in the meantime.
-pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.short());
+pub async fn a_renewal_does_not_revive_an_expired_grant(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.short_lease());
     granted(&*client, &claim).await;
-    lab.let_expire(&*client, &claim).await;
-    assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
+    context.wait_until_expired(&*client, &claim).await;
+    assert_eq!(
+        renew(&*client, &claim.clone().with_lease(context.long_lease())).await,
+        Renewal::Gone
+    );
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
 
 /// Renewing an expired grant returns `Gone` and leaves the key free, also after a successor has
 /// acquired and released the key.
-pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.short());
+pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.short_lease());
     granted(&*client, &claim).await;
-    let next = Claim::new(key("orders:42"), lab.long());
-    lab.granted_at_last(&*client, &next).await;
+    let next = Claim::new(key("orders:42"), context.long_lease());
+    context.wait_until_granted(&*client, &next).await;
     freed(&*client, &next).await;
-    assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
+    assert_eq!(
+        renew(&*client, &claim.clone().with_lease(context.long_lease())).await,
+        Renewal::Gone
+    );
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
 
 /// Renewing a released grant returns `Gone` and leaves the key free. A renewal may arrive after the
 /// release of its own claim.
-pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_renewal_does_not_revive_a_released_grant(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
@@ -77,34 +83,34 @@ pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
 }
 
 /// Renewing a claim that was never granted returns `Gone` and leaves the key free.
-pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn renewing_a_claim_that_was_never_granted_grants_nothing(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
     assert!(is_free(&*client, claim.key()).await, "the renewal made a grant");
 }
 
 /// Renewing a claim that does not hold the key returns `Gone` and does not extend the holder's
 /// lease.
-pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
-    let client = lab.client().await;
-    let holder = Claim::new(key("orders:42"), lab.short());
+pub async fn renewing_another_claim_does_not_extend_the_holders_lease(context: &TestContext) {
+    let client = context.client().await;
+    let holder = Claim::new(key("orders:42"), context.short_lease());
     granted(&*client, &holder).await;
-    let stranger = Claim::new(key("orders:42"), lab.long());
-    assert_eq!(renew(&*client, &stranger).await, Renewal::Gone);
+    let other_namespace = Claim::new(key("orders:42"), context.long_lease());
+    assert_eq!(renew(&*client, &other_namespace).await, Renewal::Gone);
     // Had the renewal extended the holder's lease, the key would stay held for the stranger's
     // lease.
-    let next = Claim::new(key("orders:42"), lab.long());
-    lab.granted_at_last(&*client, &next).await;
+    let next = Claim::new(key("orders:42"), context.long_lease());
+    context.wait_until_granted(&*client, &next).await;
     freed(&*client, &next).await;
 }
 
 /// A batch is answered with one answer per claim, in the order of the claims. Held claims are
 /// renewed. A released claim, and a claim whose key another claim holds, is `Gone`.
-pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn a_batch_is_answered_in_the_order_of_its_claims(context: &TestContext) {
+    let client = context.client().await;
     let claims: Vec<_> =
-        (0..12).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
+        (0..12).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     for (n, claim) in claims.iter().enumerate() {
         match n % 4 {
             0 | 3 => drop(granted(&*client, claim).await),
@@ -113,7 +119,9 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
                 freed(&*client, claim).await;
             }
             // Held by another claim.
-            _ => drop(granted(&*client, &Claim::new(claim.key().clone(), lab.long())).await),
+            _ => drop(
+                granted(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await,
+            ),
         }
     }
     // Neither in the order of the grants nor in the order of the keys.
@@ -126,7 +134,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
         let n: usize =
             claim.key().as_str()["orders:n".len()..].parse().expect("the key ends in a number");
         let held = matches!(n % 4, 0 | 3);
-        match answer.expect("no trouble") {
+        match answer.expect("the store answers") {
             Renewal::Renewed(left) => {
                 assert!(held && left > Duration::ZERO, "{claim:?} is not held")
             }
@@ -136,72 +144,75 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
 }
 
 /// A released claim in a batch does not prevent the renewal of the others.
-pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn a_released_claim_in_a_batch_does_not_prevent_other_renewals(context: &TestContext) {
+    let client = context.client().await;
     let mut batch: Vec<_> =
-        (0..3).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.renewed())).collect();
+        (0..3).map(|n| Claim::new(key(&format!("orders:n{n}")), context.renewed_lease())).collect();
     for claim in &batch {
         granted(&*client, claim).await;
     }
     freed(&*client, &batch[1]).await;
-    batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(lab.long()));
+    batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(context.long_lease()));
     client.renew(&batch).await;
-    sleep(lab.renewed() * 3 / 2).await;
+    sleep(context.renewed_lease() * 3 / 2).await;
     for n in [0, 2] {
-        busy(&*client, &Claim::new(batch[n].key().clone(), lab.long())).await;
+        busy(&*client, &Claim::new(batch[n].key().clone(), context.long_lease())).await;
         freed(&*client, &batch[n]).await;
     }
     assert!(is_free(&*client, batch[1].key()).await, "a released claim came back");
 }
 
 /// Each claim of a batch is renewed for its own lease.
-pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
-    let client = lab.client().await;
-    let long = Claim::new(key("long"), lab.renewed());
-    let short = Claim::new(key("short"), lab.renewed());
+pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
+    let client = context.client().await;
+    let long = Claim::new(key("long"), context.renewed_lease());
+    let short = Claim::new(key("short"), context.renewed_lease());
     granted(&*client, &long).await;
     granted(&*client, &short).await;
-    for answer in client.renew(&[long.clone().with_lease(lab.long()), short.clone()]).await {
+    for answer in
+        client.renew(&[long.clone().with_lease(context.long_lease()), short.clone()]).await
+    {
         assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
     }
-    let next = Claim::new(key("short"), lab.long());
-    lab.granted_at_last(&*client, &next).await;
-    busy(&*client, &Claim::new(key("long"), lab.long())).await;
+    let next = Claim::new(key("short"), context.long_lease());
+    context.wait_until_granted(&*client, &next).await;
+    busy(&*client, &Claim::new(key("long"), context.long_lease())).await;
     freed(&*client, &long).await;
     freed(&*client, &next).await;
 }
 
 /// A renewed grant lasts at least as long as the lease that the renewal returned, less 2 ms and 1
 /// %.
-pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.renewed());
+pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.renewed_lease());
     granted(&*client, &claim).await;
     let before = Instant::now();
-    let Renewal::Renewed(told) = renew(&*client, &claim).await else {
+    let Renewal::Renewed(returned_lease) = renew(&*client, &claim).await else {
         panic!("{:?} is gone before its lease is over", claim.key());
     };
-    let heir = Claim::new(key("orders:42"), lab.long());
-    lab.granted_at_last(&*client, &heir).await;
+    let successor = Claim::new(key("orders:42"), context.long_lease());
+    context.wait_until_granted(&*client, &successor).await;
     let lasted = before.elapsed();
     assert!(
-        lasted >= told - told / 100 - Duration::from_millis(2),
-        "told to last {told:?}, it lasted {lasted:?}"
+        lasted >= returned_lease - returned_lease / 100 - Duration::from_millis(2),
+        "the returned lease was {returned_lease:?}, it lasted {lasted:?}"
     );
-    freed(&*client, &heir).await;
+    freed(&*client, &successor).await;
 }
 
 /// A renewal of an empty batch returns no answers.
-pub async fn an_empty_batch_has_no_answers(lab: &Lab) {
-    assert!(lab.client().await.renew(&[]).await.is_empty());
+pub async fn an_empty_batch_has_no_answers(context: &TestContext) {
+    assert!(context.client().await.renew(&[]).await.is_empty());
 }
 
 /// A batch of 1,500 claims is answered completely and in order. Stores limit, for example, the
 /// parameters of a SQL statement.
-pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
-    let client = lab.client().await;
-    let claims: Vec<_> =
-        (0..1_500).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
+pub async fn a_large_batch_is_renewed_completely(context: &TestContext) {
+    let client = context.client().await;
+    let claims: Vec<_> = (0..1_500)
+        .map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease()))
+        .collect();
     // Few are held, so that the clause tests the batch and not 1,500 grants.
     for claim in claims.iter().step_by(100) {
         granted(&*client, claim).await;
@@ -209,7 +220,7 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     let answers = client.renew(&claims).await;
     assert_eq!(answers.len(), claims.len(), "one answer for each claim");
     for (n, answer) in answers.into_iter().enumerate() {
-        let held = matches!(answer.expect("no trouble"), Renewal::Renewed(_));
+        let held = matches!(answer.expect("the store answers"), Renewal::Renewed(_));
         assert_eq!(held, n % 100 == 0, "orders:n{n}");
     }
     for claim in claims.iter().step_by(100) {
@@ -219,14 +230,14 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
 
 /// A lock stays held beyond its lease while its guard exists, because the lease renewer renews it.
 /// The token does not change.
-pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
-    let registry = lab.registry_of(lab.renewed()).await;
-    let other = lab.registry().await;
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn a_held_lock_is_renewed_beyond_its_lease(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
+    let other = context.registry().await;
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let token = guard.fencing_token();
     for _ in 0..4 {
-        sleep(lab.renewed() * 3 / 4).await;
-        assert!(guard.is_held(), "the lock was lost though all is well");
+        sleep(context.renewed_lease() * 3 / 4).await;
+        assert!(guard.is_held(), "the lock was lost without a fault");
         assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     }
     assert_eq!(guard.fencing_token(), token, "a renewal is no new grant");
@@ -234,125 +245,142 @@ pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
 }
 
 /// `renew` with a longer lease extends the validity of the guard.
-pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
-    let registry = lab.registry_of(lab.renewed()).await;
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
-    lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
+pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
     assert!(
-        guard.valid_for() > lab.renewed(),
+        guard.valid_for() > context.renewed_lease(),
         "{:?} after a renewal for {:?}",
         guard.valid_for(),
-        lab.long()
+        context.long_lease()
     );
-    sleep(lab.renewed() * 3 / 2).await;
+    sleep(context.renewed_lease() * 3 / 2).await;
     assert!(guard.is_held());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// `renew` with a shorter lease does not shorten the guard's current lease.
-pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
-    let registry = lab.registry().await;
-    let other = lab.registry().await;
+pub async fn a_manual_renewal_never_shortens_the_lease(context: &TestContext) {
+    let registry = context.registry().await;
+    let other = context.registry().await;
     let options = LockOptions::new().renew(false);
-    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let guard = guard.expect("without a wait there is always a guard");
-    lab.renew_by_hand(&guard, lab.short()).await.expect("a held lock is renewed");
-    sleep(lab.short() * 2).await;
+    context
+        .renew_with_retries(&guard, context.short_lease())
+        .await
+        .expect("a held lock is renewed");
+    sleep(context.short_lease() * 2).await;
     assert!(guard.is_held(), "a short renewal cut a long lease");
     assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// A lock stays held through an outage that is shorter than its lease.
-pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn renewal_survives_an_outage_shorter_than_the_lease(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     faulty.apply(Faults::outage());
-    lab.eventually("the keeper tries to renew", async || faulty.calls(Operation::Renew) > 0).await;
-    faulty.heal();
-    sleep(lab.renewed() * 2).await;
+    context
+        .eventually("the lease renewer sends a renewal", async || {
+            faulty.calls(Operation::Renew) > 0
+        })
+        .await;
+    faulty.clear_faults();
+    sleep(context.renewed_lease() * 2).await;
     assert!(guard.is_held(), "the outage was shorter than the lease");
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// A lock stays held if the reply to its first renewal and the request of its third renewal are
 /// lost.
-pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
+pub async fn a_lost_renewal_reply_does_not_end_the_lock(context: &TestContext) {
     let faults = Faults::none().at(Operation::Renew, 1, Fault::LoseReply).at(
         Operation::Renew,
         3,
         Fault::LoseRequest,
     );
-    let faulty = lab.faulty(faults).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
-    let limit = lab.renewed() * 6 + lab.patience();
-    lab.within(limit, "the keeper goes on", async || faulty.calls(Operation::Renew) >= 5).await;
+    let faulty = context.faulty(faults).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let limit = context.renewed_lease() * 6 + context.max_wait();
+    context
+        .within(limit, "the lease renewer continues", async || faulty.calls(Operation::Renew) >= 5)
+        .await;
     assert!(guard.is_held(), "a lost reply is not a lost lock");
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// No renewal reaches the store after `unlock` has returned.
-pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
-    lab.eventually("the keeper renews", async || faulty.calls(Operation::Renew) > 0).await;
+pub async fn nothing_is_renewed_after_unlock(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    context
+        .eventually("the lease renewer sends a renewal", async || {
+            faulty.calls(Operation::Renew) > 0
+        })
+        .await;
     guard.unlock().await.expect("a held lock is unlocked");
     let renewals = faulty.calls(Operation::Renew);
-    sleep(lab.renewed() * 2).await;
-    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
+    sleep(context.renewed_lease() * 2).await;
+    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewals continue without a holder");
 }
 
 /// A guard that is dropped while the store refuses all releases is no longer renewed, so that the
 /// lock ends with its lease.
-pub async fn nothing_is_renewed_after_an_unlock_that_failed(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
-    let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn nothing_is_renewed_after_a_refused_release(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
+    let registry = context.registry_over(&faulty, context.renewed_lease());
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     drop(guard);
-    sleep(lab.renewed() / 2).await;
+    sleep(context.renewed_lease() / 2).await;
     let renewals = faulty.calls(Operation::Renew);
-    sleep(lab.renewed() * 2).await;
-    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
-    let other = lab.registry().await;
-    let guard = other.obtain("orders:42").try_lock_for(lab.patience()).await.expect("no trouble");
-    guard.expect("the lease was left to end").unlock().await.expect("a held lock is unlocked");
+    sleep(context.renewed_lease() * 2).await;
+    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewals continue without a holder");
+    let other = context.registry().await;
+    let guard = other
+        .obtain("orders:42")
+        .try_lock_for(context.max_wait())
+        .await
+        .expect("the store answers");
+    guard.expect("the lease has expired").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A lock with `renew(false)` is not renewed and ends with its lease, as with Redisson's
 /// `leaseTime`.
-pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let options = LockOptions::new().lease(lab.short()).renew(false);
-    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
     // This early check is a renewal too, but it does not extend the lease.
-    let looks = u64::from(faulty.verify_after().is_some());
+    let verifications = u64::from(faulty.verify_after().is_some());
     while guard.is_held() {
-        assert!(guard.valid_until() < until + lab.short() / 4);
-        sleep(lab.short() / 20).await;
+        assert!(guard.valid_until() < until + context.short_lease() / 4);
+        sleep(context.short_lease() / 20).await;
     }
     let renewals = faulty.calls(Operation::Renew);
-    assert!(renewals <= looks, "{renewals} renewals");
+    assert!(renewals <= verifications, "{renewals} renewals");
     drop(guard);
 }
 
 /// The loss of one lock does not stop the renewal of other locks of the registry.
-pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
-    let registry = lab.registry_of(lab.renewed()).await;
+pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
     let mut guards = Vec::new();
     for n in 0..3 {
         guards.push(
-            registry.obtain(&format!("orders:n{n}")).lock().await.expect("a free lock is had"),
+            registry.obtain(&format!("orders:n{n}")).lock().await.expect("a free lock is acquired"),
         );
     }
-    lab.break_claim(guards[1].claim()).await;
+    context.break_claim(guards[1].claim()).await;
     guards[1].lost().await;
-    sleep(lab.renewed() * 2).await;
+    sleep(context.renewed_lease() * 2).await;
     for guard in guards {
         let broken = guard.key() == "orders:n1";
         assert_eq!(guard.is_held(), !broken, "{guard:?}");

@@ -5,13 +5,13 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use registry_core::{Attempt, Claim, Release, Renewal};
 
-use crate::lab::{Lab, attempt, busy, freed, granted, is_free, key, release};
+use crate::context::{TestContext, attempt, busy, freed, granted, is_free, key, release};
 
 /// Repeating the acquire of a granted claim returns `Granted`, and one release frees the key. The
 /// engine repeats a request whose reply was lost.
-pub async fn a_granted_claim_is_granted_again(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
@@ -20,9 +20,9 @@ pub async fn a_granted_claim_is_granted_again(lab: &Lab) {
 
 /// A second client can repeat the acquire of a granted claim, because the claim id alone identifies
 /// the claim. One release through the second client frees the key.
-pub async fn a_granted_claim_is_granted_again_through_another_client(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_granted_claim_is_granted_again_through_another_client(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*first, &claim).await;
     granted(&*second, &claim).await;
     freed(&*second, &claim).await;
@@ -31,11 +31,11 @@ pub async fn a_granted_claim_is_granted_again_through_another_client(lab: &Lab) 
 
 /// Eight concurrent acquires of one claim are all granted with the same token. One release frees
 /// the key.
-pub async fn repetitions_of_one_acquire_at_once_are_one_grant(lab: &Lab) {
-    let first = lab.client().await;
-    let second = lab.another_client(&first).await;
+pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestContext) {
+    let first = context.client().await;
+    let second = context.another_client(&first).await;
     let clients = [first, second];
-    let claim = Claim::new(key("orders:42"), lab.long());
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     let attempts = (0..8).map(|n| granted(&*clients[n % 2], &claim));
     let grants = join_all(attempts).await;
     assert!(grants.iter().all(|grant| grant.token == grants[0].token), "one grant: {grants:?}");
@@ -44,66 +44,69 @@ pub async fn repetitions_of_one_acquire_at_once_are_one_grant(lab: &Lab) {
 }
 
 /// Repeating the acquire of a granted claim with a shorter lease does not shorten its lease.
-pub async fn a_repeated_acquire_does_not_shorten_the_lease(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &claim).await;
-    granted(&*client, &claim.clone().with_lease(lab.short())).await;
-    tokio::time::sleep(lab.short() * 2).await;
-    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+    granted(&*client, &claim.clone().with_lease(context.short_lease())).await;
+    tokio::time::sleep(context.short_lease() * 2).await;
+    busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &claim).await;
 }
 
 /// A grant states a lease that is longer than zero and at most as long as requested. The engine
 /// treats the lock as held for this time.
-pub async fn a_grant_tells_how_long_it_lasts(lab: &Lab) {
-    let client = lab.client().await;
-    let claim = Claim::new(key("orders:42"), lab.long());
+pub async fn a_grant_states_its_lease(context: &TestContext) {
+    let client = context.client().await;
+    let claim = Claim::new(key("orders:42"), context.long_lease());
     let grant = granted(&*client, &claim).await;
-    assert!(grant.lease > Duration::ZERO && grant.lease <= lab.long(), "{grant:?}");
+    assert!(grant.lease > Duration::ZERO && grant.lease <= context.long_lease(), "{grant:?}");
     freed(&*client, &claim).await;
 }
 
 /// Claims with the shortest and with the longest lease of the store's capabilities are granted.
 /// After a release, their key is free. `lease_min` is at most `lease_max`.
-pub async fn the_shortest_and_the_longest_lease_are_granted(lab: &Lab) {
-    let client = lab.client().await;
-    let capabilities = lab.capabilities();
+pub async fn the_shortest_and_the_longest_lease_are_granted(context: &TestContext) {
+    let client = context.client().await;
+    let capabilities = context.capabilities();
     assert!(capabilities.lease_min <= capabilities.lease_max, "{capabilities:?}");
     for lease in [capabilities.lease_min, capabilities.lease_max] {
         let claim = Claim::new(key("orders:42"), lease);
         granted(&*client, &claim).await;
         // The shortest lease may have expired before the release.
         release(&*client, &claim).await;
-        assert!(is_free(&*client, claim.key()).await, "a lease of {lease:?} was given back");
+        assert!(
+            is_free(&*client, claim.key()).await,
+            "the key is free after the release of a lease of {lease:?}"
+        );
     }
 }
 
 /// Two clients of one store return equal capabilities. Capabilities belong to the store, not to a
 /// connection.
-pub async fn every_client_of_a_store_has_the_same_capabilities(lab: &Lab) {
-    assert_eq!(lab.client().await.capabilities(), lab.client().await.capabilities());
+pub async fn every_client_of_a_store_has_the_same_capabilities(context: &TestContext) {
+    assert_eq!(context.client().await.capabilities(), context.client().await.capabilities());
 }
 
 /// Two clients compute the same shard for a claim. The engine groups renewals by shard, so a claim
 /// with two shards would be renewed in the wrong one.
-pub async fn a_claim_has_the_same_shard_in_every_client(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn a_claim_has_the_same_shard_in_every_client(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     for n in 0..64 {
-        let claim = Claim::new(key(&format!("orders:n{n}")), lab.long());
+        let claim = Claim::new(key(&format!("orders:n{n}")), context.long_lease());
         assert_eq!(first.shard(&claim), second.shard(&claim), "{claim:?}");
     }
 }
 
 /// A grant or release through one client is effective for another client as soon as it is answered.
-pub async fn a_client_sees_at_once_what_another_did(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn a_change_by_one_client_is_visible_to_another_at_once(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     for _ in 0..20 {
-        let claim = Claim::new(key("orders:42"), lab.long());
+        let claim = Claim::new(key("orders:42"), context.long_lease());
         granted(&*first, &claim).await;
-        busy(&*second, &Claim::new(key("orders:42"), lab.long())).await;
+        busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
         freed(&*first, &claim).await;
-        let next = Claim::new(key("orders:42"), lab.long());
+        let next = Claim::new(key("orders:42"), context.long_lease());
         granted(&*second, &next).await;
         freed(&*second, &next).await;
     }
@@ -111,14 +114,14 @@ pub async fn a_client_sees_at_once_what_another_did(lab: &Lab) {
 
 /// A client still answers correctly after a thousand requests, among them busy answers and releases
 /// of claims that hold nothing.
-pub async fn a_thousand_requests_leave_a_client_as_good_as_new(lab: &Lab) {
-    let client = lab.client().await;
-    let holder = Claim::new(key("held"), lab.long());
+pub async fn a_client_answers_correctly_after_a_thousand_requests(context: &TestContext) {
+    let client = context.client().await;
+    let holder = Claim::new(key("held"), context.long_lease());
     granted(&*client, &holder).await;
     for n in 0..250 {
-        let claim = Claim::new(key(&format!("orders:n{}", n % 20)), lab.long());
+        let claim = Claim::new(key(&format!("orders:n{}", n % 20)), context.long_lease());
         granted(&*client, &claim).await;
-        busy(&*client, &Claim::new(key("held"), lab.long())).await;
+        busy(&*client, &Claim::new(key("held"), context.long_lease())).await;
         freed(&*client, &claim).await;
         assert_eq!(release(&*client, &claim).await, Release::NotHeld);
     }
@@ -127,10 +130,10 @@ pub async fn a_thousand_requests_leave_a_client_as_good_as_new(lab: &Lab) {
 
 /// 64 concurrent acquires, one renewal of all 64 claims, and 64 concurrent releases through one
 /// client all succeed, whatever the size of its connection pool.
-pub async fn many_requests_at_once_through_one_client_are_all_answered(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn many_concurrent_requests_of_one_client_are_all_answered(context: &TestContext) {
+    let client = context.client().await;
     let claims: Vec<_> =
-        (0..64).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
+        (0..64).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     join_all(claims.iter().map(|claim| granted(&*client, claim))).await;
     for answer in client.renew(&claims).await {
         assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
@@ -140,38 +143,39 @@ pub async fn many_requests_at_once_through_one_client_are_all_answered(lab: &Lab
 
 /// Releasing a refused claim that the store may have queued returns `NotHeld` and removes the claim
 /// from the queue. After the holder's release, the next claim is granted.
-pub async fn a_busy_claim_is_not_kept_beyond_its_release(lab: &Lab) {
-    let client = lab.client().await;
-    let holder = Claim::new(key("orders:42"), lab.long());
-    let refused = Claim::new(key("orders:42"), lab.long()).with_queue(true);
+pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
+    let client = context.client().await;
+    let holder = Claim::new(key("orders:42"), context.long_lease());
+    let refused = Claim::new(key("orders:42"), context.long_lease()).with_queue(true);
     granted(&*client, &holder).await;
     busy(&*client, &refused).await;
     assert_eq!(release(&*client, &refused).await, Release::NotHeld);
     freed(&*client, &holder).await;
-    let next = Claim::new(key("orders:42"), lab.long());
+    let next = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &next).await;
     freed(&*client, &next).await;
 }
 
 /// Refused claims that do not queue leave no record in the store. After the holder's release, the
 /// key is free.
-pub async fn a_busy_claim_leaves_nothing_behind(lab: &Lab) {
-    let client = lab.client().await;
-    let holder = Claim::new(key("orders:42"), lab.long());
+pub async fn a_busy_claim_leaves_no_record(context: &TestContext) {
+    let client = context.client().await;
+    let holder = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &holder).await;
     for _ in 0..10 {
-        busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
+        busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
     freed(&*client, &holder).await;
-    assert!(is_free(&*client, holder.key()).await, "those who were refused hold nothing");
+    assert!(is_free(&*client, holder.key()).await, "a busy claim holds the key");
 }
 
 /// A store with a queue grants queued claims in the order of their first attempts, whichever client
 /// sent them.
-pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await];
-    let claims: Vec<_> =
-        (0..6).map(|_| Claim::new(key("orders:42"), lab.long()).with_queue(true)).collect();
+pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(context: &TestContext) {
+    let clients = [context.client().await, context.client().await];
+    let claims: Vec<_> = (0..6)
+        .map(|_| Claim::new(key("orders:42"), context.long_lease()).with_queue(true))
+        .collect();
     granted(&*clients[0], &claims[0]).await;
     for (n, claim) in claims.iter().enumerate().skip(1) {
         busy(&*clients[n % 2], claim).await;
@@ -189,10 +193,11 @@ pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(lab: &Lab) 
 
 /// Releasing a queued claim removes it from the queue, so that the claim behind it is granted. The
 /// released claim can be acquired again afterwards.
-pub async fn a_queued_claim_that_is_released_lets_the_next_one_pass(lab: &Lab) {
-    let client = lab.client().await;
-    let claims: Vec<_> =
-        (0..3).map(|_| Claim::new(key("orders:42"), lab.long()).with_queue(true)).collect();
+pub async fn a_released_queued_claim_does_not_block_the_next_one(context: &TestContext) {
+    let client = context.client().await;
+    let claims: Vec<_> = (0..3)
+        .map(|_| Claim::new(key("orders:42"), context.long_lease()).with_queue(true))
+        .collect();
     granted(&*client, &claims[0]).await;
     busy(&*client, &claims[1]).await;
     busy(&*client, &claims[2]).await;
@@ -202,14 +207,14 @@ pub async fn a_queued_claim_that_is_released_lets_the_next_one_pass(lab: &Lab) {
     freed(&*client, &claims[2]).await;
     assert!(
         matches!(attempt(&*client, &claims[1]).await, Attempt::Granted(_)),
-        "its place was gone, not its right"
+        "the released claim could not be acquired again"
     );
     freed(&*client, &claims[1]).await;
 }
 
 /// `diagnose` succeeds on a reachable store and locks nothing.
-pub async fn a_store_that_works_can_be_diagnosed(lab: &Lab) {
-    let client = lab.client().await;
+pub async fn a_reachable_store_can_be_diagnosed(context: &TestContext) {
+    let client = context.client().await;
     client.diagnose().await.expect("a store that can be reached is diagnosed");
     assert!(is_free(&*client, &key("orders:42")).await, "a diagnosis holds nothing");
 }

@@ -11,72 +11,74 @@ use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
+use crate::context::{TestContext, busy, freed, granted, is_free, key};
 use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
-use crate::lab::{Lab, busy, freed, granted, is_free, key};
 
 /// In a store with wake-ups, a release ends the `wait` of another claim of the same client.
-pub async fn a_store_that_wakes_ends_the_wait_when_the_holder_releases(lab: &Lab) {
-    let client = lab.client().await;
-    wakes(lab, &*client, &*client).await;
+pub async fn a_release_ends_the_wait_of_the_same_client(context: &TestContext) {
+    let client = context.client().await;
+    wakes(context, &*client, &*client).await;
 }
 
 /// In a store with wake-ups, a release ends the `wait` of a claim of another client.
-pub async fn a_store_that_wakes_ends_the_waits_of_other_clients(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn a_release_ends_the_wait_of_another_client(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     // The first direction runs twice, because the first wait of a client may set up its
     // subscription.
-    wakes(lab, &*first, &*second).await;
-    wakes(lab, &*second, &*first).await;
-    wakes(lab, &*first, &*second).await;
+    wakes(context, &*first, &*second).await;
+    wakes(context, &*second, &*first).await;
+    wakes(context, &*first, &*second).await;
 }
 
-async fn wakes(lab: &Lab, holding: &dyn LockBackend, waiting: &dyn LockBackend) {
-    let holder = Claim::new(key("orders:42"), lab.long());
-    let waiter = Claim::new(key("orders:42"), lab.long());
+async fn wakes(context: &TestContext, holding: &dyn LockBackend, waiting: &dyn LockBackend) {
+    let holder = Claim::new(key("orders:42"), context.long_lease());
+    let waiter = Claim::new(key("orders:42"), context.long_lease());
     granted(holding, &holder).await;
     let refusal = busy(waiting, &waiter).await;
-    let wait = timeout(lab.patience(), waiting.wait(&waiter, &refusal));
+    let wait = timeout(context.max_wait(), waiting.wait(&waiter, &refusal));
     let release = async {
         sleep(Duration::from_millis(50)).await;
         freed(holding, &holder).await;
     };
     let (woken, ()) = join(wait, release).await;
-    woken.expect("a release wakes those who wait");
+    woken.expect("a release ends the wait");
     granted(waiting, &waiter).await;
     freed(waiting, &waiter).await;
 }
 
 /// In a store with wake-ups, a release between the busy answer and the call of `wait` ends the
 /// `wait`.
-pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn a_release_between_busy_and_wait_is_not_missed(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     for _ in 0..5 {
-        let holder = Claim::new(key("orders:42"), lab.long());
-        let waiter = Claim::new(key("orders:42"), lab.long());
+        let holder = Claim::new(key("orders:42"), context.long_lease());
+        let waiter = Claim::new(key("orders:42"), context.long_lease());
         granted(&*first, &holder).await;
         let refusal = busy(&*second, &waiter).await;
         freed(&*first, &holder).await;
-        let wait = timeout(lab.patience(), second.wait(&waiter, &refusal));
+        let wait = timeout(context.max_wait(), second.wait(&waiter, &refusal));
         wait.await.expect("the release came before the wait and was missed");
     }
 }
 
 /// In a store with wake-ups, one client waits for five keys, and each `wait` ends with the release
 /// of its key.
-pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
     let holders: Vec<_> =
-        (0..5).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
+        (0..5).map(|n| Claim::new(key(&format!("orders:n{n}")), context.long_lease())).collect();
     let mut waiters = Vec::new();
     for holder in &holders {
         granted(&*first, holder).await;
-        let waiter = Claim::new(holder.key().clone(), lab.long());
+        let waiter = Claim::new(holder.key().clone(), context.long_lease());
         let refusal = busy(&*second, &waiter).await;
         waiters.push((waiter, refusal));
     }
     let waits = join_all(waiters.iter().map(async |(waiter, refusal)| {
-        timeout(lab.patience(), second.wait(waiter, refusal)).await.expect("its key was released");
+        timeout(context.max_wait(), second.wait(waiter, refusal))
+            .await
+            .expect("its key was released");
     }));
     let releases = async {
         sleep(Duration::from_millis(50)).await;
@@ -89,12 +91,12 @@ pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
 
 /// Dropping a `wait` future at any time leaves nothing behind: after the holder's release, the key
 /// is free. The engine drops no other future of a backend.
-pub async fn a_wait_may_be_dropped_at_any_time(lab: &Lab) {
-    let client = lab.client().await;
-    let holder = Claim::new(key("orders:42"), lab.long());
+pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
+    let client = context.client().await;
+    let holder = Claim::new(key("orders:42"), context.long_lease());
     granted(&*client, &holder).await;
     for n in 0..10 {
-        let waiter = Claim::new(key("orders:42"), lab.long());
+        let waiter = Claim::new(key("orders:42"), context.long_lease());
         let refusal = busy(&*client, &waiter).await;
         drop(timeout(Duration::from_millis(n), client.wait(&waiter, &refusal)).await);
     }
@@ -103,20 +105,20 @@ pub async fn a_wait_may_be_dropped_at_any_time(lab: &Lab) {
 }
 
 /// A waiter acquires the lock after another caller of the same process unlocks it.
-pub async fn a_waiter_gets_the_lock_when_this_process_unlocks_it(lab: &Lab) {
-    let registry = lab.registry().await;
-    handed_from_to(&registry, &registry).await;
+pub async fn a_waiter_acquires_the_lock_when_this_process_unlocks_it(context: &TestContext) {
+    let registry = context.registry().await;
+    assert_released_to(&registry, &registry).await;
 }
 
 /// A waiter acquires the lock after another process unlocks it.
-pub async fn a_waiter_gets_the_lock_when_another_process_unlocks_it(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    handed_from_to(&there, &here).await;
-    handed_from_to(&here, &there).await;
+pub async fn a_waiter_acquires_the_lock_when_another_process_unlocks_it(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    assert_released_to(&remote, &local).await;
+    assert_released_to(&local, &remote).await;
 }
 
-async fn handed_from_to(from: &Registry, to: &Registry) {
-    let guard = from.obtain("orders:42").lock().await.expect("a free lock is had");
+async fn assert_released_to(from: &Registry, to: &Registry) {
+    let guard = from.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let lock = to.obtain("orders:42");
     let mut waiting = pin!(lock.lock());
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
@@ -126,26 +128,27 @@ async fn handed_from_to(from: &Registry, to: &Registry) {
     })
     .await;
     unlocked.expect("a held lock is unlocked");
-    next.expect("the waiter gets the lock").unlock().await.expect("a held lock is unlocked");
+    next.expect("the waiter acquires the lock").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `try_lock_for` with a wait of zero makes one attempt and acquires a free lock.
-pub async fn a_wait_of_zero_still_gets_a_free_lock(lab: &Lab) {
-    let registry = lab.registry().await;
+pub async fn a_wait_of_zero_acquires_a_free_lock(context: &TestContext) {
+    let registry = context.registry().await;
     let guard =
-        registry.obtain("orders:42").try_lock_for(Duration::ZERO).await.expect("no trouble");
+        registry.obtain("orders:42").try_lock_for(Duration::ZERO).await.expect("the store answers");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
 /// `try_lock_for` with a wait of zero or one nanosecond returns `Ok(None)` for a held lock, in the
 /// holder's process and in another. It does not wait without limit.
-pub async fn a_wait_of_zero_does_not_wait(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
-    for registry in [&here, &there] {
+pub async fn a_wait_of_zero_does_not_wait(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    for registry in [&local, &remote] {
         for wait in [Duration::ZERO, Duration::from_nanos(1)] {
             let lock = registry.obtain("orders:42");
-            let none = timeout(lab.patience(), lock.try_lock_for(wait)).await.expect("it waits");
+            let none =
+                timeout(context.max_wait(), lock.try_lock_for(wait)).await.expect("it waits");
             assert!(none.expect("busy is no error").is_none());
         }
     }
@@ -154,52 +157,56 @@ pub async fn a_wait_of_zero_does_not_wait(lab: &Lab) {
 
 /// If this process holds the lock, `try_lock_for` returns `Ok(None)` at its deadline and not
 /// before.
-pub async fn a_wait_for_this_process_ends_with_none_at_its_deadline(lab: &Lab) {
-    let registry = lab.registry().await;
-    ends_at_its_deadline(lab, &registry, &registry).await;
+pub async fn a_wait_for_a_holder_in_this_process_returns_none_at_its_deadline(
+    context: &TestContext,
+) {
+    let registry = context.registry().await;
+    ends_at_its_deadline(context, &registry, &registry).await;
 }
 
 /// If another process holds the lock, `try_lock_for` returns `Ok(None)` at its deadline and not
 /// before.
-pub async fn a_wait_for_another_process_ends_with_none_at_its_deadline(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    ends_at_its_deadline(lab, &there, &here).await;
+pub async fn a_wait_for_a_holder_in_another_process_returns_none_at_its_deadline(
+    context: &TestContext,
+) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    ends_at_its_deadline(context, &remote, &local).await;
 }
 
-async fn ends_at_its_deadline(lab: &Lab, holding: &Registry, waiting: &Registry) {
-    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
+async fn ends_at_its_deadline(context: &TestContext, holding: &Registry, waiting: &Registry) {
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let wait = Duration::from_millis(600);
-    let begun = Instant::now();
-    let none = timeout(lab.patience(), waiting.obtain("orders:42").try_lock_for(wait)).await;
+    let started = Instant::now();
+    let none = timeout(context.max_wait(), waiting.obtain("orders:42").try_lock_for(wait)).await;
     let none = none.expect("the wait ends").expect("busy is no error");
     assert!(none.is_none(), "two guards of one key");
-    assert!(begun.elapsed() >= wait, "given up after {:?}", begun.elapsed());
+    assert!(started.elapsed() >= wait, "given up after {:?}", started.elapsed());
     assert!(guard.is_held());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// Callers of one process acquire the lock in the order of their arrival.
-pub async fn callers_of_one_process_are_served_in_the_order_of_their_arrival(lab: &Lab) {
-    let registry = lab.registry().await;
-    assert_eq!(served(&registry, 6, &[]).await, [0, 1, 2, 3, 4, 5]);
+pub async fn callers_of_one_process_acquire_in_the_order_of_their_arrival(context: &TestContext) {
+    let registry = context.registry().await;
+    assert_eq!(acquisition_order(&registry, 6, &[]).await, [0, 1, 2, 3, 4, 5]);
 }
 
 /// Waiters that give up do not change the order of the other waiters.
-pub async fn a_caller_that_gives_up_leaves_the_others_in_order(lab: &Lab) {
-    let registry = lab.registry().await;
-    assert_eq!(served(&registry, 6, &[0, 3, 5]).await, [1, 2, 4]);
+pub async fn a_cancelled_waiter_does_not_change_the_order_of_the_others(context: &TestContext) {
+    let registry = context.registry().await;
+    assert_eq!(acquisition_order(&registry, 6, &[0, 3, 5]).await, [1, 2, 4]);
 }
 
-/// Queues `callers` behind a guard, drops those in `gone`, and returns the order in which the
+/// Queues `callers` behind a guard, drops those in `dropped`, and returns the order in which the
 /// others acquire the lock.
-async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usize> {
-    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+async fn acquisition_order(registry: &Registry, callers: usize, dropped: &[usize]) -> Vec<usize> {
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let order = tokio::sync::Mutex::new(Vec::new());
     let mut waiting = Vec::new();
     for n in 0..callers {
         let (lock, order) = (registry.obtain("orders:42"), &order);
         let mut caller = Box::pin(async move {
-            let guard = lock.lock().await.expect("the lock is had at last");
+            let guard = lock.lock().await.expect("the lock is acquired");
             order.lock().await.push(n);
             guard.unlock().await.expect("a held lock is unlocked");
         });
@@ -207,7 +214,7 @@ async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usiz
         assert!(poll!(caller.as_mut()).is_pending(), "two guards of one key");
         waiting.push(Some(caller));
     }
-    for n in gone {
+    for n in dropped {
         waiting[*n] = None;
     }
     guard.unlock().await.expect("a held lock is unlocked");
@@ -217,66 +224,69 @@ async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usiz
 
 /// One unlock ends the wait of one of two processes. The other process continues to wait and
 /// acquires the lock at the next unlock.
-pub async fn one_unlock_lets_one_of_two_processes_in(lab: &Lab) {
-    let holder = lab.registry().await;
-    let waiters = [lab.registry().await, lab.registry().await];
-    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is had");
+pub async fn one_unlock_ends_the_wait_of_one_of_two_processes(context: &TestContext) {
+    let holder = context.registry().await;
+    let waiters = [context.registry().await, context.registry().await];
+    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let mut tasks = JoinSet::new();
     for registry in &waiters {
         let lock = registry.obtain("orders:42");
-        let wait = lab.patience();
+        let wait = context.max_wait();
         tasks.spawn(async move { lock.try_lock_for(wait).await });
     }
     sleep(Duration::from_millis(100)).await;
     guard.unlock().await.expect("a held lock is unlocked");
     for _ in 0..2 {
-        let next = tasks.join_next().await.expect("two wait").expect("no panic");
-        let next = next.expect("no trouble").expect("its turn comes while it waits");
+        let next = tasks.join_next().await.expect("two tasks run").expect("no panic");
+        let next = next.expect("the store answers").expect("the waiter acquires the lock");
         // While one process holds the lock, the wait of the other must not end, neither with the
         // lock nor without.
         let other = timeout(Duration::from_millis(100), tasks.join_next()).await;
-        assert!(!matches!(other, Ok(Some(_))), "the other one is back: {other:?}");
+        assert!(!matches!(other, Ok(Some(_))), "the wait of the other process ended: {other:?}");
         next.unlock().await.expect("a held lock is unlocked");
     }
 }
 
 /// A waiter whose wake-ups are lost acquires the lock, because it also polls.
-pub async fn a_lost_wake_up_costs_no_more_than_a_poll(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().always(Operation::Wait, Fault::LoseWake)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
-    handed_from_to(&there, &here).await;
+pub async fn a_waiter_acquires_the_lock_after_a_lost_wake_up(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().always(Operation::Wait, Fault::LoseWake)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    assert_released_to(&remote, &local).await;
 }
 
 /// A premature wake-up neither ends the wait nor grants the lock. The waiter tries to acquire, and
 /// then continues to wait.
-pub async fn a_wake_up_for_nothing_neither_ends_the_wait_nor_grants(lab: &Lab) {
-    let early = Fault::WakeEarly(Duration::from_millis(20));
-    let faulty = lab.faulty(Faults::none().always(Operation::Wait, early)).await;
-    let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
-    ends_at_its_deadline(lab, &there, &here).await;
-    handed_from_to(&there, &here).await;
+pub async fn a_premature_wake_up_neither_ends_the_wait_nor_grants(context: &TestContext) {
+    let premature = Fault::WakeEarly(Duration::from_millis(20));
+    let faulty = context.faulty(Faults::none().always(Operation::Wait, premature)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    ends_at_its_deadline(context, &remote, &local).await;
+    assert_released_to(&remote, &local).await;
 }
 
 /// A waiter retries after a refused request, a lost request and a lost reply, and acquires the
 /// lock.
-pub async fn a_waiter_bears_passing_trouble_of_the_store(lab: &Lab) {
+pub async fn a_waiter_retries_after_transient_store_errors(context: &TestContext) {
     let faults = Faults::none()
         .at(Operation::Acquire, 1, Fault::Refuse)
         .at(Operation::Acquire, 2, Fault::LoseRequest)
         .at(Operation::Acquire, 3, Fault::LoseReply);
-    let faulty = lab.faulty(faults).await;
-    let registry = lab.registry_over(&faulty, lab.long());
-    let guard = registry.obtain("orders:42").try_lock_for(lab.patience()).await;
-    let guard = guard.expect("the trouble passed").expect("nobody else wants the lock");
+    let faulty = context.faulty(faults).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let guard = registry.obtain("orders:42").try_lock_for(context.max_wait()).await;
+    let guard =
+        guard.expect("the store error was retried").expect("no other caller wants the lock");
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&registry, "orders:42").await;
+    context.assert_becomes_free(&registry, "orders:42").await;
 }
 
 /// `try_lock_for` returns `LockError::Backend`, not `Ok(None)`, if the store is unreachable for the
 /// whole wait.
-pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
-    let faulty = lab.faulty(Faults::outage()).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+pub async fn an_outage_for_the_whole_wait_is_an_error(context: &TestContext) {
+    let faulty = context.faulty(Faults::outage()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     match registry.obtain("orders:42").try_lock_for(Duration::from_millis(700)).await {
         Err(LockError::Backend { .. }) => {}
         other => panic!("an outage is reported as {other:?}"),
@@ -284,94 +294,95 @@ pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
 }
 
 /// A store error that is not retryable ends the wait at once, after one attempt.
-pub async fn lasting_trouble_ends_the_wait_at_once(lab: &Lab) {
-    let faulty = lab.faulty(Faults::none().always(Operation::Acquire, Fault::Deny)).await;
-    let registry = lab.registry_over(&faulty, lab.long());
+pub async fn a_permanent_store_error_ends_the_wait_at_once(context: &TestContext) {
+    let faulty = context.faulty(Faults::none().always(Operation::Acquire, Fault::Deny)).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
     let lock = registry.obtain("orders:42");
-    match timeout(lab.patience(), lock.lock()).await.expect("it waits for what cannot pass") {
+    match timeout(context.max_wait(), lock.lock()).await.expect("it retries a permanent error") {
         Err(error @ LockError::Backend { .. }) => assert!(!error.is_retryable(), "{error:?}"),
         other => panic!("a store that denies is reported as {other:?}"),
     }
-    assert_eq!(faulty.calls(Operation::Acquire), 1, "it asks again and again");
+    assert_eq!(faulty.calls(Operation::Acquire), 1, "the engine retries a permanent error");
 }
 
 /// Fifty waiters of one process send about as many requests to the store as one: at most two
 /// attempts per poll interval, plus five.
-pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &Lab) {
-    let there = lab.registry().await;
-    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
-    let faulty = lab.faulty(Faults::none()).await;
+pub async fn fifty_waiters_of_one_process_poll_as_rarely_as_one(context: &TestContext) {
+    let remote = context.registry().await;
+    let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let faulty = context.faulty(Faults::none()).await;
     let poll = Duration::from_millis(200);
     let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(&faulty);
-    let here = lab.builder(client).poll(poll).build().expect("the registry is built");
-    let begun = Instant::now();
+    let local = context.builder(client).poll(poll).build().expect("the registry is built");
+    let started = Instant::now();
     let mut tasks = JoinSet::new();
     for _ in 0..50 {
-        let lock = here.obtain("orders:42");
+        let lock = local.obtain("orders:42");
         tasks.spawn(async move {
-            let guard = lock.lock().await.expect("the lock is had at last");
+            let guard = lock.lock().await.expect("the lock is acquired");
             guard.unlock().await.expect("a held lock is unlocked");
         });
     }
     sleep(poll * 10).await;
-    let asked = faulty.calls(Operation::Acquire);
+    let attempts = faulty.calls(Operation::Acquire);
     // Jitter can halve the interval, and the store can send a few premature wake-ups.
-    let polls = begun.elapsed().as_millis() / poll.as_millis();
-    assert!(u128::from(asked) <= 2 * polls + 5, "{asked} attempts in {polls} poll intervals");
-    assert!(asked > 0, "nobody asks");
+    let polls = started.elapsed().as_millis() / poll.as_millis();
+    assert!(u128::from(attempts) <= 2 * polls + 5, "{attempts} attempts in {polls} poll intervals");
+    assert!(attempts > 0, "no attempt was sent");
     guard.unlock().await.expect("a held lock is unlocked");
-    assert_eq!(tasks.join_all().await.len(), 50, "all get their turn");
+    assert_eq!(tasks.join_all().await.len(), 50, "all waiters acquire the lock");
 }
 
 /// Twenty waiters of one key do not delay callers of other keys in the same process.
-pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
-    let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("held").lock().await.expect("a free lock is had");
-    let lock = here.obtain("held");
+pub async fn waiters_of_one_key_do_not_delay_callers_of_other_keys(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = remote.obtain("held").lock().await.expect("a free lock is acquired");
+    let lock = local.obtain("held");
     let waiting = pin!(join_all((0..20).map(|_| lock.lock())));
     let others = pin!(async {
         for n in 0..10 {
-            let other = here.obtain(&format!("orders:n{n}")).try_lock().await.expect("no trouble");
+            let other =
+                local.obtain(&format!("orders:n{n}")).try_lock().await.expect("the store answers");
             other.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
         }
     });
-    match timeout(lab.patience(), select(waiting, others)).await {
+    match timeout(context.max_wait(), select(waiting, others)).await {
         Ok(Either::Right(_)) => {}
         Ok(Either::Left((guards, _))) => panic!("two guards of one key: {guards:?}"),
-        Err(_) => panic!("other keys wait for those who wait"),
+        Err(_) => panic!("callers of other keys wait for the waiters"),
     }
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// A waiter here acquires the lock after a separate operating-system process unlocks it.
-pub async fn a_waiter_gets_the_lock_when_a_real_process_unlocks_it(lab: &Lab) {
-    let mut there = lab.remote(lab.long()).await;
-    let here = lab.registry().await;
-    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    let lock = here.obtain("orders:42");
-    let waiting = lock.try_lock_for(lab.patience());
+pub async fn a_waiter_acquires_the_lock_when_a_separate_process_unlocks_it(context: &TestContext) {
+    let mut remote = context.remote(context.long_lease()).await;
+    let local = context.registry().await;
+    assert!(matches!(remote.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    let lock = local.obtain("orders:42");
+    let waiting = lock.try_lock_for(context.max_wait());
     let (guard, unlocked) = join(waiting, async {
         sleep(Duration::from_millis(200)).await;
-        there.unlock("orders:42").await
+        remote.unlock("orders:42").await
     })
     .await;
     assert!(unlocked, "the other process held it until then");
-    let guard = guard.expect("no trouble").expect("the lock is given up while we wait");
+    let guard = guard.expect("the store answers").expect("the lock is released during the wait");
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
 /// A waiter in a separate operating-system process acquires the lock after it is unlocked here.
-pub async fn a_real_process_gets_the_lock_when_it_is_unlocked_here(lab: &Lab) {
-    let mut there = lab.remote(lab.long()).await;
-    let here = Arc::new(lab.registry().await);
-    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
-    let wait = lab.patience();
-    let (held, unlocked) = join(there.lock("orders:42", wait), async {
+pub async fn a_separate_process_acquires_the_lock_when_it_is_unlocked_here(context: &TestContext) {
+    let mut remote = context.remote(context.long_lease()).await;
+    let local = Arc::new(context.registry().await);
+    let guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let wait = context.max_wait();
+    let (held, unlocked) = join(remote.lock("orders:42", wait), async {
         sleep(Duration::from_millis(200)).await;
         guard.unlock().await
     })
     .await;
     unlocked.expect("a held lock is unlocked");
     assert!(matches!(held, RemoteLock::Held { .. }));
-    assert!(there.unlock("orders:42").await, "the other process held it until then");
+    assert!(remote.unlock("orders:42").await, "the other process held it until then");
 }

@@ -92,11 +92,11 @@ pub enum Fault {
 #[derive(Debug, Clone)]
 pub struct Faults {
     seed: u64,
-    rules: Vec<(Operation, When, Fault)>,
+    rules: Vec<(Operation, Trigger, Fault)>,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum When {
+enum Trigger {
     Sometimes(f64),
     At(u64),
     From(u64),
@@ -130,21 +130,21 @@ impl Faults {
     #[must_use]
     pub fn sometimes(mut self, operation: Operation, probability: f64, fault: Fault) -> Self {
         assert!((0.0..=1.0).contains(&probability), "{probability} is a probability");
-        self.rules.push((operation, When::Sometimes(probability), fault));
+        self.rules.push((operation, Trigger::Sometimes(probability), fault));
         self
     }
 
     /// Applies `fault` to call number `call` of `operation`. The first call has number 1.
     #[must_use]
     pub fn at(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
-        self.rules.push((operation, When::At(call), fault));
+        self.rules.push((operation, Trigger::At(call), fault));
         self
     }
 
     /// Applies `fault` to call number `call` of `operation` and to all later ones.
     #[must_use]
     pub fn from(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
-        self.rules.push((operation, When::From(call), fault));
+        self.rules.push((operation, Trigger::From(call), fault));
         self
     }
 
@@ -157,7 +157,7 @@ impl Faults {
 
 /// The faults of one call.
 #[derive(Debug, Default)]
-pub(super) struct Verdict {
+pub(super) struct CallFaults {
     pub(super) refuse: bool,
     pub(super) deny: bool,
     pub(super) lose_request: bool,
@@ -179,19 +179,19 @@ pub(super) struct Plan {
     calls: [u64; Operation::ALL.len()],
     /// Calls under earlier plans, by operation.
     calls_before: [u64; Operation::ALL.len()],
-    hits: u64,
+    injected: u64,
 }
 
 impl Plan {
     pub(super) fn new(faults: Faults) -> Self {
         let random = fastrand::Rng::with_seed(faults.seed);
         let none = [0; Operation::ALL.len()];
-        Self { faults, random, calls: none, calls_before: none, hits: 0 }
+        Self { faults, random, calls: none, calls_before: none, injected: 0 }
     }
 
     pub(super) fn replace(&mut self, faults: Faults) {
         let before = std::mem::replace(self, Self::new(faults));
-        self.hits = before.hits;
+        self.injected = before.injected;
         self.calls_before = before.calls_before;
         for (sum, calls) in self.calls_before.iter_mut().zip(before.calls) {
             *sum += calls;
@@ -202,44 +202,44 @@ impl Plan {
         self.calls[operation.index()] + self.calls_before[operation.index()]
     }
 
-    pub(super) fn hits(&self) -> u64 {
-        self.hits
+    pub(super) fn injected(&self) -> u64 {
+        self.injected
     }
 
     /// Counts a call of `operation` and returns its faults.
-    pub(super) fn verdict(&mut self, operation: Operation) -> Verdict {
+    pub(super) fn faults_of_call(&mut self, operation: Operation) -> CallFaults {
         let call = &mut self.calls[operation.index()];
         *call += 1;
         let call = *call;
-        let mut verdict = Verdict::default();
-        for (_, when, fault) in self.faults.rules.iter().filter(|rule| rule.0 == operation) {
+        let mut faults_of_call = CallFaults::default();
+        for (_, trigger, fault) in self.faults.rules.iter().filter(|rule| rule.0 == operation) {
             // Each probabilistic rule draws a number for every call. An added rule then changes the
             // random results of the other rules as little as possible.
-            let (hit, exact) = match when {
-                When::Sometimes(probability) => (self.random.f64() < *probability, false),
-                When::At(number) => (call == *number, true),
-                When::From(number) => (call >= *number, true),
+            let (hit, exact) = match trigger {
+                Trigger::Sometimes(probability) => (self.random.f64() < *probability, false),
+                Trigger::At(number) => (call == *number, true),
+                Trigger::From(number) => (call >= *number, true),
             };
             if !hit {
                 continue;
             }
-            self.hits += 1;
+            self.injected += 1;
             let random = &mut self.random;
-            let mut time = |most: Duration| if exact { most } else { most.mul_f64(random.f64()) };
+            let mut time = |max: Duration| if exact { max } else { max.mul_f64(random.f64()) };
             match *fault {
-                Fault::Refuse => verdict.refuse = true,
-                Fault::Deny => verdict.deny = true,
-                Fault::LoseRequest => verdict.lose_request = true,
-                Fault::LoseReply => verdict.lose_reply = true,
-                Fault::DelayRequest(most) => verdict.delay_request = Some(time(most)),
-                Fault::DelayReply(most) => verdict.delay_reply = Some(time(most)),
-                Fault::Repeat => verdict.repeat = true,
-                Fault::RepeatLate(most) => verdict.repeat_late = Some(time(most)),
-                Fault::LoseWake => verdict.lose_wake = true,
-                Fault::WakeEarly(most) => verdict.wake_early = Some(time(most)),
+                Fault::Refuse => faults_of_call.refuse = true,
+                Fault::Deny => faults_of_call.deny = true,
+                Fault::LoseRequest => faults_of_call.lose_request = true,
+                Fault::LoseReply => faults_of_call.lose_reply = true,
+                Fault::DelayRequest(max) => faults_of_call.delay_request = Some(time(max)),
+                Fault::DelayReply(max) => faults_of_call.delay_reply = Some(time(max)),
+                Fault::Repeat => faults_of_call.repeat = true,
+                Fault::RepeatLate(max) => faults_of_call.repeat_late = Some(time(max)),
+                Fault::LoseWake => faults_of_call.lose_wake = true,
+                Fault::WakeEarly(max) => faults_of_call.wake_early = Some(time(max)),
             }
         }
-        verdict
+        faults_of_call
     }
 }
 
@@ -247,16 +247,16 @@ impl Plan {
 mod tests {
     use super::*;
 
-    fn luck(seed: u64) -> Vec<bool> {
+    fn refusals(seed: u64) -> Vec<bool> {
         let faults = Faults::seeded(seed).sometimes(Operation::Acquire, 0.5, Fault::Refuse);
         let mut plan = Plan::new(faults);
-        (0..64).map(|_| plan.verdict(Operation::Acquire).refuse).collect()
+        (0..64).map(|_| plan.faults_of_call(Operation::Acquire).refuse).collect()
     }
 
     #[test]
-    fn the_same_seed_gives_the_same_faults() {
-        assert_eq!(luck(7), luck(7));
-        assert_ne!(luck(7), luck(8));
+    fn the_same_seed_injects_the_same_faults() {
+        assert_eq!(refusals(7), refusals(7));
+        assert_ne!(refusals(7), refusals(8));
     }
 
     #[test]
@@ -268,22 +268,25 @@ mod tests {
         );
         let mut plan = Plan::new(faults);
         let hit: Vec<_> = (0..5)
-            .map(|_| plan.verdict(Operation::Renew))
-            .map(|verdict| (verdict.lose_reply, verdict.refuse))
+            .map(|_| plan.faults_of_call(Operation::Renew))
+            .map(|faults_of_call| (faults_of_call.lose_reply, faults_of_call.refuse))
             .collect();
         assert_eq!(
             hit,
             [(false, false), (true, false), (false, false), (false, true), (false, true)]
         );
-        assert!(!plan.verdict(Operation::Release).refuse, "another operation has its own count");
+        assert!(
+            !plan.faults_of_call(Operation::Release).refuse,
+            "another operation has its own count"
+        );
     }
 
     #[test]
-    fn a_new_plan_counts_anew_and_forgets_nothing() {
+    fn a_new_plan_restarts_its_script_and_keeps_the_totals() {
         let mut plan = Plan::new(Faults::none().at(Operation::Acquire, 1, Fault::Refuse));
-        assert!(plan.verdict(Operation::Acquire).refuse);
+        assert!(plan.faults_of_call(Operation::Acquire).refuse);
         plan.replace(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply));
-        assert!(plan.verdict(Operation::Acquire).lose_reply);
-        assert_eq!((plan.calls(Operation::Acquire), plan.hits()), (2, 2));
+        assert!(plan.faults_of_call(Operation::Acquire).lose_reply);
+        assert_eq!((plan.calls(Operation::Acquire), plan.injected()), (2, 2));
     }
 }

@@ -1,6 +1,6 @@
 //! A small store with one bug at a time, to show that the suite detects it. Without a bug, the
 //! store is correct.
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -19,54 +19,54 @@ use tokio::time::Instant;
 /// The bug of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(dead_code, reason = "each test file uses some")]
-pub(crate) enum Bug {
+pub(crate) enum StoreBug {
     None,
     ReleaseWithoutOwner,
     ReleaseComparesLease,
     ReleaseIgnoresKey,
-    ReleaseFreesLate,
+    ReleaseIsDelayed,
     ReleaseAlwaysFreed,
-    RenewResurrects,
+    RenewRevives,
     RenewGrants,
     RenewWithoutOwner,
     RenewShortens,
     BatchStopsAtGone,
     BatchOutOfOrder,
     BatchOfOneLease,
-    BatchCutOff,
+    BatchTruncated,
     TokensResetOnRelease,
     TokensPerClient,
     TokensIgnoreBlock,
-    TokensAnewOnRepeat,
+    NewTokenOnRepeat,
     TokensOfCoarseClock,
     NoToken,
-    AcquireBusyForItself,
-    AcquireCountsRepeats,
-    AcquireShortensOnRepeat,
+    RepeatedAcquireIsBusy,
+    RepeatedAcquireCounts,
+    RepeatedAcquireShortens,
     CheckThenAct,
-    BusyProlongs,
-    BusyKeepsClaim,
+    BusyExtendsLease,
+    BusyQueuesClaim,
     NeverExpires,
     ExpiresEarly,
-    TellsLongerLease,
+    StatesLongerLease,
     WakesAreMissed,
     WakesOwnClientOnly,
     KeysFolded,
     KeysTrimmed,
-    KeysCut,
+    KeysTruncated,
     KeysEscapedBadly,
-    ListsTheDead,
-    ForgetsLabels,
-    ForcesNothing,
-    ForcesWithoutWaking,
-    ForcesInSilence,
-    TellsLastRegistryOnly,
+    ListsExpired,
+    LabelsLost,
+    ForceReleaseHasNoEffect,
+    ForceReleaseWakesNone,
+    ForceReleaseSendsNoInvalidation,
+    NotifiesLastRegistryOnly,
     InspectRenews,
     ConnectionHeldByCaller,
 }
 
 #[derive(Debug)]
-pub(crate) struct Tiny(pub(crate) Bug);
+pub(crate) struct Tiny(pub(crate) StoreBug);
 
 #[async_trait]
 impl Harness for Tiny {
@@ -81,8 +81,8 @@ impl Harness for Tiny {
 
 #[derive(Debug)]
 struct TinyStore {
-    bug: Bug,
-    shared: Arc<Shared>,
+    bug: StoreBug,
+    shared: Arc<TinyState>,
 }
 
 #[async_trait]
@@ -98,15 +98,15 @@ impl Store for TinyStore {
 }
 
 #[derive(Debug)]
-struct Shared {
-    rows: Mutex<HashMap<String, Row>>,
+struct TinyState {
+    rows: Mutex<HashMap<String, TinyRow>>,
     last_token: Mutex<u64>,
     releases: watch::Sender<u64>,
     registries: Mutex<Vec<Invalidations>>,
     connection: tokio::sync::Mutex<()>,
 }
 
-impl Default for Shared {
+impl Default for TinyState {
     fn default() -> Self {
         Self {
             rows: Mutex::default(),
@@ -119,7 +119,7 @@ impl Default for Shared {
 }
 
 #[derive(Debug, Clone)]
-struct Row {
+struct TinyRow {
     key: Key,
     id: ClaimId,
     lease: Duration,
@@ -131,7 +131,7 @@ struct Row {
     next: Option<Claim>,
 }
 
-impl Row {
+impl TinyRow {
     fn is_live(&self) -> bool {
         Instant::now() < self.until
     }
@@ -146,8 +146,8 @@ impl Row {
 
 #[derive(Debug)]
 struct TinyBackend {
-    bug: Bug,
-    shared: Arc<Shared>,
+    bug: StoreBug,
+    shared: Arc<TinyState>,
     own: watch::Sender<u64>,
     own_token: Mutex<u64>,
 }
@@ -156,63 +156,63 @@ impl TinyBackend {
     fn name(&self, key: &Key) -> String {
         let key = key.as_str();
         match self.bug {
-            Bug::KeysFolded => key.to_lowercase(),
-            Bug::KeysTrimmed => key.trim_end_matches(' ').to_owned(),
-            Bug::KeysCut => key.chars().take(255).collect(),
-            Bug::KeysEscapedBadly => key.replace('/', "_"),
+            StoreBug::KeysFolded => key.to_lowercase(),
+            StoreBug::KeysTrimmed => key.trim_end_matches(' ').to_owned(),
+            StoreBug::KeysTruncated => key.chars().take(255).collect(),
+            StoreBug::KeysEscapedBadly => key.replace('/', "_"),
             _ => key.to_owned(),
         }
     }
 
     fn next_token(&self, block: u32) -> u64 {
         let mut last = match self.bug {
-            Bug::TokensPerClient => self.own_token.lock().unwrap(),
+            StoreBug::TokensPerClient => self.own_token.lock().unwrap(),
             _ => self.shared.last_token.lock().unwrap(),
         };
-        if self.bug == Bug::TokensOfCoarseClock {
+        if self.bug == StoreBug::TokensOfCoarseClock {
             let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap();
             *last = since.as_secs();
             return *last;
         }
         let first = *last + 1;
-        let block = if self.bug == Bug::TokensIgnoreBlock { 1 } else { u64::from(block) };
+        let block = if self.bug == StoreBug::TokensIgnoreBlock { 1 } else { u64::from(block) };
         *last = first + block - 1;
         first
     }
 
-    fn lasts(&self, lease: Duration) -> Instant {
+    fn remaining(&self, lease: Duration) -> Instant {
         Instant::now()
             + match self.bug {
-                Bug::NeverExpires => lease + Duration::from_secs(1_000_000),
-                Bug::ExpiresEarly => lease / 2,
+                StoreBug::NeverExpires => lease + Duration::from_secs(1_000_000),
+                StoreBug::ExpiresEarly => lease / 2,
                 _ => lease,
             }
     }
 
-    fn grant(&self, claim: &Claim) -> Row {
-        Row {
+    fn grant(&self, claim: &Claim) -> TinyRow {
+        TinyRow {
             key: claim.key().clone(),
             id: claim.id(),
             lease: claim.lease(),
             token: self.next_token(claim.token_block()),
             block: claim.token_block(),
-            until: self.lasts(claim.lease()),
+            until: self.remaining(claim.lease()),
             repeats: 0,
-            label: claim.label().filter(|_| self.bug != Bug::ForgetsLabels).map(str::to_owned),
+            label: claim.label().filter(|_| self.bug != StoreBug::LabelsLost).map(str::to_owned),
             next: None,
         }
     }
 
-    fn granted(&self, row: &Row) -> Attempt {
-        let token = FencingToken::new(row.token).filter(|_| self.bug != Bug::NoToken);
+    fn granted(&self, row: &TinyRow) -> Attempt {
+        let token = FencingToken::new(row.token).filter(|_| self.bug != StoreBug::NoToken);
         let left = row.until - Instant::now();
-        let told = match self.bug {
-            Bug::TellsLongerLease => left * 2,
-            Bug::ExpiresEarly => row.lease,
-            Bug::NeverExpires => row.lease,
+        let stated_lease = match self.bug {
+            StoreBug::StatesLongerLease => left * 2,
+            StoreBug::ExpiresEarly => row.lease,
+            StoreBug::NeverExpires => row.lease,
             _ => left,
         };
-        Attempt::Granted(Grant::new(token, told))
+        Attempt::Granted(Grant::new(token, stated_lease))
     }
 
     fn wake(&self) {
@@ -220,19 +220,19 @@ impl TinyBackend {
         self.own.send_modify(|count| *count += 1);
     }
 
-    fn renew_one(&self, rows: &mut HashMap<String, Row>, claim: &Claim) -> Renewal {
-        let until = self.lasts(claim.lease());
+    fn renew_one(&self, rows: &mut HashMap<String, TinyRow>, claim: &Claim) -> Renewal {
+        let until = self.remaining(claim.lease());
         match rows.get_mut(&self.name(claim.key())) {
             Some(row)
-                if (row.id == claim.id() || self.bug == Bug::RenewWithoutOwner)
-                    && (row.is_live() || self.bug == Bug::RenewResurrects) =>
+                if (row.id == claim.id() || self.bug == StoreBug::RenewWithoutOwner)
+                    && (row.is_live() || self.bug == StoreBug::RenewRevives) =>
             {
                 row.until =
-                    if self.bug == Bug::RenewShortens { until } else { row.until.max(until) };
+                    if self.bug == StoreBug::RenewShortens { until } else { row.until.max(until) };
                 let left = row.until - Instant::now();
-                Renewal::Renewed(if self.bug == Bug::ExpiresEarly { left * 2 } else { left })
+                Renewal::Renewed(if self.bug == StoreBug::ExpiresEarly { left * 2 } else { left })
             }
-            None if self.bug == Bug::RenewGrants => {
+            None if self.bug == StoreBug::RenewGrants => {
                 rows.insert(self.name(claim.key()), self.grant(claim));
                 Renewal::Renewed(claim.lease())
             }
@@ -253,13 +253,13 @@ impl LockBackend for TinyBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        if self.bug == Bug::ConnectionHeldByCaller {
+        if self.bug == StoreBug::ConnectionHeldByCaller {
             let _connection = self.shared.connection.lock().await;
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let name = self.name(claim.key());
-        if self.bug == Bug::CheckThenAct {
-            let taken = self.shared.rows.lock().unwrap().get(&name).is_some_and(Row::is_live);
+        if self.bug == StoreBug::CheckThenAct {
+            let taken = self.shared.rows.lock().unwrap().get(&name).is_some_and(TinyRow::is_live);
             tokio::time::sleep(Duration::from_millis(1)).await;
             if !taken {
                 let row = self.grant(claim);
@@ -268,25 +268,25 @@ impl LockBackend for TinyBackend {
             }
         }
         let mark = match self.bug {
-            Bug::WakesOwnClientOnly => *self.own.borrow(),
+            StoreBug::WakesOwnClientOnly => *self.own.borrow(),
             _ => *self.shared.releases.borrow(),
         };
         let mut rows = self.shared.rows.lock().unwrap();
         if let Some(row) = rows.get_mut(&name).filter(|row| row.is_live()) {
-            if row.id == claim.id() && self.bug != Bug::AcquireBusyForItself {
+            if row.id == claim.id() && self.bug != StoreBug::RepeatedAcquireIsBusy {
                 row.repeats += 1;
-                if self.bug == Bug::TokensAnewOnRepeat {
+                if self.bug == StoreBug::NewTokenOnRepeat {
                     row.token = self.next_token(row.block);
                 }
-                if self.bug == Bug::AcquireShortensOnRepeat {
-                    row.until = self.lasts(claim.lease());
+                if self.bug == StoreBug::RepeatedAcquireShortens {
+                    row.until = self.remaining(claim.lease());
                 }
                 return Ok(self.granted(row));
             }
-            if self.bug == Bug::BusyProlongs {
-                row.until = self.lasts(row.lease);
+            if self.bug == StoreBug::BusyExtendsLease {
+                row.until = self.remaining(row.lease);
             }
-            if self.bug == Bug::BusyKeepsClaim {
+            if self.bug == StoreBug::BusyQueuesClaim {
                 row.next = Some(claim.clone());
             }
             let left = row.until - Instant::now();
@@ -304,9 +304,9 @@ impl LockBackend for TinyBackend {
         let mut rows = self.shared.rows.lock().unwrap();
         let mut claims = claims.to_vec();
         match self.bug {
-            Bug::BatchOutOfOrder => claims.sort_by_key(|claim| Reverse(claim.key().clone())),
-            Bug::BatchCutOff => claims.truncate(999),
-            Bug::BatchOfOneLease => {
+            StoreBug::BatchOutOfOrder => claims.sort_by_key(|claim| Reverse(claim.key().clone())),
+            StoreBug::BatchTruncated => claims.truncate(999),
+            StoreBug::BatchOfOneLease => {
                 let lease = claims.first().map(Claim::lease);
                 claims = claims.into_iter().map(|claim| claim.with_lease(lease.unwrap())).collect();
             }
@@ -316,7 +316,7 @@ impl LockBackend for TinyBackend {
         let mut answers = Vec::new();
         for claim in &claims {
             let answer = if stopped { Renewal::Gone } else { self.renew_one(&mut rows, claim) };
-            stopped |= self.bug == Bug::BatchStopsAtGone && answer == Renewal::Gone;
+            stopped |= self.bug == StoreBug::BatchStopsAtGone && answer == Renewal::Gone;
             answers.push(Ok(answer));
         }
         answers
@@ -326,22 +326,22 @@ impl LockBackend for TinyBackend {
         let freed = {
             let mut rows = self.shared.rows.lock().unwrap();
             let name = match self.bug {
-                Bug::ReleaseIgnoresKey => {
+                StoreBug::ReleaseIgnoresKey => {
                     let of_id = rows.iter().find(|(_, row)| row.id == claim.id());
                     of_id.map_or_else(|| self.name(claim.key()), |(name, _)| name.clone())
                 }
                 _ => self.name(claim.key()),
             };
             let ours = rows.get(&name).is_some_and(|row| {
-                (row.id == claim.id() || self.bug == Bug::ReleaseWithoutOwner)
-                    && (row.lease == claim.lease() || self.bug != Bug::ReleaseComparesLease)
+                (row.id == claim.id() || self.bug == StoreBug::ReleaseWithoutOwner)
+                    && (row.lease == claim.lease() || self.bug != StoreBug::ReleaseComparesLease)
             });
             match rows.get_mut(&name).filter(|_| ours) {
-                Some(row) if self.bug == Bug::AcquireCountsRepeats && row.repeats > 0 => {
+                Some(row) if self.bug == StoreBug::RepeatedAcquireCounts && row.repeats > 0 => {
                     row.repeats -= 1;
                     true
                 }
-                Some(row) if self.bug == Bug::ReleaseFreesLate => {
+                Some(row) if self.bug == StoreBug::ReleaseIsDelayed => {
                     let live = row.is_live();
                     row.until = row.until.min(Instant::now() + Duration::from_millis(50));
                     row.id = ClaimId::from_bits(0);
@@ -355,7 +355,7 @@ impl LockBackend for TinyBackend {
                         let row = self.grant(&next);
                         rows.insert(name, row);
                     }
-                    if self.bug == Bug::TokensResetOnRelease {
+                    if self.bug == StoreBug::TokensResetOnRelease {
                         *self.shared.last_token.lock().unwrap() = 0;
                     }
                     live
@@ -364,7 +364,7 @@ impl LockBackend for TinyBackend {
             }
         };
         self.wake();
-        Ok(if freed || self.bug == Bug::ReleaseAlwaysFreed {
+        Ok(if freed || self.bug == StoreBug::ReleaseAlwaysFreed {
             Release::Freed
         } else {
             Release::NotHeld
@@ -373,10 +373,10 @@ impl LockBackend for TinyBackend {
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
         let mut releases = match self.bug {
-            Bug::WakesOwnClientOnly => self.own.subscribe(),
+            StoreBug::WakesOwnClientOnly => self.own.subscribe(),
             _ => self.shared.releases.subscribe(),
         };
-        if self.bug == Bug::WakesAreMissed {
+        if self.bug == StoreBug::WakesAreMissed {
             drop(releases.changed().await);
             return;
         }
@@ -385,7 +385,7 @@ impl LockBackend for TinyBackend {
 
     fn subscribe_invalidations(&self, hints: Invalidations) {
         let mut registries = self.shared.registries.lock().unwrap();
-        if self.bug == Bug::TellsLastRegistryOnly {
+        if self.bug == StoreBug::NotifiesLastRegistryOnly {
             registries.clear();
         }
         registries.push(hints);
@@ -394,10 +394,10 @@ impl LockBackend for TinyBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let mut rows = self.shared.rows.lock().unwrap();
         let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(None) };
-        if !row.is_live() && self.bug != Bug::ListsTheDead {
+        if !row.is_live() && self.bug != StoreBug::ListsExpired {
             return Ok(None);
         }
-        if self.bug == Bug::InspectRenews {
+        if self.bug == StoreBug::InspectRenews {
             row.until = Instant::now() + row.lease;
         }
         Ok(Some(row.holder()))
@@ -405,19 +405,19 @@ impl LockBackend for TinyBackend {
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let rows = self.shared.rows.lock().unwrap();
-        let live = rows.values().filter(|row| row.is_live() || self.bug == Bug::ListsTheDead);
-        Ok(live.map(Row::holder).collect())
+        let live = rows.values().filter(|row| row.is_live() || self.bug == StoreBug::ListsExpired);
+        Ok(live.map(TinyRow::holder).collect())
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        if self.bug == Bug::ForcesNothing {
+        if self.bug == StoreBug::ForceReleaseHasNoEffect {
             return Ok(Release::Freed);
         }
         let row = self.shared.rows.lock().unwrap().remove(&self.name(key));
-        if self.bug != Bug::ForcesWithoutWaking {
+        if self.bug != StoreBug::ForceReleaseWakesNone {
             self.wake();
         }
-        if self.bug != Bug::ForcesInSilence {
+        if self.bug != StoreBug::ForceReleaseSendsNoInvalidation {
             self.shared.registries.lock().unwrap().iter().for_each(|hints| hints.notify(key));
         }
         Ok(if row.is_some_and(|row| row.is_live()) { Release::Freed } else { Release::NotHeld })

@@ -3,7 +3,7 @@
 //! Over one member, each clause is a test with its own server. Otherwise the clauses share one set
 //! of servers, each clause in its own namespace. Only clauses that restart the servers get their
 //! own set.
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
 mod shared;
 
@@ -18,40 +18,40 @@ use registry_testkit::etcd::EtcdOptions;
 use registry_testkit::etcd::{EtcdCluster, EtcdServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use shared::{Servers, keeps_its_promises};
+use shared::{Servers, assert_conformance};
 use tokio::sync::Mutex;
 
 #[derive(Debug)]
-struct Standalone;
+struct SingleMemberHarness;
 
 #[async_trait]
-impl Harness for Standalone {
+impl Harness for SingleMemberHarness {
     async fn store(&self) -> Box<dyn Store> {
-        Box::new(OneServer(Mutex::new(EtcdServer::start().await.unwrap())))
+        Box::new(SingleMemberStore(Mutex::new(EtcdServer::start().await.unwrap())))
     }
 }
 
 #[derive(Debug)]
-struct OneServer(Mutex<EtcdServer>);
+struct SingleMemberStore(Mutex<EtcdServer>);
 
-impl OneServer {
+impl SingleMemberStore {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
-        let config = of(&*self.0.lock().await);
+        let config = config_of(&*self.0.lock().await);
         Arc::new(EtcdBackend::open(config.with_namespace(namespace)).await.unwrap())
     }
 }
 
-fn of(server: &EtcdServer) -> EtcdConfig {
+fn config_of(server: &EtcdServer) -> EtcdConfig {
     EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())])
 }
 
 #[async_trait]
-impl Store for OneServer {
+impl Store for SingleMemberStore {
     async fn client(&self) -> Arc<dyn LockBackend> {
         self.open("lock-registry").await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(self.open("other").await)
     }
 
@@ -64,7 +64,7 @@ impl Store for OneServer {
 }
 
 registry_conformance::conformance! {
-    harness = Standalone,
+    harness = SingleMemberHarness,
     runs = 216,
     skips = 16,
     without = [handoff, wipe, remote],
@@ -88,28 +88,28 @@ impl Servers for EtcdCluster {
             self.member_mut(number).launch_again().await.unwrap();
         }
         for number in 0..3 {
-            self.member_mut(number).serving().await.unwrap();
+            self.member_mut(number).wait_until_serving().await.unwrap();
         }
     }
 }
 
 #[test]
-fn a_cluster_keeps_all_promises() {
-    keeps_its_promises::<EtcdCluster>(216, 16);
+fn a_cluster_passes_all_clauses() {
+    assert_conformance::<EtcdCluster>(216, 16);
 }
 
 /// A member with locks in the etcdctl layout.
 #[derive(Debug)]
-struct AsEtcdctl(EtcdServer);
+struct EtcdctlLayout(EtcdServer);
 
 #[async_trait]
-impl Servers for AsEtcdctl {
+impl Servers for EtcdctlLayout {
     async fn begin() -> Self {
         Self(EtcdServer::start().await.unwrap())
     }
 
     fn config(&self) -> EtcdConfig {
-        of(&self.0).with_layout(Layout::Etcdctl)
+        config_of(&self.0).with_layout(Layout::Etcdctl)
     }
 
     async fn restart(&mut self) {
@@ -119,21 +119,21 @@ impl Servers for AsEtcdctl {
 }
 
 #[test]
-fn locks_of_etcdctls_layout_keep_all_promises() {
-    keeps_its_promises::<AsEtcdctl>(216, 16);
+fn the_etcdctl_layout_passes_all_clauses() {
+    assert_conformance::<EtcdctlLayout>(216, 16);
 }
 
 /// A member that requires TLS, a client certificate and a login.
 #[cfg(feature = "tls")]
 #[derive(Debug)]
-struct Guarded {
+struct AuthenticatedServer {
     server: EtcdServer,
     certificates: TlsFolder,
 }
 
 #[cfg(feature = "tls")]
 #[async_trait]
-impl Servers for Guarded {
+impl Servers for AuthenticatedServer {
     async fn begin() -> Self {
         let certificates = TlsFolder::new().unwrap();
         let options = EtcdOptions::new().tls(&certificates).login("worker", "opensesame");
@@ -142,7 +142,7 @@ impl Servers for Guarded {
 
     fn config(&self) -> EtcdConfig {
         let pem = |path| std::fs::read(path).unwrap();
-        of(&self.server)
+        config_of(&self.server)
             .with_certificate_authority(pem(self.certificates.ca_file()))
             .with_client_certificate(
                 pem(self.certificates.client_cert_file()),
@@ -159,6 +159,6 @@ impl Servers for Guarded {
 
 #[cfg(feature = "tls")]
 #[test]
-fn an_encrypted_member_with_users_and_certificates_keeps_all_promises() {
-    keeps_its_promises::<Guarded>(216, 16);
+fn an_encrypted_member_with_users_and_certificates_passes_all_clauses() {
+    assert_conformance::<AuthenticatedServer>(216, 16);
 }

@@ -12,7 +12,7 @@ use registry_etcd::{EtcdBackend, EtcdConfig};
 use tokio::sync::RwLock;
 
 /// The number of clauses that run concurrently; they mostly wait.
-const AT_ONCE: usize = 8;
+const CONCURRENT_CLAUSES: usize = 8;
 
 /// A set of servers of one kind.
 #[async_trait]
@@ -27,41 +27,41 @@ pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
 ///
 /// # Panics
 /// Panics with the names of the clauses that failed.
-pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
+pub(crate) fn assert_conformance<S: Servers>(runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let servers = Arc::new(RwLock::new(runtime.block_on(S::begin())));
     let capabilities = {
         let servers = Arc::clone(&servers);
         runtime.block_on(async move { open(&servers, "lock-registry-probe").await.capabilities() })
     };
-    let can = |need: &Need| match need {
+    let is_supported = |need: &Need| match need {
         Need::Remote | Need::Wipe => false,
         Need::Handoff => !capabilities.fair,
         _ => true,
     };
-    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
-        all_clauses().iter().partition(|clause| clause.needs.iter().all(can));
-    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+    let (supported, skipped): (Vec<&'static Clause>, Vec<_>) =
+        all_clauses().iter().partition(|clause| clause.needs.iter().all(is_supported));
+    assert_eq!((supported.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
     let next = AtomicUsize::new(0);
-    let broken = std::sync::Mutex::new(Vec::new());
+    let failed = std::sync::Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
-                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&clause) = supported.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let harness = SharedServers { servers: Arc::clone(&servers), clause };
-                    let kept =
+                    let supported =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if kept.is_err() {
-                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
-                        broken.push(format!("{clause:?}"));
+                    if supported.is_err() {
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(format!("{clause:?}"));
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
-    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
 }
 
 async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
@@ -101,7 +101,7 @@ impl<S: Servers> Store for InNamespace<S> {
         open(&self.servers, &self.namespace).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(open(&self.servers, &format!("{}-other", self.namespace)).await)
     }
 

@@ -6,7 +6,7 @@ use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::EtcdCluster;
 use tokio::time::sleep;
 
-use crate::contest::{Contest, Keys, LEASE, millis, secs};
+use crate::workload::{LEASE, Workload, WorkloadKeys, millis, secs};
 
 async fn cluster() -> (EtcdCluster, EtcdConfig) {
     let cluster = EtcdCluster::start(3).await.unwrap();
@@ -20,82 +20,84 @@ const LEASE_OVER_ELECTIONS: std::time::Duration = secs(12);
 #[tokio::test]
 async fn the_crash_of_any_member_ends_no_hold() {
     let (mut cluster, config) = cluster().await;
-    let ways = vec![config.clone(); 3];
-    let contest = Contest::begin_with(&ways, &config, Keys::default(), LEASE_OVER_ELECTIONS).await;
+    let configs = vec![config.clone(); 3];
+    let workload =
+        Workload::start_with(&configs, &config, WorkloadKeys::default(), LEASE_OVER_ELECTIONS)
+            .await;
     for _ in 0..2 {
         let leader = cluster.leader().await.unwrap();
         for member in [(leader + 1) % 3, leader] {
-            contest.goes_on().await;
+            workload.wait_for_progress().await;
             cluster.member_mut(member).kill();
-            contest.goes_on().await;
+            workload.wait_for_progress().await;
             cluster.member_mut(member).start_again().await.unwrap();
         }
     }
-    contest.goes_on().await;
-    let outcome = contest.end(cluster.member(0)).await;
+    workload.wait_for_progress().await;
+    let outcome = workload.finish(cluster.member(0)).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_flawless();
+    outcome.assert_no_violation();
 }
 
 #[tokio::test]
-async fn a_leader_that_stands_still_for_longer_than_a_lease_misleads_no_writer() {
+async fn a_leader_paused_for_longer_than_a_lease_breaks_no_fenced_write() {
     let (cluster, config) = cluster().await;
-    let contest = Contest::begin(&config).await;
+    let workload = Workload::start(&config).await;
     for _ in 0..4 {
-        contest.goes_on().await;
-        contest.steady().await;
+        workload.wait_for_progress().await;
+        workload.wait_until_steady_held().await;
         let leader = cluster.leader().await.unwrap();
         cluster.member(leader).pause().unwrap();
         sleep(LEASE * 2).await;
-        contest.goes_on().await;
+        workload.wait_for_progress().await;
         cluster.member(leader).resume().unwrap();
     }
-    contest.goes_on().await;
+    workload.wait_for_progress().await;
     // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
-    contest.end(cluster.member(0)).await.assert_flawless_but_for_members_behind();
+    workload.finish(cluster.member(0)).await.assert_safe_despite_lagging_members();
 }
 
 #[tokio::test]
-async fn a_leader_that_stands_still_for_about_a_lease_misleads_no_writer() {
+async fn a_leader_paused_for_about_a_lease_breaks_no_fenced_write() {
     let (cluster, config) = cluster().await;
-    let contest = Contest::begin(&config).await;
-    // A resumed leader sends outdated answers until it learns that it is no longer the leader.
+    let workload = Workload::start(&config).await;
+    // A resumed leader sends outdated responses until it detects that it is no longer the leader.
     for part in [3, 4, 5, 6] {
-        contest.goes_on().await;
+        workload.wait_for_progress().await;
         let leader = cluster.leader().await.unwrap();
         cluster.member(leader).pause().unwrap();
         sleep(LEASE * part / 5).await;
         cluster.member(leader).resume().unwrap();
     }
-    contest.goes_on().await;
+    workload.wait_for_progress().await;
     // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
-    contest.end(cluster.member(0)).await.assert_flawless_but_for_members_behind();
+    workload.finish(cluster.member(0)).await.assert_safe_despite_lagging_members();
 }
 
 #[tokio::test]
-async fn without_a_majority_nobody_is_granted_anything_and_with_it_all_goes_on() {
+async fn without_a_majority_no_lock_is_granted_until_it_returns() {
     let (mut cluster, config) = cluster().await;
-    let contest = Contest::begin(&config).await;
+    let workload = Workload::start(&config).await;
     for round in 1..=2 {
-        contest.goes_on().await;
-        contest.steady().await;
+        workload.wait_for_progress().await;
+        workload.wait_until_steady_held().await;
         let leader = cluster.leader().await.unwrap();
         let others = [(leader + 1) % 3, (leader + 2) % 3];
         for other in others {
             cluster.member_mut(other).kill();
         }
-        contest.loses_steadily(3 * round).await;
+        workload.wait_for_steady_losses(3 * round).await;
         sleep(millis(500)).await;
         for other in others {
             cluster.member_mut(other).launch_again().await.unwrap();
         }
         for other in others {
-            cluster.member_mut(other).serving().await.unwrap();
+            cluster.member_mut(other).wait_until_serving().await.unwrap();
         }
     }
-    contest.goes_on().await;
-    let outcome = contest.end(cluster.member(0)).await;
+    workload.wait_for_progress().await;
+    let outcome = workload.finish(cluster.member(0)).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_flawless();
+    outcome.assert_no_violation();
 }

@@ -9,12 +9,12 @@ use registry_testkit::etcd::{EtcdCluster, EtcdOptions};
 use registry_testkit::proxy::FaultProxy;
 use tokio::time::sleep;
 
-use crate::contest::{millis, secs};
+use crate::workload::{millis, secs};
 
 /// The locks need 125 renewals per second. One stream carries at most 25, because each takes a
 /// round trip of 40 ms between the members.
 #[tokio::test(flavor = "multi_thread")]
-async fn five_hundred_locks_are_renewed_by_a_follower_that_is_far_from_the_leader() {
+async fn five_hundred_locks_are_renewed_through_a_distant_follower() {
     let options = EtcdOptions::new().peer_delay(millis(20));
     let cluster = EtcdCluster::start_with(3, &options).await.unwrap();
     let follower = (cluster.leader().await.unwrap() + 1) % 3;
@@ -24,8 +24,8 @@ async fn five_hundred_locks_are_renewed_by_a_follower_that_is_far_from_the_leade
     let registry = Registry::builder(Arc::new(backend)).lease(LEASE).build().unwrap();
     let mut guards: Vec<LockGuard> = Vec::new();
     let locks: Vec<_> = (0..500).map(|n| registry.obtain(&format!("key-{n}"))).collect();
-    for some in locks.chunks(100) {
-        let granted = join_all(some.iter().map(|lock| lock.lock())).await;
+    for batch in locks.chunks(100) {
+        let granted = join_all(batch.iter().map(|lock| lock.lock())).await;
         guards.extend(granted.into_iter().map(Result::unwrap));
     }
     let lost = || guards.iter().filter(|guard| !guard.is_held()).count();

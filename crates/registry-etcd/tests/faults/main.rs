@@ -5,14 +5,14 @@
 //! No fault here breaks exclusion: two guards of one key are never valid at the same time, tokens
 //! grow, and fenced writes are safe.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
-#![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
+#![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
+#![expect(clippy::print_stdout, reason = "figures are printed for `--nocapture`")]
 
 mod cluster;
 mod follower;
 mod one;
-mod traces;
+mod tombstones;
 
-mod contest;
-mod elsewhere;
-mod verdict;
+mod workload;
+mod child_process;
+mod outcome;

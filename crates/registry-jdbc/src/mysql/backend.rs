@@ -14,15 +14,15 @@ use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{MySql, RawSql, Row};
 use tokio::time::sleep;
 
+use super::client::{MySqlClient, Resend};
 use super::config::MySqlConfig;
 use super::error;
-use super::fence::UNLOCK_PAUSES;
-use super::link::{Link, Repeat};
-use super::open::{self, Opened};
+use super::fence::FENCE_CHECK_PAUSES;
+use super::open::{self, OpenedMySqlStore};
 use super::sql;
-use super::statement::{Statements, span};
-use super::wake::Wakes;
-use crate::server::{Errand, RecentRows};
+use super::statement::{StatementBinder, from_micros};
+use super::waiters::MySqlWaiters;
+use crate::server::{ConnectionUse, RecentRows};
 
 /// Locks in a MariaDB or MySQL database. They exclude all clients of the database. Requires MariaDB
 /// 10.6, MySQL 8.0, or newer, and InnoDB tables.
@@ -63,10 +63,10 @@ use crate::server::{Errand, RecentRows};
 pub struct MySqlBackend {
     pub(super) config: MySqlConfig,
     pub(super) store: Vec<u8>,
-    pub(super) link: Arc<Link>,
-    pub(super) statements: Arc<Statements>,
-    pub(super) wakes: Wakes,
-    let_go: RecentRows,
+    pub(super) client: Arc<MySqlClient>,
+    pub(super) statements: Arc<StatementBinder>,
+    pub(super) waiters: MySqlWaiters,
+    recently_released: RecentRows,
 }
 
 impl MySqlBackend {
@@ -83,11 +83,18 @@ impl MySqlBackend {
     /// Dropping the future may leave some of the tables behind. The next open of the store creates
     /// the others.
     pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
-        let link = Arc::new(Link::new(&config));
-        let Opened { texts, store } = open::open(&config, &link).await?;
-        let statements = Arc::new(Statements { texts, namespace: config.namespace.clone() });
-        let wakes = Wakes::new(Arc::clone(&link), Arc::clone(&statements));
-        Ok(Self { config, store, link, statements, wakes, let_go: RecentRows::default() })
+        let client = Arc::new(MySqlClient::new(&config));
+        let OpenedMySqlStore { texts, store } = open::open(&config, &client).await?;
+        let statements = Arc::new(StatementBinder { texts, namespace: config.namespace.clone() });
+        let waiters = MySqlWaiters::new(Arc::clone(&client), Arc::clone(&statements));
+        Ok(Self {
+            config,
+            store,
+            client,
+            statements,
+            waiters,
+            recently_released: RecentRows::default(),
+        })
     }
 
     /// Returns the SQL that creates the tables of this store, for databases where only an
@@ -109,37 +116,37 @@ impl MySqlBackend {
     }
 
     /// Grants the key if it is free, in one statement.
-    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+    async fn try_take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
         // Never repeated here: a delayed first request could be executed after the release of the
         // second one. Only the engine retries.
-        let done = if self.let_go.take(self.statements.row(claim.key())) {
-            let make = || self.statements.take_again(claim);
-            match self.link.change(Errand::Acquire, Repeat::Never, make).await {
-                Err(error) if error::tells_of_locked_row(&error) => {
+        let result = if self.recently_released.remove(self.statements.row(claim.key())) {
+            let make = || self.statements.reacquire(claim);
+            match self.client.execute(ConnectionUse::Acquire, Resend::Never, make).await {
+                Err(error) if error::is_row_lock_error(&error) => {
                     // Possibly locked by a fence of a new holder. Then the key is busy.
                     let held = self
-                        .look(claim.key(), Errand::Acquire)
+                        .current_grant(claim.key(), ConnectionUse::Acquire)
                         .await
                         .map_err(BackendError::as_unknown)?;
                     let is_held = held.is_some();
                     return if is_held { Ok(None) } else { Err(error) };
                 }
-                done => done?,
+                result => result?,
             }
         } else {
             let make = || self.statements.acquire(claim);
-            self.link.change(Errand::Acquire, Repeat::Never, make).await?
+            self.client.execute(ConnectionUse::Acquire, Resend::Never, make).await?
         };
-        match done.last_insert_id() {
+        match result.last_insert_id() {
             0 => Ok(None),
             token => self.fencing_token(i64::try_from(token).unwrap_or(-1)).map(Some),
         }
     }
 
     /// Waits for the end of a transaction that this claim has fenced, which locks the row. Gives up
-    /// after the sum of [`UNLOCK_PAUSES`].
+    /// after the sum of [`FENCE_CHECK_PAUSES`].
     async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
-        for pause in UNLOCK_PAUSES.into_iter().map(Some).chain([None]) {
+        for pause in FENCE_CHECK_PAUSES.into_iter().map(Some).chain([None]) {
             // If this fails, nothing was released.
             let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
             if !is_open {
@@ -149,42 +156,46 @@ impl MySqlBackend {
                 sleep(pause).await;
             }
         }
-        Err(error::is_fenced(self.link.place()))
+        Err(error::fenced_transaction_open(self.client.address()))
     }
 
     async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
-        if !self.is_locked(claim.key(), Errand::Release).await? {
+        if !self.is_locked(claim.key(), ConnectionUse::Release).await? {
             return Ok(false);
         }
         // An empty result also means that there is no row.
-        let held = self.look(claim.key(), Errand::Release).await?;
+        let held = self.current_grant(claim.key(), ConnectionUse::Release).await?;
         Ok(held.is_some_and(|held| held.claim == claim.id().to_bytes()))
     }
 
     /// Returns the current grant of the key.
-    async fn look(&self, key: &Key, errand: Errand) -> Result<Option<Held>, BackendError> {
-        let make = || self.statements.look(key);
-        let rows = self.link.rows(errand, make).await?;
-        rows.first().map(|row| self.held(row)).transpose()
+    async fn current_grant(
+        &self,
+        key: &Key,
+        connection_use: ConnectionUse,
+    ) -> Result<Option<StoredGrant>, BackendError> {
+        let make = || self.statements.current_grant(key);
+        let rows = self.client.rows(connection_use, make).await?;
+        rows.first().map(|row| self.decode_grant(row)).transpose()
     }
 
     /// Reads key, claim, token, label and times.
-    fn held(&self, row: &MySqlRow) -> Result<Held, BackendError> {
-        let lease_left = span(self.column(row, 5)?);
+    fn decode_grant(&self, row: &MySqlRow) -> Result<StoredGrant, BackendError> {
+        let lease_left = from_micros(self.column(row, 5)?);
         let token = self.fencing_token(self.column(row, 2)?)?;
-        let holder = self.told_of(self.key_in(row)?, row, 2)?;
-        Ok(Held { claim: self.column(row, 1)?, token, lease_left, holder })
+        let holder = self.decode_holder(self.key_in(row)?, row, 2)?;
+        Ok(StoredGrant { claim: self.column(row, 1)?, token, lease_left, holder })
     }
 
     /// Returns the key in the first column.
     pub(super) fn key_in(&self, row: &MySqlRow) -> Result<Key, BackendError> {
         let key = String::from_utf8(self.column(row, 0)?).ok();
         let key = key.and_then(|key| Key::new(&key).ok());
-        key.ok_or_else(|| self.damaged("a row's key is not one that can be locked"))
+        key.ok_or_else(|| self.corrupt("a row's key is invalid"))
     }
 
     /// Reads token, label and times from the columns that start at `first`.
-    pub(super) fn told_of(
+    pub(super) fn decode_holder(
         &self,
         key: Key,
         row: &MySqlRow,
@@ -195,35 +206,34 @@ impl MySqlBackend {
         Ok(Holder::new(key)
             .with_label(label.map(|label| String::from_utf8_lossy(&label).into_owned()))
             .with_token(Some(self.fencing_token(self.column(row, first)?)?))
-            .with_times(Some(span(self.column(row, first + 2)?)), left.map(span)))
+            .with_times(Some(from_micros(self.column(row, first + 2)?)), left.map(from_micros)))
     }
 
     pub(super) fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, BackendError>
     where
         T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
     {
-        row.try_get(index).map_err(|error| self.link.explain(error))
+        row.try_get(index).map_err(|error| self.client.explain(error))
     }
 
     fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
-        FencingToken::try_from(token).map_err(|_| self.damaged("a row's token is negative"))
+        FencingToken::try_from(token).map_err(|_| self.corrupt("a row's token is negative"))
     }
 
-    fn damaged(&self, says: &str) -> BackendError {
-        error::damaged(self.link.place(), says)
+    fn corrupt(&self, message: &str) -> BackendError {
+        error::corrupt(self.client.address(), message)
     }
 
     /// Reads the meta row after an attempt failed although the key is free. Without that row, or on
     /// a replica, nothing is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        let rows = self.link.rows(Errand::Acquire, || self.statements.meta()).await?;
-        let row = rows
-            .first()
-            .ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
+        let rows = self.client.rows(ConnectionUse::Acquire, || self.statements.meta()).await?;
+        let row =
+            rows.first().ok_or_else(|| self.corrupt("the meta table has no row").as_refused())?;
         if self.column::<i64>(row, 2)? == 0 {
             // New connections may lead to the server's successor.
-            self.link.forget();
-            return Err(error::read_only(self.link.place()));
+            self.client.close_idle();
+            return Err(error::read_only(self.client.address()));
         }
         Ok(())
     }
@@ -231,7 +241,7 @@ impl MySqlBackend {
 
 /// A grant as stored in a row.
 #[derive(Debug)]
-struct Held {
+struct StoredGrant {
     claim: Vec<u8>,
     token: FencingToken,
     lease_left: Duration,
@@ -249,16 +259,16 @@ impl LockBackend for MySqlBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between the failed attempt and the query the key may come free. After this many
+        // Between the failed attempt and the query the key may become free. After this many
         // repetitions, the attempt returns `Busy` without a holder and is retried at once.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
-            if let Some(token) = self.take(claim).await? {
+            if let Some(token) = self.try_take(claim).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
             // The failed statement may be a repetition of one that was executed on a connection
             // that broke.
-            let held = self.look(claim.key(), Errand::Acquire).await;
+            let held = self.current_grant(claim.key(), ConnectionUse::Acquire).await;
             let Some(held) = held.map_err(BackendError::as_unknown)? else {
                 continue;
             };
@@ -292,23 +302,23 @@ impl LockBackend for MySqlBackend {
         // Not repeated: the second result would be that the claim held nothing. The caller decides
         // about a retry.
         let make = || self.statements.release(claim);
-        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
-        let released = freed(&done);
+        let result = self.client.execute(ConnectionUse::Release, Resend::Never, make).await?;
+        let released = release_outcome(&result);
         if released == Release::Freed {
-            self.let_go.note(self.statements.row(claim.key()));
+            self.recently_released.insert(self.statements.row(claim.key()));
         }
-        self.wakes.look_soon(claim.key());
-        self.purge_by_chance(claim).await;
+        self.waiters.poll_soon(claim.key());
+        self.maybe_purge(claim).await;
         Ok(released)
     }
 
     fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
         // The task polls rows, which do not show the end of a session that holds the key.
-        busy.retry_after.is_some() && self.wakes.are_confirmed()
+        busy.retry_after.is_some() && self.waiters.is_confirmed()
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.wakes.wait(self.statements.row(claim.key()), busy.mark).await;
+        self.waiters.wait(self.statements.row(claim.key()), busy.mark).await;
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -320,21 +330,21 @@ impl LockBackend for MySqlBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.free_by_force(key).await
+        self.force_release_key(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        self.check_store().await
     }
 
     async fn close(&self) {
-        self.wakes.close();
-        self.link.close().await;
+        self.waiters.close();
+        self.client.close().await;
     }
 }
 
-pub(super) fn freed(done: &MySqlQueryResult) -> Release {
-    if done.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
+pub(super) fn release_outcome(result: &MySqlQueryResult) -> Release {
+    if result.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
 }
 
 impl fmt::Debug for MySqlBackend {

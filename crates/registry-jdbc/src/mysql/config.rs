@@ -32,13 +32,13 @@ impl MySqlConfig {
     /// namespace is `default`.
     #[must_use]
     pub fn new(host: &str, port: u16, database: &str) -> Self {
-        Self::of(MySqlConnectOptions::new().host(host).port(port).database(database))
+        Self::with_server(MySqlConnectOptions::new().host(host).port(port).database(database))
     }
 
     /// Returns a configuration for this database of the server with this Unix socket.
     #[must_use]
     pub fn unix(socket: impl AsRef<Path>, database: &str) -> Self {
-        Self::of(MySqlConnectOptions::new().socket(socket).database(database))
+        Self::with_server(MySqlConnectOptions::new().socket(socket).database(database))
     }
 
     /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. The default user
@@ -48,17 +48,17 @@ impl MySqlConfig {
     /// `Misconfigured` if the URL is invalid. The error does not contain the URL, which may hold a
     /// password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        read_url(url).map(Self::of).ok_or_else(|| {
-            unusable(
-                "the URL cannot be read, or has options, which are set by methods; write \
+        parse_url(url).map(Self::with_server).ok_or_else(|| {
+            misconfigured(
+                "the URL is invalid or has options, which are set by methods; write \
                  mysql://USER:PASSWORD@HOST:PORT/DATABASE",
             )
         })
     }
 
-    fn of(server: MySqlConnectOptions) -> Self {
+    fn with_server(server: MySqlConnectOptions) -> Self {
         Self {
-            server: quiet(server),
+            server: without_session_settings(server),
             encryption: Encryption::default(),
             namespace: "default".to_owned(),
             table_prefix: "lock_registry".to_owned(),
@@ -208,7 +208,7 @@ impl MySqlConfig {
     }
 
     /// Returns host and port, or the socket, for messages.
-    pub(super) fn place(&self) -> String {
+    pub(super) fn address(&self) -> String {
         match self.server.get_socket() {
             Some(socket) => socket.display().to_string(),
             None => format!("{}:{}", self.server.get_host(), self.server.get_port()),
@@ -221,46 +221,49 @@ impl MySqlConfig {
     /// [`BackendError`], `Misconfigured`, for the first invalid value.
     pub fn check(&self) -> Result<(), BackendError> {
         if self.server.get_database().is_none_or(str::is_empty) {
-            return Err(unusable("no database is named; write mysql://HOST/DATABASE"));
+            return Err(misconfigured("the URL names no database; write mysql://HOST/DATABASE"));
         }
         if self.namespace.len() > NAMESPACE_BYTES_MAX {
-            return Err(unusable(&format!("a namespace has at most {NAMESPACE_BYTES_MAX} bytes")));
+            return Err(misconfigured(&format!(
+                "a namespace has at most {NAMESPACE_BYTES_MAX} bytes"
+            )));
         }
         let prefix = &self.table_prefix;
         if !is_identifier(prefix) {
-            return Err(unusable(&format!(
-                "the name {prefix:?} for the tables is not of at most {PREFIX_BYTES_MAX} letters (a to z), digits and underscores, \
-                 and no digit first"
+            return Err(misconfigured(&format!(
+                "the tables' prefix {prefix:?} must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
             )));
         }
         if self.connections == 0 {
-            return Err(unusable("there must be at least one connection"));
+            return Err(misconfigured("connections must be at least 1"));
         }
-        for (option, given, least) in [
+        for (option, value, min) in [
             ("connect_timeout", self.connect_timeout, TIME_MIN),
             ("response_timeout", self.response_timeout, TIME_MIN),
             ("busy_timeout", self.busy_timeout, TIME_MIN),
             ("purge_after", self.purge_after, PURGE_AFTER_MIN),
         ] {
-            if !(least..=TIME_MAX).contains(&given) {
-                return Err(unusable(&format!(
-                    "{option} of {given:?} is not between {least:?} and 366 days"
+            if !(min..=TIME_MAX).contains(&value) {
+                return Err(misconfigured(&format!(
+                    "{option} of {value:?} is not between {min:?} and 366 days"
                 )));
             }
         }
         if self.connections == 0 || self.row_locks == 0 {
-            return Err(unusable("there must be at least one connection, and one row lock"));
+            return Err(misconfigured("connections and row_locks must be at least 1"));
         }
         if self.busy_timeout >= self.response_timeout {
-            return Err(unusable("busy_timeout must be shorter than response_timeout"));
+            return Err(misconfigured("busy_timeout must be shorter than response_timeout"));
         }
         if self.purge_after < self.response_timeout * 2 {
-            return Err(unusable("purge_after must be at least twice as long as response_timeout"));
+            return Err(misconfigured(
+                "purge_after must be at least twice as long as response_timeout",
+            ));
         }
         if !cfg!(feature = "tls")
             && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
         {
-            return Err(unusable("encrypted connections need the feature `tls`"));
+            return Err(misconfigured("encrypted connections need the feature `tls`"));
         }
         Ok(())
     }
@@ -272,7 +275,7 @@ fn is_identifier(name: &str) -> bool {
         && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
-fn read_url(url: &str) -> Option<MySqlConnectOptions> {
+fn parse_url(url: &str) -> Option<MySqlConnectOptions> {
     // The client would read options from the URL that weaken the settings here.
     if url.contains(['?', '#']) || !(url.starts_with("mysql://") || url.starts_with("mariadb://")) {
         return None;
@@ -280,8 +283,8 @@ fn read_url(url: &str) -> Option<MySqlConnectOptions> {
     url.parse().ok()
 }
 
-/// Turns off the session settings of the client: `link` sends all of them in one statement.
-fn quiet(server: MySqlConnectOptions) -> MySqlConnectOptions {
+/// Turns off the session settings of the client: `client` sends all of them in one statement.
+fn without_session_settings(server: MySqlConnectOptions) -> MySqlConnectOptions {
     server
         .pipes_as_concat(false)
         .no_engine_substitution(false)
@@ -290,8 +293,8 @@ fn quiet(server: MySqlConnectOptions) -> MySqlConnectOptions {
         .disable_statement_logging()
 }
 
-pub(super) fn unusable(says: &str) -> BackendError {
-    BackendError::new(BackendErrorKind::Misconfigured, format!("mysql: {says}")).as_refused()
+pub(super) fn misconfigured(message: &str) -> BackendError {
+    BackendError::new(BackendErrorKind::Misconfigured, format!("mysql: {message}")).as_refused()
 }
 
 const NAMESPACE_BYTES_MAX: usize = 255;
@@ -304,7 +307,7 @@ const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 impl fmt::Debug for MySqlConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MySqlConfig")
-            .field("place", &self.place())
+            .field("address", &self.address())
             .field("database", &self.server.get_database())
             .field("encryption", &self.encryption)
             .field("namespace", &self.namespace)

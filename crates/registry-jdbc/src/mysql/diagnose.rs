@@ -7,32 +7,32 @@ use registry_core::{BackendError, Finding};
 use sqlx::Row as _;
 
 use super::backend::MySqlBackend;
-use super::link::Link;
-use crate::server::Errand;
+use super::client::MySqlClient;
+use crate::server::ConnectionUse;
 
 /// A larger difference between the server's clock and this host's is reported.
-const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
+const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
 
 /// The result omits variables that the server does not have.
 const VARIABLES: &str = "\
     SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'version_comment', 'innodb_flush_log_at_trx_commit', 'sync_binlog', \
         'log_bin', 'read_only', 'super_read_only', 'binlog_format', 'wsrep_on', 'innodb_doublewrite', 'innodb_flush_method')";
 
-const ROOM: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
+const CONNECTION_LIMIT: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
 
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 impl MySqlBackend {
     /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        look_around(&self.link).await
+    pub(super) async fn check_store(&self) -> Result<Vec<Finding>, BackendError> {
+        check_server(&self.client).await
     }
 }
 
-/// Returns the findings about the server of this link.
-pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendError> {
-    let explain = |error| link.explain(error);
-    let rows = link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
+/// Returns the findings about the server of this client.
+pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, BackendError> {
+    let explain = |error| client.explain(error);
+    let rows = client.rows(ConnectionUse::Acquire, || sqlx::query(VARIABLES)).await?;
     let mut variables = HashMap::new();
     for row in &rows {
         let name: String = row.try_get(0).map_err(explain)?;
@@ -40,15 +40,15 @@ pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendErro
     }
     let mut findings = findings(&variables);
     let before = now();
-    let rows = link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
+    let rows = client.rows(ConnectionUse::Acquire, || sqlx::query(CLOCK)).await?;
     let after = now();
     if let Some(row) = rows.first() {
-        let theirs: i64 = row.try_get(0).map_err(explain)?;
-        let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
-        if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
+        let server_time: i64 = row.try_get(0).map_err(explain)?;
+        let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
+        if Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX {
             findings.push(Finding::note(format!(
-                "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
-                Duration::from_millis(distance / 1000)
+                "the server's clock and this host's differ by {:?}: locks use only the server's clock, but one of the two is wrong",
+                Duration::from_millis(difference / 1000)
             )));
         }
     }
@@ -57,15 +57,20 @@ pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendErro
 
 impl MySqlBackend {
     /// Returns a finding if the server's connection limit is too low for `row_locks`.
-    pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
-        let rows = self.link.rows(Errand::Acquire, || sqlx::query(ROOM)).await?;
-        let room: Option<i64> = rows.first().map(|row| self.column(row, 0)).transpose()?;
-        let room = room.unwrap_or(i64::MAX);
-        if i64::from(row_locks) <= room / 2 {
+    pub(super) async fn check_connection_limit(
+        &self,
+        row_locks: u32,
+    ) -> Result<Vec<Finding>, BackendError> {
+        let rows =
+            self.client.rows(ConnectionUse::Acquire, || sqlx::query(CONNECTION_LIMIT)).await?;
+        let connections_max: Option<i64> =
+            rows.first().map(|row| self.column(row, 0)).transpose()?;
+        let connections_max = connections_max.unwrap_or(i64::MAX);
+        if i64::from(row_locks) <= connections_max / 2 {
             return Ok(Vec::new());
         }
         Ok(vec![Finding::warning(format!(
-            "row_locks is {row_locks}, and the server takes {room} connections from all programs together; raise max_connections, \
+            "row_locks is {row_locks}, and the server accepts {connections_max} connections from all programs together; raise max_connections, \
              or lower row_locks"
         ))])
     }
@@ -79,7 +84,7 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
         vec![Finding::note(format!("{} {}", value("version_comment"), value("version")))];
     if is_on("read_only") || is_on("super_read_only") {
         findings.push(Finding::warning(
-            "read_only is on: this server is a replica, most likely; locks can be taken on the primary only",
+            "read_only is on: this server is probably a replica; locks can be acquired only on the primary",
         ));
     }
     let flush = value("innodb_flush_log_at_trx_commit");
@@ -102,24 +107,23 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
     if is_on("log_bin") {
         if value("sync_binlog") != "1" {
             findings.push(Finding::warning(format!(
-                "sync_binlog is {}: after a crash of the host replicas may lack, or have too many, locks of the last moments; set it to 1",
+                "sync_binlog is {}: after a crash of the host, replicas may lack the most recent locks or have additional ones; set it to 1",
                 value("sync_binlog")
             )));
         }
         if value("binlog_format").eq_ignore_ascii_case("STATEMENT") {
             findings.push(Finding::warning(
-                "binlog_format is STATEMENT: locks cannot be taken; set it to ROW or MIXED",
+                "binlog_format is STATEMENT: locks cannot be acquired; set it to ROW or MIXED",
             ));
         }
         findings.push(Finding::note(
-            "there is a binary log: if a replica that follows it is promoted after a crash, locks of the last moments may be free (class C); \
+            "there is a binary log: if a replica that follows it is promoted after a crash, the most recent locks may be free (class C); \
              semi-synchronous replication makes grants wait for a replica",
         ));
     }
     if is_on("wsrep_on") {
         findings.push(Finding::warning(
-            "this is a node of a Galera cluster, whose nodes lock no rows for each other: a fence does not keep others out, and a crash of \
-             several nodes may free locks (class C); let all who lock use the same node",
+            "this is a node of a Galera cluster, whose nodes do not lock rows for each other: a fence does not exclude other clients, and a crash of several nodes may free locks (class C); connect all clients to the same node",
         ));
     }
     findings
@@ -136,7 +140,7 @@ mod tests {
     use super::*;
 
     /// Returns the findings about a durable server with these differences.
-    fn told(differences: &[(&str, &str)]) -> Vec<String> {
+    fn messages(differences: &[(&str, &str)]) -> Vec<String> {
         let sound = [
             ("version", "10.11.0"),
             ("version_comment", "MariaDB"),
@@ -154,12 +158,12 @@ mod tests {
     }
 
     #[test]
-    fn a_sound_server_is_only_named() {
-        assert_eq!(told(&[]), Vec::<String>::new());
+    fn a_durable_server_has_no_findings_except_its_version() {
+        assert_eq!(messages(&[]), Vec::<String>::new());
     }
 
     #[test]
-    fn each_setting_that_weakens_locks_is_told_by_its_name() {
+    fn each_setting_that_weakens_locks_is_reported_by_name() {
         for (name, value) in [
             ("innodb_flush_log_at_trx_commit", "0"),
             ("innodb_flush_log_at_trx_commit", "2"),
@@ -167,12 +171,15 @@ mod tests {
             ("innodb_doublewrite", "OFF"),
             ("innodb_flush_method", "nosync"),
         ] {
-            let told = told(&[(name, value)]);
-            assert!(told.len() == 1 && told[0].contains(name), "{name}={value}: {told:?}");
+            let messages = messages(&[(name, value)]);
+            assert!(
+                messages.len() == 1 && messages[0].contains(name),
+                "{name}={value}: {messages:?}"
+            );
         }
-        let told_of_log =
-            told(&[("log_bin", "ON"), ("sync_binlog", "0"), ("binlog_format", "STATEMENT")]);
-        assert_eq!(told_of_log.len(), 3, "{told_of_log:?}");
-        assert!(told(&[("wsrep_on", "ON")])[0].contains("Galera"));
+        let log_messages =
+            messages(&[("log_bin", "ON"), ("sync_binlog", "0"), ("binlog_format", "STATEMENT")]);
+        assert_eq!(log_messages.len(), 3, "{log_messages:?}");
+        assert!(messages(&[("wsrep_on", "ON")])[0].contains("Galera"));
     }
 }

@@ -9,170 +9,181 @@ use std::time::Duration;
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::mysql::MySqlDatabaseError;
 
-use crate::server::Refusal;
+use crate::server::PoolError;
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// What a failed statement means for a retry and for its connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum ErrorEffect {
     /// The server rolled the statement back because of a conflict. It may be sent again at once, on
     /// the same connection.
-    Undone,
+    RolledBack,
     /// The server returned an error. The connection is usable.
-    Answered,
+    Rejected,
     /// The connection is unusable.
     Broken,
 }
 
 /// Returns what to do after an error.
-pub(super) fn fate(error: &sqlx::Error) -> Fate {
+pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
     match number_of(error) {
-        Some(DEADLOCK | CHECK_READ) => Fate::Undone,
-        Some(number) if judge(number).ends_connection => Fate::Broken,
-        Some(_) => Fate::Answered,
-        None => Fate::Broken,
+        Some(DEADLOCK | CHECK_READ) => ErrorEffect::RolledBack,
+        Some(number) if classify_code(number).ends_connection => ErrorEffect::Broken,
+        Some(_) => ErrorEffect::Rejected,
+        None => ErrorEffect::Broken,
     }
 }
 
 /// Converts an error of sqlx to a `BackendError` with advice.
-pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
-    let (kind, says, refused) = match &error {
+pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
+    let (kind, message, refused) = match &error {
         sqlx::Error::Database(_) => {
-            let Verdict { kind, says, ends_connection } = judge(number_of(&error).unwrap_or(0));
-            (kind, says, !ends_connection)
+            let MySqlErrorClass { kind, message, ends_connection } =
+                classify_code(number_of(&error).unwrap_or(0));
+            (kind, message, !ends_connection)
         }
         sqlx::Error::Io(io) => match io.kind() {
             std::io::ErrorKind::ConnectionRefused => {
                 (Transient, "the connection was refused", true)
             }
-            std::io::ErrorKind::NotFound => (Misconfigured, "there is no such socket", true),
+            std::io::ErrorKind::NotFound => (Misconfigured, "the socket does not exist", true),
             _ => (Transient, "the connection was lost", false),
         },
         sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
         sqlx::Error::Configuration(_)
         | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => (Misconfigured, "the configuration cannot be used", true),
+        | sqlx::Error::Encode(_) => (Misconfigured, "the configuration is invalid", true),
         sqlx::Error::ColumnDecode { .. }
         | sqlx::Error::Decode(_)
         | sqlx::Error::ColumnNotFound(_)
         | sqlx::Error::ColumnIndexOutOfBounds { .. }
         | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => {
-            (Protocol, "the lock tables hold what no version of this program writes", false)
-        }
+        | sqlx::Error::RowNotFound => (
+            Protocol,
+            "the lock tables contain a value that no version of this program writes",
+            false,
+        ),
         sqlx::Error::Protocol(_) => {
-            (Protocol, "the server answered what neither MariaDB nor MySQL answers", false)
+            (Protocol, "the response is not valid in the MySQL protocol", false)
         }
         // Variants that sqlx may add, or does not return here. The outcome is unknown and a retry
         // may not help.
         _ => (Protocol, "the database client failed", false),
     };
-    let error = BackendError::new(kind, format!("mysql at {place}: {says}")).with_source(error);
+    let error =
+        BackendError::new(kind, format!("mysql at {address}: {message}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
 const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
 /// Converts the reason for a missing connection. Nothing was sent, so the error is refused.
-pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
-    let says = match refusal {
+pub(super) fn not_connected(pool_error: PoolError, address: &str) -> BackendError {
+    let message = match pool_error {
         // The client reports certificate errors in this way.
-        Refusal::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
-            return BackendError::new(Misconfigured, format!("mysql at {place}: {NOT_ENCRYPTED}"))
-                .with_source(io)
-                .as_refused();
+        PoolError::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
+            return BackendError::new(
+                Misconfigured,
+                format!("mysql at {address}: {NOT_ENCRYPTED}"),
+            )
+            .with_source(io)
+            .as_refused();
         }
-        Refusal::Sqlx(error) => return explain(error, place).as_refused(),
-        Refusal::Exhausted => "all connections were at work for too long; allow more of them",
-        Refusal::Silent => "the server could not be reached in time",
+        PoolError::Sqlx(error) => return explain(error, address).as_refused(),
+        PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
+        PoolError::TimedOut => "the server could not be reached in time",
     };
-    BackendError::transient(format!("mysql at {place}: {says}")).as_refused()
+    BackendError::transient(format!("mysql at {address}: {message}")).as_refused()
 }
 
 /// Returns the error for a server that did not answer in time.
-pub(super) fn silent(place: &str, limit: Duration) -> BackendError {
-    BackendError::transient(format!("mysql at {place}: the server did not answer within {limit:?}"))
+pub(super) fn timed_out(address: &str, limit: Duration) -> BackendError {
+    BackendError::transient(format!(
+        "mysql at {address}: the server did not answer within {limit:?}"
+    ))
 }
 
 /// Returns the error for an acquisition that a session's connection did not send in time.
-pub(super) fn overdue(place: &str) -> BackendError {
+pub(super) fn queue_timed_out(address: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: the connection of the session was at work for too long, so the lock was not asked for"
+        "mysql at {address}: the session's connection was in use for too long, so no request was sent"
     ))
     .as_refused()
 }
 
 /// Returns the error for a grant whose row was locked, so that this renewal skipped it.
-pub(super) fn row_is_locked(place: &str) -> BackendError {
+pub(super) fn row_locked(address: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long, or the server a replica?"
+        "mysql at {address}: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica"
     ))
     .as_refused()
 }
 
 /// Returns the error for a release whose claim has fenced a transaction that is still open.
-pub(super) fn is_fenced(place: &str) -> BackendError {
+pub(super) fn fenced_transaction_open(address: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
+        "mysql at {address}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
     ))
     .as_blocked()
 }
 
 /// Returns why the connection that has a row locked was not ended.
-pub(super) fn not_ended(error: BackendError, place: &str) -> BackendError {
-    if number_behind(&error) != Some(KILL_DENIED) {
+pub(super) fn explain_not_ended(error: BackendError, address: &str) -> BackendError {
+    if source_number(&error) != Some(KILL_DENIED) {
         return error;
     }
-    let says = format!(
-        "mysql at {place}: the key is held by another user's connection, which this user may not end: that takes the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
+    let message = format!(
+        "mysql at {address}: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
     );
-    BackendError::new(Denied, says).with_source(error).as_refused()
+    BackendError::new(Denied, message).with_source(error).as_refused()
 }
 
 /// Returns whether the connection to be ended no longer exists.
-pub(super) fn tells_of_no_such_connection(error: &BackendError) -> bool {
-    number_behind(error) == Some(NO_SUCH_THREAD)
+pub(super) fn is_no_such_connection(error: &BackendError) -> bool {
+    source_number(error) == Some(NO_SUCH_THREAD)
 }
 
 /// Returns whether the server has no named locks. Nodes of some clusters have none.
-pub(super) fn tells_of_no_named_locks(error: &BackendError) -> bool {
-    matches!(number_behind(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
+pub(super) fn lacks_named_locks(error: &BackendError) -> bool {
+    matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
 }
 
-fn number_behind(error: &BackendError) -> Option<u16> {
+fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
 /// Returns the error for a connection that received a `KILL` and has not ended yet.
-pub(super) fn still_there(place: &str) -> BackendError {
+pub(super) fn still_connected(address: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: the server was told to end the connection that holds the key, and has not done so yet"
+        "mysql at {address}: the connection that holds the key still exists, although the server was requested to end it; retry"
     ))
 }
 
 /// Returns the error for a key whose holder is a caller's transaction, which only the caller can
 /// end.
-pub(super) fn is_a_callers(place: &str) -> BackendError {
+pub(super) fn held_by_caller_transaction(address: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here"
+        "mysql at {address}: an application's transaction holds the key until it ends, and cannot be ended from here"
     ))
     .as_refused()
 }
 
 /// Returns the error for a read-only server that would still write for this user. Not refused: a
 /// statement may have been executed on its predecessor.
-pub(super) fn read_only(place: &str) -> BackendError {
-    BackendError::transient(format!("mysql at {place}: {READ_ONLY}"))
+pub(super) fn read_only(address: &str) -> BackendError {
+    BackendError::transient(format!("mysql at {address}: {READ_ONLY}"))
 }
 
-const READ_ONLY: &str = "the server does not take writes; it is a replica, or about to be one";
+const READ_ONLY: &str = "the server accepts no writes; it is a replica, or about to be one";
 
 /// Returns the error for inconsistent data.
-pub(super) fn damaged(place: &str, says: &str) -> BackendError {
+pub(super) fn corrupt(address: &str, message: &str) -> BackendError {
     BackendError::new(
         Protocol,
-        format!("mysql at {place}: {says}; was it edited by hand? Restore or drop the lock tables"),
+        format!(
+            "mysql at {address}: {message}; was it edited manually? Restore or drop the lock tables"
+        ),
     )
 }
 
@@ -187,14 +198,14 @@ pub(super) fn is_busy(error: &sqlx::Error) -> bool {
 }
 
 /// Returns whether another transaction had the row locked for longer than the statement waits.
-pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
+pub(super) fn is_row_lock_error(error: &BackendError) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
 }
 
 /// Returns whether the server refused because of a missing privilege.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
-    number_of(error).is_some_and(|number| judge(number).kind == Denied)
+    number_of(error).is_some_and(|number| classify_code(number).kind == Denied)
 }
 
 fn number_of(error: &sqlx::Error) -> Option<u16> {
@@ -204,9 +215,9 @@ fn number_of(error: &sqlx::Error) -> Option<u16> {
 
 /// The kind and message for one error number.
 #[derive(Debug, PartialEq, Eq)]
-struct Verdict {
+struct MySqlErrorClass {
     kind: BackendErrorKind,
-    says: &'static str,
+    message: &'static str,
     /// If so, the outcome is unknown, unless nothing had been sent.
     ends_connection: bool,
 }
@@ -222,54 +233,56 @@ const NO_SUCH_TABLE: u16 = 1146;
 const LOCK_WAIT_TIMEOUT: u16 = 1205;
 const DEADLOCK: u16 = 1213;
 
-fn judge(number: u16) -> Verdict {
-    let (kind, says, ends_connection) = match number {
+fn classify_code(number: u16) -> MySqlErrorClass {
+    let (kind, message, ends_connection) = match number {
         DEADLOCK | CHECK_READ => {
-            (Transient, "the server undid the statement because of another one", false)
+            (Transient, "the server rolled the statement back because of a conflict", false)
         }
         LOCK_WAIT_TIMEOUT => (
             Transient,
-            "another transaction kept the lock's row to itself for too long; is it a fence that is open for long?",
+            "another transaction kept the lock's row locked for too long, perhaps one with a fence",
             false,
         ),
         // Connection limits: of the server, of this user, of this user per hour.
-        1040 | 1203 | 1226 => (Transient, "the server takes no more connections", false),
+        1040 | 1203 | 1226 => (Transient, "the server accepts no more connections", false),
         // Memory of the host, not of this process alone.
-        1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server lacks memory", false),
+        1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server's memory ran out", false),
         // A write to a read-only server: most likely it has, or is about to have, a successor.
         1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
         // A replication group could not agree on the transaction.
-        3100 | 3101 => (Transient, "the group of servers undid the statement", false),
-        3032 => (Transient, "the server is set off-line", true),
+        3100 | 3101 => (Transient, "the replication group rolled the statement back", false),
+        3032 => (Transient, "the server is in offline mode", true),
         1637 => (Transient, "the server has too many transactions", false),
         // Statement timeouts of MariaDB and MySQL, and KILL QUERY.
-        1969 | 3024 | 1317 => (Transient, "somebody, or a limit, broke the statement off", false),
-        1053 => (Transient, "the server shuts down", true),
+        1969 | 3024 | 1317 => {
+            (Transient, "a time limit or an operator interrupted the statement", false)
+        }
+        1053 => (Transient, "the server is shutting down", true),
         // KILL CONNECTION, an idle limit, and broken connections as the server reports them.
         1927 | 4031 | 1152..=1161 | 1184 => (Transient, "the server ended the connection", true),
         // A node that is currently not a member of its Galera cluster.
         1047 => (Transient, "this node of the cluster is not ready", true),
-        1412 => (Transient, "the lock tables were changed just now", false),
-        1615 | 1243 => (Transient, "the server has forgotten a prepared statement", true),
+        1412 => (Transient, "the lock tables were changed concurrently", false),
+        1615 | 1243 => (Transient, "the server no longer has a prepared statement", true),
         1180 | 1181 => (Protocol, "the server failed to commit", true),
         1044 | 1045 | 1142 | 1143 | 1227 | 1370 | 1698 => (
             Denied,
             "access was refused; check user and password, and the rights on the lock tables",
             false,
         ),
-        1130 | 1129 => (Denied, "the server lets nobody in from this host", false),
+        1130 | 1129 => (Denied, "the server accepts no connections from this host", false),
         1820 | 1862 => (Denied, "the password has expired", false),
         3118 | 4151 => (Denied, "the account is locked", false),
-        1251 | 2059 => (Denied, "the server wants a login of another kind", false),
-        3159 | 4038 => (Denied, "the server takes only encrypted connections", false),
-        BAD_DB => (Misconfigured, "there is no such database", false),
+        1251 | 2059 => (Denied, "the server requires another authentication method", false),
+        3159 | 4038 => (Denied, "the server requires an encrypted connection", false),
+        BAD_DB => (Misconfigured, "the database does not exist", false),
         NO_SUCH_TABLE => (
             Misconfigured,
-            "the lock tables are missing; have them made by what `lockreg schema mysql` prints",
+            "the lock tables are missing; create them with the output of `lockreg schema mysql`",
             false,
         ),
         BAD_FIELD | 1050 | 1136 => {
-            (Misconfigured, "the lock tables are not those of this program", false)
+            (Misconfigured, "the lock tables do not have this program's schema", false)
         }
         1064 | 1149 | 1235 => (
             Misconfigured,
@@ -277,7 +290,7 @@ fn judge(number: u16) -> Verdict {
             false,
         ),
         1193 | 1231 | 1286 | 3161 => {
-            (Misconfigured, "the server has no InnoDB tables as they are needed here", false)
+            (Misconfigured, "the server does not support the required InnoDB tables", false)
         }
         1665 => (
             Misconfigured,
@@ -287,16 +300,16 @@ fn judge(number: u16) -> Verdict {
         1021 | 1114 => (Misconfigured, "the server has no space left", false),
         1062 | 1264 | 1265 | 1292 | 1365 | 1366 | 1406 | 1048 | 1690 | 3819 | 4025 => (
             Protocol,
-            "a row breaks the rules of the lock tables; was it edited by hand, is there a trigger on them, or is a token at its limit?",
+            "a row breaks the rules of the lock tables; was it edited manually, is there a trigger on them, or is a token at its limit?",
             false,
         ),
         1030 | 1034 | 1035 | 1194 | 1195 => {
             (Protocol, "the server's storage failed; see its log", false)
         }
         // Any other number is a program fault, which a retry does not fix.
-        _ => (Protocol, "the server failed in a way that is not expected", false),
+        _ => (Protocol, "the server returned an unexpected error; see its log", false),
     };
-    Verdict { kind, says, ends_connection }
+    MySqlErrorClass { kind, message, ends_connection }
 }
 
 #[cfg(test)]
@@ -304,7 +317,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_is_sorted_by_what_the_caller_can_do() {
+    fn every_error_number_has_a_kind() {
         let table: &[(BackendErrorKind, bool, &[u16])] = &[
             (
                 Transient,
@@ -350,18 +363,18 @@ mod tests {
         ];
         for (kind, ends_connection, numbers) in table {
             for &number in *numbers {
-                let verdict = judge(number);
+                let class = classify_code(number);
                 assert_eq!(
-                    (verdict.kind, verdict.ends_connection),
+                    (class.kind, class.ends_connection),
                     (*kind, *ends_connection),
-                    "{number}: {verdict:?}"
+                    "{number}: {class:?}"
                 );
             }
         }
     }
 
     #[test]
-    fn errors_of_the_client_are_sorted_too() {
+    fn client_errors_have_a_kind() {
         let io = |kind| sqlx::Error::Io(std::io::Error::from(kind));
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
@@ -380,23 +393,23 @@ mod tests {
         ];
         for (error, kind, refused) in cases {
             assert!(!is_busy(&error) && !is_no_such_table(&error) && !is_denied(&error));
-            assert_eq!(fate(&error), Fate::Broken);
+            assert_eq!(error_effect(&error), ErrorEffect::Broken);
             let text = error.to_string();
-            let told = explain(error, "db:3306");
-            assert_eq!((told.kind(), told.refused()), (kind, refused), "{text}");
-            assert!(told.to_string().contains("db:3306"), "{told}");
+            let explained = explain(error, "db:3306");
+            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
+            assert!(explained.to_string().contains("db:3306"), "{explained}");
         }
     }
 
     #[test]
-    fn without_a_connection_nothing_was_done() {
-        for refusal in [
-            Refusal::Exhausted,
-            Refusal::Silent,
-            Refusal::Sqlx(sqlx::Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
+    fn without_a_connection_the_error_is_refused() {
+        for pool_error in [
+            PoolError::Exhausted,
+            PoolError::TimedOut,
+            PoolError::Sqlx(sqlx::Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
         ] {
-            let told = not_connected(refusal, "db:3306");
-            assert_eq!((told.kind(), told.refused()), (Transient, true), "{told}");
+            let explained = not_connected(pool_error, "db:3306");
+            assert_eq!((explained.kind(), explained.refused()), (Transient, true), "{explained}");
         }
     }
 }

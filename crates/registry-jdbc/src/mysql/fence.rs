@@ -16,21 +16,21 @@ impl Fence<MySql> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, MySql>) -> Result<(), FenceError> {
         let claim = fenced_claim(self)?;
         if let Some(backend) = self.backend::<MySqlSessionBackend>() {
-            match backend.session.keep(claim).await {
+            match backend.session.ensure_row(claim).await {
                 Ok(true) => {}
                 Ok(false) => return Err(FenceError::lost(self)),
                 Err(source) => return Err(FenceError::backend(self, source)),
             }
         }
-        let fenced = self.fencing_token().and_then(|token| fenced(self, claim, token));
-        let Some(Fenced { statement, meta, store }) = fenced else {
+        let fence_query = self.fencing_token().and_then(|token| fence_query(self, claim, token));
+        let Some(MySqlFenceQuery { statement, meta, store }) = fence_query else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };
-        let found = transaction.fetch_all(statement).await.map_err(sort)?;
+        let found = transaction.fetch_all(statement).await.map_err(classify)?;
         let Some(found) = found.first() else {
-            return Err(why_not_found(self, meta, store, transaction).await);
+            return Err(explain_missing_row(self, meta, store, transaction).await);
         };
-        if found.try_get::<i64, _>(0).map_err(sort)? == 0 {
+        if found.try_get::<i64, _>(0).map_err(classify)? == 0 {
             // The snapshot is older than the grant: reads after the fence would return rows that
             // the previous holder has overwritten.
             return Err(FenceError::Busy { source: None });
@@ -42,7 +42,7 @@ impl Fence<MySql> for LockGuard {
 }
 
 /// The queries in the caller's transaction, and the id of the expected store.
-pub(super) struct Fenced<'a> {
+pub(super) struct MySqlFenceQuery<'a> {
     /// Finds the grant and locks its row.
     pub(super) statement: RawSql,
     pub(super) meta: RawSql,
@@ -52,28 +52,32 @@ pub(super) struct Fenced<'a> {
 
 /// Returns the statements for the layout of the guard's lock. `None` if the lock is not in a
 /// MariaDB or MySQL store.
-fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Option<Fenced<'a>> {
-    let native = guard.backend::<MySqlBackend>().map(|backend| Fenced {
+fn fence_query<'a>(
+    guard: &'a LockGuard,
+    claim: &Claim,
+    token: FencingToken,
+) -> Option<MySqlFenceQuery<'a>> {
+    let native = guard.backend::<MySqlBackend>().map(|backend| MySqlFenceQuery {
         statement: backend.fence_statement(claim, token),
-        meta: backend.statements.meta_there(),
+        meta: backend.statements.meta_inline(),
         store: &backend.store,
     });
     let session = guard.backend::<MySqlSessionBackend>().map(|backend| &backend.rows);
     let row = || guard.backend::<MySqlRowBackend>().map(|backend| &backend.rows);
     let native = native.or_else(|| {
-        session.or_else(row).map(|backend| Fenced {
+        session.or_else(row).map(|backend| MySqlFenceQuery {
             statement: backend.statements.fence_held(claim, token),
-            meta: backend.statements.meta_there(),
+            meta: backend.statements.meta_inline(),
             store: &backend.store,
         })
     });
     let spring = || guard.backend::<MySqlSpringBackend>();
-    native.or_else(|| spring().map(|backend| backend.fenced(claim, token)))
+    native.or_else(|| spring().map(|backend| backend.fence_query(claim, token)))
 }
 
 /// Returns why the row was not found: the lock was lost, or this is another database with lock
 /// tables.
-async fn why_not_found(
+async fn explain_missing_row(
     guard: &LockGuard,
     meta: RawSql,
     store: &[u8],
@@ -81,7 +85,7 @@ async fn why_not_found(
 ) -> FenceError {
     let rows = match transaction.fetch_all(meta).await {
         Ok(rows) => rows,
-        Err(error) => return sort(error),
+        Err(error) => return classify(error),
     };
     let found: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
     if found.as_deref() == Some(store) {
@@ -93,14 +97,14 @@ async fn why_not_found(
 
 /// The pauses between a release's checks whether the row of a fenced claim is unlocked. Other
 /// readers lock the row for less than their sum.
-pub(super) const UNLOCK_PAUSES: [Duration; 4] = [
+pub(super) const FENCE_CHECK_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),
     Duration::from_millis(16),
     Duration::from_millis(64),
 ];
 
-fn sort(source: sqlx::Error) -> FenceError {
+fn classify(source: sqlx::Error) -> FenceError {
     if error::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {

@@ -2,7 +2,7 @@
 //!
 //! InnoDB keeps the row locks of a transaction until it ends, even after a rollback to a savepoint.
 //! It has no lock timeout for a single statement. So connections of the store create and check the
-//! row. The caller's connection only locks a row that looks free, and never waits.
+//! row. The caller's connection only locks a row that appears free, and never waits.
 //!
 //! The caller's statements before that lock open no snapshot. With `REPEATABLE READ`, the
 //! transaction would otherwise read rows as they were before it had the lock. A transaction with an
@@ -16,12 +16,12 @@ use sqlx::{Executor as _, MySql, MySqlConnection, Row, Transaction};
 use tokio::time::{Instant, sleep};
 
 use super::backend::MySqlBackend;
+use super::client::Resend;
 use super::error;
-use super::link::Repeat;
 use super::row::MySqlRowBackend;
-use super::wake;
-use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
-use crate::server::Errand;
+use super::waiters;
+use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
+use crate::server::ConnectionUse;
 
 impl LockIn<MySql> for Registry {
     async fn lock_in(
@@ -48,33 +48,35 @@ impl LockIn<MySql> for Registry {
             return Err(LockInError::unsupported(key, "MySQL"));
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
-        let patience = Patience::of(wait);
+        let deadline = Deadline::after(wait);
         // A transaction that already has the lock must not wait for a local caller that waits for
         // this transaction.
-        let at_once = attempts(backend, transaction, &key, Patience::of(Duration::ZERO)).await?;
-        if at_once.is_some() || wait.is_zero() {
-            return Ok(at_once);
+        let first =
+            attempt_until(backend, transaction, &key, Deadline::after(Duration::ZERO)).await?;
+        if first.is_some() || wait.is_zero() {
+            return Ok(first);
         }
-        self.in_local_turn(&key, wait, attempts(backend, transaction, &key, patience)).await
+        self.with_local_permit(&key, wait, attempt_until(backend, transaction, &key, deadline))
+            .await
     }
 }
 
-async fn attempts(
+async fn attempt_until(
     backend: &MySqlBackend,
     connection: &mut MySqlConnection,
     key: &Key,
-    patience: Patience,
+    deadline: Deadline,
 ) -> Result<Option<TransactionLock>, LockInError> {
-    let began = Instant::now();
+    let started_at = Instant::now();
     loop {
         if let Some(token) = attempt(backend, connection, key).await? {
             return Ok(Some(TransactionLock::new(key.clone(), token)));
         }
-        let left = patience.left();
-        if left.is_zero() {
+        let remaining = deadline.remaining();
+        if remaining.is_zero() {
             return Ok(None);
         }
-        sleep(wake::before_next_look(began).min(PAUSE_MAX).min(left)).await;
+        sleep(waiters::poll_pause(started_at).min(PAUSE_MAX).min(remaining)).await;
     }
 }
 
@@ -87,55 +89,58 @@ async fn attempt(
     // If the row is free for the store but not in the transaction, the transaction is on another
     // database, or the holder changed meanwhile. After a second such round, the store's id decides.
     for _ in 0..2 {
-        if !backend.make_free(key).await.map_err(|source| LockInError::backend(key, source))? {
+        if !backend.prepare_row(key).await.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
         }
-        if let Some(token) = take(backend, connection, key).await? {
+        if let Some(token) = try_lock(backend, connection, key).await? {
             return Ok(Some(token));
         }
-        let is_locked = backend.is_locked(key, Errand::Acquire).await;
+        let is_locked = backend.is_locked(key, ConnectionUse::Acquire).await;
         if is_locked.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
         }
     }
     // A plain read would open the caller's snapshot before the lock is granted. The transaction
     // would then not see writes up to the grant.
-    let meta = connection.fetch_optional(backend.statements.meta_now_there()).await;
-    let meta = meta.map_err(|error| sort(key, error))?;
+    let meta = connection.fetch_optional(backend.statements.meta_now_inline()).await;
+    let meta = meta.map_err(|error| classify(key, error))?;
     check_store(backend, meta.as_ref(), 1, key)?;
     Ok(None)
 }
 
-async fn take(
+async fn try_lock(
     backend: &MySqlBackend,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    let sort = |error| sort(key, error);
-    let lock = connection.fetch_optional(backend.statements.lock_row_there(key));
-    let Some(row) = lock.await.map_err(sort)? else { return Ok(None) };
+    let classify = |error| classify(key, error);
+    let lock = connection.fetch_optional(backend.statements.lock_row_inline(key));
+    let Some(row) = lock.await.map_err(classify)? else { return Ok(None) };
     // A lease was granted since the check. Its holder cannot renew until this transaction ends, so
     // fail at once.
-    if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
+    if row.try_get::<i64, _>(0).map_err(classify)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
-    let claim: Option<Vec<u8>> = row.try_get(2).map_err(sort)?;
+    let claim: Option<Vec<u8>> = row.try_get(2).map_err(classify)?;
     if claim.is_some() {
         // The key was held since the check, and the row does not show when that ended.
         return Err(LockInError::conflict(key, None));
     }
-    let seen = backend.statements.row_seen_there(key, claim, row.try_get(3).map_err(sort)?);
-    let seen = connection.fetch_optional(seen).await.map_err(sort)?;
+    let seen = backend.statements.row_seen_inline(key, claim, row.try_get(3).map_err(classify)?);
+    let seen = connection.fetch_optional(seen).await.map_err(classify)?;
     check_store(backend, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
         // The snapshot is older than the last grant: the transaction would read rows that its
         // holder has overwritten.
         return Err(LockInError::conflict(key, None));
     }
-    let token: i64 = row.try_get(1).map_err(sort)?;
+    let token: i64 = row.try_get(1).map_err(classify)?;
     let written = FencingToken::try_from(token);
-    let written = written.map_err(|error| sort(sqlx::Error::Decode(error.into())))?;
-    connection.execute(backend.statements.raise_token_there(key, token)).await.map_err(sort)?;
+    let written = written.map_err(|error| classify(sqlx::Error::Decode(error.into())))?;
+    connection
+        .execute(backend.statements.raise_token_inline(key, token))
+        .await
+        .map_err(classify)?;
     Ok(Some(written))
 }
 
@@ -155,7 +160,7 @@ fn check_store(
     }
 }
 
-fn sort(key: &Key, source: sqlx::Error) -> LockInError {
+fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     if error::is_no_such_table(&source) {
         LockInError::other_database(key)
     } else if error::is_busy(&source) {
@@ -168,9 +173,9 @@ fn sort(key: &Key, source: sqlx::Error) -> LockInError {
 impl MySqlBackend {
     /// Returns whether there is no lease on the key. If so, the key has a row that has changed
     /// since the last holder ended.
-    async fn make_free(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
-        let look = || self.statements.is_free(key);
-        let rows = self.link.rows(Errand::Acquire, look).await?;
+    async fn prepare_row(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
+        let build = || self.statements.is_free(key);
+        let rows = self.client.rows(ConnectionUse::Acquire, build).await?;
         if let Some(row) = rows.first() {
             let (is_free, names_holder) =
                 (self.column::<i64>(row, 0)? != 0, self.column::<i64>(row, 1)? != 0);
@@ -178,11 +183,12 @@ impl MySqlBackend {
                 return Ok(is_free);
             }
             let clear = || self.statements.clear_ended(key);
-            let cleared = self.link.change(Errand::Acquire, Repeat::Harmless, clear).await?;
+            let cleared =
+                self.client.execute(ConnectionUse::Acquire, Resend::Allowed, clear).await?;
             return Ok(cleared.rows_affected() > 0);
         }
-        let make = || self.statements.make_row(key);
-        self.link.change(Errand::Acquire, Repeat::Harmless, make).await?;
+        let insert = || self.statements.insert_row(key);
+        self.client.execute(ConnectionUse::Acquire, Resend::Allowed, insert).await?;
         Ok(true)
     }
 
@@ -190,10 +196,10 @@ impl MySqlBackend {
     pub(super) async fn is_locked(
         &self,
         key: &Key,
-        errand: Errand,
+        connection_use: ConnectionUse,
     ) -> Result<bool, registry_core::BackendError> {
-        let look = || self.statements.lock_row(key);
-        Ok(self.link.rows(errand, look).await?.is_empty())
+        let build = || self.statements.lock_row(key);
+        Ok(self.client.rows(connection_use, build).await?.is_empty())
     }
 }
 

@@ -11,12 +11,12 @@ mod backend;
 mod renew;
 mod statement;
 mod sql;
-mod plain;
+mod inline;
 // Sending statements to the server.
-mod link;
+mod client;
 mod error;
 // Waiting for a release by any process.
-mod wake;
+mod waiters;
 // Locks that live as long as a connection: one connection for all locks, or one for each.
 mod session;
 mod row;

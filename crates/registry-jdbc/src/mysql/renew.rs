@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use registry_core::{BackendError, Claim, Renewal};
 
 use super::backend::MySqlBackend;
+use super::client::Resend;
 use super::error;
-use super::link::Repeat;
 use super::sql;
-use super::statement::span;
-use crate::server::Errand;
+use super::statement::from_micros;
+use crate::server::ConnectionUse;
 
 impl MySqlBackend {
     /// Renews the claims and returns the results in their order.
@@ -19,31 +19,31 @@ impl MySqlBackend {
         claims: &[Claim],
     ) -> Vec<Result<Renewal, BackendError>> {
         let mut by_lease: HashMap<Duration, Vec<usize>> = HashMap::new();
-        for (place, claim) in claims.iter().enumerate() {
-            by_lease.entry(claim.lease()).or_default().push(place);
+        for (index, claim) in claims.iter().enumerate() {
+            by_lease.entry(claim.lease()).or_default().push(index);
         }
         let mut answers: Vec<Option<Result<Renewal, BackendError>>> = vec![None; claims.len()];
-        let mut trouble: Option<BackendError> = None;
-        for (lease, places) in by_lease {
-            for places in places.chunks(sql::SIZES[sql::SIZES.len() - 1]) {
-                let chunk: Vec<&Claim> = places.iter().map(|&place| &claims[place]).collect();
+        let mut store_error: Option<BackendError> = None;
+        for (lease, indices) in by_lease {
+            for indices in indices.chunks(sql::SIZES[sql::SIZES.len() - 1]) {
+                let chunk: Vec<&Claim> = indices.iter().map(|&index| &claims[index]).collect();
                 // After an error no further statement is sent: the same fault would probably delay
                 // each of them as long.
-                let renewed = match &trouble {
+                let renewed = match &store_error {
                     Some(error) => Err(error.clone()),
                     None => self.renew_chunk(&chunk, lease).await,
                 };
                 match renewed {
                     Ok(renewals) => {
-                        for (&place, renewal) in places.iter().zip(renewals) {
-                            answers[place] = Some(renewal);
+                        for (&index, renewal) in indices.iter().zip(renewals) {
+                            answers[index] = Some(renewal);
                         }
                     }
                     Err(error) => {
-                        for &place in places {
-                            answers[place] = Some(Err(error.clone()));
+                        for &index in indices {
+                            answers[index] = Some(Err(error.clone()));
                         }
-                        trouble = Some(error);
+                        store_error = Some(error);
                     }
                 }
             }
@@ -57,30 +57,33 @@ impl MySqlBackend {
         claims: &[&Claim],
         lease: Duration,
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let asked_at = Instant::now();
+        let requested_at = Instant::now();
         // A repeated renewal has no further effect.
         let make = || self.statements.renew(claims, lease);
-        let done = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await?;
+        let done = self.client.execute(ConnectionUse::Renew(lease), Resend::Allowed, make).await?;
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
         // Some grants are gone, or a fence has their rows locked. The rows show which.
-        let rows = self.link.rows(Errand::Renew(lease), || self.statements.lasting(claims)).await?;
-        let since = asked_at.elapsed();
-        let mut lasting = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
+        let rows = self
+            .client
+            .rows(ConnectionUse::Renew(lease), || self.statements.unexpired(claims))
+            .await?;
+        let since = requested_at.elapsed();
+        let mut unexpired = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
         for row in &rows {
-            lasting.insert(self.column(row, 0)?, span(self.column(row, 1)?));
+            unexpired.insert(self.column(row, 0)?, from_micros(self.column(row, 1)?));
         }
-        let answer = |claim: &&Claim| match lasting.get(claim.id().to_bytes().as_slice()) {
+        let answer = |claim: &&Claim| match unexpired.get(claim.id().to_bytes().as_slice()) {
             None => Ok(Renewal::Gone),
             // A renewed grant lasts its lease from the execution of the statement, which was after
-            // `asked_at`. A skipped row that lasts as long was granted or renewed recently, so the
-            // result is also true.
+            // `requested_at`. A skipped row that lasts as long was granted or renewed recently, so
+            // the result is also true.
             Some(left) if left.saturating_add(since) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
-            Some(_) => Err(error::row_is_locked(self.link.place())),
+            Some(_) => Err(error::row_locked(self.client.address())),
         };
         Ok(claims.iter().map(answer).collect())
     }

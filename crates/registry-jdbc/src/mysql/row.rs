@@ -14,14 +14,17 @@ use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
 use tokio::time::{sleep, timeout};
 
 use super::backend::MySqlBackend;
-use super::config::{MySqlConfig, unusable};
-use super::error::{self, Fate};
-use super::link::Link;
+use super::client::MySqlClient;
+use super::config::{MySqlConfig, misconfigured};
+use super::error::{self, ErrorEffect};
 use super::session::MySqlSessionBackend;
 use super::sql;
-use super::statement::{Statement, Statements};
-use super::wake;
-use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire};
+use super::statement::{MySqlQuery, StatementBinder};
+use super::waiters;
+use crate::server::{
+    ConnectionUse, LockAttempt, RowLockConnections, RowLockPermit, SessionFailure, SessionProtocol,
+    SqlSessions, TokenPlan,
+};
 
 /// Locks in a MariaDB or MySQL database that are rows. Each is locked by its own transaction until
 /// it is released.
@@ -34,8 +37,8 @@ use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire}
 ///
 /// A grant is two steps on one connection:
 ///
-/// 1. A statement notes the claim and a larger token in the row and commits, unless the key is held
-///    or the row is locked.
+/// 1. A statement writes the claim and a larger token to the row and commits, unless the key is
+///    held or the row is locked.
 /// 2. A transaction locks the row with `LOCK IN SHARE MODE`, if it still contains this claim.
 ///
 /// A crash in between loses only a token. So a token is committed before it can be used, and no two
@@ -58,7 +61,7 @@ use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire}
 /// [`Fence`](crate::Fence).
 ///
 /// The holder of such a lock is reported like that of a lease, without the remaining time: the
-/// connection takes a named lock for this. A caller's transaction is reported by its key alone.
+/// connection holds a named lock for this. A caller's transaction is reported by its key alone.
 /// [Breaking](LockBackend::force_release) such a lock ends the connection that holds it. The user
 /// must be the holder's, or have the privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL). A
 /// transaction of a caller is never ended.
@@ -68,11 +71,11 @@ use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire}
 pub struct MySqlRowBackend {
     /// For the tables, and for waiters.
     pub(super) rows: MySqlBackend,
-    sessions: Sessions<RowWire>,
+    sessions: SqlSessions<MySqlRowProtocol>,
 }
 
 impl MySqlRowBackend {
-    /// How long the server keeps a silent connection of a holder. Also the longest lease.
+    /// How long the server keeps an idle connection of a holder. Also the maximum lease.
     pub const SILENCE: Duration = MySqlSessionBackend::SILENCE;
 
     /// Connects to the server, and creates the tables if they are missing.
@@ -84,9 +87,17 @@ impl MySqlRowBackend {
     /// As for [`MySqlBackend::open`].
     pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
         let rows = MySqlBackend::open(config.clone()).await?;
-        let (link, statements) = (Arc::clone(&rows.link), Arc::clone(&rows.statements));
-        let places = Places::new(config.row_locks);
-        Ok(Self { rows, sessions: Sessions::new(RowWire { config, link, statements, places }) })
+        let (client, statements) = (Arc::clone(&rows.client), Arc::clone(&rows.statements));
+        let connections = RowLockConnections::new(config.row_locks);
+        Ok(Self {
+            rows,
+            sessions: SqlSessions::new(MySqlRowProtocol {
+                config,
+                client,
+                statements,
+                connections,
+            }),
+        })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -97,11 +108,13 @@ impl MySqlRowBackend {
 
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
         let statements = &self.rows.statements;
-        let unlocked = self.rows.link.rows(Errand::Acquire, || statements.lock_row(key)).await?;
+        let unlocked =
+            self.rows.client.rows(ConnectionUse::Acquire, || statements.lock_row(key)).await?;
         if let Some(row) = unlocked.first() {
             return Ok(self.rows.column::<i64>(row, 0)? == 0);
         }
-        let there = self.rows.link.rows(Errand::Acquire, || statements.row_seen(key)).await?;
+        let there =
+            self.rows.client.rows(ConnectionUse::Acquire, || statements.row_seen(key)).await?;
         Ok(there.is_empty())
     }
 }
@@ -119,7 +132,7 @@ impl LockBackend for MySqlRowBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.sessions.take(claim).await
+        self.sessions.try_acquire(claim).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -128,17 +141,17 @@ impl LockBackend for MySqlRowBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.sessions.release(claim).await;
-        self.rows.purge_by_chance(claim).await;
+        self.rows.maybe_purge(claim).await;
         released
     }
 
     /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        wake::until_free(|| self.is_free(claim.key())).await;
+        waiters::poll_until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.sessions.subscribe_invalidations(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.sessions.subscribe_invalidations(invalidations);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -150,17 +163,17 @@ impl LockBackend for MySqlRowBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.rows.free_by_force(key).await
+        self.rows.force_release_key(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = self.rows.diagnose().await?;
-        findings.extend(self.rows.look_for_room(self.rows.config.row_locks).await?);
+        findings.extend(self.rows.check_connection_limit(self.rows.config.row_locks).await?);
         Ok(findings)
     }
 
     async fn close(&self) {
-        self.sessions.wire().places.close_idle();
+        self.sessions.protocol().connections.close_idle();
         self.rows.close().await;
     }
 }
@@ -175,68 +188,68 @@ impl fmt::Debug for MySqlRowBackend {
 }
 
 /// The SQL of one lock's connection.
-struct RowWire {
+struct MySqlRowProtocol {
     config: MySqlConfig,
-    link: Arc<Link>,
-    statements: Arc<Statements>,
-    places: Places<MySqlConnection>,
+    client: Arc<MySqlClient>,
+    statements: Arc<StatementBinder>,
+    connections: RowLockConnections<MySqlConnection>,
 }
 
 /// A connection for one lock.
-struct Connected {
+struct MySqlRowConnection {
     connection: MySqlConnection,
-    place: Place,
+    permit: RowLockPermit,
     /// The transaction that has the row locked, if any.
-    transaction: Option<Transaction>,
+    transaction: Option<MySqlRowTransaction>,
 }
 
 /// The open transaction of a connection.
-struct Transaction {
+struct MySqlRowTransaction {
     /// The server's id of the connection.
     connection: u64,
-    /// Whether the named lock that shows the holder was taken.
+    /// Whether the connection holds the named lock that identifies the holder.
     is_named: bool,
 }
 
-impl RowWire {
+impl MySqlRowProtocol {
     /// Within a transaction, any error may have ended the transaction, and with it the lock.
-    fn broken(&self, error: sqlx::Error) -> Failure {
-        Failure::Broken(self.link.explain(error))
+    fn broken(&self, error: sqlx::Error) -> SessionFailure {
+        SessionFailure::Broken(self.client.explain(error))
     }
 
-    async fn change(
+    async fn execute(
         &self,
-        connected: &mut Connected,
-        statement: Statement,
-    ) -> Result<u64, Failure> {
+        connected: &mut MySqlRowConnection,
+        statement: MySqlQuery,
+    ) -> Result<u64, SessionFailure> {
         let done = statement.execute(&mut connected.connection).await;
-        done.map(|done| done.last_insert_id()).map_err(|error| self.link.failure(error))
+        done.map(|done| done.last_insert_id()).map_err(|error| self.client.failure(error))
     }
 
-    /// Notes the claim and a larger token in the row, unless the key is held. Creates the row if
+    /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
     /// there is none.
-    async fn note(
+    async fn write_claim(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlRowConnection,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
-        for pause in NOTE_PAUSES {
-            let token = self.change(connected, self.statements.row_note(claim)).await?;
+    ) -> Result<Option<FencingToken>, SessionFailure> {
+        for pause in WRITE_CLAIM_PAUSES {
+            let token = self.execute(connected, self.statements.row_write_claim(claim)).await?;
             if token != 0 {
                 let token = i64::try_from(token).unwrap_or(-1);
-                let says = || error::damaged(self.link.place(), "a row's token is negative");
+                let message = || error::corrupt(self.client.address(), "a row's token is negative");
                 let token = FencingToken::try_from(token);
-                return token.map(Some).map_err(|_| Failure::Broken(says()));
+                return token.map(Some).map_err(|_| SessionFailure::Broken(message()));
             }
             self.check_writable(connected).await?;
-            let seen = self.statements.row_seen(claim.key());
-            let rows = seen.fetch_all(&mut connected.connection).await;
-            let rows = rows.map_err(|error| self.link.failure(error))?;
+            let statement = self.statements.row_seen(claim.key());
+            let rows = statement.fetch_all(&mut connected.connection).await;
+            let rows = rows.map_err(|error| self.client.failure(error))?;
             match rows.first() {
                 None => {
-                    self.change(connected, self.statements.make_row(claim.key())).await?;
+                    self.execute(connected, self.statements.insert_row(claim.key())).await?;
                 }
-                Some(row) if self.link.read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
+                Some(row) if self.client.read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
                 // Locked by a holder, or for milliseconds by another client that checks whether it
                 // is free.
                 Some(_) => sleep(pause).await,
@@ -246,22 +259,31 @@ impl RowWire {
     }
 
     /// Returns an error if the server is read-only: it must not grant anything.
-    async fn check_writable(&self, connected: &mut Connected) -> Result<(), Failure> {
+    async fn check_writable(
+        &self,
+        connected: &mut MySqlRowConnection,
+    ) -> Result<(), SessionFailure> {
         let meta = self.statements.meta().fetch_all(&mut connected.connection).await;
-        let rows = meta.map_err(|error| self.link.failure(error))?;
-        let says = "the meta table has lost its row";
-        let lost = || Failure::Answered(error::damaged(self.link.place(), says).as_refused());
+        let rows = meta.map_err(|error| self.client.failure(error))?;
+        let message = "the meta table has no row";
+        let lost = || {
+            SessionFailure::Rejected(error::corrupt(self.client.address(), message).as_refused())
+        };
         let row = rows.first().ok_or_else(lost)?;
-        if self.link.read::<i64>(row, 2)? == 0 {
+        if self.client.read::<i64>(row, 2)? == 0 {
             // New connections may lead to the server's successor.
-            self.places.close_idle();
-            return Err(Failure::Broken(error::read_only(self.link.place())));
+            self.connections.close_idle();
+            return Err(SessionFailure::Broken(error::read_only(self.client.address())));
         }
         Ok(())
     }
 
-    /// Locks the row, if the claim is still noted in it.
-    async fn lock(&self, connected: &mut Connected, claim: &Claim) -> Result<bool, Failure> {
+    /// Locks the row, if it still contains the claim.
+    async fn lock(
+        &self,
+        connected: &mut MySqlRowConnection,
+        claim: &Claim,
+    ) -> Result<bool, SessionFailure> {
         let begin = connected.connection.execute(raw_sql("START TRANSACTION")).await;
         begin.map_err(|error| self.broken(error))?;
         let lock = self.statements.row_lock(claim).fetch_all(&mut connected.connection).await;
@@ -271,54 +293,59 @@ impl RowWire {
             end.map_err(|error| self.broken(error))?;
             return Ok(false);
         };
-        let number = self.link.read(row, 0)?;
-        let keep = format!("{KEEP}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
-        let kept = connected.connection.execute(raw_sql(AssertSqlSafe(keep))).await;
-        let is_named = match kept {
+        let number = self.client.read(row, 0)?;
+        let statements = format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
+        let named = connected.connection.execute(raw_sql(AssertSqlSafe(statements))).await;
+        let is_named = match named {
             Ok(_) => true,
             // Some clusters have no named locks. The holder of the row is not shown there.
-            Err(error) if error::fate(&error) == Fate::Answered => false,
+            Err(error) if error::error_effect(&error) == ErrorEffect::Rejected => false,
             Err(error) => return Err(self.broken(error)),
         };
-        connected.transaction = Some(Transaction { connection: number, is_named });
+        connected.transaction = Some(MySqlRowTransaction { connection: number, is_named });
         Ok(true)
     }
 }
 
-impl Wire for RowWire {
-    type Connection = Connected;
+impl SessionProtocol for MySqlRowProtocol {
+    type Connection = MySqlRowConnection;
 
-    async fn connect(&self) -> Result<Connected, BackendError> {
-        let (place, idle) = self.places.enter().map_err(|full| full.told("mysql"))?;
+    async fn connect(&self) -> Result<MySqlRowConnection, BackendError> {
+        let (permit, idle) =
+            self.connections.acquire().map_err(|full| full.into_backend_error("mysql"))?;
         if let Some(connection) = idle {
-            return Ok(Connected { connection, place, transaction: None });
+            return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
-        let begin = super::session::connect(&self.config, MySqlRowBackend::SILENCE);
-        let begun = timeout(self.config.connect_timeout, begin).await;
-        let begun = begun
-            .map_err(|_| error::silent(self.link.place(), self.config.connect_timeout))?
-            .map_err(|error| self.link.explain(error))?;
-        Ok(Connected { connection: begun, place, transaction: None })
+        let connecting = super::session::connect(&self.config, MySqlRowBackend::SILENCE);
+        let connected = timeout(self.config.connect_timeout, connecting).await;
+        let connection = connected
+            .map_err(|_| error::timed_out(self.client.address(), self.config.connect_timeout))?
+            .map_err(|error| self.client.explain(error))?;
+        Ok(MySqlRowConnection { connection, permit, transaction: None })
     }
 
-    async fn take(
+    async fn try_acquire(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlRowConnection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> Result<Took, Failure> {
-        let noted = self.note(connected, claim).await;
-        if matches!(noted, Err(Failure::Broken(_))) {
+        plan: &TokenPlan,
+    ) -> Result<LockAttempt, SessionFailure> {
+        let claimed = self.write_claim(connected, claim).await;
+        if matches!(claimed, Err(SessionFailure::Broken(_))) {
             // The other idle connections are probably broken too.
-            self.places.close_idle();
+            self.connections.close_idle();
         }
-        let Some(token) = noted? else { return Ok(Took::Busy(None)) };
+        let Some(token) = claimed? else { return Ok(LockAttempt::Busy(None)) };
         let locked = self.lock(connected, claim).await?;
-        let taken = terms.written(claim, i64::from(token), false).filter(|_| locked);
-        Ok(taken.map_or(Took::Busy(None), Took::Grant))
+        let taken = plan.grant_from_write(claim, i64::from(token), false).filter(|_| locked);
+        Ok(taken.map_or(LockAttempt::Busy(None), LockAttempt::Grant))
     }
 
-    async fn give_back(&self, connected: &mut Connected, _: &Key) -> Result<(), Failure> {
+    async fn unlock(
+        &self,
+        connected: &mut MySqlRowConnection,
+        _: &Key,
+    ) -> Result<(), SessionFailure> {
         let is_named = connected.transaction.as_ref().is_some_and(|held| held.is_named);
         let end = if is_named { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
         let end = connected.connection.execute(raw_sql(end)).await;
@@ -327,39 +354,42 @@ impl Wire for RowWire {
         Ok(())
     }
 
-    async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
+    async fn check_session(
+        &self,
+        connected: &mut MySqlRowConnection,
+    ) -> Result<(), SessionFailure> {
         // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
-        let rows = connected.connection.fetch_all(raw_sql(LOOK)).await;
+        let rows = connected.connection.fetch_all(raw_sql(CURRENT_GRANT)).await;
         let rows = rows.map_err(|error| self.broken(error))?;
-        let says = || error::damaged(self.link.place(), "nothing was answered");
-        let row = rows.last().ok_or_else(|| Failure::Broken(says()))?;
+        let message = || error::corrupt(self.client.address(), "a statement returned no row");
+        let row = rows.last().ok_or_else(|| SessionFailure::Broken(message()))?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
-        if Some(self.link.read::<u64>(row, 0)?) != held_by {
-            return Err(Failure::Broken(unusable(
+        if Some(self.client.read::<u64>(row, 0)?) != held_by {
+            return Err(SessionFailure::Broken(misconfigured(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
         }
-        if self.link.read::<i64>(row, 1)? == 0 {
-            return Err(Failure::Broken(error::read_only(self.link.place())));
+        if self.client.read::<i64>(row, 1)? == 0 {
+            return Err(SessionFailure::Broken(error::read_only(self.client.address())));
         }
         Ok(())
     }
 
     // A locked row is not purged.
-    async fn keep(
+    async fn ensure_row(
         &self,
-        _: &mut Connected,
+        _: &mut MySqlRowConnection,
         _: &Claim,
         _: FencingToken,
         _: ClaimId,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), SessionFailure> {
         Ok(())
     }
 
-    fn spare(&self, connected: Connected) -> Option<Connected> {
-        let Connected { connection, place, transaction } = connected;
+    fn recycle(&self, connected: MySqlRowConnection) -> Option<MySqlRowConnection> {
+        let MySqlRowConnection { connection, permit, transaction } = connected;
         if transaction.is_none() {
-            self.places.leave(place, connection);
+            self.connections.release(permit, connection);
         }
         None
     }
@@ -368,25 +398,25 @@ impl Wire for RowWire {
         self.statements.row(key).bytes().to_vec()
     }
 
-    fn silent(&self) -> BackendError {
-        error::silent(self.link.place(), self.config.response_timeout)
+    fn timed_out(&self) -> BackendError {
+        error::timed_out(self.client.address(), self.config.response_timeout)
     }
 
     fn closed(&self) -> BackendError {
-        self.link.closed()
+        self.client.closed()
     }
 
-    fn overdue(&self) -> BackendError {
-        error::overdue(self.link.place())
+    fn queue_timed_out(&self) -> BackendError {
+        error::queue_timed_out(self.client.address())
     }
 
-    fn answer_limit(&self) -> Duration {
+    fn response_timeout(&self) -> Duration {
         self.config.response_timeout
     }
 }
 
 /// A row that is locked for longer than their sum has a holder. The server does not report which.
-const NOTE_PAUSES: [Duration; 5] = [
+const WRITE_CLAIM_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),
     Duration::from_millis(3),
@@ -395,8 +425,8 @@ const NOTE_PAUSES: [Duration; 5] = [
 ];
 
 /// The savepoint that identifies the transaction.
-const KEEP: &str = "SAVEPOINT lock_registry_row";
+const SAVEPOINT: &str = "SAVEPOINT lock_registry_row";
 
 /// Releases no earlier lock. Returns the connection's id, and whether the server is still writable.
-const LOOK: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
+const CURRENT_GRANT: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";

@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
     id      TINYINT    NOT NULL PRIMARY KEY,
     version INT        NOT NULL COMMENT 'of these tables',
-    store   BINARY(16) NOT NULL COMMENT 'tells these tables from others',
+    store   BINARY(16) NOT NULL COMMENT 'distinguishes these tables from others',
     floor   BIGINT     NOT NULL COMMENT 'the largest token of all purged rows'
 ) ENGINE = InnoDB;
 

@@ -15,20 +15,23 @@ use sqlx::{Connection, MySqlConnection, Row, query};
 use tokio::time::timeout;
 
 use super::backend::MySqlBackend;
+use super::client::MySqlClient;
 use super::config::MySqlConfig;
 use super::error;
-use super::link::Link;
 use super::sql;
-use super::statement::Statements;
-use super::wake;
-use crate::server::{Errand, Failure, Session, Taken, Terms, Took, Wire};
+use super::statement::StatementBinder;
+use super::waiters;
+use crate::server::{
+    ConnectionUse, LockAttempt, SessionFailure, SessionGrant, SessionProtocol, SqlSession,
+    TokenPlan,
+};
 
 /// Locks on a MariaDB or MySQL server that end with the holder's connection, not with a lease.
 ///
 /// They are the server's named locks, `GET_LOCK(NAME, 0)`. NAME is the SHA-256 of namespace and key
 /// in 64 lowercase hexadecimal digits, the longest name that MySQL accepts. (The hash input is the
 /// length of the namespace in eight bytes, the namespace, the key.) Named locks belong to the whole
-/// server, not to a database. They exclude programs in any language that take the same name. This
+/// server, not to a database. They exclude programs in any language that lock the same name. This
 /// backend respects leases of a [`MySqlBackend`], but a `MySqlBackend` does not respect these
 /// locks: use one kind for all locks of a namespace. Servers do not replicate named locks: on
 /// Galera or a replication group, write to only one of the servers.
@@ -58,11 +61,11 @@ use crate::server::{Errand, Failure, Session, Taken, Terms, Took, Wire};
 pub struct MySqlSessionBackend {
     /// For the tables, and for waiters.
     pub(super) rows: MySqlBackend,
-    pub(super) session: Session<MySqlWire>,
+    pub(super) session: SqlSession<MySqlSessionProtocol>,
 }
 
 impl MySqlSessionBackend {
-    /// How long the server keeps a silent session. Also the longest lease.
+    /// How long the server keeps an idle session. Also the maximum lease.
     pub const SILENCE: Duration = Duration::from_secs(60);
 
     /// Connects to the server, and creates the tables if they are missing.
@@ -74,8 +77,11 @@ impl MySqlSessionBackend {
     /// As for [`MySqlBackend::open`].
     pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
         let rows = MySqlBackend::open(config.clone()).await?;
-        let (link, statements) = (Arc::clone(&rows.link), Arc::clone(&rows.statements));
-        Ok(Self { rows, session: Session::new(MySqlWire { config, link, statements }) })
+        let (client, statements) = (Arc::clone(&rows.client), Arc::clone(&rows.statements));
+        Ok(Self {
+            rows,
+            session: SqlSession::new(MySqlSessionProtocol { config, client, statements }),
+        })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -86,8 +92,8 @@ impl MySqlSessionBackend {
 
     /// Returns whether the named lock is free and there is no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let look = || self.rows.statements.session_is_free(key);
-        let rows = self.rows.link.rows(Errand::Acquire, look).await?;
+        let build = || self.rows.statements.session_is_free(key);
+        let rows = self.rows.client.rows(ConnectionUse::Acquire, build).await?;
         let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
     }
@@ -104,7 +110,7 @@ impl LockBackend for MySqlSessionBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.session.take(claim).await
+        self.session.try_acquire(claim).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -113,17 +119,17 @@ impl LockBackend for MySqlSessionBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.session.release(claim).await;
-        self.rows.purge_by_chance(claim).await;
+        self.rows.maybe_purge(claim).await;
         released
     }
 
     /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        wake::until_free(|| self.is_free(claim.key())).await;
+        waiters::poll_until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.session.subscribe_invalidations(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.session.subscribe_invalidations(invalidations);
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -145,186 +151,201 @@ impl fmt::Debug for MySqlSessionBackend {
 }
 
 /// The SQL of a session's connection.
-pub(super) struct MySqlWire {
+pub(super) struct MySqlSessionProtocol {
     config: MySqlConfig,
-    link: Arc<Link>,
-    statements: Arc<Statements>,
+    client: Arc<MySqlClient>,
+    statements: Arc<StatementBinder>,
 }
 
 /// A connection and the server's id of it.
-pub(super) struct Connected {
+pub(super) struct MySqlSessionConnection {
     connection: MySqlConnection,
     id: u64,
 }
 
-impl Connected {
+impl MySqlSessionConnection {
     /// Compares the connection id in the first column, to detect a proxy that switches connections.
-    fn is_the_same(&self, wire: &MySqlWire, row: &MySqlRow) -> Result<(), Failure> {
-        if wire.link.read::<u64>(row, 0)? == self.id {
+    fn check_connection(
+        &self,
+        protocol: &MySqlSessionProtocol,
+        row: &MySqlRow,
+    ) -> Result<(), SessionFailure> {
+        if protocol.client.read::<u64>(row, 0)? == self.id {
             return Ok(());
         }
-        Err(Failure::Broken(super::config::unusable(
+        Err(SessionFailure::Broken(super::config::misconfigured(
             "session locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
         )))
     }
 }
 
-impl MySqlWire {
+impl MySqlSessionProtocol {
     fn row_name(&self, key: &Key) -> String {
         self.statements.row(key).hex()
     }
 
-    async fn ask(
+    async fn fetch_number(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlSessionConnection,
         text: &'static str,
         name: Option<String>,
-    ) -> Result<Option<i64>, Failure> {
+    ) -> Result<Option<i64>, SessionFailure> {
         let asked = name.into_iter().fold(query(text), |query, name| query.bind(name));
         let row = asked.fetch_one(&mut connected.connection).await;
-        let row = row.map_err(|error| self.link.failure(error))?;
-        connected.is_the_same(self, &row)?;
-        self.link.read(&row, 1)
+        let row = row.map_err(|error| self.client.failure(error))?;
+        connected.check_connection(self, &row)?;
+        self.client.read(&row, 1)
     }
 
-    /// Notes the claim, after the named lock was taken. `None` if there is a lease on the key.
+    /// Writes the claim, after the named lock was acquired. Returns `None` if the key has a lease.
     async fn grant(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlSessionConnection,
         claim: &Claim,
-        terms: &Terms,
+        plan: &TokenPlan,
         seen: Option<i64>,
-    ) -> Result<Option<Taken>, Failure> {
-        if let Some(taken) = seen.and_then(|now| terms.unwritten(now)) {
-            return Ok(Some(taken));
+    ) -> Result<Option<SessionGrant>, SessionFailure> {
+        if let Some(granted) = seen.and_then(|now| plan.grant_from_reservation(now)) {
+            return Ok(Some(granted));
         }
-        let goes_on = seen.is_some();
-        let grant = self.statements.session_note(claim, terms.block(goes_on));
+        let is_consecutive = seen.is_some();
+        let grant = self.statements.session_write_claim(claim, plan.block(is_consecutive));
         let done = grant.execute(&mut connected.connection).await;
-        let token = done.map_err(|error| self.link.failure(error))?.last_insert_id();
+        let token = done.map_err(|error| self.client.failure(error))?.last_insert_id();
         if token == 0 {
-            // Nothing was noted: there is a lease, or the server is read-only.
-            return self.look(connected).await.map(|()| None);
+            // No claim was written: the key has a lease, or the server is read-only.
+            return self.check_session(connected).await.map(|()| None);
         }
         let token = i64::try_from(token).ok();
-        let taken = token.and_then(|token| terms.written(claim, token, goes_on)).map(Some);
-        let says = || error::damaged(self.link.place(), "a row's token is none");
-        taken.ok_or_else(|| Failure::Broken(says()))
+        let granted =
+            token.and_then(|token| plan.grant_from_write(claim, token, is_consecutive)).map(Some);
+        let message = || error::corrupt(self.client.address(), "a row's token is invalid");
+        granted.ok_or_else(|| SessionFailure::Broken(message()))
     }
 
-    /// Takes the named lock. Also returns the time if a claim of the session is still noted in the
-    /// row.
-    async fn take_and_look(
+    /// Acquires the named lock. Also returns the time if the row still contains a claim of the
+    /// session.
+    async fn lock_and_read(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlSessionConnection,
         key: &Key,
-        noted: ClaimId,
-    ) -> Result<(bool, Option<i64>), Failure> {
-        let look = self.statements.session_look(key, noted, 0);
-        let row = look.fetch_one(&mut connected.connection).await;
-        let row = row.map_err(|error| self.link.failure(error))?;
-        connected.is_the_same(self, &row)?;
-        let got = self.link.read::<Option<i64>>(&row, 1)? == Some(1);
-        Ok((got, self.link.read(&row, 2)?))
+        row_claim: ClaimId,
+    ) -> Result<(bool, Option<i64>), SessionFailure> {
+        let statement = self.statements.session_try_lock(key, row_claim, 0);
+        let row = statement.fetch_one(&mut connected.connection).await;
+        let row = row.map_err(|error| self.client.failure(error))?;
+        connected.check_connection(self, &row)?;
+        let got = self.client.read::<Option<i64>>(&row, 1)? == Some(1);
+        Ok((got, self.client.read(&row, 2)?))
     }
 }
 
-impl Wire for MySqlWire {
-    type Connection = Connected;
+impl SessionProtocol for MySqlSessionProtocol {
+    type Connection = MySqlSessionConnection;
 
-    async fn connect(&self) -> Result<Connected, BackendError> {
-        let begin = async {
+    async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
+        let connecting = async {
             let mut connection = connect(&self.config, MySqlSessionBackend::SILENCE).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
-            let row = query(LOOK).fetch_one(&mut connection).await?;
-            Ok(Connected { id: row.try_get(0)?, connection })
+            let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
+            Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
-        match timeout(self.config.connect_timeout, begin).await {
-            Ok(begun) => begun.map_err(|error| self.link.explain(error)),
-            Err(_) => Err(error::silent(self.link.place(), self.config.connect_timeout)),
+        match timeout(self.config.connect_timeout, connecting).await {
+            Ok(connected) => connected.map_err(|error| self.client.explain(error)),
+            Err(_) => Err(error::timed_out(self.client.address(), self.config.connect_timeout)),
         }
     }
 
-    async fn take(
+    async fn try_acquire(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlSessionConnection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> Result<Took, Failure> {
-        const TAKE: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
-        let seen = match &terms.last {
+        plan: &TokenPlan,
+    ) -> Result<LockAttempt, SessionFailure> {
+        const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
+        let seen = match &plan.last {
             None => {
-                let got = self.ask(connected, TAKE, Some(self.row_name(claim.key()))).await?;
+                let got = self
+                    .fetch_number(connected, TRY_LOCK, Some(self.row_name(claim.key())))
+                    .await?;
                 Ok((got == Some(1), None))
             }
-            Some(last) => self.take_and_look(connected, claim.key(), last.claim).await,
+            Some(last) => self.lock_and_read(connected, claim.key(), last.claim).await,
         };
-        let taken = match seen {
-            Ok((false, _)) => return Ok(Took::Busy(None)),
-            Ok((true, seen)) => self.grant(connected, claim, terms, seen).await,
+        let granted = match seen {
+            Ok((false, _)) => return Ok(LockAttempt::Busy(None)),
+            Ok((true, seen)) => self.grant(connected, claim, plan, seen).await,
             Err(failure) => Err(failure),
         };
-        match taken {
-            Ok(Some(taken)) => Ok(Took::Grant(taken)),
-            Ok(None) => self.give_back(connected, claim.key()).await.map(|()| Took::Busy(None)),
-            Err(Failure::Answered(error)) => {
+        match granted {
+            Ok(Some(granted)) => Ok(LockAttempt::Grant(granted)),
+            Ok(None) => self.unlock(connected, claim.key()).await.map(|()| LockAttempt::Busy(None)),
+            Err(SessionFailure::Rejected(error)) => {
                 // The session holds the lock even if the next statement failed.
-                self.give_back(connected, claim.key()).await?;
-                if error::tells_of_locked_row(&error) {
-                    return Ok(Took::RowLocked(error));
+                self.unlock(connected, claim.key()).await?;
+                if error::is_row_lock_error(&error) {
+                    return Ok(LockAttempt::RowLocked(error));
                 }
-                Err(Failure::Answered(error))
+                Err(SessionFailure::Rejected(error))
             }
             Err(broken) => Err(broken),
         }
     }
 
-    async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
-        const GIVE_BACK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
-        let given = self.ask(connected, GIVE_BACK, Some(self.row_name(key))).await;
-        given.map(drop).map_err(Failure::into_broken)
+    async fn unlock(
+        &self,
+        connected: &mut MySqlSessionConnection,
+        key: &Key,
+    ) -> Result<(), SessionFailure> {
+        const UNLOCK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
+        let unlocked = self.fetch_number(connected, UNLOCK, Some(self.row_name(key))).await;
+        unlocked.map(drop).map_err(SessionFailure::into_broken)
     }
 
-    async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
-        match self.ask(connected, LOOK, None).await? {
-            Some(0) => Err(Failure::Broken(error::read_only(self.link.place()))),
+    async fn check_session(
+        &self,
+        connected: &mut MySqlSessionConnection,
+    ) -> Result<(), SessionFailure> {
+        match self.fetch_number(connected, CURRENT_GRANT, None).await? {
+            Some(0) => Err(SessionFailure::Broken(error::read_only(self.client.address()))),
             _ => Ok(()),
         }
     }
 
-    async fn keep(
+    async fn ensure_row(
         &self,
-        connected: &mut Connected,
+        connected: &mut MySqlSessionConnection,
         claim: &Claim,
         token: FencingToken,
-        noted: ClaimId,
-    ) -> Result<(), Failure> {
-        if noted != claim.id() {
-            let mark = self.statements.session_mark(claim, token, noted);
+        row_claim: ClaimId,
+    ) -> Result<(), SessionFailure> {
+        if row_claim != claim.id() {
+            let mark = self.statements.session_update_claim(claim, token, row_claim);
             let marked = mark.execute(&mut connected.connection).await;
-            marked.map_err(|error| self.link.failure(error))?;
+            marked.map_err(|error| self.client.failure(error))?;
         }
-        let keep = self.statements.session_keep(claim, token).execute(&mut connected.connection);
-        keep.await.map(drop).map_err(|error| self.link.failure(error))
+        let ensure_row =
+            self.statements.session_ensure_row(claim, token).execute(&mut connected.connection);
+        ensure_row.await.map(drop).map_err(|error| self.client.failure(error))
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {
         self.statements.row(key).bytes().to_vec()
     }
 
-    fn silent(&self) -> BackendError {
-        error::silent(self.link.place(), self.config.response_timeout)
+    fn timed_out(&self) -> BackendError {
+        error::timed_out(self.client.address(), self.config.response_timeout)
     }
 
     fn closed(&self) -> BackendError {
-        self.link.closed()
+        self.client.closed()
     }
 
-    fn overdue(&self) -> BackendError {
-        error::overdue(self.link.place())
+    fn queue_timed_out(&self) -> BackendError {
+        error::queue_timed_out(self.client.address())
     }
 
-    fn answer_limit(&self) -> Duration {
+    fn response_timeout(&self) -> Duration {
         self.config.response_timeout
     }
 }
@@ -343,7 +364,7 @@ pub(super) async fn connect(
 }
 
 /// Returns the connection's id, and whether the server is still writable.
-const LOOK: &str =
+const CURRENT_GRANT: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
 /// How long a statement waits for a row. The server accepts only whole seconds.
@@ -355,8 +376,8 @@ mod tests {
     use crate::server::RowId;
 
     #[test]
-    fn locks_have_the_names_that_other_programs_take() {
-        let name = |namespace, key| RowId::of(namespace, &Key::new(key).unwrap()).hex();
+    fn lock_names_match_the_documentation() {
+        let name = |namespace, key| RowId::new(namespace, &Key::new(key).unwrap()).hex();
         assert_eq!(
             name("default", "orders/42"),
             "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff"

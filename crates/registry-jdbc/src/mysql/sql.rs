@@ -25,7 +25,7 @@ use std::sync::{Arc, LazyLock};
 use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
-use crate::mutant::{self, Mutant, Slip, slipped};
+use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
@@ -38,7 +38,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 /// nothing.
 pub(super) const SESSION: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
-        innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}; \
+        innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
 /// For the connection of a session, where one waiting statement would block all of the session's
@@ -47,7 +47,7 @@ pub(super) const SESSION: &str = "\
 pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
     "SET SESSION innodb_lock_wait_timeout = 1 /*M! - 1 */";
 
-/// How many renewals or polled keys one statement takes. Unused parameters are NULL and match
+/// The number of renewals or polled keys of one statement. Unused parameters are NULL and match
 /// nothing. A few fixed sizes keep the number of prepared statements on the server small.
 pub(super) const SIZES: [usize; 4] = [1, 8, 64, 1024];
 
@@ -58,44 +58,44 @@ pub(super) fn size(items: usize) -> usize {
 
 /// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
-pub(super) struct Texts {
-    pub(super) meta: Text,
-    pub(super) meta_now: Text,
-    pub(super) acquire: Text,
-    pub(super) take_again: Text,
-    pub(super) look: Text,
-    pub(super) holder: Text,
-    pub(super) holder_by_lease: Text,
-    pub(super) list: Text,
-    pub(super) list_by_lease: Text,
-    pub(super) holding: Text,
-    pub(super) renew: [Text; SIZES.len()],
-    pub(super) lasting: [Text; SIZES.len()],
-    pub(super) held: [Text; SIZES.len()],
-    pub(super) release: Text,
-    pub(super) force_release: Text,
-    pub(super) fence: Text,
-    pub(super) is_free: Text,
-    pub(super) clear_ended: Text,
-    pub(super) make_row: Text,
-    pub(super) lock_row: Text,
-    pub(super) row_seen_in: Text,
-    pub(super) raise_token: Text,
-    pub(super) session_note: Text,
-    pub(super) session_look: Text,
-    pub(super) session_is_free: Text,
-    pub(super) session_keep: Text,
-    pub(super) session_mark: Text,
-    pub(super) fence_held: Text,
-    pub(super) row_note: Text,
-    pub(super) row_lock: Text,
-    pub(super) row_seen: Text,
-    pub(super) piece: Text,
-    pub(super) raise_floor: Text,
-    pub(super) purge: [Text; SIZES.len()],
+pub(super) struct MySqlStatements {
+    pub(super) meta: MySqlStatementText,
+    pub(super) meta_now: MySqlStatementText,
+    pub(super) acquire: MySqlStatementText,
+    pub(super) reacquire: MySqlStatementText,
+    pub(super) current_grant: MySqlStatementText,
+    pub(super) holder: MySqlStatementText,
+    pub(super) holder_by_lease: MySqlStatementText,
+    pub(super) list: MySqlStatementText,
+    pub(super) list_by_lease: MySqlStatementText,
+    pub(super) holder_connection: MySqlStatementText,
+    pub(super) renew: [MySqlStatementText; SIZES.len()],
+    pub(super) unexpired: [MySqlStatementText; SIZES.len()],
+    pub(super) held: [MySqlStatementText; SIZES.len()],
+    pub(super) release: MySqlStatementText,
+    pub(super) force_release: MySqlStatementText,
+    pub(super) fence: MySqlStatementText,
+    pub(super) is_free: MySqlStatementText,
+    pub(super) clear_ended: MySqlStatementText,
+    pub(super) insert_row: MySqlStatementText,
+    pub(super) lock_row: MySqlStatementText,
+    pub(super) row_seen_in: MySqlStatementText,
+    pub(super) raise_token: MySqlStatementText,
+    pub(super) session_write_claim: MySqlStatementText,
+    pub(super) session_try_lock: MySqlStatementText,
+    pub(super) session_is_free: MySqlStatementText,
+    pub(super) session_ensure_row: MySqlStatementText,
+    pub(super) session_update_claim: MySqlStatementText,
+    pub(super) fence_held: MySqlStatementText,
+    pub(super) row_write_claim: MySqlStatementText,
+    pub(super) row_lock: MySqlStatementText,
+    pub(super) row_seen: MySqlStatementText,
+    pub(super) purge_candidates: MySqlStatementText,
+    pub(super) raise_floor: MySqlStatementText,
+    pub(super) purge: [MySqlStatementText; SIZES.len()],
 }
 
-impl Texts {
+impl MySqlStatements {
     /// Fills in the names of the tables, which are in `database` and begin with `prefix`.
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
@@ -105,87 +105,94 @@ impl Texts {
                 .replace("{free}", FREE)
                 .replace("{items}", &vec!["?"; items].join(", "))
                 .replace("{is_seen}", IS_SEEN)
-                .replace("{holding}", HOLDING_CONNECTION)
+                .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
-            Text::new(&text)
+            MySqlStatementText::new(&text)
         };
         let one = |template| text(template, 1);
         let sized = |template| SIZES.map(|items| text(template, items));
         Self {
             meta: one(META),
             meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
-            acquire: one(&slipped(&ACQUIRE, &[TOKEN_STANDS_STILL]).replace("{end}", "{now} + ?")),
-            take_again: one(&slipped(
-                TAKE_AGAIN,
-                &[TOKEN_STANDS_STILL_AGAIN, TAKES_WHAT_OTHERS_HOLD],
+            acquire: one(&with_mutation(&ACQUIRE, &[CONSTANT_TOKEN]).replace("{end}", "{now} + ?")),
+            reacquire: one(&with_mutation(
+                REACQUIRE,
+                &[CONSTANT_TOKEN_ON_REACQUIRE, REACQUIRES_HELD_KEY],
             )),
-            look: one(LOOK),
-            holder: one(&holders("id = ?", HOLDING_CONNECTION)),
+            current_grant: one(CURRENT_GRANT),
+            holder: one(&holders("id = ?", HOLDER_CONNECTION_ID)),
             holder_by_lease: one(&holders("id = ?", "NULL")),
-            list: one(&holders("namespace = ?", HOLDING_CONNECTION)),
+            list: one(&holders("namespace = ?", HOLDER_CONNECTION_ID)),
             list_by_lease: one(&holders("namespace = ?", "NULL")),
-            holding: one(HOLDING),
-            renew: sized(&slipped(RENEW, &[RENEWAL_REVIVES])),
-            lasting: sized(&slipped(LASTING, &[RENEWAL_REVIVES])),
+            holder_connection: one(HOLDER_CONNECTION),
+            renew: sized(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
+            unexpired: sized(&with_mutation(UNEXPIRED, &[RENEWAL_REVIVES])),
             held: sized(HELD),
-            release: one(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            release: one(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: one(FORCE_RELEASE),
-            fence: one(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence: one(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             is_free: one(IS_FREE),
             clear_ended: one(CLEAR_ENDED),
-            make_row: one(MAKE_ROW),
+            insert_row: one(INSERT_ROW),
             lock_row: one(LOCK_ROW),
             row_seen_in: one(ROW_SEEN_IN),
             raise_token: one(RAISE_TOKEN),
-            session_note: one(&ACQUIRE.replace("{end}", "0")),
-            session_look: one(&slipped(SESSION_LOOK, &[SESSION_TRUSTS_ITS_MEMORY])),
+            session_write_claim: one(&ACQUIRE.replace("{end}", "0")),
+            session_try_lock: one(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
             session_is_free: one(SESSION_IS_FREE),
-            session_keep: one(SESSION_KEEP),
-            session_mark: one(SESSION_MARK),
+            session_ensure_row: one(SESSION_ENSURE_ROW),
+            session_update_claim: one(SESSION_UPDATE_CLAIM),
             fence_held: one(FENCE_HELD),
-            row_note: one(ROW_NOTE),
+            row_write_claim: one(ROW_WRITE_CLAIM),
             row_lock: one(ROW_LOCK),
             row_seen: one(ROW_SEEN),
-            piece: one(PIECE),
+            purge_candidates: one(PURGE_CANDIDATES),
             raise_floor: one(RAISE_FLOOR),
             purge: sized(PURGE),
         }
     }
 
     /// Returns the text among `sizes` for this number of items.
-    pub(super) fn sized(sizes: &[Text; SIZES.len()], items: usize) -> &Text {
+    pub(super) fn sized(
+        sizes: &[MySqlStatementText; SIZES.len()],
+        items: usize,
+    ) -> &MySqlStatementText {
         let size = size(items);
-        let place = SIZES.iter().position(|&known| known == size);
-        &sizes[place.expect("a size is chosen from these")]
+        let index = SIZES.iter().position(|&known| known == size);
+        &sizes[index.expect("a size is chosen from these")]
     }
 }
 
-const RELEASE_WITHOUT_OWNER: Slip =
-    Slip::new(Mutant::ReleaseWithoutOwner, "claim = ?", "claim <> ?");
-const RENEWAL_REVIVES: Slip =
-    Slip::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
+const RELEASE_WITHOUT_OWNER: SqlMutation =
+    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = ?", "claim <> ?");
+const RENEWAL_REVIVES: SqlMutation =
+    SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
 // Without the clock, which would hide the bug.
-const TOKEN_STANDS_STILL: Slip = Slip::new(
+const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
     Mutant::TokenStandsStill,
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
     "GREATEST(0, {locks}.token)",
 );
-const TOKEN_STANDS_STILL_AGAIN: Slip =
-    Slip::new(Mutant::TokenStandsStill, "GREATEST({now}, token + block)", "GREATEST(0, token)");
-const TAKES_WHAT_OTHERS_HOLD: Slip =
-    Slip::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "TRUE");
-const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
-const SESSION_TRUSTS_ITS_MEMORY: Slip =
-    Slip::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
+const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
+    Mutant::TokenStandsStill,
+    "GREATEST({now}, token + block)",
+    "GREATEST(0, token)",
+);
+const REACQUIRES_HELD_KEY: SqlMutation =
+    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "TRUE");
+const FENCE_WITHOUT_LOCK: SqlMutation =
+    SqlMutation::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
+const SESSION_SKIPS_ROW_CHECK: SqlMutation =
+    SqlMutation::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
 
 /// One statement. Its parameters are not numbered, so a value that is used twice is bound twice.
 #[derive(Debug, Clone)]
-pub(super) struct Text(Arc<str>);
+pub(super) struct MySqlStatementText(Arc<str>);
 
-impl Text {
+impl MySqlStatementText {
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
     }
@@ -206,8 +213,9 @@ pub(super) fn schema(prefix: &str) -> SqlStr {
 }
 
 /// Returns [`SESSION`] with this lock timeout, in whole seconds: the server accepts no fractions.
-pub(super) fn session(patience_seconds: u64) -> SqlStr {
-    AssertSqlSafe(SESSION.replace("{patience}", &patience_seconds.to_string())).into_sql_str()
+pub(super) fn session(lock_timeout_seconds: u64) -> SqlStr {
+    AssertSqlSafe(SESSION.replace("{lock_timeout}", &lock_timeout_seconds.to_string()))
+        .into_sql_str()
 }
 
 pub(super) fn quoted(identifier: &str) -> String {
@@ -229,12 +237,12 @@ const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 
 /// Grants the key, unless a claim holds it, even the given one. The response contains the token as
 /// the *last insert id*; zero means that nothing was granted. (The affected row count does not
-/// tell: sqlx counts a row that was found and left unchanged.)
+/// show it: sqlx counts a row that was found and left unchanged.)
 ///
 /// If the key is held in the statement's snapshot, nothing is selected. A busy attempt then costs
 /// no write, no lock and no flush, and the id stays zero. If the key is free in the snapshot, the
-/// statement inserts, or meets a row. If that row is held by now, all columns keep their values,
-/// and the id is reset to zero.
+/// statement inserts a row or conflicts with one. If that row is held by now, all columns keep
+/// their values, and the id is reset to zero.
 ///
 /// Assignments run from left to right and see earlier assignments. So the columns that show that
 /// the row is free change last. `claim` changes after the others. `until` changes when the new
@@ -243,7 +251,7 @@ const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 /// The new token is above those of this row, both in the snapshot and at the write, and above those
 /// of all purged rows. In a snapshot, either the row exists or the floor covers it.
 ///
-/// With an `{end}` of zero instead of a lease, it is the note of a session.
+/// With an `{end}` of zero instead of a lease, it writes the claim of a session.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lease, id.
 static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
@@ -278,37 +286,36 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
 /// deleted rows. It is assigned first, because later assignments are visible to it.
 ///
 /// Parameters: block, label, claim, lease, id.
-const TAKE_AGAIN: &str = "\
+const REACQUIRE: &str = "\
     UPDATE {locks} SET \
         token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
         block = ?, label = ?, since = {now}, claim = ?, until = {now} + ? \
     WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable}";
 
 /// The current grant of a key. Parameter: id.
-const LOOK: &str = "\
+const CURRENT_GRANT: &str = "\
     SELECT lock_key, claim, token, label, {now} - since, until - {now} \
     FROM {locks} \
     WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
 /// Returns the query for holders of one key or of a namespace. The holder is a lease, or a
-/// connection that has the row locked and has taken the named lock of [`row_name`].
+/// connection that has the row locked and holds the named lock of [`row_name`].
 ///
 /// Parameter: id or namespace.
-fn holders(who: &str, holding: &str) -> String {
+fn holders(condition: &str, holder_connection: &str) -> String {
     format!(
         "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL) \
          FROM {{locks}} \
-         WHERE {who} AND claim IS NOT NULL AND (until > {{now}} OR {holding} IS NOT NULL)"
+         WHERE {condition} AND claim IS NOT NULL AND (until > {{now}} OR {holder_connection} IS NOT NULL)"
     )
 }
 
-/// The claim that is noted in the row, and the id of the connection that has the row locked for it.
+/// The claim in the row, and the id of the connection that has the row locked for it.
 /// Parameter: id.
-const HOLDING: &str =
-    "SELECT claim, CAST({holding} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
+const HOLDER_CONNECTION: &str = "SELECT claim, CAST({holder_connection} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
 
 /// The connection that has the row locked for its claim, if any.
-const HOLDING_CONNECTION: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
+const HOLDER_CONNECTION_ID: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
 
 /// Returns the name of the named lock that a connection takes while it has the row locked for this
 /// claim. The name is unique.
@@ -335,7 +342,7 @@ const RENEW: &str = "\
     SET l.until = GREATEST(l.until, {now} + ?)";
 
 /// The claims that hold one of the keys, with the time that they have left. Parameters: ids.
-const LASTING: &str = "\
+const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
 
@@ -398,7 +405,7 @@ const CLEAR_ENDED: &str = "\
 /// Creates a free row, unless the key has a row.
 ///
 /// Parameters: id, namespace, key.
-const MAKE_ROW: &str = "\
+const INSERT_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
@@ -425,8 +432,8 @@ const ROW_SEEN_IN: &str = "\
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
 
-/// Takes a named lock for the session. Returns the time if a claim of this session is still noted
-/// in the row and the server is writable. Changes nothing.
+/// Acquires a named lock for the session. Returns the time if the row still contains a claim of
+/// this session and the server is writable. Changes nothing.
 ///
 /// The row is read only after the lock was requested, because the row's id in the query depends on
 /// the result. The first read of a statement determines what it sees. So the subquery sees all
@@ -434,7 +441,7 @@ const RAISE_TOKEN: &str = "\
 /// a join.
 ///
 /// Parameters: id, claim, name, seconds.
-const SESSION_LOOK: &str = "\
+const SESSION_TRY_LOCK: &str = "\
     SELECT CONNECTION_ID(), tried.got, \
         (SELECT {now} FROM {locks} AS l \
         WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? AND {writable} LIMIT 1) \
@@ -447,19 +454,19 @@ const SESSION_IS_FREE: &str = "\
     SELECT CAST(IS_FREE_LOCK(?) AND NOT EXISTS ( \
         SELECT 1 FROM {locks} WHERE id = ? AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
 
-/// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
+/// Writes a claim whose token was reserved by an earlier claim of the session that has the lock.
 ///
-/// Parameters: claim, token, block, id, noted, token, token.
-const SESSION_MARK: &str = "\
+/// Parameters: claim, token, block, id, earlier claim, token, token.
+const SESSION_UPDATE_CLAIM: &str = "\
     UPDATE {locks} SET claim = ?, token = ?, block = ? \
     WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block";
 
-/// Creates the row again with the note of the session that has the lock, because rows without a
+/// Creates the row again with the claim of the session that has the lock, because rows without a
 /// lease are purged after a while. An existing row stays unchanged, and the statement does not wait
 /// for a fence that has it locked.
 ///
 /// Parameters: id, namespace, key, claim, token, block.
-const SESSION_KEEP: &str = "\
+const SESSION_ENSURE_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, 0 FROM DUAL";
 
@@ -471,12 +478,12 @@ const FENCE_HELD: &str = "\
     SELECT {is_seen} FROM {locks} AS l \
     WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block LOCK IN SHARE MODE";
 
-/// Notes a claim and a larger token in the row, unless there is a lease on it or a transaction has
+/// Writes a claim and a larger token to the row, unless there is a lease on it or a transaction has
 /// locked it. The *last insert id* shows whether it did. Does not wait. For lease claims, the row
 /// stays free. The row is found as in [`RENEW`].
 ///
 /// Parameters: id, claim, block, label.
-const ROW_NOTE: &str = "\
+const ROW_WRITE_CLAIM: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
         WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable} \
@@ -485,10 +492,10 @@ const ROW_NOTE: &str = "\
     SET l.token = LAST_INSERT_ID(GREATEST({now}, l.token + l.block)), l.claim = ?, l.block = ?, l.label = ?, \
         l.since = {now}, l.until = 0";
 
-/// Locks the row for a transaction, if the claim is noted in it.
+/// Locks the row for a transaction, if the row contains the claim.
 ///
-/// The lock is shared: it excludes statements that note a claim, lock the row for a transaction or
-/// take a lease. It allows a fence of the holder.
+/// The lock is shared: it excludes statements that write a claim, lock the row for a transaction or
+/// grant a lease. It permits a fence of the holder.
 ///
 /// Parameters: id, claim.
 const ROW_LOCK: &str = "\
@@ -500,11 +507,11 @@ const ROW_LOCK: &str = "\
 const ROW_SEEN: &str = "\
     SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = ?";
 
-/// The dead rows of a piece, each with its largest token. A piece starts at a random place: ids are
-/// hashes, so all rows are found equally often.
+/// The dead rows of a batch, each with its largest token. A batch starts at a random position: ids
+/// are hashes, so all rows are found equally often.
 ///
-/// Parameters: place, rows, microseconds that a row must have been dead for.
-const PIECE: &str = "\
+/// Parameters: position, rows, microseconds that a row must have been dead for.
+const PURGE_CANDIDATES: &str = "\
     SELECT piece.id, piece.token + piece.block - 1 \
     FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
     WHERE piece.until <= {now} - ?";

@@ -12,15 +12,15 @@ use registry_core::{
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row};
 
+use super::client::{PgClient, Resend};
 use super::config::PostgresConfig;
-use super::ears::{Channel, Ears};
-use super::error::{self, damaged, explain};
-use super::link::{Link, Repeat};
-use super::open::{self, Opened};
+use super::error::{self, corrupt, explain};
+use super::listener::{NotificationChannel, PgReleaseListener};
+use super::open::{self, OpenedPgStore};
 use super::renew::CLAIMS_MAX;
-use super::sql::{self, Text, Texts};
-use super::statement::{Statement, Value};
-use crate::server::{Errand, RecentRows, RowId};
+use super::sql::{self, PgStatementText, PgStatements};
+use super::statement::{BoundStatement, PgParam};
+use crate::server::{ConnectionUse, RecentRows, RowId};
 
 /// Locks in a PostgreSQL database. They exclude all clients of that database.
 ///
@@ -58,14 +58,14 @@ use crate::server::{Errand, RecentRows, RowId};
 pub struct PostgresBackend {
     pub(super) config: PostgresConfig,
     pub(super) store: String,
-    pub(super) texts: Texts,
-    pub(super) link: Link,
-    pub(super) ears: Option<Ears>,
-    channel: Channel,
-    let_go: RecentRows,
+    pub(super) texts: PgStatements,
+    pub(super) client: PgClient,
+    pub(super) listener: Option<PgReleaseListener>,
+    channel: NotificationChannel,
+    recently_released: RecentRows,
     /// Rows for which a wait ended without a notification. Their next attempt probably finds them
     /// held, so it reads the row first.
-    not_woken: RecentRows,
+    not_notified: RecentRows,
 }
 
 impl PostgresBackend {
@@ -82,18 +82,19 @@ impl PostgresBackend {
     /// # Cancel safety
     /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
-        let Opened { tables, store } = open::open(&config).await?;
-        let channel = Channel::of(RowId::of_namespace(&config.namespace));
-        let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
+        let OpenedPgStore { tables, store } = open::open(&config).await?;
+        let channel = NotificationChannel::new(RowId::namespace_hash(&config.namespace));
+        let listener =
+            config.listener_options().map(|server| PgReleaseListener::new(server, channel.clone()));
         Ok(Self {
-            texts: Texts::new(&tables),
-            link: Link::new(&config),
+            texts: PgStatements::new(&tables),
+            client: PgClient::new(&config),
             config,
             store,
-            ears,
+            listener,
             channel,
-            let_go: RecentRows::default(),
-            not_woken: RecentRows::default(),
+            recently_released: RecentRows::default(),
+            not_notified: RecentRows::default(),
         })
     }
 
@@ -111,13 +112,13 @@ impl PostgresBackend {
     }
 
     /// Returns whether the backend has a listener.
-    pub(super) const fn hears(&self) -> bool {
-        self.ears.is_some()
+    pub(super) const fn has_listener(&self) -> bool {
+        self.listener.is_some()
     }
 
     /// Returns the statements and the channel for the backends whose locks end with a connection.
-    pub(super) fn for_session(&self) -> ForSession {
-        ForSession { texts: self.texts.clone(), channel: self.channel.clone() }
+    pub(super) fn session_statements(&self) -> SessionStatements {
+        SessionStatements { texts: self.texts.clone(), channel: self.channel.clone() }
     }
 
     /// Returns the name of this namespace's notification channel.
@@ -126,113 +127,125 @@ impl PostgresBackend {
     }
 
     /// Returns the current position in the listener's notifications, for
-    /// [`heard_of`](Self::heard_of).
-    pub(super) fn moment(&self) -> u64 {
-        self.ears.as_ref().map_or(0, Ears::moment)
+    /// [`wait_for_release`](Self::wait_for_release).
+    pub(super) fn position(&self) -> u64 {
+        self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
-    /// Returns when the lock may have been released after `moment`. Never returns if there is no
+    /// Returns when the lock may have been released after `position`. Never returns if there is no
     /// listener.
-    pub(super) async fn heard_of(&self, key: &Key, moment: u64) {
-        match &self.ears {
-            Some(ears) => ears.wait(self.row_id(key).short(), moment).await,
+    pub(super) async fn wait_for_release(&self, key: &Key, position: u64) {
+        match &self.listener {
+            Some(listener) => listener.wait(self.row_id(key).notification_id(), position).await,
             None => std::future::pending().await,
         }
     }
 
     pub(super) fn row_id(&self, key: &Key) -> RowId {
-        RowId::of(&self.config.namespace, key)
+        RowId::new(&self.config.namespace, key)
     }
 
     /// Returns the statement that finds the claim's grant and keeps it from passing to another
     /// claim.
-    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        self.fencing(&self.texts.fence, claim, token)
+    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> BoundStatement<'_> {
+        self.build_fence(&self.texts.fence, claim, token)
     }
 
     /// Returns the same for a grant that ends with a connection.
-    pub(super) fn fence_held_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        self.fencing(&self.texts.fence_held, claim, token)
+    pub(super) fn fence_held_statement(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> BoundStatement<'_> {
+        self.build_fence(&self.texts.fence_held, claim, token)
     }
 
-    fn fencing<'a>(&self, text: &'a Text, claim: &Claim, token: FencingToken) -> Statement<'a> {
+    fn build_fence<'a>(
+        &self,
+        text: &'a PgStatementText,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> BoundStatement<'a> {
         let id = self.row_id(claim.key());
-        let token = Value::Number(i64::from(token));
-        Statement::new(text, [bytes(id.bytes()), claim_id(claim), token])
+        let token = PgParam::Number(i64::from(token));
+        BoundStatement::new(text, [bytes(id.bytes()), claim_id(claim), token])
     }
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key between the statements.
-    async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+    async fn attempt(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());
-        let block = Value::Number(i64::from(claim.token_block()));
-        let label = Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec()));
-        let lease = Value::Number(micros(claim.lease()));
-        let statement = if self.let_go.take(id) {
+        let block = PgParam::Number(i64::from(claim.token_block()));
+        let label = PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec()));
+        let lease = PgParam::Number(micros(claim.lease()));
+        let statement = if self.recently_released.remove(id) {
             let values = [bytes(id.bytes()), claim_id(claim), block, label, lease];
-            Statement::new(&self.texts.take_again, values)
+            BoundStatement::new(&self.texts.reacquire, values)
         } else {
             let namespace = bytes(self.config.namespace.as_bytes());
             let key = bytes(claim.key().as_str().as_bytes());
             let values = [bytes(id.bytes()), namespace, key, claim_id(claim), block, label, lease];
-            Statement::new(&self.texts.acquire, values)
+            BoundStatement::new(&self.texts.acquire, values)
         };
-        let statement = statement.for_one();
+        let statement = statement.at_most_one();
         // Only the engine may retry: the first request may be executed after the release that
         // follows the second one.
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
         if let Some(row) = rows.first() {
             let grant = Grant::new(Some(fencing_token(column(row, 0)?)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
         // The holder may be this claim itself, granted by an attempt whose answer was lost.
-        self.who_holds(claim, mark).await.map_err(BackendError::as_unknown)
+        self.find_holder(claim, mark).await.map_err(BackendError::as_unknown)
     }
 
-    async fn who_holds(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
-        let rows = self.look_at(self.row_id(claim.key())).await?;
+    async fn find_holder(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let rows = self.fetch_grant(self.row_id(claim.key())).await?;
         let Some(row) = rows.first() else { return Ok(None) };
-        let held = told_of(Holder::new(claim.key().clone()), row, 1)?;
-        let left = held.lease_left.unwrap_or_default();
+        let holder = decode_holder(Holder::new(claim.key().clone()), row, 1)?;
+        let remaining = holder.lease_left.unwrap_or_default();
         if column::<Vec<u8>>(row, 0)? == claim.id().to_bytes() {
-            return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
+            return Ok(Some(Attempt::Granted(Grant::new(
+                holder.token,
+                remaining.min(claim.lease()),
+            ))));
         }
         Ok(Some(Attempt::Busy(
-            Busy::new().with_retry_after(left).with_mark(mark).with_holder(held),
+            Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder),
         )))
     }
 
-    async fn look_at(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
-        let statement = Statement::new(&self.texts.look, [bytes(id.bytes())]);
-        self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await
+    async fn fetch_grant(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
+        let statement = BoundStatement::new(&self.texts.current_grant, [bytes(id.bytes())]);
+        self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await
     }
 
     /// Returns the parameters of a release notification: channel, message, mark.
-    pub(super) fn news(&self, id: RowId) -> [Value; 3] {
-        news(&self.channel, id)
+    pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
+        notification_params(&self.channel, id)
     }
 
     /// Returns the message that wakes the waiting callers of the lock.
-    pub(super) fn message(id: RowId) -> Value {
-        bytes(&id.short())
+    pub(super) fn message(id: RowId) -> PgParam {
+        bytes(&id.notification_id())
     }
 
     /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
-    pub(super) async fn is_locked_in(&self, key: &Key) -> Result<bool, BackendError> {
-        let mark = Value::Number(self.row_id(key).mark());
-        let statement = Statement::new(&self.texts.locked_in, [mark]);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
+    pub(super) async fn is_locked_by_transaction(&self, key: &Key) -> Result<bool, BackendError> {
+        let mark = PgParam::Number(self.row_id(key).transaction_mark());
+        let statement = BoundStatement::new(&self.texts.locked_in, [mark]);
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
+        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
         column(row, 0)
     }
 
     /// Checks that the row of the table `meta` exists, after several attempts without an answer.
     /// Without that row no lock is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        let statement = Statement::new(&self.texts.meta, []);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let statement = BoundStatement::new(&self.texts.meta, []);
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         if rows.is_empty() {
-            return Err(damaged("the table with the name meta has lost its row").as_refused());
+            return Err(corrupt("the meta table has no row").as_refused());
         }
         Ok(())
     }
@@ -241,21 +254,21 @@ impl PostgresBackend {
 /// The statements and the channel of this backend, for
 /// [`PostgresSessionBackend`](crate::PostgresSessionBackend) and
 /// [`PostgresRowBackend`](crate::PostgresRowBackend).
-pub(super) struct ForSession {
-    pub(super) texts: Texts,
-    channel: Channel,
+pub(super) struct SessionStatements {
+    pub(super) texts: PgStatements,
+    channel: NotificationChannel,
 }
 
-impl ForSession {
+impl SessionStatements {
     /// Returns the parameters of a release notification: channel, message, mark.
-    pub(super) fn news(&self, id: RowId) -> [Value; 3] {
-        news(&self.channel, id)
+    pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
+        notification_params(&self.channel, id)
     }
 }
 
-fn news(channel: &Channel, id: RowId) -> [Value; 3] {
-    let mark = Value::Number(channel.mark(id.short()));
-    [Value::Word(channel.name().to_owned()), PostgresBackend::message(id), mark]
+fn notification_params(channel: &NotificationChannel, id: RowId) -> [PgParam; 3] {
+    let mark = PgParam::Number(channel.mark(id.notification_id()));
+    [PgParam::Identifier(channel.name().to_owned()), PostgresBackend::message(id), mark]
 }
 
 #[async_trait]
@@ -265,7 +278,7 @@ impl LockBackend for PostgresBackend {
             .with_fencing()
             .with_labels()
             .with_inspect();
-        if self.ears.is_some() { capabilities.with_wakes() } else { capabilities }
+        if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -273,22 +286,22 @@ impl LockBackend for PostgresBackend {
         // several such attempts the answer is `Busy` without a holder, which makes the engine retry
         // at once.
         const TRIES_MAX: u32 = 3;
-        if self.not_woken.take(self.row_id(claim.key()))
-            && let Some(held) = self.who_holds(claim, self.moment()).await?
+        if self.not_notified.remove(self.row_id(claim.key()))
+            && let Some(holder) = self.find_holder(claim, self.position()).await?
         {
-            return Ok(held);
+            return Ok(holder);
         }
-        for turn in 0..TRIES_MAX {
-            let mark = self.moment();
-            match self.ask_for(claim, mark).await {
+        for attempt_number in 0..TRIES_MAX {
+            let mark = self.position();
+            match self.attempt(claim, mark).await {
                 Ok(Some(attempt)) => return Ok(attempt),
                 Ok(None) => {}
                 Err(error) => {
-                    let is_locked = error::tells_of_locked_row(&error);
+                    let is_locked = error::is_row_lock_error(&error);
                     // An earlier attempt of this loop may itself have been granted, on a connection
                     // that then broke.
-                    let error = if turn > 0 { error.as_unknown() } else { error };
-                    if is_locked && self.is_locked_in(claim.key()).await? {
+                    let error = if attempt_number > 0 { error.as_unknown() } else { error };
+                    if is_locked && self.is_locked_by_transaction(claim.key()).await? {
                         return Ok(Attempt::Busy(Busy::new().with_mark(mark)));
                     }
                     return Err(error);
@@ -309,32 +322,32 @@ impl LockBackend for PostgresBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
-        let [channel, message, mark] = self.news(id);
-        let used = Value::Number(i64::from(claim.token_block()));
+        let [channel, message, mark] = self.notification_params(id);
+        let used = PgParam::Number(i64::from(claim.token_block()));
         let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark, used];
-        let statement = Statement::new(&self.texts.release, values).for_one();
+        let statement = BoundStatement::new(&self.texts.release, values).at_most_one();
         // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
-        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
-        let released = freed(&rows);
+        let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await?;
+        let released = release_outcome(&rows);
         if released == Release::Freed {
-            self.let_go.note(id);
+            self.recently_released.insert(id);
         }
-        self.purge_by_chance(claim).await;
+        self.maybe_purge(claim).await;
         Ok(released)
     }
 
     fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
         // The end of a session that holds the key sends no notification.
         busy.retry_after.is_some()
-            && self.ears.as_ref().is_some_and(|ears| ears.are_confirmed(busy.mark))
+            && self.listener.as_ref().is_some_and(|listener| listener.is_confirmed(busy.mark))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let id = self.row_id(claim.key());
-        // The note remains if this future is dropped before it returns.
-        self.not_woken.note(id);
-        self.heard_of(claim.key(), busy.mark).await;
-        self.not_woken.take(id);
+        // The row stays remembered if this future is dropped before it returns.
+        self.not_notified.insert(id);
+        self.wait_for_release(claim.key(), busy.mark).await;
+        self.not_notified.remove(id);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -346,30 +359,35 @@ impl LockBackend for PostgresBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.free_by_force(key).await
+        self.force_release_key(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        self.check_store().await
     }
 
     async fn close(&self) {
-        if let Some(ears) = &self.ears {
-            ears.close();
+        if let Some(listener) = &self.listener {
+            listener.close();
         }
-        self.link.close().await;
+        self.client.close().await;
     }
 }
 
 /// Reads token, label and times from four adjacent columns, beginning at `first`.
-pub(super) fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
+pub(super) fn decode_holder(
+    holder: Holder,
+    row: &PgRow,
+    first: usize,
+) -> Result<Holder, BackendError> {
     let label: Option<Vec<u8>> = column(row, first + 1)?;
     let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
-    let (held_for, left): (i64, Option<i64>) = (column(row, first + 2)?, column(row, first + 3)?);
+    let (held_for, remaining): (i64, Option<i64>) =
+        (column(row, first + 2)?, column(row, first + 3)?);
     Ok(holder
         .with_label(label)
         .with_token(Some(fencing_token(column(row, first)?)?))
-        .with_times(Some(span(held_for)), left.map(span)))
+        .with_times(Some(from_micros(held_for)), remaining.map(from_micros)))
 }
 
 pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>
@@ -380,31 +398,31 @@ where
 }
 
 fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
-    FencingToken::try_from(token).map_err(|_| damaged("a row's token is negative"))
+    FencingToken::try_from(token).map_err(|_| corrupt("a row's token is negative"))
 }
 
-pub(super) fn claim_id(claim: &Claim) -> Value {
+pub(super) fn claim_id(claim: &Claim) -> PgParam {
     bytes(&claim.id().to_bytes())
 }
 
-pub(super) fn bytes(bytes: &[u8]) -> Value {
-    Value::Bytes(bytes.to_vec())
+pub(super) fn bytes(bytes: &[u8]) -> PgParam {
+    PgParam::Bytes(bytes.to_vec())
 }
 
 /// Converts to the unit of the tables. Limits endless leases, so that a sum with the clock cannot
 /// overflow.
-pub(super) fn micros(span: Duration) -> i64 {
-    i64::try_from(span.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
+pub(super) fn micros(from_micros: Duration) -> i64 {
+    i64::try_from(from_micros.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
 }
 
 /// A thousand years.
 const MICROS_MAX: i64 = 1000 * 366 * 24 * 60 * 60 * 1_000_000;
 
-pub(super) fn span(micros: i64) -> Duration {
+pub(super) fn from_micros(micros: i64) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(0))
 }
 
-pub(super) fn freed(rows: &[PgRow]) -> Release {
+pub(super) fn release_outcome(rows: &[PgRow]) -> Release {
     if rows.is_empty() { Release::NotHeld } else { Release::Freed }
 }
 

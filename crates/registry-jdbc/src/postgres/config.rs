@@ -1,5 +1,5 @@
 //! The configuration of the PostgreSQL stores: server, tables, limits and time-outs. Opens no
-//! connection. Applications build it; `open`, `link` and the listener read it.
+//! connection. Applications build it; `open`, `client` and the listener read it.
 
 use std::fmt;
 use std::path::Path;
@@ -10,7 +10,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 
-use super::statement::Manner;
+use super::statement::QueryMode;
 use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
 
 /// The configuration of a [`PostgresBackend`](crate::PostgresBackend) and of the other PostgreSQL
@@ -21,10 +21,10 @@ pub struct PostgresConfig {
     pub(super) server: PgConnectOptions,
     pub(super) encryption: Encryption,
     #[cfg(feature = "tls")]
-    papers: Papers,
+    tls_identity: TlsIdentity,
     pub(super) listen: Listen,
     pub(super) namespace: String,
-    pub(super) tables: Tables,
+    pub(super) tables: TableOptions,
     pub(super) connections: u32,
     pub(super) row_locks: u32,
     pub(super) prepared: bool,
@@ -37,15 +37,15 @@ pub struct PostgresConfig {
 /// Trusted certificates and the client's own certificate, all in PEM.
 #[cfg(feature = "tls")]
 #[derive(Clone, Default)]
-struct Papers {
+struct TlsIdentity {
     authority: Option<Vec<u8>>,
     /// The certificate and its private key.
     client: Option<(Vec<u8>, Vec<u8>)>,
 }
 
 #[cfg(feature = "tls")]
-impl Papers {
-    fn given_to(&self, mut server: PgConnectOptions) -> PgConnectOptions {
+impl TlsIdentity {
+    fn apply_to(&self, mut server: PgConnectOptions) -> PgConnectOptions {
         if let Some(authority) = &self.authority {
             server = server.ssl_root_cert_from_pem(authority.clone());
         }
@@ -60,16 +60,16 @@ impl Papers {
 #[derive(Clone)]
 pub(super) enum Listen {
     /// From the server that receives the statements.
-    Here,
+    SameServer,
     /// From another address, which bypasses the pooler of the statements.
-    There(Box<PgConnectOptions>),
+    OtherServer(Box<PgConnectOptions>),
     /// Nowhere: waiting callers poll.
     Off,
 }
 
 /// The names of the tables, and whether the store creates them.
 #[derive(Debug, Clone)]
-pub(super) struct Tables {
+pub(super) struct TableOptions {
     pub(super) schema: Option<String>,
     pub(super) prefix: String,
     pub(super) create: bool,
@@ -80,14 +80,14 @@ impl PostgresConfig {
     /// address. The namespace is `default`.
     #[must_use]
     pub fn new(host: &str, port: u16, database: &str) -> Self {
-        Self::of(bare().host(host).port(port).database(database))
+        Self::with_server(default_options().host(host).port(port).database(database))
     }
 
     /// Returns a configuration for this database of the server whose Unix sockets are in `folder`.
     #[must_use]
     pub fn unix(folder: impl AsRef<Path>, port: u16, database: &str) -> Self {
-        let server = bare().socket(folder.as_ref());
-        Self::of(server.port(port).database(database))
+        let server = default_options().socket(folder.as_ref());
+        Self::with_server(server.port(port).database(database))
     }
 
     /// Parses `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`.
@@ -101,23 +101,23 @@ impl PostgresConfig {
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
     /// contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        read_url(url).map(Self::of).ok_or_else(|| {
-            unusable(
-                "the URL cannot be read, or has options, which are set by methods; write \
+        parse_url(url).map(Self::with_server).ok_or_else(|| {
+            misconfigured(
+                "the URL is invalid or has options, which are set by methods; write \
                  postgres://USER:PASSWORD@HOST:PORT/DATABASE",
             )
         })
     }
 
-    fn of(server: PgConnectOptions) -> Self {
+    fn with_server(server: PgConnectOptions) -> Self {
         Self {
-            server: quiet(server),
+            server: with_fixed_options(server),
             encryption: Encryption::default(),
             #[cfg(feature = "tls")]
-            papers: Papers::default(),
-            listen: Listen::Here,
+            tls_identity: TlsIdentity::default(),
+            listen: Listen::SameServer,
             namespace: "default".to_owned(),
-            tables: Tables { schema: None, prefix: "lock_registry".to_owned(), create: true },
+            tables: TableOptions { schema: None, prefix: "lock_registry".to_owned(), create: true },
             connections: 4,
             row_locks: ROW_LOCKS,
             prepared: true,
@@ -169,7 +169,7 @@ impl PostgresConfig {
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
-        self.papers.authority = Some(certificates.into());
+        self.tls_identity.authority = Some(certificates.into());
         self.with_encryption(Encryption::VerifyHost)
     }
 
@@ -182,7 +182,7 @@ impl PostgresConfig {
         certificate: impl AsRef<[u8]>,
         key: impl AsRef<[u8]>,
     ) -> Self {
-        self.papers.client = Some((certificate.as_ref().to_vec(), key.as_ref().to_vec()));
+        self.tls_identity.client = Some((certificate.as_ref().to_vec(), key.as_ref().to_vec()));
         self
     }
 
@@ -196,8 +196,8 @@ impl PostgresConfig {
     /// contain a password.
     pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
         let server =
-            read_url(url).ok_or_else(|| unusable("the URL to listen at cannot be read"))?;
-        self.listen = Listen::There(Box::new(quiet(server)));
+            parse_url(url).ok_or_else(|| misconfigured("the URL of the listener is invalid"))?;
+        self.listen = Listen::OtherServer(Box::new(with_fixed_options(server)));
         Ok(self)
     }
 
@@ -306,33 +306,33 @@ impl PostgresConfig {
     }
 
     /// Returns the mode in which statements are sent.
-    pub(super) fn manner(&self) -> Manner {
-        if self.prepared { Manner::Prepared } else { self.plainly() }
+    pub(super) fn query_mode(&self) -> QueryMode {
+        if self.prepared { QueryMode::Prepared } else { self.simple_query_mode() }
     }
 
-    /// Returns the mode that sends statements as plain text, whatever the configuration says.
-    pub(super) fn plainly(&self) -> Manner {
-        Manner::Plain { patience: self.busy_timeout }
+    /// Returns the mode that sends statements as plain text, whatever the configuration is.
+    pub(super) fn simple_query_mode(&self) -> QueryMode {
+        QueryMode::Simple { lock_timeout: self.busy_timeout }
     }
 
     /// Returns the client's options for connections that send statements.
-    pub(super) fn for_statements(&self) -> PgConnectOptions {
-        self.with_papers(self.server.clone())
+    pub(super) fn statement_options(&self) -> PgConnectOptions {
+        self.with_tls_identity(self.server.clone())
     }
 
-    fn with_papers(&self, server: PgConnectOptions) -> PgConnectOptions {
+    fn with_tls_identity(&self, server: PgConnectOptions) -> PgConnectOptions {
         #[cfg(feature = "tls")]
-        let server = self.papers.given_to(server);
+        let server = self.tls_identity.apply_to(server);
         server
     }
 
     /// Returns the client's options for the listener, or `None` if it is off.
-    pub(super) fn for_listening(&self) -> Option<PgConnectOptions> {
+    pub(super) fn listener_options(&self) -> Option<PgConnectOptions> {
         match &self.listen {
-            Listen::Here => self.prepared.then(|| self.for_statements()),
-            Listen::There(server) => {
+            Listen::SameServer => self.prepared.then(|| self.statement_options()),
+            Listen::OtherServer(server) => {
                 let server = PgConnectOptions::clone(server).ssl_mode(self.server.get_ssl_mode());
-                Some(self.with_papers(server))
+                Some(self.with_tls_identity(server))
             }
             Listen::Off => None,
         }
@@ -340,9 +340,9 @@ impl PostgresConfig {
 
     /// Returns the environment variables with file names that the client reads and this
     /// configuration does not override.
-    fn files_left_open(&self) -> &'static [&'static str] {
+    fn unset_file_variables(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
-        return match (&self.papers.authority, &self.papers.client) {
+        return match (&self.tls_identity.authority, &self.tls_identity.client) {
             (None, None) => &["PGSSLROOTCERT", "PGSSLCERT", "PGSSLKEY"],
             (Some(_), None) => &["PGSSLCERT", "PGSSLKEY"],
             (None, Some(_)) => &["PGSSLROOTCERT"],
@@ -357,19 +357,21 @@ impl PostgresConfig {
     /// # Errors
     /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        if let Some(variable) = foreign(&self.server, self.files_left_open()) {
-            return Err(unusable(&format!(
+        if let Some(variable) = conflicting_variable(&self.server, self.unset_file_variables()) {
+            return Err(misconfigured(&format!(
                 "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"
             )));
         }
         if self.namespace.len() > NAMESPACE_BYTES_MAX {
-            return Err(unusable(&format!("a namespace has at most {NAMESPACE_BYTES_MAX} bytes")));
+            return Err(misconfigured(&format!(
+                "a namespace has at most {NAMESPACE_BYTES_MAX} bytes"
+            )));
         }
         if let Some(schema) = &self.tables.schema
             && !is_identifier(schema, IDENTIFIER_BYTES_MAX)
         {
-            return Err(unusable(&format!(
-                "the schema {schema:?} is not of at most {IDENTIFIER_BYTES_MAX} letters, digits and underscores, with no digit first"
+            return Err(misconfigured(&format!(
+                "the schema {schema:?} must have at most {IDENTIFIER_BYTES_MAX} letters, digits and underscores, and no leading digit"
             )));
         }
         let prefix = &self.tables.prefix;
@@ -377,39 +379,40 @@ impl PostgresConfig {
         if !is_identifier(prefix, PREFIX_BYTES_MAX)
             || prefix.contains(|c: char| c.is_ascii_uppercase())
         {
-            return Err(unusable(&format!(
-                "the tables' prefix {prefix:?} is not of at most {PREFIX_BYTES_MAX} small letters, digits and underscores, with no \
-                 digit first"
+            return Err(misconfigured(&format!(
+                "the tables' prefix {prefix:?} must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
             )));
         }
         if self.connections == 0 {
-            return Err(unusable("there must be at least one connection"));
+            return Err(misconfigured("connections must be at least 1"));
         }
         if self.row_locks == 0 {
-            return Err(unusable("row_locks must let at least one lock be held"));
+            return Err(misconfigured("row_locks must be at least 1"));
         }
-        for (option, given, least) in [
+        for (option, value, min) in [
             ("connect_timeout", self.connect_timeout, TIME_MIN),
             ("response_timeout", self.response_timeout, TIME_MIN),
             ("busy_timeout", self.busy_timeout, TIME_MIN),
             ("purge_after", self.purge_after, PURGE_AFTER_MIN),
         ] {
-            if !(least..=TIME_MAX).contains(&given) {
-                return Err(unusable(&format!(
-                    "{option} of {given:?} is not between {least:?} and 366 days"
+            if !(min..=TIME_MAX).contains(&value) {
+                return Err(misconfigured(&format!(
+                    "{option} of {value:?} is not between {min:?} and 366 days"
                 )));
             }
         }
         if self.busy_timeout >= self.response_timeout {
-            return Err(unusable("busy_timeout must be shorter than response_timeout"));
+            return Err(misconfigured("busy_timeout must be shorter than response_timeout"));
         }
         if self.purge_after < self.response_timeout * 2 {
-            return Err(unusable("purge_after must be at least twice as long as response_timeout"));
+            return Err(misconfigured(
+                "purge_after must be at least twice as long as response_timeout",
+            ));
         }
         if !cfg!(feature = "tls")
             && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
         {
-            return Err(unusable("encrypted connections need the feature `tls`"));
+            return Err(misconfigured("encrypted connections need the feature `tls`"));
         }
         Ok(())
     }
@@ -443,10 +446,10 @@ fn is_identifier(name: &str, bytes_max: usize) -> bool {
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-fn read_url(text: &str) -> Option<PgConnectOptions> {
+fn parse_url(text: &str) -> Option<PgConnectOptions> {
     let url = url::Url::parse(text).ok()?;
-    let is_ours = matches!(url.scheme(), "postgres" | "postgresql");
-    if !is_ours || url.query().is_some() || url.fragment().is_some() {
+    let is_postgres = matches!(url.scheme(), "postgres" | "postgresql");
+    if !is_postgres || url.query().is_some() || url.fragment().is_some() {
         return None;
     }
     let decoded = |text: &str| {
@@ -454,7 +457,7 @@ fn read_url(text: &str) -> Option<PgConnectOptions> {
         (!text.contains('\0')).then(|| text.into_owned())
     };
     let host = decoded(url.host_str().filter(|host| !host.is_empty())?)?;
-    let server = bare().port(url.port().unwrap_or(PORT));
+    let server = default_options().port(url.port().unwrap_or(PORT));
     let mut server = if host.starts_with('/') {
         server.socket(&host)
     } else {
@@ -471,8 +474,9 @@ fn read_url(text: &str) -> Option<PgConnectOptions> {
     Some(server.database(&database))
 }
 
-/// Returns options that ignore the environment, as far as the client allows; see [`foreign`].
-fn bare() -> PgConnectOptions {
+/// Returns options that ignore the environment, as far as the client allows; see
+/// [`conflicting_variable`].
+fn default_options() -> PgConnectOptions {
     let user = whoami::username().unwrap_or_else(|_| "postgres".to_owned());
     PgConnectOptions::new_without_pgpass()
         .host("localhost")
@@ -485,19 +489,19 @@ fn bare() -> PgConnectOptions {
 
 /// Returns the name of an environment variable that would change how the client connects, and that
 /// no option overrides.
-fn foreign(server: &PgConnectOptions, are_set: &[&'static str]) -> Option<&'static str> {
+fn conflicting_variable(server: &PgConnectOptions, names: &[&'static str]) -> Option<&'static str> {
     let is_set = |name: &&&str| std::env::var_os(name).is_some();
-    let in_options = server.get_options().map(|_| "PGOPTIONS");
-    in_options.or_else(|| are_set.iter().find(is_set).copied())
+    let options_variable = server.get_options().map(|_| "PGOPTIONS");
+    options_variable.or_else(|| names.iter().find(is_set).copied())
 }
 
-fn quiet(server: PgConnectOptions) -> PgConnectOptions {
+fn with_fixed_options(server: PgConnectOptions) -> PgConnectOptions {
     // A pooler refuses settings that it does not know, and no floating-point numbers are read here.
     server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
-pub(super) fn unusable(says: &str) -> BackendError {
-    BackendError::new(BackendErrorKind::Misconfigured, format!("postgres: {says}")).as_refused()
+pub(super) fn misconfigured(message: &str) -> BackendError {
+    BackendError::new(BackendErrorKind::Misconfigured, format!("postgres: {message}")).as_refused()
 }
 
 /// The default port of a server.
@@ -521,8 +525,8 @@ impl fmt::Debug for PostgresConfig {
             .field(
                 "listen",
                 &match self.listen {
-                    Listen::Here => "here",
-                    Listen::There(_) => "elsewhere",
+                    Listen::SameServer => "here",
+                    Listen::OtherServer(_) => "elsewhere",
                     Listen::Off => "off",
                 },
             )

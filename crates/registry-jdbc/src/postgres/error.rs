@@ -7,51 +7,57 @@
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
-use crate::server::Failure;
+use crate::server::SessionFailure;
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Classifies an error of sqlx, and adds a hint.
 pub(super) fn explain(error: sqlx::Error) -> BackendError {
-    let Verdict { kind, says, refused } = match &error {
+    let PgErrorClass { kind, message, refused } = match &error {
         sqlx::Error::Database(database) => {
-            judge(code(database.as_ref()), is_fatal(database.as_ref()))
+            classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
         }
         sqlx::Error::Io(io) => match io.kind() {
             std::io::ErrorKind::ConnectionRefused => {
-                Verdict::of(Transient, "the connection was refused").refused()
+                PgErrorClass::new(Transient, "the connection was refused").refused()
             }
             std::io::ErrorKind::NotFound => {
-                Verdict::of(Misconfigured, "there is no server's socket in this folder").refused()
+                PgErrorClass::new(Misconfigured, "the directory contains no server socket")
+                    .refused()
             }
-            _ => Verdict::of(Transient, "the connection was lost"),
+            _ => PgErrorClass::new(Transient, "the connection was lost"),
         },
-        sqlx::Error::Tls(_) => Verdict::of(Misconfigured, NOT_ENCRYPTED).refused(),
+        sqlx::Error::Tls(_) => PgErrorClass::new(Misconfigured, NOT_ENCRYPTED).refused(),
         sqlx::Error::Configuration(_)
         | sqlx::Error::InvalidArgument(_)
         | sqlx::Error::Encode(_) => {
-            Verdict::of(Misconfigured, "the configuration cannot be used").refused()
+            PgErrorClass::new(Misconfigured, "the configuration is invalid").refused()
         }
         sqlx::Error::ColumnDecode { .. }
         | sqlx::Error::Decode(_)
         | sqlx::Error::ColumnNotFound(_)
         | sqlx::Error::ColumnIndexOutOfBounds { .. }
         | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => {
-            Verdict::of(Protocol, "the lock tables hold what no version of this program writes")
-        }
+        | sqlx::Error::RowNotFound => PgErrorClass::new(
+            Protocol,
+            "the lock tables contain a value that no version of this program writes",
+        ),
         // sqlx does not detect the end of the connection here, and takes the missing byte for the
         // server's answer.
-        sqlx::Error::Protocol(says) if says.contains("response from SSLRequest: 0x00") => {
-            Verdict::of(Transient, "the server hung up before it said anything").refused()
+        sqlx::Error::Protocol(message) if message.contains("response from SSLRequest: 0x00") => {
+            PgErrorClass::new(
+                Transient,
+                "the server closed the connection before its first response",
+            )
+            .refused()
         }
         sqlx::Error::Protocol(_) => {
-            Verdict::of(Protocol, "the server answered what no PostgreSQL server answers")
+            PgErrorClass::new(Protocol, "the response is not valid in the PostgreSQL protocol")
         }
         // Includes future variants and those that do not occur here. The outcome is unknown, and a
         // retry is not useful.
-        _ => Verdict::of(Protocol, "the database client failed"),
+        _ => PgErrorClass::new(Protocol, "the database client failed"),
     };
-    let error = BackendError::new(kind, format!("postgres: {says}")).with_source(error);
+    let error = BackendError::new(kind, format!("postgres: {message}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
@@ -71,30 +77,30 @@ pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
 const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
 /// Returns whether the connection is usable after this error.
-pub(super) fn spares_connection(error: &sqlx::Error) -> bool {
+pub(super) fn keeps_connection(error: &sqlx::Error) -> bool {
     let sqlx::Error::Database(database) = error else { return false };
     let code = code(database.as_ref());
     // These codes mean that another server may have become the primary, that the connection is in a
     // foreign transaction, or that prepared statements are missing.
-    let is_strange = code.starts_with("25")
+    let may_be_foreign = code.starts_with("25")
         || code.starts_with("08")
         || code.starts_with("57P")
         || matches!(code, "26000" | "42P05" | "0A000");
-    !is_fatal(database.as_ref()) && !is_strange
+    !is_fatal(database.as_ref()) && !may_be_foreign
 }
 
 /// Classifies an error outside of a transaction for a session.
-pub(super) fn failure(error: sqlx::Error) -> Failure {
-    if spares_connection(&error) {
-        Failure::Answered(explain(error))
+pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
+    if keeps_connection(&error) {
+        SessionFailure::Rejected(explain(error))
     } else {
-        Failure::Broken(explain(error))
+        SessionFailure::Broken(explain(error))
     }
 }
 
 /// The task of the session has ended.
 pub(super) fn closed() -> BackendError {
-    BackendError::transient("postgres: the store was closed meanwhile")
+    BackendError::transient("postgres: the store was closed during the operation")
 }
 
 /// Returns whether a schema, a table or a column is missing.
@@ -114,7 +120,7 @@ pub(super) fn is_row_locked(error: &sqlx::Error) -> bool {
 }
 
 /// Returns the same for a classified error.
-pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
+pub(super) fn is_row_lock_error(error: &BackendError) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     source.is_some_and(is_row_locked)
 }
@@ -142,83 +148,83 @@ fn is_fatal(database: &dyn sqlx::error::DatabaseError) -> bool {
 }
 
 /// The server did not answer within the time limit.
-pub(super) fn silent() -> BackendError {
+pub(super) fn timed_out() -> BackendError {
     BackendError::transient("postgres: the server did not answer in time")
 }
 
 /// The connection was not established within the time limit.
-pub(super) fn unreachable_in_time() -> BackendError {
+pub(super) fn connect_timed_out() -> BackendError {
     BackendError::transient("postgres: the server could not be reached in time").as_refused()
 }
 
 /// No connection became free within the time limit.
 pub(super) fn exhausted() -> BackendError {
     BackendError::transient(
-        "postgres: all connections were at work for too long; allow more of them",
+        "postgres: all connections were in use for too long; raise `connections`",
     )
     .as_refused()
 }
 
 /// The session's connection was busy with other statements for too long.
-pub(super) fn overdue() -> BackendError {
+pub(super) fn queue_timed_out() -> BackendError {
     BackendError::transient(
-        "postgres: the connection of the session was at work for too long, so the lock was not asked for",
+        "postgres: the session's connection was in use for too long, so no request was sent",
     )
     .as_refused()
 }
 
 /// Another transaction has locked the row of one claim.
-pub(super) fn row_is_locked() -> BackendError {
+pub(super) fn row_locked() -> BackendError {
     BackendError::transient("postgres: another transaction has locked this lock's row").as_refused()
 }
 
 /// The error of a release whose claim has fenced a transaction that is still open.
-pub(super) fn is_fenced(error: BackendError) -> BackendError {
-    let says = "postgres: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock";
-    BackendError::transient(says).with_source(error).as_blocked()
+pub(super) fn fenced_transaction_open(error: BackendError) -> BackendError {
+    let message = "postgres: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock";
+    BackendError::transient(message).with_source(error).as_blocked()
 }
 
 /// The error of an attempt to end the connection that has a row locked.
-pub(super) fn not_ended(error: BackendError) -> BackendError {
+pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
     if !source.is_some_and(is_denied) {
         return error;
     }
-    let says = "postgres: the key is held by another user's connection, which this user may not end: that takes membership in that user's role, or in pg_signal_backend";
-    BackendError::new(Denied, says).with_source(error).as_refused()
+    let message = "postgres: the key is held by another user's connection, which this user cannot end; grant it membership in that user's role or in pg_signal_backend";
+    BackendError::new(Denied, message).with_source(error).as_refused()
 }
 
-/// The server was asked to end a connection, which still exists.
-pub(super) fn still_there() -> BackendError {
+/// The server was requested to end a connection, which still exists.
+pub(super) fn still_connected() -> BackendError {
     BackendError::transient(
-        "postgres: the server was told to end the connection that holds the key, and has not done so yet",
+        "postgres: the connection that holds the key still exists, although the server was requested to end it; retry",
     )
 }
 
 /// The holder is a caller's transaction, which only its owner ends.
-pub(super) fn is_a_callers() -> BackendError {
+pub(super) fn held_by_caller_transaction() -> BackendError {
     BackendError::transient(
-        "postgres: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here",
+        "postgres: an application's transaction holds the key until it ends, and cannot be ended from here",
     )
     .as_refused()
 }
 
 /// A lock's row, or the row of the table `meta`, contains a value that this program does not write.
-pub(super) fn damaged(says: &str) -> BackendError {
-    BackendError::new(Protocol, format!("postgres: {says}; was it edited by hand?"))
+pub(super) fn corrupt(message: &str) -> BackendError {
+    BackendError::new(Protocol, format!("postgres: {message}; was it edited manually?"))
 }
 
 /// The classification of one code.
 #[derive(Debug, PartialEq, Eq)]
-struct Verdict {
+struct PgErrorClass {
     kind: BackendErrorKind,
-    says: &'static str,
+    message: &'static str,
     refused: bool,
 }
 
-impl Verdict {
-    const fn of(kind: BackendErrorKind, says: &'static str) -> Self {
-        Self { kind, says, refused: false }
+impl PgErrorClass {
+    const fn new(kind: BackendErrorKind, message: &'static str) -> Self {
+        Self { kind, message, refused: false }
     }
 
     const fn refused(mut self) -> Self {
@@ -227,25 +233,23 @@ impl Verdict {
     }
 }
 
-fn judge(code: &str, fatal: bool) -> Verdict {
-    let (kind, says, before_anything) = sort(code, fatal);
-    Verdict { kind, says, refused: before_anything || !fatal }
+fn classify_code(code: &str, is_fatal: bool) -> PgErrorClass {
+    let (kind, message, is_before_execution) = classify(code, is_fatal);
+    PgErrorClass { kind, message, refused: is_before_execution || !is_fatal }
 }
 
 /// Returns the kind, the text, and whether the error occurs only before anything was executed.
-fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
+fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool) {
     match code {
-        "40001" => (Transient, "another transaction changed the row at the same moment", false),
-        "40P01" => {
-            (Transient, "another transaction waited for this one, and this one for it", false)
-        }
+        "40001" => (Transient, "another transaction changed the row concurrently", false),
+        "40P01" => (Transient, "the server detected a deadlock with another transaction", false),
         "55P03" => (
             Transient,
             "another transaction kept the lock's row locked for too long, perhaps one with a fence",
             false,
         ),
         "57014" => {
-            (Transient, "the statement was cancelled, by hand or by statement_timeout", false)
+            (Transient, "the statement was cancelled, manually or by statement_timeout", false)
         }
         "57P01" | "57P02" => {
             (Transient, "the server is shutting down, or ended the connection", false)
@@ -256,40 +260,39 @@ fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
             (Transient, "the server ended the connection, which had been idle for too long", true)
         }
         "25006" => {
-            (Transient, "the server is a standby, or takes no writes for another reason", false)
+            (Transient, "the server is a standby, or accepts no writes for another reason", false)
         }
         "53100" => (Misconfigured, "the server's disk is full", false),
         "53200" => (Transient, "the server's memory ran out", false),
         "53300" => (
             Transient,
-            "the server has no connection left; raise max_connections, or allow fewer here",
+            "the server has no free connection; raise max_connections, or lower `connections`",
             true,
         ),
         "28000" | "28P01" => (
             Denied,
-            "the server does not take this user or password, or wants an encrypted connection",
+            "the server rejects this user or password, or requires an encrypted connection",
             true,
         ),
-        "3D000" => (Misconfigured, "there is no database of this name", true),
+        "3D000" => (Misconfigured, "the database does not exist", true),
         "42P01" | "42703" | "3F000" => (
             Misconfigured,
-            "the lock tables are missing or were made by something else; `lockreg schema postgres` prints what makes them",
+            "the lock tables are missing or belong to another program; create them with the output of `lockreg schema postgres`",
             true,
         ),
         "42501" => (
             Denied,
-            "this user lacks a right: SELECT, INSERT, UPDATE and DELETE on the table of locks, SELECT and UPDATE on \
-             that with the name meta, USAGE on their schema",
+            "this user lacks a right: SELECT, INSERT, UPDATE and DELETE on the locks table, SELECT and UPDATE on the meta table, USAGE on their schema",
             true,
         ),
         "26000" | "42P05" => (
             Misconfigured,
-            "a pooler mixes the connections up: behind one in transaction mode turn prepared statements off (prepared=false)",
+            "a pooler gives each transaction another connection; turn prepared statements off (prepared=false)",
             true,
         ),
         // A pooler uses this code for what it does not support, and for a failure of its server
         // connection.
-        "08P01" if fatal => {
+        "08P01" if is_fatal => {
             (Transient, "the pooler has no connection to the server, or lost it", false)
         }
         "08P01" => (
@@ -299,31 +302,27 @@ fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
             false,
         ),
         "08001" | "08004" => {
-            (Transient, "the server cannot be reached or does not let anybody in", true)
+            (Transient, "the server cannot be reached or accepts no connections", true)
         }
-        "0A000" => (Transient, "the lock tables were changed just now", false),
-        "22003" => (Protocol, "a token is at its limit; was a row edited by hand?", false),
+        "0A000" => (Transient, "the lock tables were changed concurrently", false),
+        "22003" => (Protocol, "a token is at its limit; was a row edited manually?", false),
         _ => match code.get(..2).unwrap_or_default() {
             "08" => (Transient, "the connection was lost", false),
-            "25" => (Transient, "the connection was in a transaction that is not ours", false),
+            "25" => (Transient, "the connection was in another client's transaction", false),
             "28" => (Denied, "access was refused", true),
-            "40" => (Transient, "the server undid the statement", false),
+            "40" => (Transient, "the server rolled the statement back", false),
             "53" => (Transient, "the server lacks resources", false),
             "55" => (Transient, "the server is not ready for the statement", false),
-            "57" => (Transient, "somebody intervened in the server", false),
+            "57" => (Transient, "an operator intervened in the server", false),
             "22" | "23" => (
                 Protocol,
-                "a row breaks the rules of the lock tables; was it edited by hand, or is there a trigger on them?",
+                "a row breaks the rules of the lock tables; was it edited manually, or is there a trigger on them?",
                 false,
             ),
-            "42" => (
-                Misconfigured,
-                "the lock tables, or what they are made of, are not those of this program",
-                true,
-            ),
-            "58" | "XX" => (Protocol, "the server has damaged data or a fault; see its log", false),
+            "42" => (Misconfigured, "the lock tables do not have this program's schema", true),
+            "58" | "XX" => (Protocol, "the server has corrupt data or a fault; see its log", false),
             // Everything else is a fault in a program, which a retry does not cure.
-            _ => (Protocol, "the server failed in a way that is not expected", false),
+            _ => (Protocol, "the server returned an unexpected error; see its log", false),
         },
     }
 }
@@ -333,7 +332,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_code_is_sorted_by_what_the_caller_can_do() {
+    fn every_code_has_a_kind() {
         let table: &[(&str, BackendErrorKind)] = &[
             ("40001", Transient),
             ("40P01", Transient),
@@ -376,13 +375,13 @@ mod tests {
             ("", Protocol),
         ];
         for &(code, kind) in table {
-            let verdict = judge(code, false);
-            assert_eq!((verdict.kind, verdict.refused), (kind, true), "{code}: {verdict:?}");
+            let class = classify_code(code, false);
+            assert_eq!((class.kind, class.refused), (kind, true), "{code}: {class:?}");
         }
     }
 
     #[test]
-    fn an_outcome_is_open_only_if_the_connection_ended_in_the_midst() {
+    fn the_outcome_is_unknown_only_if_the_connection_ended_during_the_statement() {
         let table: &[(&str, BackendErrorKind, bool)] = &[
             ("57P01", Transient, false),
             ("57P02", Transient, false),
@@ -398,13 +397,13 @@ mod tests {
             ("08P01", Transient, false),
         ];
         for &(code, kind, refused) in table {
-            let verdict = judge(code, true);
-            assert_eq!((verdict.kind, verdict.refused), (kind, refused), "{code}: {verdict:?}");
+            let class = classify_code(code, true);
+            assert_eq!((class.kind, class.refused), (kind, refused), "{code}: {class:?}");
         }
     }
 
     #[test]
-    fn errors_of_the_client_are_sorted_too() {
+    fn client_errors_have_a_kind() {
         let io = |kind| sqlx::Error::Io(std::io::Error::from(kind));
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
@@ -422,10 +421,10 @@ mod tests {
             (sqlx::Error::PoolClosed, Protocol, false),
         ];
         for (error, kind, refused) in cases {
-            assert!(!spares_connection(&error) && !is_busy(&error) && !is_no_such_table(&error));
+            assert!(!keeps_connection(&error) && !is_busy(&error) && !is_no_such_table(&error));
             let text = error.to_string();
-            let told = explain(error);
-            assert_eq!((told.kind(), told.refused()), (kind, refused), "{text}");
+            let explained = explain(error);
+            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
         }
     }
 }

@@ -11,8 +11,8 @@ use super::backend::{PostgresBackend, bytes};
 use super::error;
 use super::row::PostgresRowBackend;
 use super::session::PostgresSessionBackend;
-use super::statement::{Statement, Value};
-use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
+use super::statement::{BoundStatement, PgParam};
+use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
 impl LockIn<Postgres> for Registry {
     async fn lock_in(
@@ -33,108 +33,112 @@ impl LockIn<Postgres> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let Some(place) = place(self) else {
+        let Some(layout) = layout(self) else {
             return Err(LockInError::unsupported(key, "PostgreSQL"));
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
-        let patience = Patience::of(wait);
+        let deadline = Deadline::after(wait);
         // The first attempt does not wait, so an error of the transaction is returned at once, even
         // if another caller holds the lock.
-        let at_once = attempts(&place, transaction, &key, Patience::of(Duration::ZERO)).await?;
-        if at_once.is_some() || wait.is_zero() {
-            return Ok(at_once);
+        let first =
+            attempt_until(&layout, transaction, &key, Deadline::after(Duration::ZERO)).await?;
+        if first.is_some() || wait.is_zero() {
+            return Ok(first);
         }
-        self.in_local_turn(&key, wait, attempts(&place, transaction, &key, patience)).await
+        self.with_local_permit(&key, wait, attempt_until(&layout, transaction, &key, deadline))
+            .await
     }
 }
 
-async fn attempts(
-    place: &Where<'_>,
+async fn attempt_until(
+    layout: &LockLayout<'_>,
     connection: &mut PgConnection,
     key: &Key,
-    patience: Patience,
+    deadline: Deadline,
 ) -> Result<Option<TransactionLock>, LockInError> {
-    let backend = place.rows;
+    let backend = layout.rows;
     loop {
-        let moment = backend.moment();
-        match attempt(place, connection, key, patience.left()).await? {
-            Answer::Taken(token) => return Ok(Some(TransactionLock::new(key.clone(), token))),
-            _ if patience.left().is_zero() => return Ok(None),
+        let position = backend.position();
+        match attempt(layout, connection, key, deadline.remaining()).await? {
+            LockInOutcome::Granted(token) => {
+                return Ok(Some(TransactionLock::new(key.clone(), token)));
+            }
+            _ if deadline.remaining().is_zero() => return Ok(None),
             // No pause is necessary: the statement has waited for the row, and the server wakes
             // such a waiting statement.
-            Answer::RowLocked | Answer::Overtaken => {}
-            Answer::Held { left } => {
-                let limit = left.min(LOOK_AGAIN).min(patience.left());
-                let _ = timeout(limit, backend.heard_of(key, moment)).await;
+            LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
+            LockInOutcome::Held { remaining } => {
+                let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
+                let _ = timeout(limit, backend.wait_for_release(key, position)).await;
             }
-            Answer::InSession => {
-                let limit = LOOK_AGAIN.min(patience.left());
-                let _ = timeout(limit, backend.heard_of(key, moment)).await;
+            LockInOutcome::InSession => {
+                let limit = POLL_INTERVAL.min(deadline.remaining());
+                let _ = timeout(limit, backend.wait_for_release(key, position)).await;
             }
         }
     }
 }
 
 /// The layout of a registry's locks.
-struct Where<'a> {
+struct LockLayout<'a> {
     rows: &'a PostgresBackend,
     /// The lock is a row and, in addition, an advisory lock of a session.
     in_sessions: bool,
 }
 
-fn place(registry: &Registry) -> Option<Where<'_>> {
+fn layout(registry: &Registry) -> Option<LockLayout<'_>> {
     let leases = registry.backend::<PostgresBackend>();
     let rows = || registry.backend::<PostgresRowBackend>().map(|backend| &backend.rows);
     let session = || registry.backend::<PostgresSessionBackend>().map(|backend| &backend.rows);
-    let in_rows = leases.or_else(rows).map(|rows| Where { rows, in_sessions: false });
-    in_rows.or_else(|| session().map(|rows| Where { rows, in_sessions: true }))
+    let in_rows = leases.or_else(rows).map(|rows| LockLayout { rows, in_sessions: false });
+    in_rows.or_else(|| session().map(|rows| LockLayout { rows, in_sessions: true }))
 }
 
-/// The result of one attempt. Only `Taken` leaves anything locked.
-enum Answer {
-    Taken(FencingToken),
+/// The result of one attempt. Only `Granted` leaves anything locked.
+enum LockInOutcome {
+    Granted(FencingToken),
     /// A lease holds the key, with this time left.
     Held {
-        left: Duration,
+        remaining: Duration,
     },
     /// Another transaction has locked the row.
     RowLocked,
     /// Another client acquired a lease between reading the row and locking it.
-    Overtaken,
+    Superseded,
     /// A session holds the key, or another transaction does where locks belong to sessions.
     InSession,
 }
 
 async fn attempt(
-    place: &Where<'_>,
+    layout: &LockLayout<'_>,
     connection: &mut PgConnection,
     key: &Key,
     wait: Duration,
-) -> Result<Answer, LockInError> {
-    let row_wait = wait.clamp(ROW_WAIT_MIN, place.rows.config.busy_timeout);
-    let text = place.rows.lock_in_statement(key, row_wait, place.in_sessions).plain();
+) -> Result<LockInOutcome, LockInError> {
+    let row_wait = wait.clamp(ROW_WAIT_MIN, layout.rows.config.busy_timeout);
+    let text = layout.rows.lock_in_statement(key, row_wait, layout.in_sessions).inlined();
     // Sent as one message. The savepoint releases the locks of a failed attempt, and keeps an error
     // from ending the transaction.
-    let answer = ask(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
-    let answer = match answer {
-        Ok(rows) => read(&rows, key),
-        Err(source) if error::is_row_locked(&source) => Ok(Some(Answer::RowLocked)),
+    let outcome = fetch(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
+    let outcome = match outcome {
+        Ok(rows) => decode(&rows, key),
+        Err(source) if error::is_row_locked(&source) => Ok(Some(LockInOutcome::RowLocked)),
         Err(source) if error::is_no_such_table(&source) => Ok(None),
         Err(source) if error::is_busy(&source) => Err(LockInError::conflict(key, Some(source))),
         Err(source) => Err(LockInError::database(key, source)),
     };
-    let end = match &answer {
-        Ok(Some(Answer::Taken(_))) => "",
+    let cleanup = match &outcome {
+        Ok(Some(LockInOutcome::Granted(_))) => "",
         _ => "ROLLBACK TO SAVEPOINT lock_registry_lock_in;",
     };
-    let ended = ask(connection, format!("{end} RELEASE SAVEPOINT {SAVEPOINT}")).await;
-    let answer = answer?.ok_or_else(|| LockInError::other_database(key))?;
+    let ended = fetch(connection, format!("{cleanup} RELEASE SAVEPOINT {SAVEPOINT}")).await;
+    let outcome = outcome?.ok_or_else(|| LockInError::other_database(key))?;
     ended.map_err(|source| LockInError::database(key, source))?;
-    Ok(answer)
+    Ok(outcome)
 }
 
 /// Returns `None` if the transaction is not in the store's database.
-fn read(rows: &[PgRow], key: &Key) -> Result<Option<Answer>, LockInError> {
+fn decode(rows: &[PgRow], key: &Key) -> Result<Option<LockInOutcome>, LockInError> {
     let database = |source| LockInError::database(key, source);
     let row = rows.first().ok_or_else(|| database(sqlx::Error::RowNotFound))?;
     if !row.try_get::<bool, _>(0).map_err(database)? {
@@ -145,49 +149,56 @@ fn read(rows: &[PgRow], key: &Key) -> Result<Option<Answer>, LockInError> {
         // that waited for the lock.
         return Err(LockInError::isolation(key, &level));
     }
-    answer(row).map_err(database)
+    outcome(row).map_err(database)
 }
 
-fn answer(row: &PgRow) -> Result<Option<Answer>, sqlx::Error> {
+fn outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
     if let Some(token) = row.try_get::<Option<i64>, _>(1)? {
         let token = FencingToken::try_from(token);
         return token
-            .map(Answer::Taken)
+            .map(LockInOutcome::Granted)
             .map(Some)
             .map_err(|error| sqlx::Error::Decode(error.into()));
     }
     if row.try_get::<Option<bool>, _>(6)? == Some(true) {
-        return Ok(Some(Answer::InSession));
+        return Ok(Some(LockInOutcome::InSession));
     }
     Ok(Some(match row.try_get::<Option<i64>, _>(2)? {
-        None => Answer::Overtaken,
-        Some(left) => Answer::Held { left: super::backend::span(left) },
+        None => LockInOutcome::Superseded,
+        Some(remaining) => {
+            LockInOutcome::Held { remaining: super::backend::from_micros(remaining) }
+        }
     }))
 }
 
 /// Sends plain text, which is independent of prepared statements and of the pooler's assignment of
 /// connections.
-async fn ask(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
+async fn fetch(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
     connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
 }
 
 impl PostgresBackend {
     /// Returns the statement that locks the row for the transaction that sends it, and waits for it
     /// at most `row_wait`.
-    fn lock_in_statement(&self, key: &Key, row_wait: Duration, in_sessions: bool) -> Statement<'_> {
+    fn lock_in_statement(
+        &self,
+        key: &Key,
+        row_wait: Duration,
+        in_sessions: bool,
+    ) -> BoundStatement<'_> {
         let id = self.row_id(key);
-        Statement::new(
+        BoundStatement::new(
             if in_sessions { &self.texts.lock_in_session } else { &self.texts.lock_in },
             [
                 bytes(id.bytes()),
                 bytes(self.namespace().as_bytes()),
                 bytes(key.as_str().as_bytes()),
-                Value::Word(self.store.replace('-', "")),
-                Value::Word(format!("{}ms", row_wait.as_millis().max(1))),
-                Value::Number(id.mark()),
-                Value::Word(self.channel().to_owned()),
+                PgParam::Identifier(self.store.replace('-', "")),
+                PgParam::Identifier(format!("{}ms", row_wait.as_millis().max(1))),
+                PgParam::Number(id.transaction_mark()),
+                PgParam::Identifier(self.channel().to_owned()),
                 Self::message(id),
-                Value::Number(id.number()),
+                PgParam::Number(id.advisory_lock_key()),
             ],
         )
     }
@@ -199,4 +210,4 @@ const SAVEPOINT: &str = "lock_registry_lock_in";
 const ROW_WAIT_MIN: Duration = Duration::from_millis(1);
 
 /// The polling interval while a lock is held, because its end may send no notification.
-const LOOK_AGAIN: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(500);

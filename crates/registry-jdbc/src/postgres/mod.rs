@@ -12,10 +12,10 @@ mod renew;
 mod sql;
 mod statement;
 // Connections to the server, and its errors.
-mod link;
+mod client;
 mod error;
 // Waiting for a release by any process.
-mod ears;
+mod listener;
 // Locks that last as long as a connection: one for all locks, or one for each.
 mod session;
 mod row;

@@ -8,13 +8,13 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, Row, raw_sql};
 use tokio::time::timeout;
 
-use super::config::{PostgresConfig, TableNames, quoted, unusable};
+use super::config::{PostgresConfig, TableNames, misconfigured, quoted};
 use super::error::{self, explain};
 use super::sql;
 
 /// The properties of an opened store.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct OpenedPgStore {
     pub(super) tables: TableNames,
     /// The id that the tables received at their creation.
     pub(super) store: String,
@@ -22,59 +22,58 @@ pub(super) struct Opened {
 
 /// Opens the store on a separate connection. Dropping the future closes that connection and undoes
 /// what is incomplete.
-pub(super) async fn open(config: &PostgresConfig) -> Result<Opened, BackendError> {
+pub(super) async fn open(config: &PostgresConfig) -> Result<OpenedPgStore, BackendError> {
     config.check()?;
-    let mut connection = super::link::connect(config).await?;
-    let opened = timeout(OPENING_LIMIT, set_up(config, &mut connection)).await;
-    let opened = opened.unwrap_or_else(|_| Err(error::silent()))?;
+    let mut connection = super::client::connect(config).await?;
+    let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
+    let opened = opened.unwrap_or_else(|_| Err(error::timed_out()))?;
     // Optional: the server would notice the end of the connection anyway.
     let _ = timeout(config.connect_timeout, connection.close()).await;
     Ok(opened)
 }
 
-async fn set_up(
+async fn check_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
-) -> Result<Opened, BackendError> {
+) -> Result<OpenedPgStore, BackendError> {
     if let Some(version) = connection.server_version_num()
         && version < SERVER_VERSION_MIN
     {
-        return Err(unusable("the server is older than version 14"));
+        return Err(misconfigured("the server is older than version 14"));
     }
     let schema = match find_tables(config, connection).await? {
         Some(schema) => schema,
         None if config.tables.create => {
-            let made = make_tables(config, connection).await;
-            match (find_tables(config, connection).await?, made) {
+            let created = create_tables(config, connection).await;
+            match (find_tables(config, connection).await?, created) {
                 // Created by this call or concurrently by another process.
                 (Some(schema), _) => schema,
                 (None, Err(error)) if error::is_denied(&error) => {
-                    let says = "postgres: the lock tables are missing and this user may not make them; have them made by what \
-                                `lockreg schema postgres` prints";
-                    return Err(BackendError::new(BackendErrorKind::Denied, says)
+                    let message = "postgres: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema postgres`";
+                    return Err(BackendError::new(BackendErrorKind::Denied, message)
                         .with_source(error)
                         .as_refused());
                 }
                 (None, Err(error)) => return Err(explain(error)),
-                (None, Ok(())) => return Err(missing()),
+                (None, Ok(())) => return Err(tables_missing()),
             }
         }
-        None => return Err(missing()),
+        None => return Err(tables_missing()),
     };
     let tables = TableNames { schema, prefix: config.tables.prefix.clone() };
-    let texts = sql::Texts::new(&tables);
+    let texts = sql::PgStatements::new(&tables);
     let rows = rows(connection, texts.meta.as_str().to_owned()).await?;
     let Some(row) = rows.first() else {
-        return Err(error::damaged("the table with the name meta has lost its row").as_refused());
+        return Err(error::corrupt("the meta table has no row").as_refused());
     };
     let version: i32 = row.try_get(0).map_err(explain)?;
     if version != sql::VERSION {
-        return Err(unusable(&format!(
+        return Err(misconfigured(&format!(
             "the lock tables are of version {version}, this program knows version {}; update the older one",
             sql::VERSION
         )));
     }
-    Ok(Opened { tables, store: row.try_get(1).map_err(explain)? })
+    Ok(OpenedPgStore { tables, store: row.try_get(1).map_err(explain)? })
 }
 
 /// Returns the schema that contains the tables.
@@ -101,11 +100,11 @@ async fn rows(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>,
     connection.fetch_all(raw_sql(AssertSqlSafe(text))).await.map_err(explain)
 }
 
-async fn make_tables(
+async fn create_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
 ) -> Result<(), sqlx::Error> {
-    let place = match &config.tables.schema {
+    let set_search_path = match &config.tables.schema {
         Some(schema) => format!("SELECT set_config('search_path', '{}', true);", quoted(schema)),
         None => String::new(),
     };
@@ -113,7 +112,7 @@ async fn make_tables(
     // advisory lock makes other processes wait while one creates the tables. Its number is the
     // first eight bytes of the SHA-256 of "lock-registry schema".
     let text = format!(
-        "SELECT set_config('client_min_messages', 'warning', true); SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {place} {}",
+        "SELECT set_config('client_min_messages', 'warning', true); SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {set_search_path} {}",
         schema(&config.tables.prefix)
     );
     connection.execute(raw_sql(AssertSqlSafe(text))).await?;
@@ -125,9 +124,9 @@ pub(super) fn schema(prefix: &str) -> String {
     sql::SCHEMA.replace("lock_registry", prefix)
 }
 
-fn missing() -> BackendError {
-    unusable(
-        "the lock tables are missing; have them made by what `lockreg schema postgres` prints, or let this program make them",
+fn tables_missing() -> BackendError {
+    misconfigured(
+        "the lock tables are missing; create them with the output of `lockreg schema postgres`, or let this program create them",
     )
 }
 

@@ -2,11 +2,11 @@
 
 use registry_core::{BackendError, Claim, Renewal};
 
-use super::backend::{PostgresBackend, column, micros, span};
-use super::error::{damaged, row_is_locked};
-use super::link::Repeat;
-use super::statement::{Statement, Value};
-use crate::server::Errand;
+use super::backend::{PostgresBackend, column, from_micros, micros};
+use super::client::Resend;
+use super::error::{corrupt, row_locked};
+use super::statement::{BoundStatement, PgParam};
+use crate::server::ConnectionUse;
 
 /// The maximum number of claims that one statement renews.
 pub(super) const CLAIMS_MAX: usize = 1000;
@@ -18,11 +18,11 @@ impl PostgresBackend {
         claims: &[Claim],
     ) -> Vec<Result<Renewal, BackendError>> {
         let mut answers = Vec::with_capacity(claims.len());
-        let mut trouble: Option<BackendError> = None;
+        let mut store_error: Option<BackendError> = None;
         for chunk in claims.chunks(CLAIMS_MAX) {
             // After a store error the remaining chunks fail at once. Otherwise each could wait for
             // the full time-out.
-            let answer = match trouble.take() {
+            let answer = match store_error.take() {
                 Some(error) => Err(error),
                 None => self.renew_chunk(chunk).await,
             };
@@ -30,7 +30,7 @@ impl PostgresBackend {
                 Ok(renewals) => answers.extend(renewals),
                 Err(error) => {
                     answers.extend(chunk.iter().map(|_| Err(error.clone())));
-                    trouble = Some(error);
+                    store_error = Some(error);
                 }
             }
         }
@@ -42,31 +42,32 @@ impl PostgresBackend {
         claims: &[Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let ids = claims.iter().map(|claim| self.row_id(claim.key()).bytes().to_vec());
-        let statement = Statement::new(
+        let statement = BoundStatement::new(
             &self.texts.renew,
             [
-                Value::ManyBytes(ids.collect()),
-                Value::ManyBytes(
+                PgParam::ManyBytes(ids.collect()),
+                PgParam::ManyBytes(
                     claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect(),
                 ),
-                Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
+                PgParam::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
             ],
         );
         let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
         // A repeated renewal has the same effect as a single one.
-        let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
+        let rows =
+            self.client.rows(ConnectionUse::Renew(shortest), &statement, Resend::Allowed).await?;
         if rows.len() != claims.len() {
-            return Err(damaged("a renewal was not answered for each claim"));
+            return Err(corrupt("a renewal did not return one row per claim"));
         }
         rows.iter()
             .zip(claims)
             .map(|(row, claim)| {
-                let (left, is_there): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
+                let (left, exists): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
                 Ok(match left {
                     // The time left can exceed the lease while the server's clock is behind. The
                     // excess vanishes when the clock is corrected.
-                    Some(left) => Ok(Renewal::Renewed(span(left).min(claim.lease()))),
-                    None if is_there => Err(row_is_locked()),
+                    Some(left) => Ok(Renewal::Renewed(from_micros(left).min(claim.lease()))),
+                    None if exists => Err(row_locked()),
                     None => Ok(Renewal::Gone),
                 })
             })

@@ -14,13 +14,16 @@ use registry_core::{
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
 
-use super::backend::ForSession;
+use super::backend::SessionStatements;
 use super::backend::{PostgresBackend, bytes, claim_id, column};
-use super::config::{PostgresConfig, unusable};
-use super::error::{self, damaged, explain, row_is_locked};
+use super::config::{PostgresConfig, misconfigured};
+use super::error::{self, corrupt, explain, row_locked};
 use super::session::PostgresSessionBackend;
-use super::statement::{Statement, Value};
-use crate::server::{Failure, Place, Places, RowId, Sessions, Terms, Took, Wire};
+use super::statement::{BoundStatement, PgParam};
+use crate::server::{
+    LockAttempt, RowId, RowLockConnections, RowLockPermit, SessionFailure, SessionProtocol,
+    SqlSessions, TokenPlan,
+};
 
 /// Locks in a PostgreSQL database that are rows: pessimistic row locks. A transaction of its own
 /// keeps each row locked until the lock is released.
@@ -67,11 +70,11 @@ use crate::server::{Failure, Place, Places, RowId, Sessions, Terms, Took, Wire};
 pub struct PostgresRowBackend {
     /// The tables and the listener.
     pub(super) rows: PostgresBackend,
-    sessions: Sessions<RowWire>,
+    sessions: SqlSessions<PgRowProtocol>,
 }
 
 impl PostgresRowBackend {
-    /// The time without a sign of life after which the server ends a holder's transaction. It is
+    /// The idle time after which the server ends a holder's transaction. It is
     /// also the maximum lease.
     pub const SILENCE: Duration = PostgresSessionBackend::SILENCE;
 
@@ -84,9 +87,9 @@ impl PostgresRowBackend {
     /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let rows = PostgresBackend::open(config.clone()).await?;
-        let places = Places::new(config.row_locks);
-        let wire = RowWire { rows: rows.for_session(), config, places };
-        Ok(Self { rows, sessions: Sessions::new(wire) })
+        let connections = RowLockConnections::new(config.row_locks);
+        let protocol = PgRowProtocol { rows: rows.session_statements(), config, connections };
+        Ok(Self { rows, sessions: SqlSessions::new(protocol) })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -105,12 +108,12 @@ impl LockBackend for PostgresRowBackend {
             .with_labels()
             .with_inspect()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
-        if self.rows.hears() { capabilities.with_wakes() } else { capabilities }
+        if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mark = self.rows.moment();
-        Ok(match self.sessions.take(claim).await? {
+        let mark = self.rows.position();
+        Ok(match self.sessions.try_acquire(claim).await? {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
             granted @ Attempt::Granted(_) => granted,
         })
@@ -122,16 +125,16 @@ impl LockBackend for PostgresRowBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.sessions.release(claim).await;
-        self.rows.purge_by_chance(claim).await;
+        self.rows.maybe_purge(claim).await;
         released
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.rows.heard_of(claim.key(), busy.mark).await;
+        self.rows.wait_for_release(claim.key(), busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.sessions.subscribe_invalidations(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.sessions.subscribe_invalidations(invalidations);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -143,17 +146,17 @@ impl LockBackend for PostgresRowBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.rows.free_by_force(key).await
+        self.rows.force_release_key(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = self.rows.diagnose().await?;
-        findings.extend(self.rows.look_for_room(self.rows.config.row_locks).await?);
+        findings.extend(self.rows.check_connection_limit(self.rows.config.row_locks).await?);
         Ok(findings)
     }
 
     async fn close(&self) {
-        self.sessions.wire().places.close_idle();
+        self.sessions.protocol().connections.close_idle();
         self.rows.close().await;
     }
 }
@@ -168,42 +171,42 @@ impl fmt::Debug for PostgresRowBackend {
 }
 
 /// Sends the statements of one lock's session.
-struct RowWire {
-    rows: ForSession,
+struct PgRowProtocol {
+    rows: SessionStatements,
     config: PostgresConfig,
-    places: Places<PgConnection>,
+    connections: RowLockConnections<PgConnection>,
 }
 
 /// The connection of one lock.
-struct Connected {
+struct PgRowConnection {
     connection: PgConnection,
-    place: Place,
+    permit: RowLockPermit,
     /// The open transaction, if there is one.
-    transaction: Option<Transaction>,
+    transaction: Option<PgRowTransaction>,
 }
 
 /// The identity of a transaction.
 #[derive(Debug, PartialEq, Eq)]
-struct Transaction {
+struct PgRowTransaction {
     server_process: i32,
     number: String,
 }
 
-impl Transaction {
+impl PgRowTransaction {
     fn read(row: &PgRow) -> Result<Self, BackendError> {
         Ok(Self { server_process: column(row, 0)?, number: column(row, 1)? })
     }
 }
 
-impl Connected {
+impl PgRowConnection {
     /// Sends plain text, so that it works on any connection that a pooler assigns.
-    async fn ask(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
+    async fn fetch(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
         self.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
     }
 }
 
 /// The result of the first step.
-enum Noted {
+enum ClaimWrite {
     Token(FencingToken),
     /// Another client holds a lease.
     Leased,
@@ -211,160 +214,186 @@ enum Noted {
     Locked,
 }
 
-impl RowWire {
+impl PgRowProtocol {
     fn row_id(&self, key: &Key) -> RowId {
-        RowId::of(&self.config.namespace, key)
+        RowId::new(&self.config.namespace, key)
     }
 
     /// Writes the claim and a larger token to the row, unless another client holds the row. Does
     /// not wait for locked rows.
-    async fn note(&self, connected: &mut Connected, claim: &Claim) -> Result<Noted, Failure> {
+    async fn write_claim(
+        &self,
+        connected: &mut PgRowConnection,
+        claim: &Claim,
+    ) -> Result<ClaimWrite, SessionFailure> {
         let id = self.row_id(claim.key());
-        let statement = Statement::new(
-            &self.rows.texts.row_note,
+        let statement = BoundStatement::new(
+            &self.rows.texts.row_write_claim,
             [
                 bytes(id.bytes()),
                 bytes(self.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
-                Value::Number(i64::from(claim.token_block())),
-                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                PgParam::Number(i64::from(claim.token_block())),
+                PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
-        let rows = statement.send(&mut connected.connection, self.config.plainly()).await;
-        let rows = rows.map_err(error::failure)?;
-        let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
-        if let Some(token) = column::<Option<i64>>(row, 0).map_err(Failure::Broken)? {
+        let rows = statement.send(&mut connected.connection, self.config.simple_query_mode()).await;
+        let rows = rows.map_err(error::session_failure)?;
+        let row = rows
+            .first()
+            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        if let Some(token) = column::<Option<i64>>(row, 0).map_err(SessionFailure::Broken)? {
             let token = FencingToken::try_from(token);
-            let token = token.map_err(|_| Failure::Broken(damaged("a row's token is negative")))?;
-            return Ok(Noted::Token(token));
+            let token =
+                token.map_err(|_| SessionFailure::Broken(corrupt("a row's token is negative")))?;
+            return Ok(ClaimWrite::Token(token));
         }
-        let is_leased: bool = column(row, 1).map_err(Failure::Broken)?;
-        Ok(if is_leased { Noted::Leased } else { Noted::Locked })
+        let is_leased: bool = column(row, 1).map_err(SessionFailure::Broken)?;
+        Ok(if is_leased { ClaimWrite::Leased } else { ClaimWrite::Locked })
     }
 
     /// Locks the row if it still contains the claim.
-    async fn lock(&self, connected: &mut Connected, claim: &Claim) -> Result<bool, Failure> {
+    async fn lock(
+        &self,
+        connected: &mut PgRowConnection,
+        claim: &Claim,
+    ) -> Result<bool, SessionFailure> {
         let id = self.row_id(claim.key());
-        let silence = Value::Word(format!("{}s", PostgresRowBackend::SILENCE.as_secs()));
-        let statement = Statement::new(
+        let silence = PgParam::Identifier(format!("{}s", PostgresRowBackend::SILENCE.as_secs()));
+        let statement = BoundStatement::new(
             &self.rows.texts.row_lock,
             [
                 bytes(id.bytes()),
                 claim_id(claim),
-                Value::Number(id.mark()),
+                PgParam::Number(id.transaction_mark()),
                 silence,
-                Value::Number(mark(claim.id())),
+                PgParam::Number(claim_mark(claim.id())),
             ],
         );
         // Sent as one message. The settings end with the transaction.
-        let patience = self.config.busy_timeout.as_millis().max(1);
+        let lock_timeout = self.config.busy_timeout.as_millis().max(1);
         let text = format!(
-            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {patience}; {}",
-            statement.plain()
+            "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
+            statement.inlined()
         );
-        let rows = connected.ask(text).await.map_err(broken)?;
+        let rows = connected.fetch(text).await.map_err(broken)?;
         let Some(row) = rows.last() else {
-            connected.ask("ROLLBACK".to_owned()).await.map_err(broken)?;
+            connected.fetch("ROLLBACK".to_owned()).await.map_err(broken)?;
             return Ok(false);
         };
-        connected.transaction = Some(Transaction::read(row).map_err(Failure::Broken)?);
+        connected.transaction = Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?);
         Ok(true)
     }
 
     /// Returns whether a transaction has marked itself as holding this lock.
-    async fn is_marked(&self, connected: &mut Connected, key: &Key) -> Result<bool, Failure> {
-        let mark = Value::Number(self.row_id(key).mark());
-        let statement = Statement::new(&self.rows.texts.locked_in, [mark]);
-        let rows = statement.send(&mut connected.connection, self.config.plainly()).await;
-        let rows = rows.map_err(error::failure)?;
-        let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
-        column(row, 0).map_err(Failure::Broken)
+    async fn is_marked(
+        &self,
+        connected: &mut PgRowConnection,
+        key: &Key,
+    ) -> Result<bool, SessionFailure> {
+        let mark = PgParam::Number(self.row_id(key).transaction_mark());
+        let statement = BoundStatement::new(&self.rows.texts.locked_in, [mark]);
+        let rows = statement.send(&mut connected.connection, self.config.simple_query_mode()).await;
+        let rows = rows.map_err(error::session_failure)?;
+        let row = rows
+            .first()
+            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        column(row, 0).map_err(SessionFailure::Broken)
     }
 }
 
-impl Wire for RowWire {
-    type Connection = Connected;
+impl SessionProtocol for PgRowProtocol {
+    type Connection = PgRowConnection;
 
-    async fn connect(&self) -> Result<Connected, BackendError> {
-        let (place, idle) = self.places.enter().map_err(|full| full.told("postgres"))?;
+    async fn connect(&self) -> Result<PgRowConnection, BackendError> {
+        let (permit, idle) =
+            self.connections.acquire().map_err(|full| full.into_backend_error("postgres"))?;
         let connection = match idle {
             Some(connection) => connection,
-            None => super::link::connect(&self.config).await?,
+            None => super::client::connect(&self.config).await?,
         };
-        Ok(Connected { connection, place, transaction: None })
+        Ok(PgRowConnection { connection, permit, transaction: None })
     }
 
-    async fn take(
+    async fn try_acquire(
         &self,
-        connected: &mut Connected,
+        connected: &mut PgRowConnection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> Result<Took, Failure> {
+        plan: &TokenPlan,
+    ) -> Result<LockAttempt, SessionFailure> {
         // The other transaction may release the row between the statement that reads the row and
         // the one that reads the mark.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
-            match self.note(connected, claim).await {
-                Ok(Noted::Token(token)) => {
+            match self.write_claim(connected, claim).await {
+                Ok(ClaimWrite::Token(token)) => {
                     let locked = self.lock(connected, claim).await?;
-                    let taken = terms.written(claim, i64::from(token), false);
+                    let taken = plan.grant_from_write(claim, i64::from(token), false);
                     let taken = taken.filter(|_| locked);
-                    return Ok(taken.map_or(Took::Busy(None), Took::Grant));
+                    return Ok(taken.map_or(LockAttempt::Busy(None), LockAttempt::Grant));
                 }
-                Ok(Noted::Leased) => return Ok(Took::Busy(None)),
-                Ok(Noted::Locked) => {
+                Ok(ClaimWrite::Leased) => return Ok(LockAttempt::Busy(None)),
+                Ok(ClaimWrite::Locked) => {
                     if self.is_marked(connected, claim.key()).await? {
-                        return Ok(Took::Busy(None));
+                        return Ok(LockAttempt::Busy(None));
                     }
                 }
-                Err(failure) => {
-                    if matches!(failure, Failure::Broken(_)) {
+                Err(session_failure) => {
+                    if matches!(session_failure, SessionFailure::Broken(_)) {
                         // The idle connections would probably fail in the same way.
-                        self.places.close_idle();
+                        self.connections.close_idle();
                     }
-                    return Err(failure);
+                    return Err(session_failure);
                 }
             }
         }
-        Err(Failure::Answered(row_is_locked()))
+        Err(SessionFailure::Rejected(row_locked()))
     }
 
-    async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
+    async fn unlock(
+        &self,
+        connected: &mut PgRowConnection,
+        key: &Key,
+    ) -> Result<(), SessionFailure> {
         let id = self.row_id(key);
-        let statement = Statement::new(&self.rows.texts.row_tell, self.rows.news(id));
+        let statement =
+            BoundStatement::new(&self.rows.texts.row_notify, self.rows.notification_params(id));
         // Sent as one message. The commit sends the notification.
-        connected.ask(format!("{}; COMMIT", statement.plain())).await.map_err(broken)?;
+        connected.fetch(format!("{}; COMMIT", statement.inlined())).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
 
-    async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
+    async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
-        let rows = connected.ask(LOOK.to_owned()).await.map_err(broken)?;
-        let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
-        let number: Option<String> = column(row, 1).map_err(Failure::Broken)?;
-        let is_the_same = number.is_some()
-            && Some(Transaction::read(row).map_err(Failure::Broken)?) == connected.transaction;
-        if is_the_same { Ok(()) } else { Err(Failure::Broken(mixed_up())) }
+        let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
+        let row = rows
+            .first()
+            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let number: Option<String> = column(row, 1).map_err(SessionFailure::Broken)?;
+        let is_same_transaction = number.is_some()
+            && Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?)
+                == connected.transaction;
+        if is_same_transaction { Ok(()) } else { Err(SessionFailure::Broken(pooler_detected())) }
     }
 
     // A locked row is not purged.
-    async fn keep(
+    async fn ensure_row(
         &self,
-        _: &mut Connected,
+        _: &mut PgRowConnection,
         _: &Claim,
         _: FencingToken,
         _: ClaimId,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), SessionFailure> {
         Ok(())
     }
 
-    fn spare(&self, connected: Connected) -> Option<Connected> {
-        let Connected { connection, place, transaction } = connected;
+    fn recycle(&self, connected: PgRowConnection) -> Option<PgRowConnection> {
+        let PgRowConnection { connection, permit, transaction } = connected;
         if transaction.is_none() {
-            self.places.leave(place, connection);
+            self.connections.release(permit, connection);
         }
         None
     }
@@ -373,43 +402,43 @@ impl Wire for RowWire {
         self.row_id(key).bytes().to_vec()
     }
 
-    fn silent(&self) -> BackendError {
-        error::silent()
+    fn timed_out(&self) -> BackendError {
+        error::timed_out()
     }
 
     fn closed(&self) -> BackendError {
         error::closed()
     }
 
-    fn overdue(&self) -> BackendError {
-        error::overdue()
+    fn queue_timed_out(&self) -> BackendError {
+        error::queue_timed_out()
     }
 
-    fn answer_limit(&self) -> Duration {
+    fn response_timeout(&self) -> Duration {
         self.config.response_timeout
     }
 }
 
 /// Returns the mark of the transaction that holds the lock for this claim. If two claims have the
 /// same mark, a holder may be listed under the wrong name.
-fn mark(claim: ClaimId) -> i64 {
+fn claim_mark(claim: ClaimId) -> i64 {
     let mut mark = [0; 8];
     mark.copy_from_slice(&claim.to_bytes()[..8]);
     i64::from_be_bytes(mark)
 }
 
 /// Any error ends the transaction, and with it the lock.
-fn broken(error: sqlx::Error) -> Failure {
-    Failure::Broken(explain(error))
+fn broken(error: sqlx::Error) -> SessionFailure {
+    SessionFailure::Broken(explain(error))
 }
 
-fn mixed_up() -> BackendError {
-    unusable(
-        "the transaction that a row is locked by is not the connection's any more; is there a pooler that gives each statement another one?",
+fn pooler_detected() -> BackendError {
+    misconfigured(
+        "the row's transaction is no longer on this connection; a pooler may give each statement another connection",
     )
 }
 
-const LOOK: &str = "SELECT pg_backend_pid(), pg_current_xact_id_if_assigned()::text";
+const CHECK_SESSION: &str = "SELECT pg_backend_pid(), pg_current_xact_id_if_assigned()::text";
 
 /// How long the first step waits for another transaction that is inserting the same row.
 const ROW_WAIT: Duration = Duration::from_millis(200);

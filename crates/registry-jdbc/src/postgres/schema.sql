@@ -10,7 +10,7 @@
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
     id      smallint NOT NULL PRIMARY KEY CHECK (id = 1),
     version integer  NOT NULL,                      -- of these tables
-    store   uuid     NOT NULL,                      -- tells these tables from others
+    store   uuid     NOT NULL,                      -- distinguishes these tables from others
     floor   bigint   NOT NULL                       -- the largest token of all deleted rows
 );
 

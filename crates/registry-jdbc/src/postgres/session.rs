@@ -14,12 +14,12 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
 use tokio::time::timeout;
 
-use super::backend::{PostgresBackend, bytes, claim_id, column, span};
-use super::config::{PostgresConfig, unusable};
-use super::error::{self, damaged, explain};
-use super::link;
-use super::statement::{Statement, Value};
-use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
+use super::backend::{PostgresBackend, bytes, claim_id, column, from_micros};
+use super::client;
+use super::config::{PostgresConfig, misconfigured};
+use super::error::{self, corrupt, explain};
+use super::statement::{BoundStatement, PgParam};
+use crate::server::{LockAttempt, RowId, SessionFailure, SessionProtocol, SqlSession, TokenPlan};
 
 /// Locks in a PostgreSQL database that end with their holder's connection, not with a lease.
 ///
@@ -27,7 +27,7 @@ use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
 /// hash, as a signed number in network byte order. The hash covers the length of the namespace in
 /// eight bytes, the namespace, and the key. Among ten thousand keys that are held at once, two
 /// share a number with odds of 3 in 10^12; the only effect is that they exclude each other. The
-/// lock also excludes every other program in this database that takes the same number, in any
+/// lock also excludes every other program in this database that locks the same number, in any
 /// language.
 ///
 /// These locks respect the leases of a [`PostgresBackend`], but a `PostgresBackend` does not
@@ -45,8 +45,8 @@ use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
 /// or at the end of its lease if no answer arrives. During that time there can be two holders,
 /// which is why this backend has guarantee class C. Tokens grow as in a [`PostgresBackend`], in the
 /// same tables. So fenced writes to other systems stay safe, including those of a
-/// [`Fence`](crate::Fence). [`LockIn`](crate::LockIn) takes both the row and the advisory lock for
-/// a transaction.
+/// [`Fence`](crate::Fence). [`LockIn`](crate::LockIn) acquires both the row and the advisory lock
+/// for a transaction.
 ///
 /// The server does not know the key or the holder of such a lock, so the lock cannot be listed or
 /// broken. An administrator can only end the session by `pg_terminate_backend`, which frees all of
@@ -57,11 +57,11 @@ use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
 pub struct PostgresSessionBackend {
     /// The tables and the listener.
     pub(super) rows: PostgresBackend,
-    pub(super) session: Session<PostgresWire>,
+    pub(super) session: SqlSession<PgSessionProtocol>,
 }
 
 impl PostgresSessionBackend {
-    /// The time without a sign of life after which the server ends the session. It is also the
+    /// The idle time after which the server ends the session. It is also the
     /// maximum lease.
     pub const SILENCE: Duration = Duration::from_secs(60);
 
@@ -75,9 +75,9 @@ impl PostgresSessionBackend {
     /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let rows = PostgresBackend::open(config.clone()).await?;
-        let wire = PostgresWire { rows: rows.for_session(), config };
-        wire.check_way().await?;
-        Ok(Self { rows, session: Session::new(wire) })
+        let protocol = PgSessionProtocol { rows: rows.session_statements(), config };
+        protocol.detect_pooler().await?;
+        Ok(Self { rows, session: SqlSession::new(protocol) })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -94,12 +94,12 @@ impl LockBackend for PostgresSessionBackend {
             .with_fencing()
             .with_invalidations()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
-        if self.rows.hears() { capabilities.with_wakes() } else { capabilities }
+        if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mark = self.rows.moment();
-        Ok(match self.session.take(claim).await? {
+        let mark = self.rows.position();
+        Ok(match self.session.try_acquire(claim).await? {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
             granted @ Attempt::Granted(_) => granted,
         })
@@ -111,16 +111,16 @@ impl LockBackend for PostgresSessionBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.session.release(claim).await;
-        self.rows.purge_by_chance(claim).await;
+        self.rows.maybe_purge(claim).await;
         released
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.rows.heard_of(claim.key(), busy.mark).await;
+        self.rows.wait_for_release(claim.key(), busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.session.subscribe_invalidations(hints);
+    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.session.subscribe_invalidations(invalidations);
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -140,60 +140,65 @@ impl fmt::Debug for PostgresSessionBackend {
 }
 
 /// Sends the statements of a session.
-pub(super) struct PostgresWire {
-    rows: super::backend::ForSession,
+pub(super) struct PgSessionProtocol {
+    rows: super::backend::SessionStatements,
     config: PostgresConfig,
 }
 
 /// A connection, and the process id of its server process.
-pub(super) struct Connected {
+pub(super) struct PgSessionConnection {
     connection: PgConnection,
     server_process: i32,
 }
 
-impl Connected {
-    async fn ask(&mut self, text: &'static str) -> Result<Vec<PgRow>, sqlx::Error> {
+impl PgSessionConnection {
+    async fn fetch(&mut self, text: &'static str) -> Result<Vec<PgRow>, sqlx::Error> {
         self.connection.fetch_all(raw_sql(text)).await
     }
 
-    async fn look(&mut self) -> Result<(), Failure> {
-        let rows = self.ask(LOOK).await.map_err(error::failure)?;
-        self.is_the_same(&rows)
+    async fn check_session(&mut self) -> Result<(), SessionFailure> {
+        let rows = self.fetch(CHECK_SESSION).await.map_err(error::session_failure)?;
+        self.check_process(&rows)
     }
 
     /// Checks that the first column is the expected process id. So a pooler that changes
     /// connections is detected no later than at the next answer.
-    fn is_the_same(&self, rows: &[PgRow]) -> Result<(), Failure> {
-        let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
-        if column::<i32>(row, 0).map_err(Failure::Broken)? == self.server_process {
+    fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
+        let row = rows
+            .first()
+            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        if column::<i32>(row, 0).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
         } else {
-            Err(Failure::Broken(mixed_up()))
+            Err(SessionFailure::Broken(pooler_detected()))
         }
     }
 }
 
-impl PostgresWire {
+impl PgSessionProtocol {
     /// Detects a pooler that changes connections between transactions. Leaves nothing behind on
     /// them.
-    async fn check_way(&self) -> Result<(), BackendError> {
+    async fn detect_pooler(&self) -> Result<(), BackendError> {
         // Two simultaneous sessions must have two server processes. Otherwise a pooler shares one
         // process between both.
-        let (mut one, mut two) = (self.connect_plainly().await?, self.connect_plainly().await?);
+        let (mut one, mut two) =
+            (self.connect_unconfigured().await?, self.connect_unconfigured().await?);
         let are_two = one.server_process != two.server_process;
-        let stay = async {
+        let probe = async {
             // The open transaction occupies one process. A pooler that shares processes serves the
             // second connection from another one, which changes its process id.
-            one.ask("BEGIN").await.map_err(error::failure)?;
-            one.look().await?;
-            two.look().await?;
-            one.ask("ROLLBACK").await.map_err(error::failure)
+            one.fetch("BEGIN").await.map_err(error::session_failure)?;
+            one.check_session().await?;
+            two.check_session().await?;
+            one.fetch("ROLLBACK").await.map_err(error::session_failure)
         };
-        let stayed = timeout(self.config.response_timeout, stay).await;
-        match stayed.map_err(|_| error::silent())? {
+        let probed = timeout(self.config.response_timeout, probe).await;
+        match probed.map_err(|_| error::timed_out())? {
             Ok(_) if are_two => {}
-            Ok(_) => return Err(mixed_up()),
-            Err(Failure::Answered(error) | Failure::Broken(error)) => return Err(error),
+            Ok(_) => return Err(pooler_detected()),
+            Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
+                return Err(error);
+            }
         }
         for connected in [one, two] {
             // Optional: the server would notice the end of the connection anyway.
@@ -202,216 +207,233 @@ impl PostgresWire {
         Ok(())
     }
 
-    async fn connect_plainly(&self) -> Result<Connected, BackendError> {
-        let mut connection = link::connect(&self.config).await?;
-        let look = timeout(self.config.connect_timeout, connection.fetch_all(raw_sql(LOOK)));
-        let rows = look.await.map_err(|_| error::unreachable_in_time())?.map_err(explain)?;
-        let row = rows.first().ok_or_else(|| damaged("nothing was answered"))?;
-        Ok(Connected { server_process: column(row, 0)?, connection })
+    async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
+        let mut connection = client::connect(&self.config).await?;
+        let query =
+            timeout(self.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
+        let rows = query.await.map_err(|_| error::connect_timed_out())?.map_err(explain)?;
+        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        Ok(PgSessionConnection { server_process: column(row, 0)?, connection })
     }
 
     async fn send(
         &self,
-        connected: &mut Connected,
-        statement: &Statement<'_>,
-    ) -> Result<Vec<PgRow>, Failure> {
-        let rows = statement.send(&mut connected.connection, self.config.manner()).await;
-        let rows = rows.map_err(error::failure)?;
-        connected.is_the_same(&rows)?;
+        connected: &mut PgSessionConnection,
+        statement: &BoundStatement<'_>,
+    ) -> Result<Vec<PgRow>, SessionFailure> {
+        let rows = statement.send(&mut connected.connection, self.config.query_mode()).await;
+        let rows = rows.map_err(error::session_failure)?;
+        connected.check_process(&rows)?;
         Ok(rows)
     }
 
     fn row_id(&self, key: &Key) -> RowId {
-        RowId::of(&self.config.namespace, key)
+        RowId::new(&self.config.namespace, key)
     }
 
-    async fn try_to_take(
+    async fn attempt(
         &self,
-        connected: &mut Connected,
+        connected: &mut PgSessionConnection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> Result<Took, Failure> {
-        let Some(last) = &terms.last else {
-            return self.note(connected, claim, terms, How::Take).await;
+        plan: &TokenPlan,
+    ) -> Result<LockAttempt, SessionFailure> {
+        let Some(last) = &plan.last else {
+            return self.write_claim(connected, claim, plan, WriteMode::Acquired).await;
         };
         let id = self.row_id(claim.key());
-        let values = [Value::Number(id.number()), bytes(id.bytes()), bytes(&last.claim.to_bytes())];
-        let look = Statement::new(&self.rows.texts.session_look, values).plain();
-        let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(look))).await;
-        let rows = rows.map_err(error::failure)?;
-        connected.is_the_same(&rows)?;
-        if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
-            return Ok(Took::Busy(None));
+        let values = [
+            PgParam::Number(id.advisory_lock_key()),
+            bytes(id.bytes()),
+            bytes(&last.claim.to_bytes()),
+        ];
+        let statement = BoundStatement::new(&self.rows.texts.session_try_lock, values).inlined();
+        let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(statement))).await;
+        let rows = rows.map_err(error::session_failure)?;
+        connected.check_process(&rows)?;
+        if !column::<bool>(&rows[0], 1).map_err(SessionFailure::Broken)? {
+            return Ok(LockAttempt::Busy(None));
         }
         let Some(row) = rows.get(1) else {
-            return self.note(connected, claim, terms, How::Keep).await;
+            return self.write_claim(connected, claim, plan, WriteMode::AlreadyLocked).await;
         };
-        match terms.unwritten(column(row, 0).map_err(Failure::Broken)?) {
-            Some(taken) => Ok(Took::Grant(taken)),
-            None => self.note(connected, claim, terms, How::GoOn).await,
+        match plan.grant_from_reservation(column(row, 0).map_err(SessionFailure::Broken)?) {
+            Some(granted) => Ok(LockAttempt::Grant(granted)),
+            None => self.write_claim(connected, claim, plan, WriteMode::Consecutive).await,
         }
     }
 
     /// Writes the claim and a larger token to the row, unless another client holds the row by a
     /// lease.
-    async fn note(
+    async fn write_claim(
         &self,
-        connected: &mut Connected,
+        connected: &mut PgSessionConnection,
         claim: &Claim,
-        terms: &Terms,
-        how: How,
-    ) -> Result<Took, Failure> {
+        plan: &TokenPlan,
+        mode: WriteMode,
+    ) -> Result<LockAttempt, SessionFailure> {
         let id = self.row_id(claim.key());
-        let goes_on = how == How::GoOn;
+        let is_consecutive = mode == WriteMode::Consecutive;
         let texts = &self.rows.texts;
-        let text = if how == How::Take { &texts.session_take } else { &texts.session_note };
-        let statement = Statement::new(
+        let text = if mode == WriteMode::Acquired {
+            &texts.session_acquire
+        } else {
+            &texts.session_write_claim
+        };
+        let statement = BoundStatement::new(
             text,
             [
                 bytes(id.bytes()),
                 bytes(self.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
-                Value::Number(terms.block(goes_on)),
-                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                Value::Number(id.number()),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                PgParam::Number(plan.block(is_consecutive)),
+                PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                PgParam::Number(id.advisory_lock_key()),
+                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
         let rows = self.send(connected, &statement).await?;
         let row = &rows[0];
-        let Some(token) = column::<Option<i64>>(row, 2).map_err(Failure::Broken)? else {
-            if column::<bool>(row, 4).map_err(Failure::Broken)? {
-                return Ok(Took::RowLocked(error::row_is_locked()));
+        let Some(token) = column::<Option<i64>>(row, 2).map_err(SessionFailure::Broken)? else {
+            if column::<bool>(row, 4).map_err(SessionFailure::Broken)? {
+                return Ok(LockAttempt::RowLocked(error::row_locked()));
             }
-            let left = column::<Option<i64>>(row, 3).map_err(Failure::Broken)?;
-            return Ok(Took::Busy(left.map(span)));
+            let left = column::<Option<i64>>(row, 3).map_err(SessionFailure::Broken)?;
+            return Ok(LockAttempt::Busy(left.map(from_micros)));
         };
-        let taken = terms.written(claim, token, goes_on).map(Took::Grant);
-        taken.ok_or_else(|| Failure::Broken(damaged("a row's token is none")))
+        let granted = plan.grant_from_write(claim, token, is_consecutive).map(LockAttempt::Grant);
+        granted.ok_or_else(|| SessionFailure::Broken(corrupt("a row's token is invalid")))
     }
 }
 
 /// How the session obtains the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum How {
-    Take,
+enum WriteMode {
+    Acquired,
     /// The session has the advisory lock already. The previous holder is unknown.
-    Keep,
+    AlreadyLocked,
     /// The session has the advisory lock already, and no other client had it since the session's
     /// last grant.
-    GoOn,
+    Consecutive,
 }
 
-impl Wire for PostgresWire {
-    type Connection = Connected;
+impl SessionProtocol for PgSessionProtocol {
+    type Connection = PgSessionConnection;
 
-    async fn connect(&self) -> Result<Connected, BackendError> {
-        let mut connected = self.connect_plainly().await?;
-        let tell = async {
+    async fn connect(&self) -> Result<PgSessionConnection, BackendError> {
+        let mut connected = self.connect_unconfigured().await?;
+        let configure = async {
             // The server checks the connection as well. On a Unix socket some of these settings
             // have no effect.
             let seconds = PostgresSessionBackend::SILENCE.as_secs();
-            let patience = self.config.busy_timeout.as_millis().max(1);
+            let lock_timeout = self.config.busy_timeout.as_millis().max(1);
             let text = format!(
-                "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {patience}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
-                 SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {LOOK}",
+                "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
+                 SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {CHECK_SESSION}",
                 seconds / 2,
                 seconds / 6,
                 self.rows.texts.session_prepare.as_str(),
             );
             let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await;
-            connected.is_the_same(&rows.map_err(error::failure)?)
+            connected.check_process(&rows.map_err(error::session_failure)?)
         };
-        let told = timeout(self.config.connect_timeout, tell).await;
-        match told.map_err(|_| error::unreachable_in_time())? {
+        let configured = timeout(self.config.connect_timeout, configure).await;
+        match configured.map_err(|_| error::connect_timed_out())? {
             Ok(()) => Ok(connected),
-            Err(Failure::Answered(error) | Failure::Broken(error)) => Err(error),
+            Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
         }
     }
 
-    async fn take(
+    async fn try_acquire(
         &self,
-        connected: &mut Connected,
+        connected: &mut PgSessionConnection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> Result<Took, Failure> {
-        match self.try_to_take(connected, claim, terms).await {
-            Err(Failure::Answered(error)) => {
-                // The session keeps the advisory lock even if the statement that took it failed.
-                self.give_back(connected, claim.key()).await?;
-                if error::tells_of_locked_row(&error) {
-                    return Ok(Took::RowLocked(error));
+        plan: &TokenPlan,
+    ) -> Result<LockAttempt, SessionFailure> {
+        match self.attempt(connected, claim, plan).await {
+            Err(SessionFailure::Rejected(error)) => {
+                // The session keeps the advisory lock even if the statement that acquired it
+                // failed.
+                self.unlock(connected, claim.key()).await?;
+                if error::is_row_lock_error(&error) {
+                    return Ok(LockAttempt::RowLocked(error));
                 }
-                Err(Failure::Answered(error))
+                Err(SessionFailure::Rejected(error))
             }
-            took => took,
+            attempt => attempt,
         }
     }
 
-    async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
-        let id = self.row_id(key);
-        let [channel, message, mark] = self.rows.news(id);
-        let values = [Value::Number(id.number()), channel, message, mark];
-        let statement = Statement::new(&self.rows.texts.session_give_back, values).for_one();
-        self.send(connected, &statement).await.map(drop).map_err(Failure::into_broken)
-    }
-
-    async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
-        connected.look().await
-    }
-
-    async fn keep(
+    async fn unlock(
         &self,
-        connected: &mut Connected,
+        connected: &mut PgSessionConnection,
+        key: &Key,
+    ) -> Result<(), SessionFailure> {
+        let id = self.row_id(key);
+        let [channel, message, mark] = self.rows.notification_params(id);
+        let values = [PgParam::Number(id.advisory_lock_key()), channel, message, mark];
+        let statement = BoundStatement::new(&self.rows.texts.session_unlock, values).at_most_one();
+        self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
+    }
+
+    async fn check_session(
+        &self,
+        connected: &mut PgSessionConnection,
+    ) -> Result<(), SessionFailure> {
+        connected.check_session().await
+    }
+
+    async fn ensure_row(
+        &self,
+        connected: &mut PgSessionConnection,
         claim: &Claim,
         token: FencingToken,
-        noted: ClaimId,
-    ) -> Result<(), Failure> {
-        let statement = Statement::new(
-            &self.rows.texts.session_keep,
+        row_claim: ClaimId,
+    ) -> Result<(), SessionFailure> {
+        let statement = BoundStatement::new(
+            &self.rows.texts.session_ensure_row,
             [
                 bytes(self.row_id(claim.key()).bytes()),
                 bytes(self.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
-                Value::Number(i64::from(token)),
-                Value::Number(i64::from(claim.token_block())),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
-                bytes(&noted.to_bytes()),
+                PgParam::Number(i64::from(token)),
+                PgParam::Number(i64::from(claim.token_block())),
+                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
+                bytes(&row_claim.to_bytes()),
             ],
         );
         self.send(connected, &statement).await.map(drop)
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {
-        self.row_id(key).number().to_be_bytes().to_vec()
+        self.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
 
-    fn silent(&self) -> BackendError {
-        error::silent()
+    fn timed_out(&self) -> BackendError {
+        error::timed_out()
     }
 
     fn closed(&self) -> BackendError {
         error::closed()
     }
 
-    fn overdue(&self) -> BackendError {
-        error::overdue()
+    fn queue_timed_out(&self) -> BackendError {
+        error::queue_timed_out()
     }
 
-    fn answer_limit(&self) -> Duration {
+    fn response_timeout(&self) -> Duration {
         self.config.response_timeout
     }
 }
 
-fn mixed_up() -> BackendError {
-    unusable(
+fn pooler_detected() -> BackendError {
+    misconfigured(
         "session locks do not work through a pooler that gives each transaction another connection; connect past it, or use leases",
     )
 }
 
-const LOOK: &str = "SELECT pg_backend_pid()";
+const CHECK_SESSION: &str = "SELECT pg_backend_pid()";
 
 /// How long a statement waits for a row that another transaction has inserted and not committed.
 /// All locks of the session wait with it.
@@ -422,9 +444,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn locks_have_the_numbers_that_other_programs_take() {
-        let number =
-            |namespace: &str, key: &str| RowId::of(namespace, &Key::new(key).unwrap()).number();
+    fn advisory_lock_keys_match_the_documentation() {
+        let number = |namespace: &str, key: &str| {
+            RowId::new(namespace, &Key::new(key).unwrap()).advisory_lock_key()
+        };
         assert_eq!(number("default", "orders/42"), 0x03c4_a6d0_3c53_a5b0);
         assert_ne!(number("a", "bc"), number("ab", "c"));
         // A number whose first bit is set is negative.

@@ -1,15 +1,15 @@
 //! All statements of the store. Each is a transaction of its own and takes one round trip. So a
 //! dropped future cannot leave a transaction open. The exceptions run in a transaction of the
 //! caller ([`FENCE`], [`FENCE_HELD`], [`LOCK_IN`]) or in that of a row lock ([`ROW_LOCK`],
-//! [`ROW_TELL`]).
+//! [`ROW_NOTIFY`]).
 //!
 //! A row is held if it has a claim and `until` is in the future. A claim that ends with a
 //! connection has no lease: its `until` is zero, so that no change of the clock makes it a lease.
 //! All times are the server's, from `clock_timestamp()`. `now()` is unsuitable: it is constant
 //! during a transaction, even while a statement waits for a row.
 //!
-//! No statement relies on session state, except those of session locks ([`SESSION_LOOK`]): behind a
-//! pooler, each statement may run in another session. A statement sets what it needs by
+//! No statement relies on session state, except those of session locks ([`SESSION_TRY_LOCK`]):
+//! behind a pooler, each statement may run in another session. A statement sets what it needs by
 //! `set_config(…, true)`, which lasts until the statement's end. The position of the call in the
 //! statement determines when it takes effect.
 //!
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use sqlx::{AssertSqlSafe, SqlStr};
 
 use super::config::TableNames;
-use crate::mutant::{self, Mutant, Slip, slipped};
+use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
@@ -32,35 +32,35 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The texts of all statements, for tables with these names.
 #[derive(Debug, Clone)]
-pub(super) struct Texts {
-    pub(super) meta: Text,
-    pub(super) acquire: Text,
-    pub(super) take_again: Text,
-    pub(super) look: Text,
-    pub(super) holder: Text,
-    pub(super) list: Text,
-    pub(super) renew: Text,
-    pub(super) release: Text,
-    pub(super) force_release: Text,
-    pub(super) end_row_holder: Text,
-    pub(super) fence: Text,
-    pub(super) lock_in: Text,
-    pub(super) session_take: Text,
-    pub(super) session_prepare: Text,
-    pub(super) session_look: Text,
-    pub(super) session_note: Text,
-    pub(super) session_give_back: Text,
-    pub(super) session_keep: Text,
-    pub(super) lock_in_session: Text,
-    pub(super) fence_held: Text,
-    pub(super) row_note: Text,
-    pub(super) row_lock: Text,
-    pub(super) row_tell: Text,
-    pub(super) locked_in: Text,
-    pub(super) purge: Text,
+pub(super) struct PgStatements {
+    pub(super) meta: PgStatementText,
+    pub(super) acquire: PgStatementText,
+    pub(super) reacquire: PgStatementText,
+    pub(super) current_grant: PgStatementText,
+    pub(super) holder: PgStatementText,
+    pub(super) list: PgStatementText,
+    pub(super) renew: PgStatementText,
+    pub(super) release: PgStatementText,
+    pub(super) force_release: PgStatementText,
+    pub(super) end_row_holder: PgStatementText,
+    pub(super) fence: PgStatementText,
+    pub(super) lock_in: PgStatementText,
+    pub(super) session_acquire: PgStatementText,
+    pub(super) session_prepare: PgStatementText,
+    pub(super) session_try_lock: PgStatementText,
+    pub(super) session_write_claim: PgStatementText,
+    pub(super) session_unlock: PgStatementText,
+    pub(super) session_ensure_row: PgStatementText,
+    pub(super) lock_in_session: PgStatementText,
+    pub(super) fence_held: PgStatementText,
+    pub(super) row_write_claim: PgStatementText,
+    pub(super) row_lock: PgStatementText,
+    pub(super) row_notify: PgStatementText,
+    pub(super) locked_in: PgStatementText,
+    pub(super) purge: PgStatementText,
 }
 
-impl Texts {
+impl PgStatements {
     pub(super) fn new(tables: &TableNames) -> Self {
         let now = mutant::clock(NOW);
         let text = |template: &str| {
@@ -69,83 +69,91 @@ impl Texts {
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
-            Text::new(&text)
+            PgStatementText::new(&text)
         };
         Self {
             meta: text(META),
-            acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
-            take_again: text(&slipped(
-                TAKE_AGAIN,
-                &[TOKEN_STANDS_STILL_AGAIN, TAKES_WHAT_OTHERS_HOLD],
+            acquire: text(&with_mutation(ACQUIRE, &[CONSTANT_TOKEN])),
+            reacquire: text(&with_mutation(
+                REACQUIRE,
+                &[CONSTANT_TOKEN_ON_REACQUIRE, REACQUIRES_HELD_KEY],
             )),
-            look: text(LOOK),
-            holder: text(&HOLDERS.replace("{who}", "id = $1::bytea").replace("{marked}", MARKED)),
-            list: text(
-                &HOLDERS.replace("{who}", "namespace = $1::bytea").replace("{marked}", MARKED),
+            current_grant: text(CURRENT_GRANT),
+            holder: text(
+                &HOLDERS.replace("{condition}", "id = $1::bytea").replace("{marked}", MARKED),
             ),
-            renew: text(&slipped(RENEW, &[RENEWAL_REVIVES])),
-            release: text(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            list: text(
+                &HOLDERS
+                    .replace("{condition}", "namespace = $1::bytea")
+                    .replace("{marked}", MARKED),
+            ),
+            renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
+            release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: text(FORCE_RELEASE),
             end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
-            fence: text(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
                 "tried WHERE got",
                 "NOT (SELECT got FROM tried)",
             )),
-            session_take: text(
-                &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)").replace(
+            session_acquire: text(
+                &SESSION_ACQUIRE.replace("{taken}", "pg_try_advisory_lock($7::bigint)").replace(
                     "{unless_leased}",
                     "WHERE NOT EXISTS (SELECT FROM seen WHERE lease_left IS NOT NULL)",
                 ),
             ),
-            session_prepare: text(&slipped(&session_prepare(), &[SESSION_TRUSTS_ITS_MEMORY])),
-            session_look: text(SESSION_LOOK),
-            session_note: text(
-                &SESSION_TAKE
+            session_prepare: text(&with_mutation(&session_prepare(), &[SESSION_SKIPS_ROW_CHECK])),
+            session_try_lock: text(SESSION_TRY_LOCK),
+            session_write_claim: text(
+                &SESSION_ACQUIRE
                     .replace("{taken}", "$7::bigint IS NOT NULL")
                     .replace("{unless_leased}", ""),
             ),
-            session_give_back: text(SESSION_GIVE_BACK),
-            session_keep: text(SESSION_KEEP),
+            session_unlock: text(SESSION_UNLOCK),
+            session_ensure_row: text(SESSION_ENSURE_ROW),
             fence_held: text(FENCE_HELD),
-            row_note: text(ROW_NOTE),
+            row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
-            row_tell: text(ROW_TELL),
+            row_notify: text(ROW_NOTIFY),
             locked_in: text(LOCKED_IN),
             purge: text(PURGE),
         }
     }
 }
 
-const RELEASE_WITHOUT_OWNER: Slip =
-    Slip::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
-const RENEWAL_REVIVES: Slip =
-    Slip::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
+const RELEASE_WITHOUT_OWNER: SqlMutation =
+    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
+const RENEWAL_REVIVES: SqlMutation =
+    SqlMutation::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
 // The mutated texts omit the clock, which would hide the mutation.
-const TOKEN_STANDS_STILL: Slip = Slip::new(
+const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
     Mutant::TokenStandsStill,
     "greatest(excluded.token, l.token + l.block)",
     "greatest(0, l.token)",
 );
-const TOKEN_STANDS_STILL_AGAIN: Slip = Slip::new(
+const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
     Mutant::TokenStandsStill,
     "greatest({now}, l.token + l.block)",
     "greatest(0, l.token)",
 );
-const TAKES_WHAT_OTHERS_HOLD: Slip =
-    Slip::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "true");
-const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
-const SESSION_TRUSTS_ITS_MEMORY: Slip =
-    Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = $2::bytea", "AND $2::bytea IS NOT NULL");
+const REACQUIRES_HELD_KEY: SqlMutation =
+    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "true");
+const FENCE_WITHOUT_LOCK: SqlMutation =
+    SqlMutation::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
+const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
+    Mutant::SessionTrustsItsMemory,
+    "AND claim = $2::bytea",
+    "AND $2::bytea IS NOT NULL",
+);
 
 /// The text of one statement. Its parameters are numbered, and each is followed by its type.
 #[derive(Debug, Clone)]
-pub(super) struct Text(Arc<str>);
+pub(super) struct PgStatementText(Arc<str>);
 
-impl Text {
-    /// Wraps the text of a statement. The texts of frequent statements are in [`Texts`].
+impl PgStatementText {
+    /// Wraps the text of a statement. The texts of frequent statements are in [`PgStatements`].
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
     }
@@ -168,7 +176,7 @@ const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 const META: &str = "SELECT version, store::text, current_setting('transaction_isolation') <> 'read committed' FROM {meta} WHERE id = 1";
 
 /// Grants the key if no claim holds it, not even this one. Otherwise it returns no row; see
-/// [`LOOK`].
+/// [`CURRENT_GRANT`].
 ///
 /// If the key is held in the statement's snapshot, the row is not touched. So a busy attempt costs
 /// no write and no flush. Otherwise the assignment of `id` to itself locks the row FOR UPDATE, and
@@ -209,7 +217,7 @@ const ACQUIRE: &str = "\
 /// Whether the row is free is decided behind that lock.
 ///
 /// Parameters: id, claim, block, label, lease
-const TAKE_AGAIN: &str = "\
+const REACQUIRE: &str = "\
     UPDATE {locks} AS l SET \
         claim = $2::bytea, \
         token = greatest({now}, l.token + l.block), \
@@ -224,7 +232,7 @@ const TAKE_AGAIN: &str = "\
 /// Returns the holder of the key, if it is held.
 ///
 /// Parameters: id
-const LOOK: &str = "\
+const CURRENT_GRANT: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT claim, token, label, now - since, until - now FROM {locks}, clock \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
@@ -236,7 +244,7 @@ const LOOK: &str = "\
 const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
-    WHERE {who} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
+    WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
 
 /// The marks of all transactions, with the ids of their server processes.
 const MARKED: &str = "\
@@ -269,7 +277,7 @@ const RENEW: &str = "\
     FROM wanted AS w LEFT JOIN renewed ON renewed.id = w.id AND renewed.claim = w.claim ORDER BY w.n";
 
 /// Ends the grant of one claim, and notifies the listeners if there are any; see
-/// [`Channel`](super::ears::Channel). The row remains, for its tokens.
+/// [`NotificationChannel`](super::listener::NotificationChannel). The row remains, for its tokens.
 ///
 /// An ended grant is not changed: it is free already, and the answer is that the claim held
 /// nothing. The release need not be flushed to disk: if a crash undoes it, the key is free at the
@@ -311,12 +319,15 @@ const FENCE: &str = "\
     FOR KEY SHARE";
 
 /// Returns [`LOCK_IN`] for one of the two kinds of locks.
-fn lock_in(tried: &str, who: &str, kept_out: &str) -> String {
-    LOCK_IN.replace("{tried}", tried).replace("{who}", who).replace("{kept_out}", kept_out)
+fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {
+    LOCK_IN
+        .replace("{tried}", tried)
+        .replace("{condition}", condition)
+        .replace("{is_busy}", is_busy)
 }
 
-/// The additional step where locks belong to sessions ([`SESSION_TAKE`]): the transaction takes the
-/// advisory lock too.
+/// The additional step where locks belong to sessions ([`SESSION_ACQUIRE`]): the transaction
+/// acquires the advisory lock too.
 ///
 /// Parameters: number
 const LOCK_IN_SESSION: &str = "\
@@ -345,7 +356,7 @@ const LOCK_IN: &str = "\
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
     {tried} \
-    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {who}), \
+    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {condition}), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
@@ -364,11 +375,11 @@ const LOCK_IN: &str = "\
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         CASE WHEN level.name NOT LIKE 'read %' THEN level.name END, \
         set_config('lock_timeout', patience.was, true), \
-        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_busy} \
     FROM patience CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Takes an advisory lock for the session, unless the session has it, and writes a larger token to
-/// the row. For clients that want a lease the row is free.
+/// Acquires an advisory lock for the session, unless the session has it, and writes a larger token
+/// to the row. For clients that request a lease the row is free.
 ///
 /// Returns no token if another client holds a lease, or if another transaction has locked the row.
 /// Then the session does not keep the advisory lock. No notification is sent, because a notified
@@ -385,7 +396,7 @@ const LOCK_IN: &str = "\
 /// a crash, and every other token that a crash loses is below the clock.
 ///
 /// Parameters: id, namespace, key, claim, block, label, number, lock_timeout
-const SESSION_TAKE: &str = "\
+const SESSION_ACQUIRE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT token, block, CASE WHEN claim IS NOT NULL AND until > {now} THEN until - {now} END AS lease_left \
@@ -415,7 +426,7 @@ const SESSION_TAKE: &str = "\
         CASE WHEN tried.got AND taken.token IS NULL THEN pg_advisory_unlock($7::bigint) END \
     FROM ease LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
 
-/// Takes an advisory lock for the session. Prepared by [`session_prepare`].
+/// Acquires an advisory lock for the session. Prepared by [`session_prepare`].
 ///
 /// Parameters: number
 const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
@@ -425,31 +436,32 @@ const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::big
 /// Parameters: id, claim
 const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
 
-/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_SEEN`], for [`SESSION_LOOK`].
+/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_SEEN`], for
+/// [`SESSION_TRY_LOCK`].
 fn session_prepare() -> String {
     format!(
         "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
     )
 }
 
-/// Takes an advisory lock for the session. Returns the time if the row still contains a claim of
+/// Acquires an advisory lock for the session. Returns the time if the row still contains a claim of
 /// this session. Writes nothing.
 ///
 /// It is two statements in one message. Under READ COMMITTED, which the session has set, the second
 /// one sees everything that earlier holders of the lock have committed. A single statement would
-/// see the row as it was before the lock was taken.
+/// see the row as it was before the lock was acquired.
 ///
 /// Parameters: number, id, claim
-const SESSION_LOOK: &str = "\
+const SESSION_TRY_LOCK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Releases an advisory lock, and notifies the listeners if there are any; see
-/// [`Channel`](super::ears::Channel). The transaction keeps the mark until the lock is visibly
-/// free, whichever call runs first. `synchronous_commit` is set only with a notification, because
-/// nothing else would be flushed.
+/// [`NotificationChannel`](super::listener::NotificationChannel). The transaction keeps the mark
+/// until the lock is visibly free, whichever call runs first. `synchronous_commit` is set only with
+/// a notification, because nothing else would be flushed.
 ///
 /// Parameters: number, channel, message, mark
-const SESSION_GIVE_BACK: &str = "\
+const SESSION_UNLOCK: &str = "\
     SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint), \
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
             set_config('synchronous_commit', 'off', true) IS NULL OR pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END";
@@ -458,8 +470,8 @@ const SESSION_GIVE_BACK: &str = "\
 /// may have been purged, as it has no lease. Or it contains an earlier claim of the session, which
 /// reserved this claim's token.
 ///
-/// Parameters: id, namespace, key, claim, token, block, lock_timeout, noted
-const SESSION_KEEP: &str = "\
+/// Parameters: id, namespace, key, claim, token, block, lock_timeout, earlier claim
+const SESSION_ENSURE_ROW: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
@@ -485,13 +497,13 @@ const FENCE_HELD: &str = "\
     FOR KEY SHARE";
 
 /// Writes a claim and a larger token to the row, unless a lease holds it or a transaction has
-/// locked it. Returns whether a lease exists. For clients that want a lease the row stays free.
+/// locked it. Returns whether a lease exists. For clients that request a lease the row stays free.
 ///
 /// No flush to disk is necessary unless the token is ahead of the clock. The lock does not survive
 /// a crash, and every other token that a crash loses is below the clock.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lock_timeout
-const ROW_NOTE: &str = "\
+const ROW_WRITE_CLAIM: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
@@ -526,8 +538,8 @@ const ROW_NOTE: &str = "\
 /// this lock, and as that of the claim. Sent as the second of two statements, after `BEGIN`.
 ///
 /// Returns the ids of the server process and of the transaction, or no row if nothing was locked.
-/// From then on the server ends the transaction after too long a silence, but not because of its
-/// age.
+/// From then on the server ends the transaction after too long an idle time, but not because of
+/// its age.
 ///
 /// Parameters: id, claim, mark, silence, mark of the claim
 const ROW_LOCK: &str = "\
@@ -543,10 +555,10 @@ const ROW_LOCK: &str = "\
     SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
 
 /// Notifies the listeners, if there are any, when the transaction is committed; see
-/// [`Channel`](super::ears::Channel).
+/// [`NotificationChannel`](super::listener::NotificationChannel).
 ///
 /// Parameters: channel, message, mark
-const ROW_TELL: &str = "\
+const ROW_NOTIFY: &str = "\
     SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 
 /// Returns whether a transaction has marked itself as holding this lock.

@@ -12,70 +12,70 @@ use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::Query;
 use sqlx::{AssertSqlSafe, Executor as _, Postgres, query, raw_sql};
 
-use super::sql::Text;
+use super::sql::PgStatementText;
 
 /// The value of a parameter.
 #[derive(Debug, Clone)]
-pub(super) enum Value {
+pub(super) enum PgParam {
     Bytes(Vec<u8>),
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
     /// A text of this program: letters, digits and underscores.
-    Word(String),
+    Identifier(String),
     ManyBytes(Vec<Vec<u8>>),
     Numbers(Vec<i64>),
 }
 
 /// How statements are sent.
 #[derive(Debug, Clone, Copy)]
-pub(super) enum Manner {
-    /// As prepared statements. The connection's greeting has set how long they wait for their
+pub(super) enum QueryMode {
+    /// As prepared statements. `after_connect` has set how long they wait for their
     /// tables.
     Prepared,
     /// As plain text.
-    Plain {
+    Simple {
         /// How long they wait for their tables. Without a limit, a statement that waits for a table
         /// rebuild could grant a lock that its caller has given up.
-        patience: Duration,
+        lock_timeout: Duration,
     },
 }
 
 #[derive(Debug)]
-pub(super) struct Statement<'a> {
-    text: &'a Text,
-    values: Vec<Value>,
+pub(super) struct BoundStatement<'a> {
+    text: &'a PgStatementText,
+    values: Vec<PgParam>,
     /// The answer has at most one row, which the client reads with less work.
-    is_for_one: bool,
+    is_at_most_one: bool,
 }
 
-impl<'a> Statement<'a> {
-    pub(super) fn new(text: &'a Text, values: impl Into<Vec<Value>>) -> Self {
-        Self { text, values: values.into(), is_for_one: false }
+impl<'a> BoundStatement<'a> {
+    pub(super) fn new(text: &'a PgStatementText, values: impl Into<Vec<PgParam>>) -> Self {
+        Self { text, values: values.into(), is_at_most_one: false }
     }
 
     /// Declares that the answer has at most one row.
-    pub(super) fn for_one(self) -> Self {
-        Self { is_for_one: true, ..self }
+    pub(super) fn at_most_one(self) -> Self {
+        Self { is_at_most_one: true, ..self }
     }
 
     /// Sends the statement and returns its rows.
     pub(super) async fn send(
         &self,
         connection: &mut PgConnection,
-        manner: Manner,
+        query_mode: QueryMode,
     ) -> Result<Vec<PgRow>, sqlx::Error> {
-        match manner {
-            Manner::Prepared if self.is_for_one => {
+        match query_mode {
+            QueryMode::Prepared if self.is_at_most_one => {
                 let row = self.query().fetch_optional(connection).await?;
                 Ok(Vec::from_iter(row))
             }
-            Manner::Prepared => self.query().fetch_all(connection).await,
-            Manner::Plain { patience } => {
+            QueryMode::Prepared => self.query().fetch_all(connection).await,
+            QueryMode::Simple { lock_timeout } => {
                 // Two statements in one message are one transaction. The first completes before the
                 // second waits for anything. Its setting ends with that transaction, so it does not
                 // reach a pooler's next client.
-                let patience = patience.as_millis().max(1);
-                let text = format!("SET LOCAL lock_timeout = {patience}; {}", self.plain());
+                let lock_timeout = lock_timeout.as_millis().max(1);
+                let text = format!("SET LOCAL lock_timeout = {lock_timeout}; {}", self.inlined());
                 connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
             }
         }
@@ -84,42 +84,42 @@ impl<'a> Statement<'a> {
     /// Returns the statement with bound values.
     pub(super) fn query(&self) -> Query<'_, Postgres, PgArguments> {
         self.values.iter().fold(query(self.text.safe()), |query, value| match value {
-            Value::Bytes(bytes) => query.bind(bytes),
-            Value::MaybeBytes(bytes) => query.bind(bytes),
-            Value::Number(number) => query.bind(number),
-            Value::Word(word) => query.bind(word),
-            Value::ManyBytes(many) => query.bind(many),
-            Value::Numbers(numbers) => query.bind(numbers),
+            PgParam::Bytes(bytes) => query.bind(bytes),
+            PgParam::MaybeBytes(bytes) => query.bind(bytes),
+            PgParam::Number(number) => query.bind(number),
+            PgParam::Identifier(payload) => query.bind(payload),
+            PgParam::ManyBytes(many) => query.bind(many),
+            PgParam::Numbers(numbers) => query.bind(numbers),
         })
     }
 
     /// Returns the statement as text that contains its values.
-    pub(super) fn plain(&self) -> String {
-        let mut plain = String::with_capacity(self.text.as_str().len() * 2);
+    pub(super) fn inlined(&self) -> String {
+        let mut inlined = String::with_capacity(self.text.as_str().len() * 2);
         let mut parts = self.text.as_str().split('$');
-        plain.push_str(parts.next().unwrap_or_default());
+        inlined.push_str(parts.next().unwrap_or_default());
         for part in parts {
             let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
             let (number, rest) = part.split_at(digits);
             let number: usize = number.parse().expect("the statements have no other use for a $");
-            self.values[number - 1].write_to(&mut plain);
-            plain.push_str(rest);
+            self.values[number - 1].write_to(&mut inlined);
+            inlined.push_str(rest);
         }
-        plain
+        inlined
     }
 }
 
-impl Value {
+impl PgParam {
     fn write_to(&self, text: &mut String) {
         match self {
             Self::Bytes(bytes) => write_bytes(text, bytes),
             Self::MaybeBytes(Some(bytes)) => write_bytes(text, bytes),
             Self::MaybeBytes(None) => text.push_str("NULL"),
             Self::Number(number) => write_number(text, *number),
-            Self::Word(word) => {
-                debug_assert!(word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'));
+            Self::Identifier(payload) => {
+                debug_assert!(payload.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'));
                 text.push('\'');
-                text.push_str(word);
+                text.push_str(payload);
                 text.push('\'');
             }
             Self::ManyBytes(many) => {
@@ -163,22 +163,22 @@ fn write_array<T>(text: &mut String, items: &[T], write: impl Fn(&mut String, &T
 mod tests {
     use super::*;
     use crate::postgres::config::TableNames;
-    use crate::postgres::sql::Texts;
+    use crate::postgres::sql::PgStatements;
 
     #[test]
-    fn plain_text_has_its_values_in_it() {
+    fn simple_queries_contain_their_values() {
         let names = TableNames { schema: "public".to_owned(), prefix: "lock_registry".to_owned() };
-        let texts = Texts::new(&names);
+        let texts = PgStatements::new(&names);
         let values = [
-            Value::ManyBytes(vec![vec![0, 255], b"';--".to_vec()]),
-            Value::ManyBytes(vec![]),
-            Value::Numbers(vec![-1, 2]),
+            PgParam::ManyBytes(vec![vec![0, 255], b"';--".to_vec()]),
+            PgParam::ManyBytes(vec![]),
+            PgParam::Numbers(vec![-1, 2]),
         ];
-        let plain = Statement::new(&texts.renew, values).plain();
-        assert!(!plain.contains('$') && !plain.contains(';'), "{plain}");
+        let inlined = BoundStatement::new(&texts.renew, values).inlined();
+        assert!(!inlined.contains('$') && !inlined.contains(';'), "{inlined}");
         assert!(
-            plain.contains(r"ARRAY[E'\\x00ff',E'\\x273b2d2d']::bytea[], ARRAY[]::bytea[], ARRAY[(-1),(2)]::bigint[]"),
-            "{plain}"
+            inlined.contains(r"ARRAY[E'\\x00ff',E'\\x273b2d2d']::bytea[], ARRAY[]::bytea[], ARRAY[(-1),(2)]::bigint[]"),
+            "{inlined}"
         );
     }
 }

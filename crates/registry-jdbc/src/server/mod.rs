@@ -1,12 +1,12 @@
-//! Machinery that the stores for database servers share, whatever their SQL dialect. Contains no
+//! Components that the stores for database servers share, whatever their SQL dialect. Contains no
 //! SQL. Used by `postgres` and `mysql`.
 
 mod encryption;
-mod hands;
+mod connection_actor;
 mod recent_rows;
 mod pool;
 mod row_id;
-mod runs;
+mod token_reservation;
 mod session;
 mod sessions;
 // Locks in the table of another program.
@@ -14,17 +14,17 @@ pub(crate) mod spring;
 
 pub use encryption::Encryption;
 #[cfg(feature = "postgres")]
-pub(crate) use pool::Greet;
-pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
+pub(crate) use pool::AfterConnect;
+pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection};
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
-#[cfg(feature = "mysql")]
-pub(crate) use runs::Taken;
-pub(crate) use runs::Terms;
-pub(crate) use session::{Failure, Session, Took, Wire};
+pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use sessions::RowLocksExhausted;
-pub(crate) use sessions::{Place, Places, Sessions};
+pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
 pub use spring::SpringTable;
+#[cfg(feature = "mysql")]
+pub(crate) use token_reservation::SessionGrant;
+pub(crate) use token_reservation::TokenPlan;
 
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
 /// wait for a row. So no client acts on what it read of a key before the key's row was deleted.

@@ -1,7 +1,7 @@
 //! A connection pool for statements that are transactions of their own.
 //!
 //! sqlx's pool is unsuitable. It pings the server, from a separate task, each time that a
-//! connection is returned. It also takes back connections whose last use was cancelled, with any
+//! connection is returned. It also reuses connections whose last use was cancelled, with any
 //! open transaction. Here a caller returns a connection explicitly after complete use; every other
 //! connection is closed. So a forgotten transaction cannot undo a grant.
 
@@ -18,9 +18,9 @@ use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout};
 
 /// The purpose of a connection. Renewals and releases each have a reserved connection, which no
-/// acquisition can take.
+/// acquisition can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Errand {
+pub(crate) enum ConnectionUse {
     Acquire,
     /// With the shortest lease of the claims.
     Renew(Duration),
@@ -33,55 +33,57 @@ pub(crate) struct PoolLimits {
     /// releases.
     pub(crate) connections: u32,
     /// The time limit for connecting.
-    pub(crate) connect: Duration,
+    pub(crate) connect_timeout: Duration,
     /// The time limit for a connection to become free.
-    pub(crate) patience: Duration,
+    pub(crate) acquire_timeout: Duration,
     /// The time limit for an answer.
-    pub(crate) answer: Duration,
+    pub(crate) response_timeout: Duration,
     /// How long a statement may wait for a row on the server.
-    pub(crate) row: Duration,
+    pub(crate) row_lock_timeout: Duration,
 }
 
 impl PoolLimits {
     /// Returns the time without an answer after which the connection is probably half open. A
     /// renewal does not wait for rows, and several attempts must fit into the rest of the lease.
-    fn doubt_after(&self, errand: Errand) -> Duration {
-        let doubt = match errand {
-            Errand::Renew(lease) => lease / DOUBT_PART_OF_LEASE,
-            Errand::Acquire | Errand::Release => self.row.saturating_add(DOUBT_AFTER),
+    fn late_after(&self, connection_use: ConnectionUse) -> Duration {
+        let late_after = match connection_use {
+            ConnectionUse::Renew(lease) => lease / LATE_LEASE_DIVISOR,
+            ConnectionUse::Acquire | ConnectionUse::Release => {
+                self.row_lock_timeout.saturating_add(LATE_AFTER)
+            }
         };
-        doubt.min(self.answer)
+        late_after.min(self.response_timeout)
     }
 }
 
 /// The reason why no connection is available. No statement was sent.
 #[derive(Debug)]
-pub(crate) enum Refusal {
+pub(crate) enum PoolError {
     /// All connections are busy.
     Exhausted,
     /// The server did not answer within the time limit.
-    Silent,
+    TimedOut,
     /// The server or the network returned an error.
     Sqlx(sqlx::Error),
 }
 
 /// Connections with the same options.
-pub(crate) struct Pool<C: Connection> {
+pub(crate) struct ConnectionPool<C: Connection> {
     options: C::Options,
     limits: PoolLimits,
-    greet: Option<Greet<C>>,
+    after_connect: Option<AfterConnect<C>>,
     /// The most recently returned connection is last.
     idle: Mutex<Vec<Idle<C>>>,
-    all: Semaphore,
+    permits: Semaphore,
     for_renewals: Semaphore,
     for_releases: Semaphore,
     /// For connections that are probably half open. Each exchanges its permit for one of these, so
     /// that a new connection can use the first one.
-    doubtful: Semaphore,
+    half_open_permits: Semaphore,
 }
 
 /// Prepares a new connection before its first use.
-pub(crate) type Greet<C> =
+pub(crate) type AfterConnect<C> =
     Box<dyn for<'c> Fn(&'c mut C) -> BoxFuture<'c, Result<(), sqlx::Error>> + Send + Sync>;
 
 struct Idle<C> {
@@ -89,7 +91,7 @@ struct Idle<C> {
     since: Instant,
 }
 
-impl<C: Connection> Pool<C> {
+impl<C: Connection> ConnectionPool<C> {
     /// Creates the pool without connecting.
     pub(crate) fn new(options: C::Options, limits: PoolLimits) -> Self {
         let connections = usize::try_from(limits.connections).unwrap_or(1).max(1);
@@ -97,49 +99,55 @@ impl<C: Connection> Pool<C> {
         Self {
             options,
             limits,
-            greet: None,
+            after_connect: None,
             idle: Mutex::default(),
-            all: Semaphore::new(connections),
+            permits: Semaphore::new(connections),
             for_renewals: Semaphore::new(1),
             for_releases: Semaphore::new(1),
-            doubtful: Semaphore::new(connections + KEPT),
+            half_open_permits: Semaphore::new(connections + RESERVED),
         }
     }
 
     /// Sets what prepares each new connection.
-    pub(crate) fn with_greeting(mut self, greet: Greet<C>) -> Self {
-        self.greet = Some(greet);
+    pub(crate) fn with_after_connect(mut self, after_connect: AfterConnect<C>) -> Self {
+        self.after_connect = Some(after_connect);
         self
     }
 
-    /// Returns a connection for `errand`. Waits for a free one.
-    pub(crate) async fn enter(&self, errand: Errand) -> Result<Seat<'_, C>, Refusal> {
-        let permit = timeout(self.limits.patience, self.permit(errand))
+    /// Returns a connection for `connection_use`. Waits for a free one.
+    pub(crate) async fn acquire(
+        &self,
+        connection_use: ConnectionUse,
+    ) -> Result<PooledConnection<'_, C>, PoolError> {
+        let permit = timeout(self.limits.acquire_timeout, self.permit(connection_use))
             .await
-            .map_err(|_| Refusal::Exhausted)?;
+            .map_err(|_| PoolError::Exhausted)?;
         if let Some(idle) = self.pop() {
             let mut connection = idle.connection;
             // Firewalls drop idle connections without a notification.
-            if idle.since.elapsed() < SILENCE_MAX
+            if idle.since.elapsed() < PING_AFTER_IDLE
                 || matches!(timeout(PING_LIMIT, connection.ping()).await, Ok(Ok(())))
             {
-                return Ok(Seat::new(self, errand, permit, connection, true));
+                return Ok(PooledConnection::new(self, connection_use, permit, connection, true));
             }
             // The other connections have been idle for longer. Without an answer, pinging each
             // would take too long.
             self.close_idle();
         }
-        self.connect(errand, permit).await
+        self.connect(connection_use, permit).await
     }
 
-    /// Returns a new connection for `errand`. Closes the idle ones, because the caller has found
-    /// one of them broken.
-    pub(crate) async fn enter_anew(&self, errand: Errand) -> Result<Seat<'_, C>, Refusal> {
+    /// Returns a new connection for `connection_use`. Closes the idle ones, because the caller has
+    /// found one of them broken.
+    pub(crate) async fn acquire_new(
+        &self,
+        connection_use: ConnectionUse,
+    ) -> Result<PooledConnection<'_, C>, PoolError> {
         self.close_idle();
-        let permit = timeout(self.limits.patience, self.permit(errand))
+        let permit = timeout(self.limits.acquire_timeout, self.permit(connection_use))
             .await
-            .map_err(|_| Refusal::Exhausted)?;
-        self.connect(errand, permit).await
+            .map_err(|_| PoolError::Exhausted)?;
+        self.connect(connection_use, permit).await
     }
 
     /// Closes the idle connections.
@@ -157,37 +165,39 @@ impl<C: Connection> Pool<C> {
         }
     }
 
-    async fn permit(&self, errand: Errand) -> SemaphorePermit<'_> {
+    async fn permit(&self, connection_use: ConnectionUse) -> SemaphorePermit<'_> {
         const OPEN: &str = "no semaphore of a pool is ever closed";
-        let all = self.all.acquire();
-        let kept = match errand {
-            Errand::Acquire => return all.await.expect(OPEN),
-            Errand::Renew(_) => &self.for_renewals,
-            Errand::Release => &self.for_releases,
+        let all = self.permits.acquire();
+        let reserved = match connection_use {
+            ConnectionUse::Acquire => return all.await.expect(OPEN),
+            ConnectionUse::Renew(_) => &self.for_renewals,
+            ConnectionUse::Release => &self.for_releases,
         };
         tokio::select! {
             biased;
             permit = all => permit.expect(OPEN),
-            permit = kept.acquire() => permit.expect(OPEN),
+            permit = reserved.acquire() => permit.expect(OPEN),
         }
     }
 
     async fn connect<'a>(
         &'a self,
-        errand: Errand,
+        connection_use: ConnectionUse,
         permit: SemaphorePermit<'a>,
-    ) -> Result<Seat<'a, C>, Refusal> {
-        let greeted = async {
+    ) -> Result<PooledConnection<'a, C>, PoolError> {
+        let connecting = async {
             let mut connection = C::connect_with(&self.options).await?;
-            if let Some(greet) = &self.greet {
-                greet(&mut connection).await?;
+            if let Some(after_connect) = &self.after_connect {
+                after_connect(&mut connection).await?;
             }
             Ok(connection)
         };
-        match timeout(self.limits.connect, greeted).await {
-            Ok(Ok(connection)) => Ok(Seat::new(self, errand, permit, connection, false)),
-            Ok(Err(error)) => Err(Refusal::Sqlx(error)),
-            Err(_) => Err(Refusal::Silent),
+        match timeout(self.limits.connect_timeout, connecting).await {
+            Ok(Ok(connection)) => {
+                Ok(PooledConnection::new(self, connection_use, permit, connection, false))
+            }
+            Ok(Err(error)) => Err(PoolError::Sqlx(error)),
+            Err(_) => Err(PoolError::TimedOut),
         }
     }
 
@@ -211,40 +221,40 @@ impl<C: Connection> Pool<C> {
 }
 
 // Implemented manually: the options contain a password and print it.
-impl<C: Connection> fmt::Debug for Pool<C> {
+impl<C: Connection> fmt::Debug for ConnectionPool<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool")
+        f.debug_struct("ConnectionPool")
             .field("limits", &self.limits)
             .field("idle", &self.idle().len())
             .finish_non_exhaustive()
     }
 }
 
-/// A connection in use. Dropping it closes the connection; [`leave`](Self::leave) returns it to the
-/// pool.
-pub(crate) struct Seat<'a, C: Connection> {
-    pool: &'a Pool<C>,
-    errand: Errand,
+/// A connection in use. Dropping it closes the connection; [`release`](Self::release) returns it to
+/// the pool.
+pub(crate) struct PooledConnection<'a, C: Connection> {
+    pool: &'a ConnectionPool<C>,
+    connection_use: ConnectionUse,
     connection: C,
     was_idle: bool,
     permit: SemaphorePermit<'a>,
 }
 
-impl<'a, C: Connection> Seat<'a, C> {
+impl<'a, C: Connection> PooledConnection<'a, C> {
     fn new(
-        pool: &'a Pool<C>,
-        errand: Errand,
+        pool: &'a ConnectionPool<C>,
+        connection_use: ConnectionUse,
         permit: SemaphorePermit<'a>,
         connection: C,
         was_idle: bool,
     ) -> Self {
-        Self { pool, errand, connection, was_idle, permit }
+        Self { pool, connection_use, connection, was_idle, permit }
     }
 
-    /// Returns the connection, and a watch for the answer to a statement on it.
-    pub(crate) fn ask(&mut self) -> (&mut C, Watch<'a, '_, C>) {
-        let Self { pool, errand, connection, permit, .. } = self;
-        (connection, Watch { pool: *pool, errand: *errand, permit })
+    /// Returns the connection, and a timer for the response to a statement on it.
+    pub(crate) fn split(&mut self) -> (&mut C, ResponseTimer<'a, '_, C>) {
+        let Self { pool, connection_use, connection, permit, .. } = self;
+        (connection, ResponseTimer { pool: *pool, connection_use: *connection_use, permit })
     }
 
     /// Returns whether the connection was idle before, so that it may have broken meanwhile.
@@ -254,7 +264,7 @@ impl<'a, C: Connection> Seat<'a, C> {
 
     /// Returns the connection to the pool. All statements must have been answered, and no
     /// transaction may be open.
-    pub(crate) fn leave(self) {
+    pub(crate) fn release(self) {
         self.pool.push(self.connection);
         // Released last, so that the next caller finds the connection.
         drop(self.permit);
@@ -262,34 +272,34 @@ impl<'a, C: Connection> Seat<'a, C> {
 }
 
 /// Waits for one answer.
-pub(crate) struct Watch<'a, 's, C: Connection> {
-    pool: &'a Pool<C>,
-    errand: Errand,
+pub(crate) struct ResponseTimer<'a, 's, C: Connection> {
+    pool: &'a ConnectionPool<C>,
+    connection_use: ConnectionUse,
     permit: &'s mut SemaphorePermit<'a>,
 }
 
-impl<C: Connection> Watch<'_, '_, C> {
-    /// Waits for `answer` up to the time limit. Returns `None` if the server did not answer.
+impl<C: Connection> ResponseTimer<'_, '_, C> {
+    /// Waits for `response` up to the time limit. Returns `None` if the server did not answer.
     ///
     /// After a shorter time it assumes that the connection is half open. The idle connections are
     /// as old, so it closes them, and it permits one more connection in place of this one. So a
     /// repeated renewal does not meet one half-open connection after the other.
-    pub(crate) async fn answered<T>(self, answer: impl Future<Output = T>) -> Option<T> {
+    pub(crate) async fn wait_for<T>(self, response: impl Future<Output = T>) -> Option<T> {
         let limits = &self.pool.limits;
-        let doubt = limits.doubt_after(self.errand);
-        let mut answer = pin!(answer);
-        if let Ok(answer) = timeout(doubt, &mut answer).await {
-            return Some(answer);
+        let late_after = limits.late_after(self.connection_use);
+        let mut response = pin!(response);
+        if let Ok(response) = timeout(late_after, &mut response).await {
+            return Some(response);
         }
         self.pool.close_idle();
-        if let Ok(permit) = self.pool.doubtful.try_acquire() {
+        if let Ok(permit) = self.pool.half_open_permits.try_acquire() {
             *self.permit = permit;
         }
-        timeout(limits.answer.saturating_sub(doubt), answer).await.ok()
+        timeout(limits.response_timeout.saturating_sub(late_after), response).await.ok()
     }
 }
 
-impl<C: Connection> Deref for Seat<'_, C> {
+impl<C: Connection> Deref for PooledConnection<'_, C> {
     type Target = C;
 
     fn deref(&self) -> &C {
@@ -297,27 +307,27 @@ impl<C: Connection> Deref for Seat<'_, C> {
     }
 }
 
-impl<C: Connection> DerefMut for Seat<'_, C> {
+impl<C: Connection> DerefMut for PooledConnection<'_, C> {
     fn deref_mut(&mut self) -> &mut C {
         &mut self.connection
     }
 }
 
 /// The idle time after which a connection is pinged before use.
-const SILENCE_MAX: Duration = Duration::from_secs(30);
+const PING_AFTER_IDLE: Duration = Duration::from_secs(30);
 
 /// The time limit for a ping or for closing a connection.
 const PING_LIMIT: Duration = Duration::from_secs(1);
 
 /// The time after which an answer is late, in addition to the wait for a row.
-const DOUBT_AFTER: Duration = Duration::from_millis(500);
+const LATE_AFTER: Duration = Duration::from_millis(500);
 
 /// The answer to a renewal is late after the lease divided by this number, which is before the
 /// engine repeats the renewal.
-const DOUBT_PART_OF_LEASE: u32 = 8;
+const LATE_LEASE_DIVISOR: u32 = 8;
 
 /// The number of connections that are reserved for renewals and releases.
-const KEPT: usize = 2;
+const RESERVED: usize = 2;
 
 /// The idle time after which a connection is closed.
 const IDLE_MAX: Duration = Duration::from_secs(300);

@@ -1,4 +1,4 @@
-//! Remembers what this store has recently learnt about rows. It is only a guess at the server's
+//! Remembers recent properties of rows. It is only a guess at the server's
 //! state: callers must verify it with the server.
 
 use std::collections::HashSet;
@@ -15,7 +15,7 @@ impl RecentRows {
     /// The maximum number of remembered rows. Forgetting a row only slows its next grant.
     const MAX: usize = 4_096;
 
-    pub(crate) fn note(&self, id: RowId) {
+    pub(crate) fn insert(&self, id: RowId) {
         let mut rows = self.rows();
         if rows.len() >= Self::MAX {
             rows.clear();
@@ -23,8 +23,8 @@ impl RecentRows {
         rows.insert(id);
     }
 
-    /// Removes the row, and returns whether it was noted.
-    pub(crate) fn take(&self, id: RowId) -> bool {
+    /// Removes the row, and returns whether it was remembered.
+    pub(crate) fn remove(&self, id: RowId) -> bool {
         self.rows().remove(&id)
     }
 
@@ -40,15 +40,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_noted_is_known_once_and_of_limited_number() {
+    fn a_row_is_remembered_once_and_their_number_is_limited() {
         let rows = RecentRows::default();
-        let row = |number: usize| RowId::of("", &Key::new(&number.to_string()).unwrap());
-        assert!(!rows.take(row(0)));
+        let row = |number: usize| RowId::new("", &Key::new(&number.to_string()).unwrap());
+        assert!(!rows.remove(row(0)));
         for number in 0..=RecentRows::MAX {
-            rows.note(row(number));
+            rows.insert(row(number));
             assert!(rows.rows().len() <= RecentRows::MAX);
         }
-        assert!(rows.take(row(RecentRows::MAX)));
-        assert!(!rows.take(row(RecentRows::MAX)));
+        assert!(rows.remove(row(RecentRows::MAX)));
+        assert!(!rows.remove(row(RecentRows::MAX)));
     }
 }

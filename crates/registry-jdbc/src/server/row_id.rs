@@ -9,7 +9,7 @@ use sha2::{Digest as _, Sha256};
 pub(crate) struct RowId([u8; 32]);
 
 impl RowId {
-    pub(crate) fn of(namespace: &str, key: &Key) -> Self {
+    pub(crate) fn new(namespace: &str, key: &Key) -> Self {
         // The length prefix ensures that different pairs are different bytes.
         let length = u64::try_from(namespace.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
@@ -21,7 +21,7 @@ impl RowId {
 
     /// Returns the id of the native row for another program's lock `name`, in the part `part` of
     /// its table. It never equals the id of a native lock.
-    pub(crate) fn beside(part: &str, name: &str) -> Self {
+    pub(crate) fn for_foreign_lock(part: &str, name: &str) -> Self {
         let length = u64::try_from(part.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
             // No namespace has this length.
@@ -34,7 +34,7 @@ impl RowId {
 
     /// Returns a short hash of a namespace, for uses in which a collision is harmless.
     #[cfg(feature = "postgres")]
-    pub(crate) fn of_namespace(namespace: &str) -> [u8; 8] {
+    pub(crate) fn namespace_hash(namespace: &str) -> [u8; 8] {
         let mut short = [0; 8];
         short.copy_from_slice(&Sha256::digest(namespace)[..8]);
         short
@@ -42,7 +42,7 @@ impl RowId {
 
     /// Returns the number of the lock's advisory lock.
     #[cfg(feature = "postgres")]
-    pub(crate) fn number(self) -> i64 {
+    pub(crate) fn advisory_lock_key(self) -> i64 {
         let mut number = [0; 8];
         number.copy_from_slice(&self.0[..8]);
         i64::from_be_bytes(number)
@@ -50,7 +50,7 @@ impl RowId {
 
     /// Returns the mark of a transaction that holds this lock. A collision costs only a wait.
     #[cfg(feature = "postgres")]
-    pub(crate) fn mark(self) -> i64 {
+    pub(crate) fn transaction_mark(self) -> i64 {
         let mut mark = [0; 8];
         mark.copy_from_slice(&self.0[8..16]);
         i64::from_be_bytes(mark)
@@ -72,7 +72,7 @@ impl RowId {
 
     /// Returns a short id for notifications. A collision costs only a check of the lock.
     #[cfg(feature = "postgres")]
-    pub(crate) fn short(self) -> [u8; 16] {
+    pub(crate) fn notification_id(self) -> [u8; 16] {
         let mut short = [0; 16];
         short.copy_from_slice(&self.0[..16]);
         short
@@ -84,9 +84,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_where_other_versions_look_for_them() {
+    fn row_ids_are_the_same_in_all_versions() {
         let hex = |namespace, key| {
-            let id = RowId::of(namespace, &Key::new(key).unwrap());
+            let id = RowId::new(namespace, &Key::new(key).unwrap());
             id.bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>()
         };
         // sha256 of: 00 00 00 00 00 00 00 07 "default" "orders/42"

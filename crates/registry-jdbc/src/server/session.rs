@@ -1,12 +1,12 @@
 //! Locks that last as long as a connection. A session has one connection for all of its locks. A
 //! backend has either one session, or, see `sessions`, one for each lock. Contains no SQL, see
-//! [`Wire`].
+//! [`SessionProtocol`].
 //!
-//! The connection actor in `hands` runs one command at a time and completes each command that it
-//! has started. So a dropped caller leaves no partial exchange on the connection. The server counts
-//! no leases here, so the actor's task does: it releases a lock that is not renewed in time. While
-//! a lock is held, the task regularly checks on the server that the session still exists. If it
-//! does not, all locks are lost, and their holders are notified at once.
+//! The connection actor in `connection_actor` runs one command at a time and completes each command
+//! that it has started. So a dropped caller leaves no partial exchange on the connection. The
+//! server counts no leases here, so the actor's task does: it releases a lock that is not renewed
+//! in time. While a lock is held, the task regularly checks on the server that the session still
+//! exists. If it does not, all locks are lost, and their holders are notified at once.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -25,56 +25,58 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use super::PURGE_AFTER_MIN;
-use super::hands::{self, Begun, Desk as _, Errand, Hands, Here};
-use super::runs::{Runs, Taken, Terms};
+use super::connection_actor::{
+    self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
+};
+use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
 use crate::mutant::{Mutant, mutated};
 
 /// The statements that a session sends.
-pub(crate) trait Wire: Send + Sync + 'static {
+pub(crate) trait SessionProtocol: Send + Sync + 'static {
     type Connection: Send;
 
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Takes the lock, which this session does not hold, if it is free. Writes the row, unless the
-    /// terms permit otherwise. Unless the lock is granted or the session is over, the session does
-    /// not hold it afterwards.
+    /// Acquires the lock, which this session does not hold, if it is free. Writes the row, unless
+    /// the plan permits otherwise. Unless the lock is granted or the session is over, the session
+    /// does not hold it afterwards.
     ///
     /// Does not wait for a row that another transaction has locked: all locks of the session would
     /// wait with it.
-    fn take(
+    fn try_acquire(
         &self,
         connection: &mut Self::Connection,
         claim: &Claim,
-        terms: &Terms,
-    ) -> impl Future<Output = Result<Took, Failure>> + Send;
+        plan: &TokenPlan,
+    ) -> impl Future<Output = Result<LockAttempt, SessionFailure>> + Send;
 
-    /// Releases the lock. If that fails the session is over, because no other client could take the
-    /// lock while the session exists.
-    fn give_back(
+    /// Releases the lock. If that fails the session is over, because no other client could acquire
+    /// the lock while the session exists.
+    fn unlock(
         &self,
         connection: &mut Self::Connection,
         key: &Key,
-    ) -> impl Future<Output = Result<(), Failure>> + Send;
+    ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
 
     /// Checks that the session still exists.
-    fn look(
+    fn check_session(
         &self,
         connection: &mut Self::Connection,
-    ) -> impl Future<Output = Result<(), Failure>> + Send;
+    ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
 
     /// Ensures that the row of a held lock exists and contains the claim and its token. The row may
-    /// have been purged, or it may contain `noted`, the earlier claim that reserved the token.
-    fn keep(
+    /// have been purged, or it may contain `row_claim`, the earlier claim that reserved the token.
+    fn ensure_row(
         &self,
         connection: &mut Self::Connection,
         claim: &Claim,
         token: FencingToken,
-        noted: ClaimId,
-    ) -> impl Future<Output = Result<(), Failure>> + Send;
+        row_claim: ClaimId,
+    ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
 
-    /// Takes a connection without locks, or returns it to the session.
-    fn spare(&self, connection: Self::Connection) -> Option<Self::Connection> {
+    /// Receives a connection without locks, and may return it to the session.
+    fn recycle(&self, connection: Self::Connection) -> Option<Self::Connection> {
         Some(connection)
     }
 
@@ -82,23 +84,23 @@ pub(crate) trait Wire: Send + Sync + 'static {
     fn name(&self, key: &Key) -> Vec<u8>;
 
     /// Returns the error for an answer that did not arrive in time.
-    fn silent(&self) -> BackendError;
+    fn timed_out(&self) -> BackendError;
 
     /// Returns the error for a session whose task has ended.
     fn closed(&self) -> BackendError;
 
     /// Returns the error for an acquisition that was not sent, because the connection was busy with
     /// other statements for too long.
-    fn overdue(&self) -> BackendError;
+    fn queue_timed_out(&self) -> BackendError;
 
     /// Returns the time limit for an answer.
-    fn answer_limit(&self) -> Duration;
+    fn response_timeout(&self) -> Duration;
 }
 
 /// What an attempt returned.
 #[derive(Debug)]
-pub(crate) enum Took {
-    Grant(Taken),
+pub(crate) enum LockAttempt {
+    Grant(SessionGrant),
     /// Another client holds the lock. The time that its lease has left, if the server returned it.
     Busy(Option<Duration>),
     /// Another transaction has locked the row, so it is not known whether the lock is free. The
@@ -108,62 +110,68 @@ pub(crate) enum Took {
 
 /// The effect of a failed command.
 #[derive(Debug)]
-pub(crate) enum Failure {
-    /// The server refused the command. Nothing was taken or released, and the session continues.
-    Answered(BackendError),
+pub(crate) enum SessionFailure {
+    /// The server refused the command. Nothing was acquired or released, and the session continues.
+    Rejected(BackendError),
     /// The session is over.
     Broken(BackendError),
 }
 
-impl Failure {
+impl SessionFailure {
     /// Returns the failure of a command without which the session cannot continue.
     pub(crate) fn into_broken(self) -> Self {
         match self {
-            Self::Answered(error) | Self::Broken(error) => Self::Broken(error),
+            Self::Rejected(error) | Self::Broken(error) => Self::Broken(error),
         }
     }
 }
 
 /// The locks of one connection.
-pub(crate) struct Session<W: Wire> {
-    wire: Arc<W>,
-    hints: Arc<Hints>,
-    desk: Mutex<Option<Attended<W>>>,
+pub(crate) struct SqlSession<P: SessionProtocol> {
+    protocol: Arc<P>,
+    subscribers: Arc<InvalidationSubscribers>,
+    actor: Mutex<Option<ActorHandle<P>>>,
     /// Whether a lock is held.
-    holds: Arc<AtomicBool>,
+    has_locks: Arc<AtomicBool>,
 }
 
 /// The connection actor, its queues and its task.
-struct Attended<W: Wire> {
-    hands: Arc<Hands<Desk<W>>>,
-    commands: Commands,
-    work: JoinHandle<()>,
+struct ActorHandle<P: SessionProtocol> {
+    actor: Arc<ConnectionActor<SessionState<P>>>,
+    commands: CommandSenders,
+    task: JoinHandle<()>,
 }
 
 /// The receivers of loss notifications: registries, each with its runtime.
 #[derive(Default)]
-pub(super) struct Hints(Mutex<Vec<(Invalidations, Option<Handle>)>>);
+pub(super) struct InvalidationSubscribers(Mutex<Vec<(Invalidations, Option<Handle>)>>);
 
-impl<W: Wire> Session<W> {
+impl<P: SessionProtocol> SqlSession<P> {
     /// Creates the session without connecting.
-    pub(crate) fn new(wire: W) -> Self {
-        Self::of(Arc::new(wire), Arc::default())
+    pub(crate) fn new(protocol: P) -> Self {
+        Self::with_subscribers(Arc::new(protocol), Arc::default())
     }
 
-    /// Creates one of several sessions with the same wire.
-    pub(super) fn of(wire: Arc<W>, hints: Arc<Hints>) -> Self {
-        Self { wire, hints, desk: Mutex::default(), holds: Arc::default() }
+    /// Creates one of several sessions with the same protocol.
+    pub(super) fn with_subscribers(
+        protocol: Arc<P>,
+        subscribers: Arc<InvalidationSubscribers>,
+    ) -> Self {
+        Self { protocol, subscribers, actor: Mutex::default(), has_locks: Arc::default() }
     }
 
-    /// Tries to take the lock. Retries for a short time while another transaction has the row
-    /// locked, as a purge does; between two tries the connection is free for other statements.
-    pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mut pauses = ROW_PAUSES.iter();
+    /// Tries to acquire the lock. Retries for a short time while another transaction has the row
+    /// locked, as a purge does; between two attempts the connection is free for other statements.
+    pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let mut pauses = ROW_LOCK_PAUSES.iter();
         loop {
-            let (claim, asked_at) = (claim.clone(), Instant::now());
-            match self.ask(|reply| Command::Take { claim, asked_at, reply }).await?? {
-                Answered::Attempt(attempt) => return Ok(attempt),
-                Answered::RowLocked(error) => match pauses.next() {
+            let (claim, requested_at) = (claim.clone(), Instant::now());
+            match self
+                .request(|reply| SessionCommand::Acquire { claim, requested_at, reply })
+                .await??
+            {
+                AcquireResponse::Attempt(attempt) => return Ok(attempt),
+                AcquireResponse::RowLocked(error) => match pauses.next() {
                     Some(pause) => self.pause(*pause).await,
                     None => return Err(error),
                 },
@@ -174,141 +182,143 @@ impl<W: Wire> Session<W> {
     /// Sleeps by the timer of the session's runtime: the caller's runtime may end while another one
     /// polls this.
     fn pause(&self, pause: Duration) -> Sleep {
-        let home = self.home();
-        let _home = home.enter();
+        let runtime = self.runtime();
+        let _runtime = runtime.enter();
         sleep(pause)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let wanted = claims.to_vec();
-        match self.ask(|reply| Command::Renew { claims: wanted, reply }).await {
-            Ok(answers) => answers.into_iter().map(Ok).collect(),
-            Err(_) => claims.iter().map(|_| Err(self.wire.closed())).collect(),
+        let owned = claims.to_vec();
+        match self.request(|reply| SessionCommand::Renew { claims: owned, reply }).await {
+            Ok(responses) => responses.into_iter().map(Ok).collect(),
+            Err(_) => claims.iter().map(|_| Err(self.protocol.closed())).collect(),
         }
     }
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let claim = claim.clone();
-        self.ask(|reply| Command::Release { claim, reply }).await
+        self.request(|reply| SessionCommand::Release { claim, reply }).await
     }
 
     /// Ensures that a fence finds the row of the claim's lock. Returns false if the claim holds
     /// nothing.
-    pub(crate) async fn keep(&self, claim: &Claim) -> Result<bool, BackendError> {
+    pub(crate) async fn ensure_row(&self, claim: &Claim) -> Result<bool, BackendError> {
         let claim = claim.clone();
-        self.ask(|reply| Command::Keep { claim, reply }).await?
+        self.request(|reply| SessionCommand::EnsureRow { claim, reply }).await?
     }
 
-    pub(crate) fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.hints.add(hints);
+    pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.subscribers.add(invalidations);
     }
 
-    pub(super) fn holds(&self) -> bool {
-        self.holds.load(Ordering::Acquire)
+    pub(super) fn holds_locks(&self) -> bool {
+        self.has_locks.load(Ordering::Acquire)
     }
 
     /// Closes the session, unless it holds locks, which may belong to another registry. The next
     /// acquisition opens a new one.
     pub(crate) async fn close(&self) {
-        let commands = self.desk().as_ref().map(|desk| desk.commands.clone());
+        let commands = self.actor().as_ref().map(|actor| actor.commands.clone());
         let Some(commands) = commands else { return };
         let (reply, done) = oneshot::channel();
-        if commands.urgent.send(Command::Close { reply }).await.is_ok() {
+        if commands.urgent.send(SessionCommand::Close { reply }).await.is_ok() {
             let _ = done.await;
         }
     }
 
-    async fn ask<T>(
+    async fn request<T>(
         &self,
-        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+        command: impl FnOnce(oneshot::Sender<T>) -> SessionCommand,
     ) -> Result<T, BackendError> {
-        let (reply, answer) = oneshot::channel();
-        match self.begin(command(reply)) {
-            Begin::Here(mut here) => {
-                if let Some(answer) = poll_fn(|cx| here.poll(cx)).await {
-                    answer.tell();
+        let (reply, response) = oneshot::channel();
+        match self.dispatch(command(reply)) {
+            Dispatch::Inline(mut command) => {
+                if let Some(response) = poll_fn(|cx| command.poll(cx)).await {
+                    response.send();
                 }
             }
-            Begin::Ask(commands, command) => {
-                let sent = commands.line_of(&command).send(command).await;
-                sent.map_err(|_| self.wire.closed().as_refused())?;
+            Dispatch::Queue(commands, command) => {
+                let sent = commands.queue_for(&command).send(command).await;
+                sent.map_err(|_| self.protocol.closed().as_refused())?;
             }
         }
-        answer.await.map_err(|_| self.wire.closed())
+        response.await.map_err(|_| self.protocol.closed())
     }
 
     /// Starts the command. Opens a new connection actor if the runtime of the last one has ended.
-    fn begin(&self, command: Command) -> Begin<W> {
-        let mut desk = self.desk();
-        let attended = desk.get_or_insert_with(|| self.open());
-        let command = match attended.hands.begin(command, Desk::run) {
-            Begun::Here(here) => return Begin::Here(here),
-            Begun::Taken(command) => return Begin::Ask(attended.commands.clone(), command),
-            Begun::Gone(command) => command,
+    fn dispatch(&self, command: SessionCommand) -> Dispatch<P> {
+        let mut actor = self.actor();
+        let handle = actor.get_or_insert_with(|| self.open());
+        let command = match handle.actor.try_start(command, SessionState::run) {
+            StartOutcome::Inline(command) => return Dispatch::Inline(command),
+            StartOutcome::InUse(command) => {
+                return Dispatch::Queue(handle.commands.clone(), command);
+            }
+            StartOutcome::Closed(command) => command,
         };
-        *attended = self.open();
-        match attended.hands.begin(command, Desk::run) {
-            Begun::Here(here) => Begin::Here(here),
+        *handle = self.open();
+        match handle.actor.try_start(command, SessionState::run) {
+            StartOutcome::Inline(command) => Dispatch::Inline(command),
             // In a runtime that is about to end, the new task is gone too. Sending the command then
             // returns an error.
-            Begun::Taken(command) | Begun::Gone(command) => {
-                Begin::Ask(attended.commands.clone(), command)
+            StartOutcome::InUse(command) | StartOutcome::Closed(command) => {
+                Dispatch::Queue(handle.commands.clone(), command)
             }
         }
     }
 
-    fn open(&self) -> Attended<W> {
-        let (urgent, urgent_inbox) = mpsc::channel(QUEUE_MAX);
-        let (acquisitions, acquisitions_inbox) = mpsc::channel(QUEUE_MAX);
-        let commands = Commands { urgent, acquisitions };
-        let inbox = Inbox { urgent: urgent_inbox, acquisitions: acquisitions_inbox };
-        self.holds.store(false, Ordering::Release);
-        let desk = Desk {
-            wire: Arc::clone(&self.wire),
-            hints: Arc::clone(&self.hints),
+    fn open(&self) -> ActorHandle<P> {
+        let (urgent, urgent_queue) = mpsc::channel(QUEUE_MAX);
+        let (acquisitions, acquisitions_queue) = mpsc::channel(QUEUE_MAX);
+        let commands = CommandSenders { urgent, acquisitions };
+        let queue = CommandQueue { urgent: urgent_queue, acquisitions: acquisitions_queue };
+        self.has_locks.store(false, Ordering::Release);
+        let state = SessionState {
+            protocol: Arc::clone(&self.protocol),
+            subscribers: Arc::clone(&self.subscribers),
             connection: None,
             held: HashMap::new(),
-            runs: Runs::default(),
-            holds: Arc::clone(&self.holds),
-            look_at: None,
-            overdue_from: None,
+            reservations: TokenReservations::default(),
+            has_locks: Arc::clone(&self.has_locks),
+            check_at: None,
+            next_expiry: None,
         };
-        let home = self.home();
-        let hands = Arc::new(Hands::new(desk, home.clone()));
-        let work = home.spawn(attend(Attendance(Arc::clone(&hands)), inbox));
-        Attended { hands, commands, work }
+        let runtime = self.runtime();
+        let actor = Arc::new(ConnectionActor::new(state, runtime.clone()));
+        let task = runtime.spawn(run_actor(CloseOnDrop(Arc::clone(&actor)), queue));
+        ActorHandle { actor, commands, task }
     }
 
     /// Returns the runtime of a registry. A caller's runtime may end while locks that it took are
     /// still held.
-    fn home(&self) -> Handle {
-        self.hints.home().unwrap_or_else(Handle::current)
+    fn runtime(&self) -> Handle {
+        self.subscribers.runtime().unwrap_or_else(Handle::current)
     }
 
-    fn desk(&self) -> MutexGuard<'_, Option<Attended<W>>> {
-        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
+    fn actor(&self) -> MutexGuard<'_, Option<ActorHandle<P>>> {
+        self.actor.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// How a command is executed.
-enum Begin<W: Wire> {
+enum Dispatch<P: SessionProtocol> {
     /// The caller runs it.
-    Here(Here<Desk<W>>),
+    Inline(InlineCommand<SessionState<P>>),
     /// The actor's task runs it.
-    Ask(Commands, Command),
+    Queue(CommandSenders, SessionCommand),
 }
 
 /// The queues of a session's connection. Renewals and releases are sent before acquisitions: they
 /// cost a round trip each, while a lock that is not renewed in time is lost.
 #[derive(Clone)]
-struct Commands {
-    urgent: mpsc::Sender<Command>,
-    acquisitions: mpsc::Sender<Command>,
+struct CommandSenders {
+    urgent: mpsc::Sender<SessionCommand>,
+    acquisitions: mpsc::Sender<SessionCommand>,
 }
 
-impl Commands {
-    fn line_of(&self, command: &Command) -> &mpsc::Sender<Command> {
-        let is_acquisition = matches!(command, Command::Take { .. });
+impl CommandSenders {
+    fn queue_for(&self, command: &SessionCommand) -> &mpsc::Sender<SessionCommand> {
+        let is_acquisition = matches!(command, SessionCommand::Acquire { .. });
         if is_acquisition && !mutated(Mutant::SessionRenewsInTurn) {
             &self.acquisitions
         } else {
@@ -317,15 +327,15 @@ impl Commands {
     }
 }
 
-/// The receiving ends of [`Commands`].
-struct Inbox {
-    urgent: mpsc::Receiver<Command>,
-    acquisitions: mpsc::Receiver<Command>,
+/// The receiving ends of [`CommandSenders`].
+struct CommandQueue {
+    urgent: mpsc::Receiver<SessionCommand>,
+    acquisitions: mpsc::Receiver<SessionCommand>,
 }
 
-impl Inbox {
+impl CommandQueue {
     /// Returns the next command, or `None` when all senders are dropped.
-    async fn next(&mut self) -> Option<Command> {
+    async fn next(&mut self) -> Option<SessionCommand> {
         tokio::select! {
             biased;
             Some(command) = self.urgent.recv() => Some(command),
@@ -335,7 +345,7 @@ impl Inbox {
     }
 
     /// Returns the next command if one is queued. Skips acquisitions whose caller was dropped.
-    fn next_queued(&mut self) -> Option<Command> {
+    fn next_queued(&mut self) -> Option<SessionCommand> {
         if let Ok(command) = self.urgent.try_recv() {
             return Some(command);
         }
@@ -349,34 +359,34 @@ impl Inbox {
 }
 
 /// Dropping the session closes the connection, and so releases all locks.
-impl<W: Wire> Drop for Session<W> {
+impl<P: SessionProtocol> Drop for SqlSession<P> {
     fn drop(&mut self) {
-        if let Some(attended) = self.desk().take() {
-            attended.work.abort();
-            attended.hands.give_up();
+        if let Some(handle) = self.actor().take() {
+            handle.task.abort();
+            handle.actor.close();
         }
     }
 }
 
-impl<W: Wire> fmt::Debug for Session<W> {
+impl<P: SessionProtocol> fmt::Debug for SqlSession<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Session").finish_non_exhaustive()
+        f.debug_struct("SqlSession").finish_non_exhaustive()
     }
 }
 
-impl Hints {
+impl InvalidationSubscribers {
     /// Adds the receiver of a registry that is being built.
-    pub(super) fn add(&self, hints: Invalidations) {
+    pub(super) fn add(&self, invalidations: Invalidations) {
         let mut all = self.all();
-        all.retain(|(hints, _)| hints.is_live());
-        all.push((hints, Handle::try_current().ok()));
+        all.retain(|(invalidations, _)| invalidations.is_live());
+        all.push((invalidations, Handle::try_current().ok()));
     }
 
     /// Returns the runtime of a live registry.
-    fn home(&self) -> Option<Handle> {
+    fn runtime(&self) -> Option<Handle> {
         let all = self.all();
-        let mut live = all.iter().filter(|(hints, _)| hints.is_live());
-        live.find_map(|(_, home)| home.clone())
+        let mut live = all.iter().filter(|(invalidations, _)| invalidations.is_live());
+        live.find_map(|(_, runtime)| runtime.clone())
     }
 
     fn all(&self) -> MutexGuard<'_, Vec<(Invalidations, Option<Handle>)>> {
@@ -385,49 +395,67 @@ impl Hints {
 
     fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
         let all = self.all().clone();
-        keys.for_each(|key| all.iter().for_each(|(hints, _)| hints.notify(key)));
+        keys.for_each(|key| all.iter().for_each(|(invalidations, _)| invalidations.notify(key)));
     }
 }
 
-enum Command {
-    Take { claim: Claim, asked_at: Instant, reply: oneshot::Sender<Result<Answered, BackendError>> },
-    Renew { claims: Vec<Claim>, reply: oneshot::Sender<Vec<Renewal>> },
-    Release { claim: Claim, reply: oneshot::Sender<Release> },
-    Keep { claim: Claim, reply: oneshot::Sender<Result<bool, BackendError>> },
-    Close { reply: oneshot::Sender<()> },
+enum SessionCommand {
+    Acquire {
+        claim: Claim,
+        requested_at: Instant,
+        reply: oneshot::Sender<Result<AcquireResponse, BackendError>>,
+    },
+    Renew {
+        claims: Vec<Claim>,
+        reply: oneshot::Sender<Vec<Renewal>>,
+    },
+    Release {
+        claim: Claim,
+        reply: oneshot::Sender<Release>,
+    },
+    EnsureRow {
+        claim: Claim,
+        reply: oneshot::Sender<Result<bool, BackendError>>,
+    },
+    Close {
+        reply: oneshot::Sender<()>,
+    },
 }
 
-impl Command {
+impl SessionCommand {
     fn is_awaited(&self) -> bool {
-        !matches!(self, Self::Take { reply, .. } if reply.is_closed())
+        !matches!(self, Self::Acquire { reply, .. } if reply.is_closed())
     }
 }
 
 /// The answer to an acquisition.
-enum Answered {
+enum AcquireResponse {
     Attempt(Attempt),
-    /// As [`Took::RowLocked`].
+    /// As [`LockAttempt::RowLocked`].
     RowLocked(BackendError),
 }
 
 /// The answer to a command, with its reply channel.
-enum Answer {
-    Take(oneshot::Sender<Result<Answered, BackendError>>, Result<Answered, BackendError>),
+enum CommandResponse {
+    Acquire(
+        oneshot::Sender<Result<AcquireResponse, BackendError>>,
+        Result<AcquireResponse, BackendError>,
+    ),
     Renew(oneshot::Sender<Vec<Renewal>>, Vec<Renewal>),
     Release(oneshot::Sender<Release>, Release),
-    Keep(oneshot::Sender<Result<bool, BackendError>>, Result<bool, BackendError>),
+    EnsureRow(oneshot::Sender<Result<bool, BackendError>>, Result<bool, BackendError>),
     Close(oneshot::Sender<()>),
 }
 
-impl Answer {
+impl CommandResponse {
     /// Sends the answer. The caller may have been dropped. Then an unreceived grant ends with its
     /// lease.
-    fn tell(self) {
+    fn send(self) {
         match self {
-            Self::Take(reply, answer) => drop(reply.send(answer)),
-            Self::Renew(reply, answer) => drop(reply.send(answer)),
-            Self::Release(reply, answer) => drop(reply.send(answer)),
-            Self::Keep(reply, answer) => drop(reply.send(answer)),
+            Self::Acquire(reply, response) => drop(reply.send(response)),
+            Self::Renew(reply, response) => drop(reply.send(response)),
+            Self::Release(reply, response) => drop(reply.send(response)),
+            Self::EnsureRow(reply, response) => drop(reply.send(response)),
             Self::Close(reply) => drop(reply.send(())),
         }
     }
@@ -435,198 +463,214 @@ impl Answer {
 
 /// The task of the connection actor. Ends when all senders are dropped; held locks then end with
 /// the connection.
-async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: Inbox) {
-    let Attendance(hands) = &attendance;
+async fn run_actor<P: SessionProtocol>(guard: CloseOnDrop<P>, mut queue: CommandQueue) {
+    let CloseOnDrop(actor) = &guard;
     loop {
         let mut command = tokio::select! {
             biased;
-            () = hands.idle() => None,
-            command = inbox.next() => match command {
+            () = actor.wait_for_work() => None,
+            command = queue.next() => match command {
                 Some(command) => Some(command),
                 None => return,
             },
         };
-        let Some((mut desk, left)) = hands.fetch().await else { return };
-        if let Some(left) = left {
-            left.tell();
+        let Some((mut state, finished)) = actor.take_state().await else { return };
+        if let Some(finished) = finished {
+            finished.send();
         }
         loop {
-            if desk.next_errand().is_some_and(|moment| moment <= Instant::now()) {
-                desk.tend().await;
-                desk.settle();
+            if state.next_due().is_some_and(|time| time <= Instant::now()) {
+                state.run_scheduled().await;
+                state.after_command();
             }
-            let Some(command) = command.take().or_else(|| inbox.next_queued()) else { break };
-            desk.obey(command).await.tell();
+            let Some(command) = command.take().or_else(|| queue.next_queued()) else { break };
+            state.execute(command).await.send();
         }
-        hands.leave(desk);
+        actor.return_state(state);
     }
 }
 
 /// Drops the actor's state when the task ends.
-struct Attendance<W: Wire>(Arc<Hands<Desk<W>>>);
+struct CloseOnDrop<P: SessionProtocol>(Arc<ConnectionActor<SessionState<P>>>);
 
-impl<W: Wire> Drop for Attendance<W> {
+impl<P: SessionProtocol> Drop for CloseOnDrop<P> {
     fn drop(&mut self) {
-        self.0.give_up();
+        self.0.close();
     }
 }
 
 /// The state of the connection actor.
-struct Desk<W: Wire> {
-    wire: Arc<W>,
-    hints: Arc<Hints>,
-    connection: Option<W::Connection>,
+struct SessionState<P: SessionProtocol> {
+    protocol: Arc<P>,
+    subscribers: Arc<InvalidationSubscribers>,
+    connection: Option<P::Connection>,
     /// Empty if there is no connection.
-    held: HashMap<Vec<u8>, Held>,
-    runs: Runs,
+    held: HashMap<Vec<u8>, HeldLock>,
+    reservations: TokenReservations,
     /// A copy of `!held.is_empty()` for other tasks.
-    holds: Arc<AtomicBool>,
+    has_locks: Arc<AtomicBool>,
     /// When to check that the session still exists, if a lock is held.
-    look_at: Option<Instant>,
+    check_at: Option<Instant>,
     /// No lease ends before this.
-    overdue_from: Option<Instant>,
+    next_expiry: Option<Instant>,
 }
 
-struct Held {
+struct HeldLock {
     key: Key,
     claim: ClaimId,
     token: FencingToken,
     /// The claim in the row: its own, or an earlier one of this session.
-    noted: ClaimId,
+    row_claim: ClaimId,
     label: Option<String>,
     since: Instant,
     /// The lock is released then, unless it is renewed.
     until: Instant,
 }
 
-impl<W: Wire> hands::Desk for Desk<W> {
-    type Answer = Answer;
+impl<P: SessionProtocol> connection_actor::ActorState for SessionState<P> {
+    type Output = CommandResponse;
 
-    fn next_errand(&self) -> Option<Instant> {
-        self.overdue_from.into_iter().chain(self.look_at).min()
+    fn next_due(&self) -> Option<Instant> {
+        self.next_expiry.into_iter().chain(self.check_at).min()
     }
 }
 
-impl<W: Wire> Desk<W> {
-    fn run(mut self: Box<Self>, command: Command) -> Errand<Self> {
+impl<P: SessionProtocol> SessionState<P> {
+    fn run(mut self: Box<Self>, command: SessionCommand) -> RunningCommand<Self> {
         Box::pin(async move {
-            let answer = self.obey(command).await;
-            (self, answer)
+            let response = self.execute(command).await;
+            (self, response)
         })
     }
 
-    async fn obey(&mut self, command: Command) -> Answer {
-        let answer = match command {
+    async fn execute(&mut self, command: SessionCommand) -> CommandResponse {
+        let response = match command {
             // The caller's own time-out has probably passed, and its next attempt is queued behind
             // this one.
-            Command::Take { asked_at, reply, .. }
-                if asked_at.elapsed() > self.wire.answer_limit() / QUEUED_PART =>
+            SessionCommand::Acquire { requested_at, reply, .. }
+                if requested_at.elapsed()
+                    > self.protocol.response_timeout() / QUEUE_TIME_DIVISOR =>
             {
-                Answer::Take(reply, Err(self.wire.overdue()))
+                CommandResponse::Acquire(reply, Err(self.protocol.queue_timed_out()))
             }
-            Command::Take { claim, reply, .. } => Answer::Take(reply, self.take(&claim).await),
-            Command::Renew { claims, reply } => Answer::Renew(reply, self.renew(&claims).await),
-            Command::Release { claim, reply } => Answer::Release(reply, self.release(&claim).await),
-            Command::Keep { claim, reply } => Answer::Keep(reply, self.keep(&claim).await),
-            Command::Close { reply } => {
-                self.end_overdue().await;
+            SessionCommand::Acquire { claim, reply, .. } => {
+                CommandResponse::Acquire(reply, self.try_acquire(&claim).await)
+            }
+            SessionCommand::Renew { claims, reply } => {
+                CommandResponse::Renew(reply, self.renew(&claims).await)
+            }
+            SessionCommand::Release { claim, reply } => {
+                CommandResponse::Release(reply, self.release(&claim).await)
+            }
+            SessionCommand::EnsureRow { claim, reply } => {
+                CommandResponse::EnsureRow(reply, self.ensure_row(&claim).await)
+            }
+            SessionCommand::Close { reply } => {
+                self.release_expired().await;
                 if self.held.is_empty() {
-                    self.lose();
+                    self.end_session();
                 }
-                return Answer::Close(reply);
+                return CommandResponse::Close(reply);
             }
         };
-        self.settle();
-        answer
+        self.after_command();
+        response
     }
 
     /// Runs before an answer is sent: a caller that sees that nothing is held may drop the session.
-    fn settle(&mut self) {
+    fn after_command(&mut self) {
         if self.held.is_empty() {
-            self.connection = self.connection.take().and_then(|spare| self.wire.spare(spare));
+            self.connection =
+                self.connection.take().and_then(|connection| self.protocol.recycle(connection));
         }
-        self.holds.store(!self.held.is_empty(), Ordering::Release);
+        self.has_locks.store(!self.held.is_empty(), Ordering::Release);
     }
 
-    async fn take(&mut self, claim: &Claim) -> Result<Answered, BackendError> {
-        let name = self.wire.name(claim.key());
-        self.end_overdue().await;
+    async fn try_acquire(&mut self, claim: &Claim) -> Result<AcquireResponse, BackendError> {
+        let name = self.protocol.name(claim.key());
+        self.release_expired().await;
         if self.held.get(&name).is_some_and(|held| held.claim != claim.id()) {
             // An operator may just have ended the session, to free the key.
-            self.look().await;
+            self.check_session().await;
         }
         if let Some(held) = self.held.get(&name) {
             let left = held.until.saturating_duration_since(Instant::now());
-            return Ok(Answered::Attempt(if held.claim == claim.id() {
+            return Ok(AcquireResponse::Attempt(if held.claim == claim.id() {
                 Attempt::Granted(Grant::new(Some(held.token), left.min(claim.lease())))
             } else {
-                Attempt::Busy(held.told(left))
+                Attempt::Busy(held.to_busy(left))
             }));
         }
-        let asked_at = Instant::now();
-        let taken = match self.ask_to_take(&name, claim).await {
+        let requested_at = Instant::now();
+        let attempt = match self.attempt_lock(&name, claim).await {
             // An idle connection may break unnoticed. Nothing was held, so nothing is lost.
-            Err(Failure::Broken(_)) if self.held.is_empty() => {
-                self.lose();
-                self.ask_to_take(&name, claim).await
+            Err(SessionFailure::Broken(_)) if self.held.is_empty() => {
+                self.end_session();
+                self.attempt_lock(&name, claim).await
             }
-            taken => taken,
+            attempt => attempt,
         };
-        let taken = match self.sort(taken)? {
-            Took::Grant(taken) => taken,
-            Took::Busy(lease_left) => {
-                self.runs.forget(&name);
+        let granted = match self.end_if_broken(attempt)? {
+            LockAttempt::Grant(granted) => granted,
+            LockAttempt::Busy(lease_left) => {
+                self.reservations.forget(&name);
                 let busy = Busy::new();
                 let busy = lease_left.into_iter().fold(busy, Busy::with_retry_after);
-                return Ok(Answered::Attempt(Attempt::Busy(busy)));
+                return Ok(AcquireResponse::Attempt(Attempt::Busy(busy)));
             }
-            Took::RowLocked(error) => {
-                self.runs.forget(&name);
-                return Ok(Answered::RowLocked(error));
+            LockAttempt::RowLocked(error) => {
+                self.reservations.forget(&name);
+                return Ok(AcquireResponse::RowLocked(error));
             }
         };
-        self.runs.went_on(&name, &taken, asked_at);
+        self.reservations.record_grant(&name, &granted, requested_at);
         let now = Instant::now();
-        let token = taken.token;
-        let held = Held {
+        let token = granted.token;
+        let held = HeldLock {
             key: claim.key().clone(),
             claim: claim.id(),
             token,
-            noted: taken.note.claim,
+            row_claim: granted.row.claim,
             label: claim.label().map(str::to_owned),
             since: now,
             until: now + claim.lease(),
         };
-        self.note_end(held.until);
+        self.schedule_expiry(held.until);
         self.held.insert(name, held);
-        self.look_at.get_or_insert(now + LOOK_EVERY);
+        self.check_at.get_or_insert(now + CHECK_INTERVAL);
         let grant = Grant::new(Some(token), claim.lease());
-        Ok(Answered::Attempt(Attempt::Granted(grant)))
+        Ok(AcquireResponse::Attempt(Attempt::Granted(grant)))
     }
 
-    async fn ask_to_take(&mut self, name: &[u8], claim: &Claim) -> Result<Took, Failure> {
-        let limit = self.wire.answer_limit();
+    async fn attempt_lock(
+        &mut self,
+        name: &[u8],
+        claim: &Claim,
+    ) -> Result<LockAttempt, SessionFailure> {
+        let limit = self.protocol.response_timeout();
         let connection = match &mut self.connection {
             Some(connection) => connection,
             none => {
-                self.runs.clear();
-                let connected = self.wire.connect().await;
-                none.insert(connected.map_err(|error| Failure::Answered(error.as_refused()))?)
+                self.reservations.clear();
+                let connected = self.protocol.connect().await;
+                none.insert(
+                    connected.map_err(|error| SessionFailure::Rejected(error.as_refused()))?,
+                )
             }
         };
-        let terms = self.runs.terms(name, claim, Instant::now());
-        let taken = timeout(limit, self.wire.take(connection, claim, &terms)).await;
-        taken.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())))
+        let plan = self.reservations.plan(name, claim, Instant::now());
+        let attempt = timeout(limit, self.protocol.try_acquire(connection, claim, &plan)).await;
+        attempt.unwrap_or_else(|_| Err(SessionFailure::Broken(self.protocol.timed_out())))
     }
 
     /// One check of the session covers all of its locks.
     async fn renew(&mut self, claims: &[Claim]) -> Vec<Renewal> {
         if !self.held.is_empty() {
-            self.look().await;
+            self.check_session().await;
         }
         let now = Instant::now();
-        let answers = claims.iter().map(|claim| {
-            let held = self.held.get_mut(&self.wire.name(claim.key()));
+        let responses = claims.iter().map(|claim| {
+            let held = self.held.get_mut(&self.protocol.name(claim.key()));
             match held.filter(|held| held.claim == claim.id() && held.until > now) {
                 Some(held) => {
                     held.until = held.until.max(now + claim.lease());
@@ -635,23 +679,23 @@ impl<W: Wire> Desk<W> {
                 None => Renewal::Gone,
             }
         });
-        answers.collect()
+        responses.collect()
     }
 
     async fn release(&mut self, claim: &Claim) -> Release {
-        let name = self.wire.name(claim.key());
-        self.end_overdue().await;
+        let name = self.protocol.name(claim.key());
+        self.release_expired().await;
         if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
             return Release::NotHeld;
         }
         // After a broken session it is unknown whether the lock was held until now, and a retry is
         // useless.
-        if self.give_back(&name).await { Release::Freed } else { Release::NotHeld }
+        if self.unlock(&name).await { Release::Freed } else { Release::NotHeld }
     }
 
-    async fn keep(&mut self, claim: &Claim) -> Result<bool, BackendError> {
-        let name = self.wire.name(claim.key());
-        self.end_overdue().await;
+    async fn ensure_row(&mut self, claim: &Claim) -> Result<bool, BackendError> {
+        let name = self.protocol.name(claim.key());
+        self.release_expired().await;
         let held = self.held.get_mut(&name);
         let (Some(held), Some(connection)) = (held, &mut self.connection) else { return Ok(false) };
         if held.claim != claim.id() {
@@ -660,107 +704,108 @@ impl<W: Wire> Desk<W> {
         // A fence prevents changes of the row. It would not exclude a grant that leaves the row
         // unchanged.
         if !mutated(Mutant::SessionForgetsFences) {
-            self.runs.forget(&name);
+            self.reservations.forget(&name);
         }
-        if held.noted == claim.id() && held.since.elapsed() < KEPT_ANYWAY {
+        if held.row_claim == claim.id() && held.since.elapsed() < PURGE_SAFE_AGE {
             return Ok(true);
         }
-        let kept = self.wire.keep(connection, claim, held.token, held.noted);
-        let kept = timeout(self.wire.answer_limit(), kept).await;
-        let kept = kept.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())));
-        if kept.is_ok() {
-            held.noted = claim.id();
+        let ensured = self.protocol.ensure_row(connection, claim, held.token, held.row_claim);
+        let ensured = timeout(self.protocol.response_timeout(), ensured).await;
+        let ensured =
+            ensured.unwrap_or_else(|_| Err(SessionFailure::Broken(self.protocol.timed_out())));
+        if ensured.is_ok() {
+            held.row_claim = claim.id();
         }
-        self.sort(kept).map(|()| true)
+        self.end_if_broken(ensured).map(|()| true)
     }
 
     /// Releases the lock. Returns whether the server confirmed it; otherwise the session is over.
-    async fn give_back(&mut self, name: &[u8]) -> bool {
+    async fn unlock(&mut self, name: &[u8]) -> bool {
         let (Some(held), Some(connection)) = (self.held.get(name), &mut self.connection) else {
             return false;
         };
         let key = held.key.clone();
-        let limit = self.wire.answer_limit();
-        let given = timeout(limit, self.wire.give_back(connection, &key)).await;
+        let limit = self.protocol.response_timeout();
+        let released = timeout(limit, self.protocol.unlock(connection, &key)).await;
         self.held.remove(name);
-        let given = matches!(given, Ok(Ok(())));
-        if !given {
+        let released = matches!(released, Ok(Ok(())));
+        if !released {
             // Only the end of the session frees a lock whose release failed.
-            self.lose();
+            self.end_session();
         }
-        given
+        released
     }
 
     /// Does the scheduled work: releases expired leases, and checks the session.
-    async fn tend(&mut self) {
-        self.end_overdue().await;
+    async fn run_scheduled(&mut self) {
+        self.release_expired().await;
         if self.held.is_empty() {
-            self.look_at = None;
-        } else if self.look_at.is_some_and(|moment| moment <= Instant::now()) {
-            self.look().await;
+            self.check_at = None;
+        } else if self.check_at.is_some_and(|time| time <= Instant::now()) {
+            self.check_session().await;
         }
     }
 
-    async fn end_overdue(&mut self) {
+    async fn release_expired(&mut self) {
         let now = Instant::now();
-        if self.overdue_from.is_none_or(|moment| now < moment) {
+        if self.next_expiry.is_none_or(|time| now < time) {
             return;
         }
-        let overdue = self.held.iter().filter(|(_, held)| held.until <= now);
-        let overdue: Vec<Vec<u8>> = overdue.map(|(name, _)| name.clone()).collect();
-        for name in overdue {
+        let expired = self.held.iter().filter(|(_, held)| held.until <= now);
+        let expired: Vec<Vec<u8>> = expired.map(|(name, _)| name.clone()).collect();
+        for name in expired {
             // A failed release ends the session, which releases the lock too.
-            self.give_back(&name).await;
+            self.unlock(&name).await;
         }
-        self.overdue_from = self.held.values().map(|held| held.until).min();
+        self.next_expiry = self.held.values().map(|held| held.until).min();
     }
 
-    fn note_end(&mut self, until: Instant) {
-        self.overdue_from = Some(self.overdue_from.map_or(until, |first| first.min(until)));
+    fn schedule_expiry(&mut self, until: Instant) {
+        self.next_expiry = Some(self.next_expiry.map_or(until, |first| first.min(until)));
     }
 
-    async fn look(&mut self) {
+    async fn check_session(&mut self) {
         let Some(connection) = &mut self.connection else { return };
-        let limit = self.wire.answer_limit();
-        match timeout(limit, self.wire.look(connection)).await {
-            Ok(Ok(()) | Err(Failure::Answered(_))) => {
-                self.look_at = Some(Instant::now() + LOOK_EVERY);
+        let limit = self.protocol.response_timeout();
+        match timeout(limit, self.protocol.check_session(connection)).await {
+            Ok(Ok(()) | Err(SessionFailure::Rejected(_))) => {
+                self.check_at = Some(Instant::now() + CHECK_INTERVAL);
             }
-            Ok(Err(Failure::Broken(_))) | Err(_) => self.lose(),
+            Ok(Err(SessionFailure::Broken(_))) | Err(_) => self.end_session(),
         }
     }
 
-    fn sort<T>(&mut self, answer: Result<T, Failure>) -> Result<T, BackendError> {
-        answer.map_err(|failure| match failure {
-            Failure::Answered(error) => error,
-            Failure::Broken(error) => {
-                self.lose();
+    fn end_if_broken<T>(&mut self, response: Result<T, SessionFailure>) -> Result<T, BackendError> {
+        response.map_err(|failure| match failure {
+            SessionFailure::Rejected(error) => error,
+            SessionFailure::Broken(error) => {
+                self.end_session();
                 error
             }
         })
     }
 
     /// Ends the session, and notifies the holders.
-    fn lose(&mut self) {
+    fn end_session(&mut self) {
         // Closed before the notification, so that the server can detect it first.
         self.connection = None;
-        self.look_at = None;
-        self.overdue_from = None;
-        self.runs.clear();
+        self.check_at = None;
+        self.next_expiry = None;
+        self.reservations.clear();
         let held = std::mem::take(&mut self.held);
-        self.hints.notify(held.values().map(|held| &held.key));
+        self.subscribers.notify(held.values().map(|held| &held.key));
     }
 }
 
 /// Covers the end of the runtime and panics while locks are held.
-impl<W: Wire> Drop for Desk<W> {
+impl<P: SessionProtocol> Drop for SessionState<P> {
     fn drop(&mut self) {
-        self.lose();
+        self.end_session();
     }
 }
 
-impl Held {
-    fn told(&self, left: Duration) -> Busy {
+impl HeldLock {
+    fn to_busy(&self, left: Duration) -> Busy {
         let holder = Holder::new(self.key.clone())
             .with_label(self.label.clone())
             .with_token(Some(self.token))
@@ -773,11 +818,11 @@ impl Held {
 const QUEUE_MAX: usize = 1024;
 
 /// An acquisition leaves the queue after the time limit for an answer, divided by this number.
-const QUEUED_PART: u32 = 3;
+const QUEUE_TIME_DIVISOR: u32 = 3;
 
 /// The pauses between attempts while another transaction has the row locked. A purge ends sooner; a
 /// transaction with a fence may take any time.
-const ROW_PAUSES: [Duration; 4] = [
+const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(10),
     Duration::from_millis(30),
     Duration::from_millis(60),
@@ -785,7 +830,7 @@ const ROW_PAUSES: [Duration; 4] = [
 ];
 
 /// No row is purged sooner than this after a grant.
-const KEPT_ANYWAY: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
+const PURGE_SAFE_AGE: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// The interval between checks of the session while a lock is held.
-const LOOK_EVERY: Duration = Duration::from_millis(300);
+const CHECK_INTERVAL: Duration = Duration::from_millis(300);

@@ -13,149 +13,159 @@ use registry_core::{Attempt, BackendError, Claim, Invalidations, Key, Release, R
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use super::session::{Hints, Session, Wire};
+use super::session::{InvalidationSubscribers, SessionProtocol, SqlSession};
 
 /// The sessions of all locks of one backend.
-pub(crate) struct Sessions<W: Wire> {
-    wire: Arc<W>,
-    hints: Arc<Hints>,
+pub(crate) struct SqlSessions<P: SessionProtocol> {
+    protocol: Arc<P>,
+    subscribers: Arc<InvalidationSubscribers>,
     /// By lock name. Each user of a session has a clone of its `Arc`.
-    open: Mutex<HashMap<Vec<u8>, Arc<Session<W>>>>,
+    sessions: Mutex<HashMap<Vec<u8>, Arc<SqlSession<P>>>>,
 }
 
-impl<W: Wire> Sessions<W> {
+impl<P: SessionProtocol> SqlSessions<P> {
     /// Creates the sessions without connecting.
-    pub(crate) fn new(wire: W) -> Self {
-        Self { wire: Arc::new(wire), hints: Arc::default(), open: Mutex::default() }
+    pub(crate) fn new(protocol: P) -> Self {
+        Self {
+            protocol: Arc::new(protocol),
+            subscribers: Arc::default(),
+            sessions: Mutex::default(),
+        }
     }
 
-    pub(crate) fn wire(&self) -> &W {
-        &self.wire
+    pub(crate) fn protocol(&self) -> &P {
+        &self.protocol
     }
 
-    pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.of(claim.key()).take(claim).await
+    pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.session_for(claim.key()).try_acquire(claim).await
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         // Concurrently, so that a connection without an answer does not delay the others.
         join_all(claims.iter().map(|claim| async {
-            let session = self.of(claim.key());
-            let mut answers = session.renew(std::slice::from_ref(claim)).await;
-            answers.pop().unwrap_or(Ok(Renewal::Gone))
+            let session = self.session_for(claim.key());
+            let mut responses = session.renew(std::slice::from_ref(claim)).await;
+            responses.pop().unwrap_or(Ok(Renewal::Gone))
         }))
         .await
     }
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.of(claim.key()).release(claim).await
+        self.session_for(claim.key()).release(claim).await
     }
 
-    pub(crate) fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.hints.add(hints);
+    pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
+        self.subscribers.add(invalidations);
     }
 
-    fn of(&self, key: &Key) -> InUse<'_, W> {
-        let name = self.wire.name(key);
-        let mut open = self.open();
-        let session = open.entry(name.clone()).or_insert_with(|| {
-            Arc::new(Session::of(Arc::clone(&self.wire), Arc::clone(&self.hints)))
+    fn session_for(&self, key: &Key) -> SessionRef<'_, P> {
+        let name = self.protocol.name(key);
+        let mut sessions = self.sessions();
+        let session = sessions.entry(name.clone()).or_insert_with(|| {
+            Arc::new(SqlSession::with_subscribers(
+                Arc::clone(&self.protocol),
+                Arc::clone(&self.subscribers),
+            ))
         });
-        InUse { all: self, session: Some(Arc::clone(session)), name }
+        SessionRef { owner: self, session: Some(Arc::clone(session)), name }
     }
 
-    fn open(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Arc<Session<W>>>> {
-        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    fn sessions(&self) -> MutexGuard<'_, HashMap<Vec<u8>, Arc<SqlSession<P>>>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<W: Wire> fmt::Debug for Sessions<W> {
+impl<P: SessionProtocol> fmt::Debug for SqlSessions<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sessions").field("open", &self.open().len()).finish_non_exhaustive()
+        f.debug_struct("SqlSessions")
+            .field("sessions", &self.sessions().len())
+            .finish_non_exhaustive()
     }
 }
 
 /// A session in use. The last user removes it if it holds nothing.
-struct InUse<'a, W: Wire> {
-    all: &'a Sessions<W>,
+struct SessionRef<'a, P: SessionProtocol> {
+    owner: &'a SqlSessions<P>,
     /// `None` only during the drop.
-    session: Option<Arc<Session<W>>>,
+    session: Option<Arc<SqlSession<P>>>,
     name: Vec<u8>,
 }
 
-impl<W: Wire> std::ops::Deref for InUse<'_, W> {
-    type Target = Session<W>;
+impl<P: SessionProtocol> std::ops::Deref for SessionRef<'_, P> {
+    type Target = SqlSession<P>;
 
-    fn deref(&self) -> &Session<W> {
+    fn deref(&self) -> &SqlSession<P> {
         self.session.as_ref().expect("it is here until it is dropped")
     }
 }
 
-impl<W: Wire> Drop for InUse<'_, W> {
+impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     fn drop(&mut self) {
-        let mut open = self.all.open();
+        let mut sessions = self.owner.sessions();
         drop(self.session.take());
         // Clones are created only under this lock, so the count is exact.
-        let is_unused =
-            |session: &Arc<Session<W>>| Arc::strong_count(session) == 1 && !session.holds();
-        let unused = if open.get(&self.name).is_some_and(is_unused) {
-            open.remove(&self.name)
+        let is_unused = |session: &Arc<SqlSession<P>>| {
+            Arc::strong_count(session) == 1 && !session.holds_locks()
+        };
+        let unused = if sessions.get(&self.name).is_some_and(is_unused) {
+            sessions.remove(&self.name)
         } else {
             None
         };
         // Sessions whose lock has ended without a release.
-        let forgotten: Vec<_> = if open.len() > FORGOTTEN_MAX {
-            open.extract_if(|_, session| is_unused(session)).collect()
+        let expired: Vec<_> = if sessions.len() > UNUSED_SESSIONS_MAX {
+            sessions.extract_if(|_, session| is_unused(session)).collect()
         } else {
             Vec::new()
         };
-        drop(open);
-        drop((unused, forgotten));
+        drop(sessions);
+        drop((unused, expired));
     }
 }
 
 /// A limited number of connections, one for each lock.
-pub(crate) struct Places<C> {
+pub(crate) struct RowLockConnections<C> {
     max: u32,
-    free: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     /// Connections without a lock. The most recently returned connection is last.
     idle: Mutex<Vec<(C, Instant)>>,
 }
 
 /// The permit for one connection.
-pub(crate) type Place = OwnedSemaphorePermit;
+pub(crate) type RowLockPermit = OwnedSemaphorePermit;
 
-impl<C> Places<C> {
+impl<C> RowLockConnections<C> {
     pub(crate) fn new(max: u32) -> Self {
         let permits = usize::try_from(max).unwrap_or(usize::MAX).min(Semaphore::MAX_PERMITS);
-        Self { max, free: Arc::new(Semaphore::new(permits)), idle: Mutex::default() }
+        Self { max, permits: Arc::new(Semaphore::new(permits)), idle: Mutex::default() }
     }
 
     /// Returns a permit, and an idle connection if one exists.
-    pub(crate) fn enter(&self) -> Result<(Place, Option<C>), RowLocksExhausted> {
-        let place = Arc::clone(&self.free).try_acquire_owned();
-        let place = place.map_err(|_| RowLocksExhausted { locks_max: self.max })?;
+    pub(crate) fn acquire(&self) -> Result<(RowLockPermit, Option<C>), RowLocksExhausted> {
+        let permit = Arc::clone(&self.permits).try_acquire_owned();
+        let permit = permit.map_err(|_| RowLocksExhausted { locks_max: self.max })?;
         let last = self.idle().pop();
         // Firewalls drop idle connections without a notification, and the others have been idle for
         // longer.
-        let silent = last.as_ref().is_some_and(|(_, since)| since.elapsed() > SILENCE_MAX);
-        if silent {
+        let is_stale = last.as_ref().is_some_and(|(_, since)| since.elapsed() > IDLE_MAX);
+        if is_stale {
             self.close_idle();
         }
-        Ok((place, last.filter(|_| !silent).map(|(connection, _)| connection)))
+        Ok((permit, last.filter(|_| !is_stale).map(|(connection, _)| connection)))
     }
 
     /// Returns a connection without a lock.
-    pub(crate) fn leave(&self, place: Place, connection: C) {
+    pub(crate) fn release(&self, permit: RowLockPermit, connection: C) {
         let mut idle = self.idle();
         idle.push((connection, Instant::now()));
         // Connections of a past peak are closed one at a time.
-        let stale = idle.first().is_some_and(|(_, since)| since.elapsed() > SILENCE_MAX);
+        let stale = idle.first().is_some_and(|(_, since)| since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);
         drop(stale);
         // Released last, so that the next caller finds the connection.
-        drop(place);
+        drop(permit);
     }
 
     /// Closes the connections without a lock.
@@ -175,7 +185,7 @@ impl<C> Places<C> {
 /// A row lock occupies a connection of its own while it is held, so the number is limited. The
 /// limit is `with_row_locks` of the store's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("all {locks_max} row locks that may be held at once are held")]
+#[error("the limit of {locks_max} row locks is reached")]
 #[non_exhaustive]
 pub struct RowLocksExhausted {
     /// The maximum number of row locks that are held at once.
@@ -183,16 +193,17 @@ pub struct RowLocksExhausted {
 }
 
 impl RowLocksExhausted {
-    pub(crate) fn told(self, store: &str) -> BackendError {
-        let says = format!(
-            "{store}: no row lock more may be held; allow more (`row_locks`), or use leases"
+    pub(crate) fn into_backend_error(self, store: &str) -> BackendError {
+        let message = format!(
+            "{store}: the limit of {} row locks (`row_locks`) is reached; raise it, or use leases",
+            self.locks_max
         );
-        BackendError::transient(says).with_source(self).as_refused()
+        BackendError::transient(message).with_source(self).as_refused()
     }
 }
 
 /// The number of sessions above which unused ones are removed.
-const FORGOTTEN_MAX: usize = 64;
+const UNUSED_SESSIONS_MAX: usize = 64;
 
 /// The idle time after which a connection is no longer used.
-const SILENCE_MAX: Duration = Duration::from_secs(30);
+const IDLE_MAX: Duration = Duration::from_secs(30);

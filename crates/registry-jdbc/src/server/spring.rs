@@ -14,9 +14,9 @@ use registry_core::{ClaimId, Key};
 /// know:
 ///
 /// - Spring checks the end of a lock by its own host's clock, this program by the server's. A
-///   Spring host whose clock is ahead takes locks too early. Keep the clocks synchronised, and use
-///   leases much longer than the clock difference.
-/// - The table contains a UUID instead of the key. A key that looks like a UUID is used itself, in
+///   Spring host whose clock is ahead acquires locks too early. Keep the clocks synchronised, and
+///   use leases much longer than the clock difference.
+/// - The table contains a UUID instead of the key. A key with the form of a UUID is used itself, in
 ///   lower case; any other key is converted by Java's `UUID.nameUUIDFromBytes`. So a key and its
 ///   UUID are the same lock, and so are two UUIDs that differ only in case.
 /// - Rows are deleted at release. Fencing tokens, labels and keys are in the native tables of this
@@ -43,23 +43,23 @@ impl SpringTable {
     /// end of its lock.
     #[must_use]
     pub fn v7() -> Self {
-        Self::of(Generation::V7)
+        Self::with_generation(Generation::V7)
     }
 
     /// Returns the table `INT_LOCK` of Spring Integration 6 and before, region `DEFAULT`. A row
     /// contains the start of its lock, and each reader adds its own time to live.
     ///
     /// `ttl` must equal the peers' `timeToLive`, to the millisecond; Spring's default is 10 s.
-    /// Otherwise one side would take the other's locks while they are held. Leases may differ from
-    /// `ttl`: the row then contains a start that yields the correct end. This program writes UTC,
-    /// as Spring does from version 6.0. Versions 6.1.8 to 6.5.8 do so only if Java's default time
-    /// zone is UTC.
+    /// Otherwise one side would acquire the other's locks while they are held. Leases may differ
+    /// from `ttl`: the row then contains a start that yields the correct end. This program writes
+    /// UTC, as Spring does from version 6.0. Versions 6.1.8 to 6.5.8 do so only if Java's default
+    /// time zone is UTC.
     #[must_use]
     pub fn v6(ttl: Duration) -> Self {
-        Self::of(Generation::V6 { ttl })
+        Self::with_generation(Generation::V6 { ttl })
     }
 
-    fn of(generation: Generation) -> Self {
+    fn with_generation(generation: Generation) -> Self {
         Self { generation, prefix: "INT_".to_owned(), region: "DEFAULT".to_owned() }
     }
 
@@ -93,29 +93,31 @@ impl SpringTable {
 
     /// Checks the table. The error is the text for the first invalid setting.
     pub(crate) fn check(&self) -> Result<(), String> {
-        let word = |text: &str, empty: bool| {
-            (empty || !text.is_empty())
+        let is_word = |text: &str, may_be_empty: bool| {
+            (may_be_empty || !text.is_empty())
                 && text.len() <= WORD_BYTES_MAX
                 && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
                 && !text.starts_with(|c: char| c.is_ascii_digit())
         };
         let parts = self.prefix.split_once('.');
-        if !parts.map_or_else(|| word(&self.prefix, true), |(a, b)| word(a, false) && word(b, true))
-        {
+        if !parts.map_or_else(
+            || is_word(&self.prefix, true),
+            |(a, b)| is_word(a, false) && is_word(b, true),
+        ) {
             return Err(format!(
-                "the prefix {:?} of Spring's table is not of at most {WORD_BYTES_MAX} letters (a to z), digits and underscores, after a \
-                 schema and a dot if there is one",
+                "the prefix {:?} of Spring's table must have at most {WORD_BYTES_MAX} ASCII letters, digits and underscores, after an optional schema and a dot",
                 self.prefix
             ));
         }
         // Characters that every collation keeps distinct, apart from the case of letters.
-        let plain = |c: char| c.is_ascii_graphic() && !matches!(c, '\'' | '"' | '`' | '\\' | '$');
+        let is_unambiguous =
+            |c: char| c.is_ascii_graphic() && !matches!(c, '\'' | '"' | '`' | '\\' | '$');
         if self.region.is_empty()
             || self.region.len() > REGION_BYTES_MAX
-            || !self.region.chars().all(plain)
+            || !self.region.chars().all(is_unambiguous)
         {
             return Err(format!(
-                "the region {:?} is not of 1 to {REGION_BYTES_MAX} ASCII characters without spaces, quotes, backslashes and dollars",
+                "the region {:?} must have 1 to {REGION_BYTES_MAX} ASCII characters without spaces, quotes, backslashes and dollar signs",
                 self.region
             ));
         }
@@ -160,7 +162,7 @@ pub(crate) fn is_claim(client: Option<&str>, claim: Option<&[u8]>) -> bool {
 
 fn is_uuid(text: &str) -> bool {
     text.len() == 36
-        && text.bytes().enumerate().all(|(place, byte)| match place {
+        && text.bytes().enumerate().all(|(index, byte)| match index {
             8 | 13 | 18 | 23 => byte == b'-',
             _ => byte.is_ascii_hexdigit(),
         })
@@ -174,20 +176,20 @@ pub(crate) const PEER_POLL: Duration = Duration::from_millis(100);
 const TTL_MIN: Duration = Duration::from_millis(100);
 const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-/// The note of `lockreg doctor` for every such table.
-pub(crate) const CLOCKS: &str = "locks are shared with Spring, whose programs decide by their own hosts' clocks whether one is over: keep these synchronised";
+/// The finding of `lockreg doctor` for every such table.
+pub(crate) const CLOCK_WARNING: &str = "locks are shared with Spring, whose programs check the end of a lock by their own hosts' clocks; keep these clocks synchronised";
 
 /// Returns the error text for a table of version 6 where version 7 is configured.
-pub(crate) fn is_older(table: &str) -> String {
+pub(crate) fn older_table_message(table: &str) -> String {
     format!(
-        "the table {table} has no column EXPIRED_AFTER: it is of Spring Integration 6 or before (`spring=v6`)"
+        "the table {table} has no column EXPIRED_AFTER: it belongs to Spring Integration 6 or before (`spring=v6`)"
     )
 }
 
 /// Returns the error text for a table of version 7 where version 6 is configured.
-pub(crate) fn is_newer(table: &str) -> String {
+pub(crate) fn newer_table_message(table: &str) -> String {
     format!(
-        "the table {table} has a column EXPIRED_AFTER: it is of Spring Integration 7 (`spring=v7`)"
+        "the table {table} has a column EXPIRED_AFTER: it belongs to Spring Integration 7 (`spring=v7`)"
     )
 }
 
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_those_that_java_makes() {
+    fn lock_keys_equal_those_of_java() {
         // `UUIDConverter.getUUID(key).toString()` of a JDK 17. Its vector for an empty key does not
         // apply: empty keys are invalid.
         for (key, uuid) in [
@@ -212,14 +214,14 @@ mod tests {
         ] {
             assert_eq!(of(key), uuid, "{key}");
         }
-        let mut empty: [u8; 16] = Md5::digest("").into();
-        empty[6] = empty[6] & 0x0f | 0x30;
-        empty[8] = empty[8] & 0x3f | 0x80;
-        assert_eq!(uuid(&empty), "d41d8cd9-8f00-3204-a980-0998ecf8427e");
+        let mut may_be_empty: [u8; 16] = Md5::digest("").into();
+        may_be_empty[6] = may_be_empty[6] & 0x0f | 0x30;
+        may_be_empty[8] = may_be_empty[8] & 0x3f | 0x80;
+        assert_eq!(uuid(&may_be_empty), "d41d8cd9-8f00-3204-a980-0998ecf8427e");
     }
 
     #[test]
-    fn a_uuid_is_itself_in_small_letters() {
+    fn a_uuid_key_is_used_in_lower_case() {
         let small = "acbd18db-4cc2-385c-adef-654fccc4a4d8";
         assert_eq!(of(small), small);
         assert_eq!(of("ACBD18DB-4cc2-385C-adef-654fccc4a4d8"), small);
@@ -245,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_could_be_something_else_are_refused() {
+    fn ambiguous_table_and_region_names_are_refused() {
         let table = SpringTable::v7();
         assert_eq!(table.name(), (None, "INT_LOCK".to_owned()));
         for prefix in ["", "MY_", "app.INT_", "app."] {

@@ -1,4 +1,4 @@
-//! Implements `LockBackend` on the rows of locks. The SQL is in `sql`, the time is from `clock`.
+//! Implements `LockBackend` with a row per lock.
 
 use std::fmt;
 use std::path::Path;
@@ -14,15 +14,15 @@ use registry_core::{
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
 
-use super::clock::{Clock, HostClock, span};
-use super::file::Place;
-use super::link::Link;
-use super::open::{self, Opened};
+use super::clock::{HostClock, StoreClock, duration_between};
+use super::config::SqliteConfig;
+use super::connection::ReconnectingConnection;
+use super::error::{Detached, explain, fenced_transaction_open, is_blocked_by_writer};
+use super::open::{self, OpenedStore};
+use super::paths::DatabasePaths;
 use super::sql;
-use super::statement::{Statement, Statements};
-use super::wake::Wakes;
-use crate::config::SqliteConfig;
-use crate::error::{Detached, explain, is_fenced, tells_of_writer};
+use super::statement::{SqliteQuery, SqliteStatementBinder};
+use super::waiters::SqliteWaiters;
 
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///
@@ -66,22 +66,22 @@ use crate::error::{Detached, explain, is_fenced, tells_of_writer};
 /// ```
 pub struct SqliteBackend {
     pub(super) config: SqliteConfig,
-    pub(super) place: Place,
-    pub(super) store: Vec<u8>,
-    pub(super) statements: Arc<Statements>,
-    /// One more than the largest token that was granted here. While the wall clock is behind it, a
-    /// token by that clock would be refused.
-    tokens_ahead: AtomicI64,
-    pub(super) writer: Link,
-    pub(super) reader: Arc<Link>,
-    pub(super) wakes: Wakes,
+    pub(super) paths: DatabasePaths,
+    pub(super) store_id: Vec<u8>,
+    pub(super) statements: Arc<SqliteStatementBinder>,
+    /// One more than the largest token that this backend was granted. While the wall clock is
+    /// behind it, the store would refuse the clock's value as a token.
+    next_token_min: AtomicI64,
+    pub(super) writer: ReconnectingConnection,
+    pub(super) reader: Arc<ReconnectingConnection>,
+    pub(super) waiters: SqliteWaiters,
 }
 
 impl SqliteBackend {
     /// Opens the file, and creates it and its tables if they are missing.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do:
+    /// [`BackendError`] with a cause and a remedy:
     /// - `Misconfigured` for an unusable path or system: a missing folder, a folder, newer tables,
     ///   a full disk, no Linux.
     /// - `Denied` without write access.
@@ -92,28 +92,32 @@ impl SqliteBackend {
     /// Dropping the future may leave an empty database or complete tables behind, never incomplete
     /// ones.
     pub async fn open(config: SqliteConfig) -> Result<Self, BackendError> {
-        Self::open_at(config, Arc::new(HostClock::of_this_host()?)).await
+        Self::open_with_clock(config, Arc::new(HostClock::new()?)).await
     }
 
-    pub(super) async fn open_at(
+    pub(super) async fn open_with_clock(
         config: SqliteConfig,
-        clock: Arc<dyn Clock>,
+        clock: Arc<dyn StoreClock>,
     ) -> Result<Self, BackendError> {
-        let Opened { writer, reader, worker, place, store } =
+        let OpenedStore { writer, reader, worker, paths, store_id } =
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
-        let statements = Arc::new(Statements::new(clock, &config.namespace));
-        let wakes =
-            Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone(), worker);
+        let statements = Arc::new(SqliteStatementBinder::new(clock, &config.namespace));
+        let waiters = SqliteWaiters::new(
+            Arc::clone(&reader),
+            Arc::clone(&statements),
+            paths.wal.clone(),
+            worker,
+        );
         Ok(Self {
             config,
-            place,
-            store,
+            paths,
+            store_id,
             statements,
-            tokens_ahead: AtomicI64::new(0),
+            next_token_min: AtomicI64::new(0),
             writer,
             reader,
-            wakes,
+            waiters,
         })
     }
 
@@ -127,7 +131,7 @@ impl SqliteBackend {
     /// Returns the path of the database file, with all links resolved.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.place.path
+        &self.paths.path
     }
 
     /// Returns the namespace of this backend's locks.
@@ -137,73 +141,80 @@ impl SqliteBackend {
     }
 
     /// Returns the statement that finds the claim's grant and locks the database.
-    pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
+    pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         self.statements.fence(claim, token)
     }
 
     /// Returns whether the open files are still those that other processes open.
-    pub(crate) fn is_in_place(&self) -> bool {
+    pub(crate) fn has_current_files(&self) -> bool {
         self.writer.check().is_ok()
     }
 
-    /// Returns whether `store`, read from a meta table, is the id of this store.
-    pub(crate) fn is_store(&self, store: &[u8]) -> bool {
-        self.store == store
+    /// Returns whether `store_id`, read from a meta table, is the id of this store.
+    pub(crate) fn has_store_id(&self, store_id: &[u8]) -> bool {
+        self.store_id == store_id
     }
 
-    /// Grants the key if it is free, in one statement. May also refuse because the key's tokens are
-    /// ahead of the wall clock, but never twice in a row.
-    async fn take(
+    /// Grants the key if it is free, in one statement. Returns `None` if it is held, or once if the
+    /// key's tokens are ahead of the wall clock.
+    async fn try_grant(
         &self,
         claim: &Claim,
-        is_first: bool,
+        is_first_attempt: bool,
     ) -> Result<Option<FencingToken>, BackendError> {
         let wall = self.statements.clock.wall();
-        let (statements, asked) = (Arc::clone(&self.statements), claim.clone());
-        let token = if is_first && wall >= self.tokens_ahead.load(Ordering::Relaxed) {
-            let make = move || statements.acquire(sql::ACQUIRE_AT, &asked, wall);
-            if self.writer.changes_last(make).await? == 0 {
+        let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
+        let token = if is_first_attempt && wall >= self.next_token_min.load(Ordering::Relaxed) {
+            let make_statement = move || statements.acquire(sql::ACQUIRE_AT, &owned_claim, wall);
+            if self.writer.execute_low_priority(make_statement).await? == 0 {
                 return Ok(None);
             }
             wall
         } else {
-            let make = move || statements.acquire(sql::ACQUIRE_ABOVE, &asked, wall);
-            match self.writer.rows_last(make).await?.first() {
+            let make_statement = move || statements.acquire(sql::ACQUIRE_ABOVE, &owned_claim, wall);
+            match self.writer.fetch_all_low_priority(make_statement).await?.first() {
                 None => return Ok(None),
                 Some(row) => self.column(row, 0)?,
             }
         };
         let next = token.saturating_add(i64::from(claim.token_block()));
-        self.tokens_ahead.fetch_max(next, Ordering::Relaxed);
+        self.next_token_min.fetch_max(next, Ordering::Relaxed);
         self.fencing_token(token).map(Some)
     }
 
-    /// Returns the current grant of the key. An error if another boot writes to the file.
-    async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
+    /// Returns the current grant of the key.
+    ///
+    /// # Errors
+    /// `Misconfigured` if a process of another boot has opened the file.
+    async fn current_grant(&self, key: &Key) -> Result<Option<SqliteGrant>, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
-        let rows = self.reader.rows(move || statements.look(&key)).await?;
-        let row = rows.first().ok_or_else(|| open::damaged(self.path()))?;
+        let rows = self.reader.fetch_all(move || statements.current_grant(&key)).await?;
+        let row = rows.first().ok_or_else(|| open::corrupt_meta(self.path()))?;
         let boot: Vec<u8> = self.column(row, 0)?;
         if boot != *self.statements.boot {
-            return Err(self.other_boot());
+            return Err(self.other_boot_error());
         }
         let claim: Option<Vec<u8>> = self.column(row, 2)?;
         let Some(claim) = claim else { return Ok(None) };
-        let held = self.held(row, claim)?;
+        let held = self.decode_grant(row, claim)?;
         Ok(held.filter(|held| held.until > self.statements.clock.now()))
     }
 
-    /// Reads the common columns of [`sql::LOOK`] and [`sql::LIST`]. Returns `None` for a grant of
-    /// another boot.
-    fn held(&self, row: &SqliteRow, claim: Vec<u8>) -> Result<Option<Held>, BackendError> {
+    /// Reads the common columns of [`sql::CURRENT_GRANT`] and [`sql::LIST_GRANTS`]. Returns `None`
+    /// for a grant of another boot.
+    fn decode_grant(
+        &self,
+        row: &SqliteRow,
+        claim: Vec<u8>,
+    ) -> Result<Option<SqliteGrant>, BackendError> {
         let boot: Vec<u8> = self.column(row, 7)?;
         if boot != *self.statements.boot {
             return Ok(None);
         }
         let key: Vec<u8> = self.column(row, 1)?;
         let key = String::from_utf8(key).ok().and_then(|key| Key::new(&key).ok());
-        Ok(Some(Held {
-            key: key.ok_or_else(|| self.unreadable("a row's key is not one that can be locked"))?,
+        Ok(Some(SqliteGrant {
+            key: key.ok_or_else(|| self.corrupt_row("the key of a row is invalid"))?,
             claim,
             token: self.fencing_token(self.column(row, 3)?)?,
             label: self.column(row, 4)?,
@@ -220,22 +231,26 @@ impl SqliteBackend {
     }
 
     fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
-        FencingToken::try_from(token).map_err(|_| self.unreadable("a row's token is negative"))
+        FencingToken::try_from(token)
+            .map_err(|_| self.corrupt_row("the token of a row is negative"))
     }
 
-    fn unreadable(&self, says: &str) -> BackendError {
+    fn corrupt_row(&self, message: &str) -> BackendError {
         BackendError::new(
             BackendErrorKind::Protocol,
-            format!("sqlite file {:?}: {says}; was it edited by hand?", self.path()),
+            format!(
+                "sqlite file {:?}: {message}; it was changed manually; correct or delete the row",
+                self.path()
+            ),
         )
     }
 
-    fn other_boot(&self) -> BackendError {
+    fn other_boot_error(&self) -> BackendError {
         BackendError::new(
             BackendErrorKind::Misconfigured,
             format!(
                 "sqlite file {:?}: a process of another host, or of a container with its own boot id, has opened it; \
-                 locks in a file exclude the processes of one host only",
+                 locks in a file exclude only the processes of one host; use a store that several hosts share",
                 self.path()
             ),
         )
@@ -245,7 +260,7 @@ impl SqliteBackend {
 
 /// A grant as stored in a row.
 #[derive(Debug)]
-struct Held {
+struct SqliteGrant {
     key: Key,
     claim: Vec<u8>,
     token: FencingToken,
@@ -254,12 +269,12 @@ struct Held {
     until: i64,
 }
 
-impl Held {
-    fn holder(self, now: i64) -> Holder {
-        Holder::new(self.key)
-            .with_label(self.label)
-            .with_token(Some(self.token))
-            .with_times(Some(span(self.since, now)), Some(span(now, self.until)))
+impl SqliteGrant {
+    fn into_holder(self, now: i64) -> Holder {
+        Holder::new(self.key).with_label(self.label).with_token(Some(self.token)).with_times(
+            Some(duration_between(self.since, now)),
+            Some(duration_between(now, self.until)),
+        )
     }
 }
 
@@ -274,16 +289,16 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between the failed attempt and the query the key may come free. After this many
-        // repetitions, the attempt returns `Busy` without a holder and is retried at once.
-        const TRIES_MAX: u32 = 3;
-        for attempt in 0..TRIES_MAX {
-            if let Some(token) = self.take(claim, attempt == 0).await? {
+        // The key may be released between the failed statement and the query. After this many
+        // repetitions, the attempt returns `Busy` without a holder, and the engine retries it.
+        const ATTEMPTS_MAX: u32 = 3;
+        for attempt in 0..ATTEMPTS_MAX {
+            if let Some(token) = self.try_grant(claim, attempt == 0).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
-            if let Some(held) = self.look(claim.key()).await? {
+            if let Some(held) = self.current_grant(claim.key()).await? {
                 let now = self.statements.clock.now();
-                let lease_left = span(now, held.until);
+                let lease_left = duration_between(now, held.until);
                 if held.claim == claim.id().to_bytes() {
                     return Ok(Attempt::Granted(Grant::new(Some(held.token), lease_left)));
                 }
@@ -291,7 +306,7 @@ impl LockBackend for SqliteBackend {
                     Busy::new()
                         .with_retry_after(lease_left)
                         .with_mark(held.token.get())
-                        .with_holder(held.holder(now)),
+                        .with_holder(held.into_holder(now)),
                 ));
             }
         }
@@ -305,57 +320,57 @@ impl LockBackend for SqliteBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let statements = Arc::clone(&self.statements);
         let released = claim.clone();
-        let limit = if claim.is_fenced() { FENCED_WAIT } else { Duration::MAX };
-        let make = move || statements.release(&released);
-        let changes = match self.writer.changes_within(limit, make).await {
-            Err(error) if claim.is_fenced() && tells_of_writer(&error) => {
-                return Err(is_fenced(error, self.path()));
+        let limit = if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX };
+        let make_statement = move || statements.release(&released);
+        let changes = match self.writer.execute_within(limit, make_statement).await {
+            Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
+                return Err(fenced_transaction_open(error, self.path()));
             }
-            // As in a renewal: for all other processes the grant has ended with the file.
-            Err(error) if Detached::of(&error).is_some() => return Ok(Release::NotHeld),
+            // As in a renewal, the grant ended for all other processes when the file was replaced.
+            Err(error) if Detached::from_error(&error).is_some() => return Ok(Release::NotHeld),
             answer => answer?,
         };
-        self.purge_by_chance(claim).await;
-        Ok(freed(changes))
+        self.purge_at_random(claim).await;
+        Ok(release_outcome(changes))
     }
 
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        self.wakes.are_confirmed()
+        self.waiters.is_confirmed()
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.wakes.wait(claim.key(), busy.mark).await;
+        self.waiters.wait(claim.key(), busy.mark).await;
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        let held = self.look(key).await?;
-        Ok(held.map(|held| held.holder(self.statements.clock.now())))
+        let held = self.current_grant(key).await?;
+        Ok(held.map(|held| held.into_holder(self.statements.clock.now())))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let statements = Arc::clone(&self.statements);
-        let rows = self.reader.rows(move || statements.list()).await?;
+        let rows = self.reader.fetch_all(move || statements.list()).await?;
         let now = self.statements.clock.now();
         let mut holders = Vec::with_capacity(rows.len());
         for row in &rows {
             let claim = self.column(row, 2)?;
-            holders.extend(self.held(row, claim)?.map(|held| held.holder(now)));
+            holders.extend(self.decode_grant(row, claim)?.map(|held| held.into_holder(now)));
         }
         Ok(holders)
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
-        let changes = self.writer.changes(move || statements.force_release(&key)).await?;
-        Ok(freed(changes))
+        let changes = self.writer.execute(move || statements.force_release(&key)).await?;
+        Ok(release_outcome(changes))
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        self.collect_findings().await
     }
 
     async fn close(&self) {
-        self.wakes.close();
+        self.waiters.close();
         self.reader.close().await;
         self.writer.close().await;
     }
@@ -363,9 +378,9 @@ impl LockBackend for SqliteBackend {
 
 /// How long the release of a fenced claim waits for other writers. One of them may be its own
 /// transaction.
-const FENCED_WAIT: Duration = Duration::from_millis(500);
+const FENCED_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
-const fn freed(changes: u64) -> Release {
+const fn release_outcome(changes: u64) -> Release {
     if changes == 0 { Release::NotHeld } else { Release::Freed }
 }
 

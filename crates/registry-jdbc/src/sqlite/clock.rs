@@ -2,8 +2,8 @@
 //! the host.
 //!
 //! Leases expire by `CLOCK_BOOTTIME`. It keeps counting during suspend and cannot be set. A row
-//! also stores the id of the boot: a row of another boot has ended, because all its holders have.
-//! The wall clock only produces large token numbers. It may jump.
+//! also stores the boot id. A grant of another boot has ended, because its process has ended. The
+//! wall clock only produces large token numbers. It may jump.
 
 use std::fmt;
 use std::time::Duration;
@@ -36,12 +36,12 @@ impl fmt::Debug for BootId {
     }
 }
 
-/// The clocks that the store uses. A trait, so that tests can reboot the host and set its clocks.
-pub(crate) trait Clock: fmt::Debug + Send + Sync {
-    /// Returns microseconds since the host was booted, including suspend. Never goes back.
+/// The clocks that the store uses. A trait, so that tests can simulate reboots and set the clocks.
+pub(crate) trait StoreClock: fmt::Debug + Send + Sync {
+    /// Returns microseconds since the host was booted, including suspend. Never decreases.
     fn now(&self) -> i64;
 
-    /// Returns the boot that [`now`](Self::now) counts from.
+    /// Returns the id of the boot at which [`now`](Self::now) was zero.
     fn boot(&self) -> BootId;
 
     /// Returns microseconds since 1970 by the wall clock, or zero before that. Only for token
@@ -50,12 +50,12 @@ pub(crate) trait Clock: fmt::Debug + Send + Sync {
 }
 
 /// Converts a duration to microseconds, at most 292,000 years.
-pub(crate) fn micros(span: Duration) -> i64 {
-    i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
+pub(crate) fn to_micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
 /// Returns the duration from `from` to `to`, or zero if it is negative.
-pub(crate) fn span(from: i64, to: i64) -> Duration {
+pub(crate) fn duration_between(from: i64, to: i64) -> Duration {
     Duration::from_micros(u64::try_from(to.saturating_sub(from)).unwrap_or(0))
 }
 
@@ -73,38 +73,40 @@ impl HostClock {
     /// Reads the boot's id and checks the clock.
     ///
     /// # Errors
-    /// `Misconfigured` if the system has no such clock or hides the id.
+    /// `Misconfigured` if the system has no boot clock, or `/proc` is not mounted.
     #[cfg(target_os = "linux")]
-    pub(crate) fn of_this_host() -> Result<Self, BackendError> {
+    pub(crate) fn new() -> Result<Self, BackendError> {
         use registry_core::BackendErrorKind::Misconfigured;
 
         const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
         let boot = std::fs::read_to_string(BOOT_ID).map_err(|source| {
             BackendError::new(
                 Misconfigured,
-                format!("the id of the host's boot cannot be read; mount /proc so that {BOOT_ID} is there"),
+                format!(
+                    "the id of the host's boot cannot be read; mount /proc so that {BOOT_ID} exists"
+                ),
             )
             .with_source(source)
             .as_refused()
         })?;
         let boot = BootId::parse(&boot).ok_or_else(|| {
-            BackendError::new(
-                Misconfigured,
-                format!("{BOOT_ID} holds no boot id; is /proc mounted?"),
-            )
-            .as_refused()
-        })?;
-        boottime().map_err(|source| {
-            BackendError::new(Misconfigured, "this system has no clock that counts from its boot")
-                .with_source(source)
+            BackendError::new(Misconfigured, format!("{BOOT_ID} contains no boot id; mount /proc"))
                 .as_refused()
         })?;
-        Ok(Self { boot, offset: linux_offset()? })
+        boottime().map_err(|source| {
+            BackendError::new(
+                Misconfigured,
+                "this system has no boot clock (CLOCK_BOOTTIME); use another store",
+            )
+            .with_source(source)
+            .as_refused()
+        })?;
+        Ok(Self { boot, offset: time_namespace_offset()? })
     }
 
-    /// Always fails: these systems have no clock that all processes share and that cannot be set.
+    /// Returns `Misconfigured`: this system has no boot clock that all processes share.
     #[cfg(not(target_os = "linux"))]
-    pub(crate) fn of_this_host() -> Result<Self, BackendError> {
+    pub(crate) fn new() -> Result<Self, BackendError> {
         Err(BackendError::new(
             registry_core::BackendErrorKind::Misconfigured,
             "the SQLite store needs Linux, whose boot clock all processes share; use another store here",
@@ -113,10 +115,10 @@ impl HostClock {
     }
 }
 
-impl Clock for HostClock {
+impl StoreClock for HostClock {
     #[cfg(target_os = "linux")]
     fn now(&self) -> i64 {
-        boottime().expect("the clock was there when the store was opened") - self.offset
+        boottime().expect("`HostClock::new` has read this clock") - self.offset
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -129,7 +131,7 @@ impl Clock for HostClock {
     }
 
     fn wall(&self) -> i64 {
-        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, micros)
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, to_micros)
     }
 }
 
@@ -142,7 +144,7 @@ fn boottime() -> nix::Result<i64> {
 
 /// Returns the offset of this process's time namespace to the boot clock.
 #[cfg(target_os = "linux")]
-fn linux_offset() -> Result<i64, BackendError> {
+fn time_namespace_offset() -> Result<i64, BackendError> {
     use std::fs::{read_link, read_to_string};
 
     // Kernels before 5.6 have neither the file nor the namespaces.
@@ -162,7 +164,7 @@ fn linux_offset() -> Result<i64, BackendError> {
     parse_offset(&text).ok_or_else(|| {
         BackendError::new(
             registry_core::BackendErrorKind::Protocol,
-            "/proc/self/timens_offsets cannot be read as seconds and nanoseconds",
+            "/proc/self/timens_offsets has no seconds and nanoseconds for the boot clock",
         )
         .as_refused()
     })
@@ -183,7 +185,7 @@ fn parse_offset(text: &str) -> Option<i64> {
     Some(0)
 }
 
-/// A clock that tests set.
+/// A clock for tests.
 #[cfg(test)]
 #[derive(Debug)]
 pub(crate) struct ManualClock {
@@ -206,8 +208,8 @@ impl ManualClock {
         })
     }
 
-    pub(crate) fn advance(&self, span: Duration) {
-        self.now.fetch_add(micros(span), std::sync::atomic::Ordering::SeqCst);
+    pub(crate) fn advance(&self, duration: Duration) {
+        self.now.fetch_add(to_micros(duration), std::sync::atomic::Ordering::SeqCst);
     }
 
     /// Returns how often the time was read.
@@ -221,7 +223,7 @@ impl ManualClock {
 }
 
 #[cfg(test)]
-impl Clock for ManualClock {
+impl StoreClock for ManualClock {
     fn now(&self) -> i64 {
         self.reads.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         self.now.load(std::sync::atomic::Ordering::SeqCst)
@@ -241,7 +243,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_offset_of_a_time_namespace_is_read_in_both_spellings() {
+    fn the_offset_of_a_time_namespace_is_parsed_by_clock_name_and_by_number() {
         assert_eq!(parse_offset("monotonic  5  0\nboottime  -3  500000000\n"), Some(-2_500_000));
         assert_eq!(parse_offset("1 5 0\n7 86400 0\n"), Some(86_400_000_000));
         assert_eq!(parse_offset("monotonic 5 0\n"), Some(0));
@@ -261,18 +263,18 @@ mod tests {
 
     #[test]
     fn the_clock_of_this_host_moves_forward() {
-        let clock = HostClock::of_this_host().unwrap();
+        let clock = HostClock::new().unwrap();
         let before = clock.now();
         assert!(before > 0);
         assert!(clock.now() >= before);
-        assert_eq!(clock.boot(), HostClock::of_this_host().unwrap().boot());
+        assert_eq!(clock.boot(), HostClock::new().unwrap().boot());
         assert!(clock.wall() > 1_500_000_000_000_000);
     }
 
     #[test]
-    fn spans_never_wrap() {
-        assert_eq!(micros(Duration::MAX), i64::MAX);
-        assert_eq!(span(5, 3), Duration::ZERO);
-        assert_eq!(span(i64::MIN, i64::MAX), Duration::from_micros(i64::MAX as u64));
+    fn durations_saturate_and_never_wrap() {
+        assert_eq!(to_micros(Duration::MAX), i64::MAX);
+        assert_eq!(duration_between(5, 3), Duration::ZERO);
+        assert_eq!(duration_between(i64::MIN, i64::MAX), Duration::from_micros(i64::MAX as u64));
     }
 }

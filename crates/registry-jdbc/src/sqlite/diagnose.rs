@@ -1,19 +1,20 @@
-//! The findings of `doctor` about a SQLite store. Reads only, repairs nothing.
+//! Collects the findings of `doctor` about a SQLite store. Changes nothing.
 
 use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
-use crate::error::Detached;
+use super::error::Detached;
 
-/// A larger write-ahead log is not being written back to the database.
-const LOG_BYTES_MAX: u64 = 64 * 1024 * 1024;
+/// A write-ahead log above this size is reported: no checkpoint succeeds.
+const WAL_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
 impl SqliteBackend {
     /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
+    pub(super) async fn collect_findings(&self) -> Result<Vec<Finding>, BackendError> {
         match self.writer.check() {
-            // Unlike the other errors, this one can be undone. No further check works before that.
-            Err(error) if Detached::of(&error) == Some(Detached::OtherName) => {
+            // This error is a finding, because removing the hard link repairs the store. Further
+            // checks would fail.
+            Err(error) if Detached::from_error(&error) == Some(Detached::HardLink) => {
                 return Ok(vec![Finding::warning(error.to_string())]);
             }
             answer => answer?,
@@ -21,7 +22,7 @@ impl SqliteBackend {
         let path = self.path();
         let mut findings = Vec::new();
 
-        let journal = self.reader.rows(|| sqlx::query("PRAGMA main.journal_mode")).await?;
+        let journal = self.reader.fetch_all(|| sqlx::query("PRAGMA main.journal_mode")).await?;
         let journal: String = match journal.first() {
             Some(row) => self.column(row, 0)?,
             None => "unknown".to_owned(),
@@ -36,19 +37,19 @@ impl SqliteBackend {
         for table in ["lock_registry_meta", "lock_registry_locks"] {
             let check = self
                 .reader
-                .rows(move || sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
+                .fetch_all(move || sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
             for row in check.await? {
-                let says: String = self.column(&row, 0)?;
-                if says != "ok" {
+                let message: String = self.column(&row, 0)?;
+                if message != "ok" {
                     findings.push(Finding::warning(format!(
-                        "{path:?} is damaged: {says}; restore it, or move it away to start afresh"
+                        "{path:?} is damaged: {message}; restore it, or move it away so that a new file is created"
                     )));
                 }
             }
         }
 
-        if let Ok(log) = std::fs::metadata(&self.place.wal)
-            && log.len() > LOG_BYTES_MAX
+        if let Ok(log) = std::fs::metadata(&self.paths.wal)
+            && log.len() > WAL_BYTES_MAX
         {
             findings.push(Finding::warning(format!(
                 "the write-ahead log of {path:?} has grown to {} MiB: some connection keeps a read transaction \
@@ -57,7 +58,7 @@ impl SqliteBackend {
             )));
         }
         #[cfg(target_os = "linux")]
-        findings.extend(linux::look_around(path, &self.place.wal));
+        findings.extend(linux::host_findings(path, &self.paths.wal));
         Ok(findings)
     }
 }
@@ -72,16 +73,16 @@ mod linux {
     };
     use registry_core::Finding;
 
-    use super::super::watch::Watch;
+    use super::super::commit_watch::CommitWatch;
 
     /// Less free space than this is reported.
     const FREE_BYTES_MIN: u64 = 64 * 1024 * 1024;
 
     /// Returns the findings about the file system, the kernel and the container.
-    pub(super) fn look_around(path: &Path, wal: &Path) -> Vec<Finding> {
+    pub(super) fn host_findings(path: &Path, wal: &Path) -> Vec<Finding> {
         let mut findings = Vec::new();
         if let Ok(disk) = statfs(path) {
-            if let Some(name) = network(disk.filesystem_type()) {
+            if let Some(name) = network_file_system(disk.filesystem_type()) {
                 findings.push(Finding::warning(format!(
                     "{path:?} is on {name}: if other hosts reach it, its locks do not exclude them, and the file may \
                      be damaged; move it to a local disk"
@@ -104,7 +105,7 @@ mod linux {
                 "this container has its own boot id: its locks do not exclude processes outside of it",
             ));
         }
-        if Watch::start(wal).is_by_time() {
+        if CommitWatch::start(wal).is_interval() {
             findings.push(Finding::warning(
                 "the kernel cannot watch the write-ahead log, so waiters poll; raise fs.inotify.max_user_instances \
                  and max_user_watches",
@@ -114,9 +115,9 @@ mod linux {
     }
 
     /// Returns the name of a file system that other hosts may share.
-    pub(super) fn network(kind: FsType) -> Option<&'static str> {
+    pub(super) fn network_file_system(kind: FsType) -> Option<&'static str> {
         // Missing in libc; from the kernel's headers.
-        const NAMED_HERE: [(i64, &str); 8] = [
+        const MAGIC_NUMBERS: [(i64, &str); 8] = [
             (0xff53_4d42, "a CIFS share"),
             (0xfe53_4d42, "an SMB share"),
             (0x0102_1997, "a 9P share"),
@@ -135,10 +136,10 @@ mod linux {
             FUSE_SUPER_MAGIC => return Some("a FUSE file system"),
             _ => {}
         }
-        // The type of the number differs between architectures. Only its low 32 bits count.
+        // The type of the number depends on the architecture. Its low 32 bits are the magic number.
         #[expect(clippy::unnecessary_cast, reason = "needed where the type is another")]
         let number = kind.0 as i64 & 0xffff_ffff;
-        NAMED_HERE.iter().find(|(magic, _)| *magic == number).map(|(_, name)| *name)
+        MAGIC_NUMBERS.iter().find(|(magic, _)| *magic == number).map(|(_, name)| *name)
     }
 }
 
@@ -146,12 +147,12 @@ mod linux {
 mod tests {
     use nix::sys::statfs::{FsType, NFS_SUPER_MAGIC, TMPFS_MAGIC};
 
-    use super::linux::network;
+    use super::linux::network_file_system;
 
     #[test]
-    fn file_systems_with_other_hosts_behind_them_are_known() {
-        assert_eq!(network(NFS_SUPER_MAGIC), Some("NFS"));
-        assert_eq!(network(FsType(0xfe53_4d42)), Some("an SMB share"));
-        assert_eq!(network(TMPFS_MAGIC), None);
+    fn file_systems_that_other_hosts_may_share_are_detected() {
+        assert_eq!(network_file_system(NFS_SUPER_MAGIC), Some("NFS"));
+        assert_eq!(network_file_system(FsType(0xfe53_4d42)), Some("an SMB share"));
+        assert_eq!(network_file_system(TMPFS_MAGIC), None);
     }
 }

@@ -1,10 +1,10 @@
-//! Fences a transaction by a lock in the same file.
+//! Checks the token of a lock in a transaction on the same file.
 
 use registry_core::LockGuard;
 use sqlx::{Row, Sqlite, Transaction};
 
 use super::backend::SqliteBackend;
-use crate::error;
+use super::error;
 use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl Fence<Sqlite> for LockGuard {
@@ -18,21 +18,25 @@ impl Fence<Sqlite> for LockGuard {
             .fence_statement(claim, token)
             .execute(&mut **transaction)
             .await
-            .map_err(sort)?
+            .map_err(fence_error)?
             .rows_affected();
         if found == 0 {
-            return Err(why_not_found(self, backend, transaction).await);
+            return Err(missing_row_error(self, backend, transaction).await);
         }
         // From here on no other claim can be granted the lock. But the guard may have been notified
-        // of its loss while the statement waited, and such a holder must not write. Also, if the
-        // files were replaced, other processes do not see the row, so it excludes none of them.
-        if self.is_held() && backend.is_in_place() { Ok(()) } else { Err(FenceError::lost(self)) }
+        // of its loss while the statement waited, and then its holder must not write. If the files
+        // were replaced, other processes do not read this row.
+        if self.is_held() && backend.has_current_files() {
+            Ok(())
+        } else {
+            Err(FenceError::lost(self))
+        }
     }
 }
 
 /// Returns why the row was not found: the lock was lost, or this is another database with lock
 /// tables.
-async fn why_not_found(
+async fn missing_row_error(
     guard: &LockGuard,
     backend: &SqliteBackend,
     transaction: &mut Transaction<'_, Sqlite>,
@@ -42,17 +46,17 @@ async fn why_not_found(
         .await;
     let store: Option<Vec<u8>> = match rows {
         Ok(rows) => rows.first().and_then(|row| row.try_get(0).ok()),
-        Err(error) => return sort(error),
+        Err(error) => return fence_error(error),
     };
-    if store.is_some_and(|store| backend.is_store(&store)) {
+    if store.is_some_and(|store| backend.has_store_id(&store)) {
         FenceError::lost(guard)
     } else {
         FenceError::OtherDatabase
     }
 }
 
-fn sort(source: sqlx::Error) -> FenceError {
-    if error::is_no_such_table(&source) {
+fn fence_error(source: sqlx::Error) -> FenceError {
+    if error::is_missing_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {
         FenceError::Busy { source: Some(source) }

@@ -4,8 +4,9 @@
 //! a release are last.
 
 // Before the first acquisition.
+mod config;
 mod open;
-mod file;
+mod paths;
 // The operations on a lock's row, and their SQL.
 mod backend;
 mod renew;
@@ -13,12 +14,13 @@ mod statement;
 mod clock;
 mod sql;
 // Access to the file while other processes write.
-mod link;
+mod connection;
 mod serial_executor;
 mod worker;
+mod error;
 // Waiting for a release by any process.
-mod wake;
-mod watch;
+mod waiters;
+mod commit_watch;
 // Checking a token in the caller's transaction.
 mod fence;
 // Housekeeping.
@@ -26,6 +28,7 @@ mod purge;
 mod diagnose;
 
 pub use backend::SqliteBackend;
+pub use config::SqliteConfig;
 
 #[cfg(test)]
 mod tests;

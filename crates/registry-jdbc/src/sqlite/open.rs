@@ -1,4 +1,4 @@
-//! Opens the file: reads before it writes, creates missing tables, and detects a reboot.
+//! Opens the file: reads it, creates missing tables, and detects a reboot.
 
 use std::path::Path;
 
@@ -6,109 +6,116 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::{ConnectOptions, Connection, Row, SqliteConnection};
 
 use super::clock::BootId;
-use super::file::Place;
-use super::link::{self, Busy, Link};
+use super::config::SqliteConfig;
+use super::connection::{self, BusyRetry, ReconnectingConnection};
+use super::error::explain;
+use super::paths::DatabasePaths;
 use super::sql;
-use super::worker::Worker;
-use crate::config::SqliteConfig;
-use crate::error::explain;
+use super::worker::WorkerThread;
 
 /// The result of opening a store.
 #[derive(Debug)]
-pub(super) struct Opened {
-    pub(super) writer: Link,
-    pub(super) reader: Link,
-    pub(super) worker: Worker,
-    pub(super) place: Place,
+pub(super) struct OpenedStore {
+    pub(super) writer: ReconnectingConnection,
+    pub(super) reader: ReconnectingConnection,
+    pub(super) worker: WorkerThread,
+    pub(super) paths: DatabasePaths,
     /// The id that the file received when its tables were created.
-    pub(super) store: Vec<u8>,
+    pub(super) store_id: Vec<u8>,
 }
 
 /// Opens the store for a process of this boot.
-pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, BackendError> {
-    let place = Place::find(&config.path)?;
-    let path = place.path.as_path();
-    let worker = Worker::start()?;
+pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<OpenedStore, BackendError> {
+    let paths = DatabasePaths::resolve(&config.path)?;
+    let path = paths.path.as_path();
+    let worker = WorkerThread::start()?;
 
-    // Everything below uses connections of its own. Dropping this future drops them, and rolls back
-    // an unfinished transaction.
-    let mut busy = Busy::new(config.busy_timeout, &worker);
-    let (connection, store) = loop {
-        match set_up(path, boot).await {
+    // Dropping this future drops the connections below, which rolls back an unfinished
+    // transaction.
+    let mut retry = BusyRetry::new(config.busy_timeout, &worker);
+    let (connection, store_id) = loop {
+        match initialize(path, boot).await {
             Ok(done) => break done,
-            Err(Trouble::Sqlite(error)) if busy.again(&error).await => {}
-            Err(Trouble::Sqlite(error)) => return Err(explain(error, path)),
-            Err(Trouble::Refused(error)) => return Err(error),
+            Err(OpenError::Sqlite(error)) if retry.pause_before_retry(&error).await => {}
+            Err(OpenError::Sqlite(error)) => return Err(explain(error, path)),
+            Err(OpenError::Refused(error)) => return Err(error),
         }
     };
-    let database = place.database().map_err(BackendError::as_refused)?;
+    let database_id = paths.database_id().map_err(BackendError::as_refused)?;
 
-    // The connection that created the tables stays open until the others are, so log and index stay
-    // the same files.
-    let options = link::options(path).create_if_missing(false);
-    let link = |options| Link::open(place.clone(), database, options, config.busy_timeout, &worker);
-    let reader = link(options.clone().pragma("query_only", "ON")).await?;
-    let writer = link(options).await?;
-    // Only the checkpoint can fail, and it is repeated later.
+    // This connection stays open until the others are open, so that SQLite does not delete the log
+    // and the index.
+    let options = connection::options(path).create_if_missing(false);
+    let connect = |options| {
+        ReconnectingConnection::open(
+            paths.clone(),
+            database_id,
+            options,
+            config.busy_timeout,
+            &worker,
+        )
+    };
+    let reader = connect(options.clone().pragma("query_only", "ON")).await?;
+    let writer = connect(options).await?;
+    // Only the checkpoint can fail, and SQLite repeats it later.
     let _ = connection.close().await;
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         writer.prepare(statement).await?;
     }
-    Ok(Opened { writer, reader, store, worker, place })
+    Ok(OpenedStore { writer, reader, store_id, worker, paths })
 }
 
-enum Trouble {
+enum OpenError {
     Sqlite(sqlx::Error),
     Refused(BackendError),
 }
 
-impl From<sqlx::Error> for Trouble {
+impl From<sqlx::Error> for OpenError {
     fn from(error: sqlx::Error) -> Self {
         Self::Sqlite(error)
     }
 }
 
-async fn set_up(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>), Trouble> {
-    let mut connection = link::options(path).connect().await?;
+async fn initialize(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>), OpenError> {
+    let mut connection = connection::options(path).connect().await?;
     // Reads first, so that an unusable file (no database, newer tables) stays unchanged.
     let mut meta = read_meta(&mut connection, path).await?;
-    use_wal(&mut connection, path).await?;
+    enable_wal(&mut connection, path).await?;
     if meta.is_none() {
-        make_tables(&mut connection).await?;
+        create_tables(&mut connection).await?;
         meta = read_meta(&mut connection, path).await?;
     }
-    let Some(Meta { store, boot: last_boot }) = meta else {
-        return Err(Trouble::Refused(damaged(path)));
+    let Some(MetaRow { store_id, boot: last_boot }) = meta else {
+        return Err(OpenError::Refused(corrupt_meta(path)));
     };
     if last_boot != boot.bytes() {
-        // Frees all rows of the earlier boot. A process that still runs with that boot then gets
-        // errors.
-        sqlx::query(sql::BOOT).bind(boot.bytes().to_vec()).execute(&mut connection).await?;
+        // This frees all rows of the earlier boot. A process with that boot id then gets errors.
+        sqlx::query(sql::SAVE_BOOT).bind(boot.bytes().to_vec()).execute(&mut connection).await?;
     }
-    Ok((connection, store))
+    Ok((connection, store_id))
 }
 
-struct Meta {
-    store: Vec<u8>,
+struct MetaRow {
+    store_id: Vec<u8>,
     boot: Vec<u8>,
 }
 
 async fn read_meta(
     connection: &mut SqliteConnection,
     path: &Path,
-) -> Result<Option<Meta>, Trouble> {
+) -> Result<Option<MetaRow>, OpenError> {
     if sqlx::query(sql::META_TABLE).fetch_all(&mut *connection).await?.is_empty() {
         return Ok(None);
     }
     let rows = sqlx::query(sql::META).fetch_all(connection).await?;
-    let row = rows.first().ok_or_else(|| Trouble::Refused(damaged(path)))?;
+    let row = rows.first().ok_or_else(|| OpenError::Refused(corrupt_meta(path)))?;
     let version: i64 = row.try_get(0)?;
     if version > sql::VERSION {
-        return Err(Trouble::Refused(
+        return Err(OpenError::Refused(
             BackendError::new(
                 BackendErrorKind::Misconfigured,
                 format!(
-                    "sqlite file {path:?}: its lock tables are of version {version}, this program knows \
+                    "sqlite file {path:?}: its lock tables are of version {version}, this program supports \
                      version {known}; update the program",
                     known = sql::VERSION
                 ),
@@ -116,34 +123,34 @@ async fn read_meta(
             .as_refused(),
         ));
     }
-    // A migration from version 1 to a later version is to be called from `set_up`.
+    // `initialize` must call migrations from version 1 to later versions.
     if version < sql::VERSION {
-        return Err(Trouble::Refused(damaged(path)));
+        return Err(OpenError::Refused(corrupt_meta(path)));
     }
-    Ok(Some(Meta { boot: row.try_get(1)?, store: row.try_get(2)? }))
+    Ok(Some(MetaRow { boot: row.try_get(1)?, store_id: row.try_get(2)? }))
 }
 
 /// Enables the write-ahead log: readers then never block a writer, and every commit changes a file
 /// that can be watched. The setting is stored in the file.
-async fn use_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), Trouble> {
+async fn enable_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), OpenError> {
     let rows = sqlx::query("PRAGMA main.journal_mode = WAL").fetch_all(connection).await?;
     let mode: String = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
     if mode.eq_ignore_ascii_case("wal") {
         return Ok(());
     }
-    Err(Trouble::Refused(
+    Err(OpenError::Refused(
         BackendError::new(
             BackendErrorKind::Misconfigured,
             format!(
-                "sqlite file {path:?}: its journal mode stays {mode:?}, this store needs \"wal\"; \
-                 put the file on a local disk"
+                "sqlite file {path:?}: its journal mode remains {mode:?}, but this store needs \"wal\"; move \
+                 the file to a local disk"
             ),
         )
         .as_refused(),
     ))
 }
 
-async fn make_tables(connection: &mut SqliteConnection) -> Result<(), Trouble> {
+async fn create_tables(connection: &mut SqliteConnection) -> Result<(), OpenError> {
     // IMMEDIATE: if several processes find no tables, one creates them while the others wait.
     let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
     sqlx::raw_sql(sql::SCHEMA).execute(&mut *transaction).await?;
@@ -152,11 +159,11 @@ async fn make_tables(connection: &mut SqliteConnection) -> Result<(), Trouble> {
 }
 
 /// Returns the error for a missing or invalid meta row.
-pub(super) fn damaged(path: &Path) -> BackendError {
+pub(super) fn corrupt_meta(path: &Path) -> BackendError {
     BackendError::new(
         BackendErrorKind::Misconfigured,
         format!(
-            "sqlite file {path:?}: the table lock_registry_meta was made or changed by something else; \
+            "sqlite file {path:?}: the table lock_registry_meta was created or changed by another program; \
              restore it, or drop it and lock_registry_locks"
         ),
     )

@@ -7,10 +7,10 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim, Renewal};
 
 use super::backend::SqliteBackend;
-use super::clock::span;
+use super::clock::duration_between;
+use super::error::Detached;
 use super::sql;
-use super::statement::Statement;
-use crate::error::Detached;
+use super::statement::SqliteQuery;
 
 impl SqliteBackend {
     /// Renews the claims and returns the results in their order.
@@ -18,59 +18,60 @@ impl SqliteBackend {
         &self,
         claims: &[Claim],
     ) -> Vec<Result<Renewal, BackendError>> {
-        let mut answers = Vec::with_capacity(claims.len());
-        let mut file_is_locked: Option<BackendError> = None;
-        for chunk in claims.chunks(sql::largest(&*sql::RENEW)) {
+        let mut results = Vec::with_capacity(claims.len());
+        let mut busy_error: Option<BackendError> = None;
+        for chunk in claims.chunks(sql::batch_items_max(&*sql::RENEW)) {
             // Another process keeps the file locked. Waiting again for each chunk would take
             // minutes.
-            if let Some(error) = &file_is_locked {
-                answers.extend(chunk.iter().map(|_| Err(error.clone())));
+            if let Some(error) = &busy_error {
+                results.extend(chunk.iter().map(|_| Err(error.clone())));
                 continue;
             }
             match self.renew_chunk(chunk).await {
-                Ok(renewals) => answers.extend(renewals.into_iter().map(Ok)),
+                Ok(renewals) => results.extend(renewals.into_iter().map(Ok)),
                 // A process that uses the replacement files may have been granted the keys.
-                Err(error) if Detached::of(&error).is_some() => {
-                    answers.extend(chunk.iter().map(|_| Ok(Renewal::Gone)));
+                Err(error) if Detached::from_error(&error).is_some() => {
+                    results.extend(chunk.iter().map(|_| Ok(Renewal::Gone)));
                 }
                 Err(error) => {
-                    answers.extend(chunk.iter().map(|_| Err(error.clone())));
-                    file_is_locked = Some(error).filter(BackendError::is_retryable);
+                    results.extend(chunk.iter().map(|_| Err(error.clone())));
+                    busy_error = Some(error).filter(BackendError::is_retryable);
                 }
             }
         }
-        answers
+        results
     }
 
     async fn renew_chunk(&self, claims: &[Claim]) -> Result<Vec<Renewal>, BackendError> {
         let claims: Arc<[Claim]> = claims.into();
         if claims.len() > 1 {
-            let changes = self.writer.changes(self.renewal(&*sql::RENEW, &claims)).await?;
+            let changes = self.writer.execute(self.renew_statement(&*sql::RENEW, &claims)).await?;
             if usize::try_from(changes) == Ok(claims.len()) {
                 return Ok(claims.iter().map(|claim| Renewal::Renewed(claim.lease())).collect());
             }
             // Some grants are gone. A second statement shows which. It renews the others again,
             // which is harmless.
         }
-        let rows = self.writer.rows(self.renewal(&*sql::RENEW_TELLING, &claims)).await?;
+        let rows =
+            self.writer.fetch_all(self.renew_statement(&*sql::RENEW_RETURNING, &claims)).await?;
         let now = self.statements.clock.now();
-        let mut left = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
+        let mut leases = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
         for row in &rows {
-            left.insert(self.column(row, 0)?, span(now, self.column(row, 1)?));
+            leases.insert(self.column(row, 0)?, duration_between(now, self.column(row, 1)?));
         }
-        let answer = |claim: &Claim| left.get(claim.id().to_bytes().as_slice()).copied();
+        let lease_of = |claim: &Claim| leases.get(claim.id().to_bytes().as_slice()).copied();
         Ok(claims
             .iter()
-            .map(|claim| answer(claim).map_or(Renewal::Gone, Renewal::Renewed))
+            .map(|claim| lease_of(claim).map_or(Renewal::Gone, Renewal::Renewed))
             .collect())
     }
 
-    fn renewal(
+    fn renew_statement(
         &self,
-        sizes: &'static [sql::Sized],
+        sizes: &'static [sql::BatchStatement],
         claims: &Arc<[Claim]>,
-    ) -> impl FnMut() -> Statement + Send + use<> {
-        let size = sql::sized(sizes, claims.len());
+    ) -> impl FnMut() -> SqliteQuery + Send + use<> {
+        let size = sql::batch_for(sizes, claims.len());
         let (statements, claims) = (Arc::clone(&self.statements), Arc::clone(claims));
         move || statements.renew(size, &claims)
     }

@@ -5,23 +5,23 @@
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
     id              INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
     version         INTEGER NOT NULL,                       -- of these tables
-    store           BLOB    NOT NULL,                       -- tells this database from others
-    boot            BLOB    NOT NULL,                       -- the boot of the host that uses the file now
+    store           BLOB    NOT NULL,                       -- identifies this database
+    boot            BLOB    NOT NULL,                       -- the current boot of the host
     floor           INTEGER NOT NULL,                       -- the largest token of all deleted rows
-    sweep_namespace TEXT    NOT NULL,                       -- how far the search for dead rows has come
+    sweep_namespace TEXT    NOT NULL,                       -- the position of the purge
     sweep_key       BLOB    NOT NULL
 ) STRICT;
 
 INSERT OR IGNORE INTO lock_registry_meta (id, version, store, boot, floor, sweep_namespace, sweep_key)
 VALUES (1, 1, randomblob(16), zeroblob(16), 0, '', x'');
 
--- One row for each recently locked key. Times are microseconds since the host was booted.
+-- One row per recently locked key. Times are microseconds since the host was booted.
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
     namespace TEXT    NOT NULL,
     key       BLOB    NOT NULL,                             -- UTF-8
-    claim     BLOB,                                         -- who holds it; NULL after a release
+    claim     BLOB,                                         -- the holder; NULL after a release
     token     INTEGER NOT NULL,                             -- the first fencing token of the newest grant
-    block     INTEGER NOT NULL,                             -- how many tokens it reserved
+    block     INTEGER NOT NULL,                             -- the number of tokens it reserved
     label     TEXT,
     since     INTEGER NOT NULL,
     until     INTEGER NOT NULL,                             -- held until then, or free since then

@@ -1,4 +1,4 @@
-//! Runs calls on one value, one at a time. Independent of the database. Used by `link`.
+//! Runs calls on one value, one at a time. Used by `connection`.
 //!
 //! A caller that finds the value free polls its own call, because a switch to another task takes a
 //! tenth of a statement's time. All other calls are queued for one task on the backend's own
@@ -6,11 +6,11 @@
 //! caller polls:
 //! - when another call is queued behind it,
 //! - when its caller drops it,
-//! - when it has not ended after [`STALLED`], because a caller may keep a future and never poll it
+//! - when it has not ended after [`STALL_TIMEOUT`], because a caller may never poll its future
 //!   again.
 //!
-//! So every call runs to its end, even without its caller. Queueing and taking over have constant
-//! cost.
+//! Every call therefore runs to its end, even without its caller. Queueing and taking over have
+//! constant cost.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -25,66 +25,65 @@ use futures_util::FutureExt;
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use tokio::task::unconstrained;
 
-use super::worker::Worker;
+use super::worker::WorkerThread;
 
-/// How long a caller may take for its own call. Far longer than a statement, far shorter than the
-/// slack of a renewal.
-const STALLED: Duration = Duration::from_millis(50);
+/// How long a caller may take for its own call. Much longer than a statement, much shorter than
+/// the margin of a renewal.
+const STALL_TIMEOUT: Duration = Duration::from_millis(50);
 
-type Boxed<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-type Job<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> Boxed<()> + Send>;
+type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+type QueuedWork<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> BoxedFuture<()> + Send>;
 
 /// A value, and the queues of calls on it.
 pub(super) struct SerialExecutor<S> {
-    shared: Arc<Shared<S>>,
-    queue: mpsc::UnboundedSender<Queued<S>>,
-    later: mpsc::UnboundedSender<Queued<S>>,
+    state: Arc<ExecutorState<S>>,
+    queue: mpsc::UnboundedSender<QueueItem<S>>,
+    low_priority_queue: mpsc::UnboundedSender<QueueItem<S>>,
 }
 
 /// The order of queued calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Priority {
     Normal,
-    /// After all others. For acquisitions, so that renewals and releases are on time behind any
-    /// number of them.
+    /// After all normal calls. For acquisitions, so that they do not delay renewals and releases.
     Low,
 }
 
-enum Queued<S> {
-    Call(Job<S>),
+enum QueueItem<S> {
+    Call(QueuedWork<S>),
     /// The caller of the in-place call has dropped it.
     TakeOver,
 }
 
-struct Shared<S> {
+struct ExecutorState<S> {
     value: Arc<tokio::sync::Mutex<S>>,
-    /// The last call that its caller polled. It may have ended.
-    in_place: Mutex<Option<Arc<dyn InPlace>>>,
+    /// The last in-place call. It may have ended.
+    in_place: Mutex<Option<Arc<dyn AnyInPlaceCall>>>,
     /// The number of in-place calls so far.
-    begun: AtomicU64,
-    /// The task checks every [`STALLED`] whether the in-place call has ended.
-    is_checking: AtomicBool,
-    check: Notify,
+    started_calls: AtomicU64,
+    /// The task checks every [`STALL_TIMEOUT`] whether the in-place call has ended.
+    is_monitoring: AtomicBool,
+    monitor_wanted: Notify,
 }
 
-/// The call panicked on the backend's thread, so it has no result.
+/// The call panicked on the backend's thread and has no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Panicked;
 
 impl<S: Send + 'static> SerialExecutor<S> {
     /// Creates an executor whose queued calls run on `worker`.
-    pub(super) fn new(value: S, worker: &Worker) -> Self {
+    pub(super) fn new(value: S, worker: &WorkerThread) -> Self {
         let (queue, calls) = mpsc::unbounded_channel();
-        let (later, later_calls) = mpsc::unbounded_channel();
-        let shared = Arc::new(Shared {
+        let (low_priority_queue, low_priority_calls) = mpsc::unbounded_channel();
+        let state = Arc::new(ExecutorState {
             value: Arc::new(tokio::sync::Mutex::new(value)),
             in_place: Mutex::default(),
-            begun: AtomicU64::new(0),
-            is_checking: AtomicBool::new(false),
-            check: Notify::new(),
+            started_calls: AtomicU64::new(0),
+            is_monitoring: AtomicBool::new(false),
+            monitor_wanted: Notify::new(),
         });
-        worker.spawn(Arc::clone(&shared).run(calls, later_calls));
-        Self { shared, queue, later }
+        worker.spawn(Arc::clone(&state).run(calls, low_priority_calls));
+        Self { state, queue, low_priority_queue }
     }
 
     /// Runs `work` on the value, after the calls before it.
@@ -103,51 +102,52 @@ impl<S: Send + 'static> SerialExecutor<S> {
         T: Send + 'static,
         W: Future<Output = T> + Send + 'static,
     {
-        let work = match self.shared.begin_in_place(work) {
+        let work = match self.state.start_in_place(work) {
             Ok(call) => {
-                let mut finish = Finish { call: &call, queue: &self.queue, is_over: false };
-                let answer = poll_fn(|cx| call.poll_by_caller(cx)).await;
-                finish.is_over = true;
-                return answer;
+                let mut take_over_on_drop =
+                    TakeOverOnDrop { call: &call, queue: &self.queue, is_over: false };
+                let result = poll_fn(|cx| call.poll_by_caller(cx)).await;
+                take_over_on_drop.is_over = true;
+                return result;
             }
             Err(work) => work,
         };
-        let (answer, answered) = oneshot::channel();
-        let job: Job<S> = Box::new(move |value| {
+        let (result_sender, result_receiver) = oneshot::channel();
+        let work: QueuedWork<S> = Box::new(move |value| {
             let work = work(value);
             // The receiver may have been dropped.
-            Box::pin(async move { drop(answer.send(work.await)) })
+            Box::pin(async move { drop(result_sender.send(work.await)) })
         });
         let queue = match priority {
             Priority::Normal => &self.queue,
-            Priority::Low => &self.later,
+            Priority::Low => &self.low_priority_queue,
         };
-        queue.send(Queued::Call(job)).map_err(|_| Panicked)?;
-        answered.await.map_err(|_| Panicked)
+        queue.send(QueueItem::Call(work)).map_err(|_| Panicked)?;
+        result_receiver.await.map_err(|_| Panicked)
     }
 }
 
-impl<S: Send + 'static> Shared<S> {
-    /// Begins a call that its caller polls. Returns `work` if the value is in use.
-    fn begin_in_place<T, W, F>(&self, work: F) -> Result<Arc<Call<T>>, F>
+impl<S: Send + 'static> ExecutorState<S> {
+    /// Starts a call that its caller polls. Returns `work` if the value is in use.
+    fn start_in_place<T, W, F>(&self, work: F) -> Result<Arc<InPlaceCall<T>>, F>
     where
         T: Send + 'static,
         W: Future<Output = T> + Send + 'static,
         F: FnOnce(OwnedMutexGuard<S>) -> W,
     {
         // Locked before the value, so that the task that waits for the value finds the call that
-        // has it.
+        // holds it.
         let mut in_place = lock(&self.in_place);
         let Ok(value) = Arc::clone(&self.value).try_lock_owned() else { return Err(work) };
-        let call = Arc::new(Call::new(Box::pin(work(value))));
-        let before = in_place.replace(Arc::<Call<T>>::clone(&call));
+        let call = Arc::new(InPlaceCall::new(Box::pin(work(value))));
+        let previous = in_place.replace(Arc::<InPlaceCall<T>>::clone(&call));
         drop(in_place);
-        drop(before);
-        self.begun.fetch_add(1, Ordering::SeqCst);
-        if !self.is_checking.load(Ordering::SeqCst)
-            && !self.is_checking.swap(true, Ordering::SeqCst)
+        drop(previous);
+        self.started_calls.fetch_add(1, Ordering::SeqCst);
+        if !self.is_monitoring.load(Ordering::SeqCst)
+            && !self.is_monitoring.swap(true, Ordering::SeqCst)
         {
-            self.check.notify_one();
+            self.monitor_wanted.notify_one();
         }
         Ok(call)
     }
@@ -155,34 +155,33 @@ impl<S: Send + 'static> Shared<S> {
     /// Runs queued calls until the executor is dropped.
     async fn run(
         self: Arc<Self>,
-        mut calls: mpsc::UnboundedReceiver<Queued<S>>,
-        mut later: mpsc::UnboundedReceiver<Queued<S>>,
+        mut calls: mpsc::UnboundedReceiver<QueueItem<S>>,
+        mut low_priority_calls: mpsc::UnboundedReceiver<QueueItem<S>>,
     ) {
         loop {
             let queued = tokio::select! {
                 biased;
                 Some(queued) = calls.recv() => queued,
-                queued = later.recv() => match queued {
+                queued = low_priority_calls.recv() => match queued {
                     Some(queued) => queued,
                     None => return,
                 },
-                () = self.stalled() => Queued::TakeOver,
+                () = self.wait_for_stall() => QueueItem::TakeOver,
             };
-            let value = self.value().await;
-            if let Queued::Call(job) = queued {
+            let value = self.acquire_value().await;
+            if let QueueItem::Call(work) = queued {
                 // A panic drops the sender of the result with the work, so the caller gets an
                 // error.
-                let work = AssertUnwindSafe(async move { job(value).await });
+                let work = AssertUnwindSafe(async move { work(value).await });
                 let _ = work.catch_unwind().await;
             }
         }
     }
 
-    /// Returns the value. Polls the call that has it to its end.
-    async fn value(&self) -> OwnedMutexGuard<S> {
+    /// Returns the value. Polls the in-place call that holds it to its end.
+    async fn acquire_value(&self) -> OwnedMutexGuard<S> {
         let mut value = pin!(unconstrained(Arc::clone(&self.value).lock_owned()));
-        // Joins the queue of the mutex first, so that no other caller begins an in-place call
-        // meanwhile.
+        // Enqueues at the mutex first, so that no caller starts another in-place call.
         if let Poll::Ready(value) = futures_util::poll!(value.as_mut()) {
             return value;
         }
@@ -193,90 +192,90 @@ impl<S: Send + 'static> Shared<S> {
         value.await
     }
 
-    /// Returns when an in-place call has not ended after [`STALLED`].
+    /// Waits until an in-place call has not ended after [`STALL_TIMEOUT`].
     ///
-    /// Without in-place calls there are no checks, so an idle process sleeps.
-    async fn stalled(&self) {
+    /// Checks only while there are in-place calls, so an idle process does not wake up.
+    async fn wait_for_stall(&self) {
         loop {
-            if !self.is_checking.load(Ordering::SeqCst) {
-                self.check.notified().await;
+            if !self.is_monitoring.load(Ordering::SeqCst) {
+                self.monitor_wanted.notified().await;
             }
-            let begun = self.begun.load(Ordering::SeqCst);
-            tokio::time::sleep(STALLED).await;
-            if self.begun.load(Ordering::SeqCst) != begun {
+            let started_calls = self.started_calls.load(Ordering::SeqCst);
+            tokio::time::sleep(STALL_TIMEOUT).await;
+            if self.started_calls.load(Ordering::SeqCst) != started_calls {
                 continue;
             }
             let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.is_over());
             if !is_over {
                 return;
             }
-            self.is_checking.store(false, Ordering::SeqCst);
-            if self.begun.load(Ordering::SeqCst) != begun {
-                // A call began while `is_checking` was still set, so it did not notify the task.
-                self.is_checking.store(true, Ordering::SeqCst);
+            self.is_monitoring.store(false, Ordering::SeqCst);
+            if self.started_calls.load(Ordering::SeqCst) != started_calls {
+                // A call began while `is_monitoring` was still set, so it did not notify the task.
+                self.is_monitoring.store(true, Ordering::SeqCst);
             }
         }
     }
 }
 
 /// Makes the task take over a call that its caller drops.
-struct Finish<'a, T: Send + 'static, S> {
-    call: &'a Arc<Call<T>>,
-    queue: &'a mpsc::UnboundedSender<Queued<S>>,
+struct TakeOverOnDrop<'a, T: Send + 'static, S> {
+    call: &'a Arc<InPlaceCall<T>>,
+    queue: &'a mpsc::UnboundedSender<QueueItem<S>>,
     is_over: bool,
 }
 
-impl<T: Send + 'static, S> Drop for Finish<'_, T, S> {
+impl<T: Send + 'static, S> Drop for TakeOverOnDrop<'_, T, S> {
     fn drop(&mut self) {
         if !self.is_over && !self.call.is_over() {
-            let _ = self.queue.send(Queued::TakeOver);
+            let _ = self.queue.send(QueueItem::TakeOver);
         }
     }
 }
 
 /// A call that its caller polls until the task takes it over.
-struct Call<T> {
-    progress: Mutex<Progress<T>>,
+struct InPlaceCall<T> {
+    state: Mutex<CallState<T>>,
 }
 
-struct Progress<T> {
+struct CallState<T> {
     /// `None` after its end.
-    future: Option<Boxed<T>>,
+    future: Option<BoxedFuture<T>>,
     /// The task polls the future. The caller must not, because the future keeps only the last
     /// waker.
     is_taken_over: bool,
     /// The result, if the task polled the future to its end.
-    answer: Option<Result<T, Panicked>>,
+    result: Option<Result<T, Panicked>>,
     caller: Option<Waker>,
 }
 
-trait InPlace: Send + Sync {
+trait AnyInPlaceCall: Send + Sync {
     fn is_over(&self) -> bool;
 
     fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()>;
 }
 
-impl<T: Send + 'static> Call<T> {
-    fn new(future: Boxed<T>) -> Self {
-        let progress =
-            Progress { future: Some(future), is_taken_over: false, answer: None, caller: None };
-        Self { progress: Mutex::new(progress) }
+impl<T: Send + 'static> InPlaceCall<T> {
+    fn new(future: BoxedFuture<T>) -> Self {
+        let state =
+            CallState { future: Some(future), is_taken_over: false, result: None, caller: None };
+        Self { state: Mutex::new(state) }
     }
 
     fn poll_by_caller(&self, cx: &mut Context<'_>) -> Poll<Result<T, Panicked>> {
-        let mut progress = lock(&self.progress);
-        if let Some(answer) = progress.answer.take() {
-            return Poll::Ready(answer);
+        let mut state = lock(&self.state);
+        if let Some(result) = state.result.take() {
+            return Poll::Ready(result);
         }
-        if !progress.is_taken_over
-            && let Poll::Ready(answer) = progress.poll_future(cx)
+        if !state.is_taken_over
+            && let Poll::Ready(result) = state.poll_future(cx)
         {
             // The call stays in `in_place` until the next one, and a waker keeps its task
             // allocated.
-            progress.caller = None;
-            return Poll::Ready(Ok(answer));
+            state.caller = None;
+            return Poll::Ready(Ok(result));
         }
-        match &mut progress.caller {
+        match &mut state.caller {
             Some(waker) => waker.clone_from(cx.waker()),
             none => *none = Some(cx.waker().clone()),
         }
@@ -284,42 +283,42 @@ impl<T: Send + 'static> Call<T> {
     }
 }
 
-impl<T: Send + 'static> InPlace for Call<T> {
+impl<T: Send + 'static> AnyInPlaceCall for InPlaceCall<T> {
     fn is_over(&self) -> bool {
-        lock(&self.progress).future.is_none()
+        lock(&self.state).future.is_none()
     }
 
     fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()> {
-        let mut progress = lock(&self.progress);
-        if progress.future.is_none() {
+        let mut state = lock(&self.state);
+        if state.future.is_none() {
             return Poll::Ready(());
         }
-        progress.is_taken_over = true;
-        let answer = match catch_unwind(AssertUnwindSafe(|| progress.poll_future(cx))) {
+        state.is_taken_over = true;
+        let result = match catch_unwind(AssertUnwindSafe(|| state.poll_future(cx))) {
             Ok(Poll::Pending) => return Poll::Pending,
-            Ok(Poll::Ready(answer)) => Ok(answer),
+            Ok(Poll::Ready(result)) => Ok(result),
             Err(_) => Err(Panicked),
         };
-        progress.answer = Some(answer);
-        let caller = progress.caller.take();
-        drop(progress);
+        state.result = Some(result);
+        let caller = state.caller.take();
+        drop(state);
         if let Some(caller) = caller {
-            // A waker is foreign code that may panic, and the task serves other callers too.
+            // A waker may panic, and a panic must not end this task, which serves other callers.
             let _ = catch_unwind(AssertUnwindSafe(|| caller.wake()));
         }
         Poll::Ready(())
     }
 }
 
-impl<T> Progress<T> {
+impl<T> CallState<T> {
     fn poll_future(&mut self, cx: &mut Context<'_>) -> Poll<T> {
         // A panic drops the future, so that the value is free and the future is never polled again.
         let Some(mut future) = self.future.take() else { return Poll::Pending };
-        let answer = future.as_mut().poll(cx);
-        if answer.is_pending() {
+        let result = future.as_mut().poll(cx);
+        if result.is_pending() {
             self.future = Some(future);
         }
-        answer
+        result
     }
 }
 
@@ -340,148 +339,152 @@ mod tests {
 
     use super::*;
 
-    const SOON: Duration = Duration::from_secs(10);
+    const TIMEOUT: Duration = Duration::from_secs(10);
 
     fn poll_once<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
         future.poll(&mut Context::from_waker(Waker::noop()))
     }
 
-    fn executor() -> (SerialExecutor<Vec<u32>>, Worker) {
-        let worker = Worker::start().unwrap();
+    fn executor() -> (SerialExecutor<Vec<u32>>, WorkerThread) {
+        let worker = WorkerThread::start().unwrap();
         (SerialExecutor::new(Vec::new(), &worker), worker)
     }
 
     /// Needs at least two polls, and records that it ran.
-    async fn note(executor: &SerialExecutor<Vec<u32>>, worker: &Worker, n: u32) -> u32 {
+    async fn record(executor: &SerialExecutor<Vec<u32>>, worker: &WorkerThread, n: u32) -> u32 {
         let worker = worker.clone();
         executor
-            .call(Priority::Normal, move |mut notes| async move {
+            .call(Priority::Normal, move |mut recorded| async move {
                 worker.sleep(Duration::from_millis(1)).await;
-                notes.push(n);
+                recorded.push(n);
                 n
             })
             .await
             .unwrap()
     }
 
-    async fn notes(executor: &SerialExecutor<Vec<u32>>) -> Vec<u32> {
-        executor.call(Priority::Low, async |notes| notes.clone()).await.unwrap()
+    async fn recorded(executor: &SerialExecutor<Vec<u32>>) -> Vec<u32> {
+        executor.call(Priority::Low, async |recorded| recorded.clone()).await.unwrap()
     }
 
     #[tokio::test]
-    async fn calls_are_made_in_the_order_of_arrival() {
+    async fn calls_run_in_the_order_of_arrival() {
         let (executor, worker) = executor();
         let answers =
-            tokio::join!(note(&executor, &worker, 1), note(&executor, &worker, 2), async {
-                note(&executor, &worker, 3).await
+            tokio::join!(record(&executor, &worker, 1), record(&executor, &worker, 2), async {
+                record(&executor, &worker, 3).await
             });
         assert_eq!(answers, (1, 2, 3));
-        assert_eq!(notes(&executor).await, [1, 2, 3]);
+        assert_eq!(recorded(&executor).await, [1, 2, 3]);
     }
 
     #[tokio::test]
-    async fn calls_of_low_priority_wait_for_the_others() {
+    async fn a_low_priority_call_waits_for_normal_calls() {
         let (executor, worker) = executor();
-        let low = |n| executor.call(Priority::Low, async move |mut notes| notes.push(n));
-        let _ = tokio::join!(note(&executor, &worker, 1), low(4), low(5), async {
-            tokio::join!(note(&executor, &worker, 2), note(&executor, &worker, 3))
+        let low = |n| executor.call(Priority::Low, async move |mut recorded| recorded.push(n));
+        let _ = tokio::join!(record(&executor, &worker, 1), low(4), low(5), async {
+            tokio::join!(record(&executor, &worker, 2), record(&executor, &worker, 3))
         });
-        assert_eq!(notes(&executor).await, [1, 2, 3, 4, 5]);
+        assert_eq!(recorded(&executor).await, [1, 2, 3, 4, 5]);
     }
 
     #[tokio::test]
-    async fn callers_that_stall_hold_up_nobody_and_get_their_answers() {
+    async fn a_stalled_caller_delays_no_other_call_and_gets_its_result() {
         let (executor, worker) = executor();
-        // The first call has the value and sleeps. The other two are queued.
-        let mut stalled = [1, 2, 3].map(|n| Box::pin(note(&executor, &worker, n)));
+        // The first call holds the value and sleeps. The other two are queued.
+        let mut stalled = [1, 2, 3].map(|n| Box::pin(record(&executor, &worker, n)));
         for call in &mut stalled {
             assert!(poll_once(call.as_mut()).is_pending());
         }
-        assert_eq!(timeout(SOON, note(&executor, &worker, 4)).await.unwrap(), 4);
-        assert_eq!(notes(&executor).await, [1, 2, 3, 4]);
+        assert_eq!(timeout(TIMEOUT, record(&executor, &worker, 4)).await.unwrap(), 4);
+        assert_eq!(recorded(&executor).await, [1, 2, 3, 4]);
         for (n, call) in (1..).zip(stalled) {
-            assert_eq!(timeout(SOON, call).await.unwrap(), n);
+            assert_eq!(timeout(TIMEOUT, call).await.unwrap(), n);
         }
     }
 
     #[tokio::test]
-    async fn a_call_ends_without_its_caller_and_without_another_call() {
+    async fn a_call_ends_without_polls_of_its_caller_and_without_another_call() {
         for is_dropped in [false, true] {
             let (executor, _worker) = executor();
-            let (done, is_done) = oneshot::channel();
-            let (go, gone) = oneshot::channel::<()>();
-            let mut call = Box::pin(executor.call(Priority::Normal, move |notes| async move {
-                gone.await.unwrap();
-                drop(notes);
-                done.send(()).unwrap();
+            let (end_sender, end_receiver) = oneshot::channel();
+            let (start_sender, start_receiver) = oneshot::channel::<()>();
+            let mut call = Box::pin(executor.call(Priority::Normal, move |recorded| async move {
+                start_receiver.await.unwrap();
+                drop(recorded);
+                end_sender.send(()).unwrap();
             }));
             assert!(poll_once(call.as_mut()).is_pending());
-            let kept = if is_dropped { None } else { Some(call) };
-            go.send(()).unwrap();
-            timeout(SOON, is_done).await.unwrap().unwrap();
-            if let Some(call) = kept {
-                timeout(SOON, call).await.unwrap().unwrap();
+            let polled_call = if is_dropped { None } else { Some(call) };
+            start_sender.send(()).unwrap();
+            timeout(TIMEOUT, end_receiver).await.unwrap().unwrap();
+            if let Some(call) = polled_call {
+                timeout(TIMEOUT, call).await.unwrap().unwrap();
             }
         }
     }
 
     #[tokio::test]
-    async fn an_idle_executor_checks_nothing_and_checks_again_when_it_is_used() {
+    async fn an_idle_executor_stops_its_checks_and_resumes_them_when_used() {
         let (executor, worker) = executor();
         for n in 0..3 {
-            note(&executor, &worker, n).await;
+            record(&executor, &worker, n).await;
             let idle = async {
-                while executor.shared.is_checking.load(Ordering::SeqCst) {
-                    tokio::time::sleep(STALLED).await;
+                while executor.state.is_monitoring.load(Ordering::SeqCst) {
+                    tokio::time::sleep(STALL_TIMEOUT).await;
                 }
             };
-            timeout(SOON, idle).await.unwrap();
+            timeout(TIMEOUT, idle).await.unwrap();
         }
     }
 
     #[tokio::test]
-    async fn a_caller_that_is_only_slow_is_woken_with_the_answer() {
+    async fn a_slow_caller_is_woken_with_the_result() {
         let (executor, worker) = executor();
         let executor = Arc::new(executor);
-        let go = Arc::new(Notify::new());
+        let finish = Arc::new(Notify::new());
         let first = {
-            let (executor, go) = (Arc::clone(&executor), Arc::clone(&go));
+            let (executor, finish) = (Arc::clone(&executor), Arc::clone(&finish));
             tokio::spawn(async move {
                 let hold = async move |value| {
-                    go.notified().await;
+                    finish.notified().await;
                     drop(value);
                 };
                 executor.call(Priority::Normal, hold).await.unwrap();
             })
         };
         tokio::task::yield_now().await;
-        let mut second = Box::pin(note(&executor, &worker, 2));
+        let mut second = Box::pin(record(&executor, &worker, 2));
         // Long enough for a takeover of the first call.
-        assert!(timeout(STALLED * 2, &mut second).await.is_err());
-        go.notify_one();
-        assert_eq!(timeout(SOON, second).await.unwrap(), 2);
-        timeout(SOON, first).await.unwrap().unwrap();
+        assert!(timeout(STALL_TIMEOUT * 2, &mut second).await.is_err());
+        finish.notify_one();
+        assert_eq!(timeout(TIMEOUT, second).await.unwrap(), 2);
+        timeout(TIMEOUT, first).await.unwrap().unwrap();
     }
 
     #[tokio::test]
-    async fn a_panic_is_its_own_callers_error() {
+    async fn a_panic_is_returned_only_to_its_own_caller() {
         let (executor, worker) = executor();
-        let mut stalled =
-            Box::pin(executor.call(Priority::Normal, async |notes: OwnedMutexGuard<Vec<u32>>| {
+        let mut stalled = Box::pin(executor.call(
+            Priority::Normal,
+            async |recorded: OwnedMutexGuard<Vec<u32>>| {
                 tokio::task::yield_now().await;
-                drop(notes);
-                panic!("on purpose, after it was taken over");
-            }));
+                drop(recorded);
+                panic!("expected, after the take-over");
+            },
+        ));
         assert!(poll_once(stalled.as_mut()).is_pending());
-        let mut queued =
-            Box::pin(executor.call(Priority::Normal, async |notes: OwnedMutexGuard<Vec<u32>>| {
-                drop(notes);
-                panic!("on purpose, in the queue");
-            }));
+        let mut queued = Box::pin(executor.call(
+            Priority::Normal,
+            async |recorded: OwnedMutexGuard<Vec<u32>>| {
+                drop(recorded);
+                panic!("expected, in the queue");
+            },
+        ));
         assert!(poll_once(queued.as_mut()).is_pending());
-        assert_eq!(timeout(SOON, note(&executor, &worker, 3)).await.unwrap(), 3);
-        let stalled: Result<(), _> = timeout(SOON, stalled).await.unwrap();
-        let queued: Result<(), _> = timeout(SOON, queued).await.unwrap();
+        assert_eq!(timeout(TIMEOUT, record(&executor, &worker, 3)).await.unwrap(), 3);
+        let stalled: Result<(), _> = timeout(TIMEOUT, stalled).await.unwrap();
+        let queued: Result<(), _> = timeout(TIMEOUT, queued).await.unwrap();
         assert_eq!((stalled, queued), (Err(Panicked), Err(Panicked)));
     }
 
@@ -490,10 +493,10 @@ mod tests {
         let (executor, worker) = executor();
         let runtime =
             || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let mut stalled = Box::pin(note(&executor, &worker, 1));
+        let mut stalled = Box::pin(record(&executor, &worker, 1));
         let other = runtime();
         other.block_on(async { assert!(poll_once(stalled.as_mut()).is_pending()) });
         drop(other);
-        runtime().block_on(async { timeout(SOON, stalled).await.unwrap() });
+        runtime().block_on(async { timeout(TIMEOUT, stalled).await.unwrap() });
     }
 }

@@ -1,16 +1,16 @@
-//! Every statement of the store. Each is a transaction of its own, so a dropped future cannot leave
+//! The statements of the store. Each is a complete transaction, so a dropped future cannot leave
 //! one open.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Every statement that relies on a row also checks the boot in the meta row: once another boot
-//! writes there, this process must not grant or renew.
+//! Every statement that relies on a row also checks the boot in the meta row: after a
+//! process of another boot has stored its boot id, this process must not grant or renew.
 
 use std::sync::LazyLock;
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i64 = 1;
 
-/// Creates the tables. Several statements: for a connection of its own, never for the shared ones.
+/// Creates the tables. Contains several statements, so the shared connections must not run it.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The name of the meta table, if it exists.
@@ -20,16 +20,18 @@ pub(super) const META_TABLE: &str =
 pub(super) const META: &str =
     "SELECT version, boot, store FROM main.lock_registry_meta WHERE id = 1";
 
-/// Records that the host has booted since the file was last used.
-pub(super) const BOOT: &str =
+/// Stores the current boot id, if another one is stored.
+pub(super) const SAVE_BOOT: &str =
     "UPDATE main.lock_registry_meta SET boot = ?1 WHERE id = 1 AND boot <> ?1";
 
-/// Grants the key with the given token, unless the key is held, even by the claim itself.
+/// Grants the key with the given token, unless a claim holds the key, including the same claim.
 ///
-/// Also refuses in two more cases. One is a token that is not above all earlier ones of the key:
-/// the wall clock was set back, or the last grant was microseconds ago. The other is a store that
-/// another boot writes to. The subquery is then NULL, and IGNORE skips the row. Has no RETURNING,
-/// which would take a tenth of the statement's time.
+/// Changes no row in two more cases:
+/// - The token is not above all earlier tokens of the key: the wall clock was set back, or the last
+///   grant was microseconds ago.
+/// - The meta row has another boot. The subquery is then NULL, and IGNORE skips the row.
+///
+/// RETURNING would add a tenth to the statement's time.
 ///
 /// Parameters: namespace, key, claim, token, block, label, now, until, boot.
 pub(super) const ACQUIRE_AT: &str = "\
@@ -72,29 +74,28 @@ pub(super) const ACQUIRE_ABOVE: &str = "\
 /// key has no row.
 ///
 /// Parameters: namespace, key.
-pub(super) const LOOK: &str = "\
+pub(super) const CURRENT_GRANT: &str = "\
     SELECT meta.boot, l.key, l.claim, l.token, l.label, l.since, l.until, l.boot \
     FROM main.lock_registry_meta AS meta \
     LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
     WHERE meta.id = 1";
 
-/// Like [`LOOK`], for every held key. Parameters: namespace, now, boot.
-pub(super) const LIST: &str = "\
+/// Like [`CURRENT_GRANT`], for every held key. Parameters: namespace, now, boot.
+pub(super) const LIST_GRANTS: &str = "\
     SELECT boot, key, claim, token, label, since, until, boot FROM main.lock_registry_locks \
     WHERE namespace = ?1 AND claim IS NOT NULL AND until > ?2 AND boot = ?3";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
-/// An expired grant is not changed: it is already free, and the result is that the claim held
-/// nothing. Unused tokens of the block become available again, so that tokens do not outrun the
-/// clock.
+/// An expired grant is not changed, and the release returns `NotHeld`. Unused tokens of the block
+/// become available again, so that tokens do not grow faster than the clock.
 ///
 /// Parameters: namespace, key, claim, now, boot, tokens used.
 pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-/// Ends the grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
+/// Ends the grant of a key by any claim. Parameters: namespace, key, now, boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
     WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
@@ -111,15 +112,15 @@ pub(crate) const FENCE: &str = "\
         AND until > ?5 AND boot = ?6 \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
 
-/// The row after which the next search for dead rows starts.
-pub(super) const SWEEP: &str =
+/// The row after which the next search for purgeable rows starts.
+pub(super) const PURGE_POSITION: &str =
     "SELECT sweep_namespace, sweep_key FROM main.lock_registry_meta WHERE id = 1";
 
-/// The end of a piece of at most [`PURGE_ROWS_MAX`] rows, its number of rows, and its number of
-/// dead rows. No result at the end of the table.
+/// The last row of a range of at most [`PURGE_ROWS_MAX`] rows, its number of rows, and its number
+/// of purgeable rows. No result at the end of the table.
 ///
-/// Parameters: namespace and key to start after, dead since, boot.
-pub(super) const SURVEY: &str = "\
+/// Parameters: namespace and key to start after, free since, boot.
+pub(super) const PURGE_CANDIDATES: &str = "\
     WITH piece AS MATERIALIZED ( \
         SELECT namespace, key, until <= ?3 OR boot <> ?4 AS dead FROM main.lock_registry_locks \
         WHERE (namespace, key) > (?1, ?2) ORDER BY namespace, key LIMIT 512) \
@@ -128,31 +129,30 @@ pub(super) const SURVEY: &str = "\
 
 pub(super) const PURGE_ROWS_MAX: i64 = 512;
 
-/// Deletes the dead rows of a piece. The trigger keeps the largest of their tokens.
+/// Deletes the purgeable rows of a range. The trigger stores the largest of their tokens.
 ///
-/// Parameters: namespace and key to start after, dead since, boot, namespace and key to end with.
+/// Parameters: namespace and key to start after, free since, boot, namespace and key to end with.
 pub(super) const PURGE: &str = "\
     DELETE FROM main.lock_registry_locks \
     WHERE (namespace, key) > (?1, ?2) AND (namespace, key) <= (?5, ?6) \
         AND (until <= ?3 OR boot <> ?4) \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?4)";
 
-/// Records where the next search starts. Parameters: namespace, key.
-pub(super) const SWEPT: &str =
+/// Stores the row after which the next search starts. Parameters: namespace, key.
+pub(super) const SAVE_PURGE_POSITION: &str =
     "UPDATE main.lock_registry_meta SET sweep_namespace = ?1, sweep_key = ?2 WHERE id = 1";
 
 /// A statement for a maximum number of items.
 ///
-/// Unused parameters are NULL and match nothing. With a few fixed sizes, every text is constant and
-/// stays cached in compiled form.
+/// Unused parameters are NULL and match no row. With a few fixed sizes, every text is constant, and
+/// its compiled form stays cached.
 #[derive(Debug)]
-pub(super) struct Sized {
+pub(super) struct BatchStatement {
     pub(super) items_max: usize,
     pub(super) text: String,
 }
 
-/// Returns `items` groups of numbered parameters. Always numbered: sqlx numbers the others from
-/// one.
+/// Returns `items` groups of numbered parameters. Parameters without numbers would start at one.
 fn parameters(first: usize, items: usize, per_item: usize) -> String {
     let group = |item: usize| {
         let numbers = (0..per_item).map(|n| format!("?{}", first + item * per_item + n));
@@ -165,17 +165,17 @@ fn parameters(first: usize, items: usize, per_item: usize) -> String {
 /// Renews the grants that have not expired.
 ///
 /// Parameters: now, boot, namespace, then for each claim: key, claim, until.
-pub(super) static RENEW: LazyLock<[Sized; 3]> = LazyLock::new(|| renewals(""));
+pub(super) static RENEW: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| renew_statements(""));
 
 /// Like [`RENEW`], and returns the renewed claims. Returning a row costs more than renewing it.
-pub(super) static RENEW_TELLING: LazyLock<[Sized; 3]> =
-    LazyLock::new(|| renewals(" RETURNING claim, until"));
+pub(super) static RENEW_RETURNING: LazyLock<[BatchStatement; 3]> =
+    LazyLock::new(|| renew_statements(" RETURNING claim, until"));
 
-fn renewals(returning: &str) -> [Sized; 3] {
-    [1, 10, 100].map(|items_max| Sized {
+fn renew_statements(returning: &str) -> [BatchStatement; 3] {
+    [1, 10, 100].map(|items_max| BatchStatement {
         items_max,
         // The plus signs prevent an index over `wanted`. For many items, the planner would prefer
-        // it to the table's own, and then scan the whole namespace.
+        // that index to the primary key, and scan the whole namespace.
         text: format!(
             "WITH wanted (key, claim, until) AS (VALUES {}) \
              UPDATE main.lock_registry_locks AS l SET until = max(l.until, wanted.until) \
@@ -191,8 +191,8 @@ fn renewals(returning: &str) -> [Sized; 3] {
 
 /// The held keys among these, with the tokens of their grants. Parameters: now, boot, namespace,
 /// then the keys.
-pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
-    [1, 8, 64].map(|items_max| Sized {
+pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
+    [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
         text: format!(
             "SELECT key, token FROM main.lock_registry_locks \
@@ -204,15 +204,15 @@ pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
 });
 
 /// Returns the smallest of `sizes` for `items`, or the largest.
-pub(super) fn sized(sizes: &'static [Sized], items: usize) -> &'static Sized {
+pub(super) fn batch_for(sizes: &'static [BatchStatement], items: usize) -> &'static BatchStatement {
     sizes
         .iter()
         .find(|size| size.items_max >= items)
         .or_else(|| sizes.last())
-        .expect("every statement comes in at least one size")
+        .expect("each statement has at least one size")
 }
 
-/// Returns how many items the largest of `sizes` takes.
-pub(super) fn largest(sizes: &[Sized]) -> usize {
+/// Returns the maximum number of items of `sizes`.
+pub(super) fn batch_items_max(sizes: &[BatchStatement]) -> usize {
     sizes.iter().map(|size| size.items_max).max().unwrap_or(1)
 }

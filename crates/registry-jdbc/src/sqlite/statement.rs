@@ -1,5 +1,5 @@
-//! Binds values to the statements of `sql`. Each new statement reads the clock; no other code sets
-//! the times of a row.
+//! Binds parameters to the statements of `sql`. Each new statement reads the clock; no other code
+//! sets the times of a row.
 
 use std::sync::Arc;
 
@@ -8,30 +8,31 @@ use sqlx::query::Query;
 use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
-use super::clock::{Clock, micros};
-use super::sql::{self, Sized};
+use super::clock::{StoreClock, to_micros};
+use super::sql::{self, BatchStatement};
 
-pub(crate) type Statement = Query<'static, Sqlite, SqliteArguments>;
+pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// What all statements of one backend have in common, in types that are bound without a deep copy.
+/// Binds the parameters that all statements of one backend share. Their types are cloned without a
+/// deep copy.
 #[derive(Debug)]
-pub(super) struct Statements {
-    pub(super) clock: Arc<dyn Clock>,
+pub(super) struct SqliteStatementBinder {
+    pub(super) clock: Arc<dyn StoreClock>,
     pub(super) namespace: Arc<str>,
     pub(super) boot: Arc<Vec<u8>>,
 }
 
-/// A position between the rows of all namespaces.
+/// The primary key of a row: namespace and key.
 pub(super) type RowKey = (String, Vec<u8>);
 
-impl Statements {
-    pub(super) fn new(clock: Arc<dyn Clock>, namespace: &str) -> Self {
+impl SqliteStatementBinder {
+    pub(super) fn new(clock: Arc<dyn StoreClock>, namespace: &str) -> Self {
         let boot = Arc::new(clock.boot().bytes().to_vec());
         Self { clock, namespace: namespace.into(), boot }
     }
 
     /// Binds [`sql::ACQUIRE_AT`] or [`sql::ACQUIRE_ABOVE`].
-    pub(super) fn acquire(&self, sql: &'static str, claim: &Claim, token: i64) -> Statement {
+    pub(super) fn acquire(&self, sql: &'static str, claim: &Claim, token: i64) -> SqliteQuery {
         let now = self.clock.now();
         query(sql)
             .bind(Arc::clone(&self.namespace))
@@ -41,22 +42,22 @@ impl Statements {
             .bind(i64::from(claim.token_block()))
             .bind(claim.label())
             .bind(now)
-            .bind(now.saturating_add(micros(claim.lease())))
+            .bind(now.saturating_add(to_micros(claim.lease())))
             .bind(Arc::clone(&self.boot))
     }
 
-    pub(super) fn look(&self, key: &Key) -> Statement {
-        query(sql::LOOK).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
+    pub(super) fn current_grant(&self, key: &Key) -> SqliteQuery {
+        query(sql::CURRENT_GRANT).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
     }
 
-    pub(super) fn list(&self) -> Statement {
-        query(sql::LIST)
+    pub(super) fn list(&self) -> SqliteQuery {
+        query(sql::LIST_GRANTS)
             .bind(Arc::clone(&self.namespace))
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
     }
 
-    pub(super) fn release(&self, claim: &Claim) -> Statement {
+    pub(super) fn release(&self, claim: &Claim) -> SqliteQuery {
         query(sql::RELEASE)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
@@ -66,7 +67,7 @@ impl Statements {
             .bind(i64::from(claim.token_block()))
     }
 
-    pub(super) fn force_release(&self, key: &Key) -> Statement {
+    pub(super) fn force_release(&self, key: &Key) -> SqliteQuery {
         query(sql::FORCE_RELEASE)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(key))
@@ -74,7 +75,7 @@ impl Statements {
             .bind(Arc::clone(&self.boot))
     }
 
-    pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> Statement {
+    pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         query(sql::FENCE)
             .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
@@ -84,19 +85,19 @@ impl Statements {
             .bind(Arc::clone(&self.boot))
     }
 
-    /// Binds [`sql::RENEW`] or [`sql::RENEW_TELLING`].
+    /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
     ///
     /// A process may be paused after it read the clock, and resume after a lease has expired. The
-    /// statement then prolongs that lease if the key was not granted meanwhile. This is safe: no
-    /// other claim was granted the key, and from then on none is.
-    pub(super) fn renew(&self, size: &'static Sized, claims: &[Claim]) -> Statement {
+    /// statement then prolongs that lease if the key was not granted meanwhile. This is safe,
+    /// because no other claim was granted the key before, and none is granted it afterwards.
+    pub(super) fn renew(&self, size: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
         let now = self.clock.now();
-        let mut statement = self.of_many(size, now);
+        let mut statement = self.batch_query(size, now);
         for claim in claims {
             statement = statement
                 .bind(key_bytes(claim.key()))
                 .bind(claim_bytes(claim))
-                .bind(now.saturating_add(micros(claim.lease())));
+                .bind(now.saturating_add(to_micros(claim.lease())));
         }
         for _ in claims.len()..size.items_max {
             statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
@@ -104,9 +105,9 @@ impl Statements {
         statement
     }
 
-    /// Binds [`sql::HELD`].
-    pub(super) fn held(&self, size: &'static Sized, keys: &[Key]) -> Statement {
-        let mut statement = self.of_many(size, self.clock.now());
+    /// Binds [`sql::HELD_TOKENS`].
+    pub(super) fn held_tokens(&self, size: &'static BatchStatement, keys: &[Key]) -> SqliteQuery {
+        let mut statement = self.batch_query(size, self.clock.now());
         for key in keys {
             statement = statement.bind(key_bytes(key));
         }
@@ -116,35 +117,35 @@ impl Statements {
         statement
     }
 
-    fn of_many(&self, size: &'static Sized, now: i64) -> Statement {
+    fn batch_query(&self, size: &'static BatchStatement, now: i64) -> SqliteQuery {
         query(size.text.as_str())
             .bind(now)
             .bind(Arc::clone(&self.boot))
             .bind(Arc::clone(&self.namespace))
     }
 
-    pub(super) fn survey(&self, from: &RowKey, dead_since: i64) -> Statement {
-        self.of_dead(sql::SURVEY, from, dead_since)
+    pub(super) fn purge_candidates(&self, from: &RowKey, free_since: i64) -> SqliteQuery {
+        self.purge_query(sql::PURGE_CANDIDATES, from, free_since)
     }
 
-    pub(super) fn purge(&self, from: &RowKey, to: &RowKey, dead_since: i64) -> Statement {
-        self.of_dead(sql::PURGE, from, dead_since).bind(to.0.clone()).bind(to.1.clone())
+    pub(super) fn purge(&self, from: &RowKey, to: &RowKey, free_since: i64) -> SqliteQuery {
+        self.purge_query(sql::PURGE, from, free_since).bind(to.0.clone()).bind(to.1.clone())
     }
 
-    fn of_dead(&self, sql: &'static str, from: &RowKey, dead_since: i64) -> Statement {
+    fn purge_query(&self, sql: &'static str, from: &RowKey, free_since: i64) -> SqliteQuery {
         query(sql)
             .bind(from.0.clone())
             .bind(from.1.clone())
-            .bind(dead_since)
+            .bind(free_since)
             .bind(Arc::clone(&self.boot))
     }
 
-    pub(super) fn swept(next: &RowKey) -> Statement {
-        query(sql::SWEPT).bind(next.0.clone()).bind(next.1.clone())
+    pub(super) fn save_purge_position(next: &RowKey) -> SqliteQuery {
+        query(sql::SAVE_PURGE_POSITION).bind(next.0.clone()).bind(next.1.clone())
     }
 }
 
-/// A BLOB is compared only by its bytes.
+/// Returns the key as a BLOB, because SQLite compares a BLOB only by its bytes.
 fn key_bytes(key: &Key) -> Vec<u8> {
     key.as_str().as_bytes().to_vec()
 }

@@ -2,7 +2,7 @@
 //!
 //! A caller's runtime may end, may not be driven, or may have no I/O. This thread runs the work
 //! that must continue regardless: the calls of `serial_executor` that their callers do not poll,
-//! the pauses of `link`, and the watch of `wake`.
+//! the pauses of `connection`, and the task of `waiters`.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -16,17 +16,17 @@ use tokio::task::JoinHandle;
 /// A handle of the thread. The thread ends when all handles are dropped and all its tasks have
 /// ended.
 #[derive(Debug, Clone)]
-pub(super) struct Worker {
+pub(super) struct WorkerThread {
     runtime: Handle,
     /// Never sent to; the thread ends when the last sender is dropped.
-    users: mpsc::Sender<Infallible>,
+    alive: mpsc::Sender<Infallible>,
 }
 
-impl Worker {
+impl WorkerThread {
     /// Starts the thread.
     ///
     /// # Errors
-    /// `Misconfigured` if the process may have no more threads or open files.
+    /// `Misconfigured` if the process reached its limit of threads or open files.
     pub(super) fn start() -> Result<Self, BackendError> {
         let failed = |error: std::io::Error| {
             BackendError::new(
@@ -41,13 +41,13 @@ impl Worker {
         };
         let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let handle = runtime.handle().clone();
-        let (users, mut last_user) = mpsc::channel(1);
+        let (alive, mut alive_receiver) = mpsc::channel(1);
         // The runtime is sent only after the thread has started. A failed spawn would otherwise
         // drop it, and dropping a runtime within another one panics.
-        let (give, take) = std::sync::mpsc::sync_channel::<Runtime>(1);
+        let (runtime_sender, runtime_receiver) = std::sync::mpsc::sync_channel::<Runtime>(1);
         let started = std::thread::Builder::new().name("lock-sqlite".to_owned()).spawn(move || {
-            if let Ok(runtime) = take.recv() {
-                runtime.block_on(last_user.recv());
+            if let Ok(runtime) = runtime_receiver.recv() {
+                runtime.block_on(alive_receiver.recv());
             }
         });
         if let Err(error) = started {
@@ -55,16 +55,16 @@ impl Worker {
             return Err(failed(error));
         }
         // The thread waits for the runtime, so this cannot fail.
-        let _ = give.send(runtime);
-        Ok(Self { runtime: handle, users })
+        let _ = runtime_sender.send(runtime);
+        Ok(Self { runtime: handle, alive })
     }
 
     /// Runs `task` on the thread.
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-        let user = self.users.clone();
+        let alive = self.alive.clone();
         self.runtime.spawn(async move {
             task.await;
-            drop(user);
+            drop(alive);
         })
     }
 

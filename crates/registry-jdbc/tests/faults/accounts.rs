@@ -18,9 +18,9 @@ use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
 use tokio::time::sleep;
 
-use crate::server::{Kind, LONG, Opening, Server, backend, backend_with};
+use crate::server::{OpenOptions, Server, ServerKind, TEST_TIMEOUT, backend, backend_with};
 
-const CLERKS: usize = 8;
+const WRITERS: usize = 8;
 /// Short, because each suspension exceeds the lease.
 const LEASE: Duration = Duration::from_millis(600);
 const ANSWER_LIMIT: Duration = Duration::from_millis(300);
@@ -47,25 +47,25 @@ struct Round {
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
-fn a_clerk() {
+fn a_writer_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let round = runtime.block_on(async {
-        let opening = Opening { connections: 2, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT };
+        let opening = OpenOptions { connections: 2, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT };
         let builder = Registry::builder(backend_with(&url, opening).await).lease(LEASE);
         let registry = builder.timeout(ANSWER_LIMIT).build().unwrap();
-        work(&registry, Data::connect(&url).await).await
+        work(&registry, AccountConnection::connect(&url).await).await
     });
     println!("\ncounted {} {}", round.committed, round.stopped);
     std::process::exit(0);
 }
 
-async fn work(registry: &Registry, mut data: Data) -> Round {
+async fn work(registry: &Registry, mut account: AccountConnection) -> Round {
     let is_fenced = env::var(FENCE_VARIABLE).unwrap() == "yes";
     let name = env::var(NAME_VARIABLE).unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
     let over = Arc::clone(&is_over);
-    // A line of input or its end stops the clerk.
+    // A line of input or its end stops the writer.
     std::thread::spawn(move || {
         drop(std::io::stdin().lock().read_line(&mut String::new()));
         over.store(true, Ordering::Relaxed);
@@ -77,7 +77,7 @@ async fn work(registry: &Registry, mut data: Data) -> Round {
         // While a fenced transaction is suspended, no caller is granted the lock, and calls return
         // errors.
         let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
-        match data.add_one(&guard, is_fenced).await {
+        match account.add_one(&guard, is_fenced).await {
             Ok(()) => round.committed += 1,
             Err(FenceError::Lost { .. } | FenceError::Busy { .. }) => round.stopped += 1,
             Err(error) => panic!("{error:?}"),
@@ -87,13 +87,13 @@ async fn work(registry: &Registry, mut data: Data) -> Round {
     round
 }
 
-/// The clerk's connection to the account's database.
-enum Data {
+/// The writer's connection to the account's database.
+enum AccountConnection {
     Postgres(PgConnection),
     MySql(MySqlConnection),
 }
 
-impl Data {
+impl AccountConnection {
     async fn connect(url: &str) -> Self {
         if url.starts_with("postgres") {
             Self::Postgres(PgConnection::connect(url).await.unwrap())
@@ -139,7 +139,7 @@ async fn think(millis_max: u64) {
     sleep(Duration::from_millis(fastrand::u64(1..=millis_max))).await;
 }
 
-async fn bank(kind: Kind) -> Server {
+async fn open_account(kind: ServerKind) -> Server {
     let server = kind.start().await;
     // The first backend creates the tables.
     drop(backend(&server.url()).await);
@@ -148,51 +148,51 @@ async fn bank(kind: Kind) -> Server {
     server
 }
 
-/// Runs the clerks, and suspends one after the other while it holds the lock.
+/// Runs the writers, and suspends one after the other while it holds the lock.
 async fn round(server: &Server, is_fenced: bool) -> Round {
     server.sql("UPDATE account SET balance = 0").await.unwrap();
     let watcher = backend(&server.url()).await;
     let key = Key::new(KEY).unwrap();
-    let clerk = |name: usize| {
+    let writer = |name: usize| {
         let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["accounts::a_clerk", "--exact", "--ignored", "--nocapture"]);
+        program.args(["accounts::a_writer_process", "--exact", "--ignored", "--nocapture"]);
         program.env(URL_VARIABLE, server.url()).env(NAME_VARIABLE, name.to_string());
         program.env(FENCE_VARIABLE, if is_fenced { "yes" } else { "no" });
         HelperProcess::spawn(program).unwrap()
     };
-    let mut clerks: Vec<HelperProcess> = (0..CLERKS).map(clerk).collect();
+    let mut writers: Vec<HelperProcess> = (0..WRITERS).map(writer).collect();
     for _ in 0..PAUSES {
         let before = balance(server).await;
-        eventually(LONG, async || balance(server).await > before).await;
+        eventually(TEST_TIMEOUT, async || balance(server).await > before).await;
         let holder =
             async || -> Option<usize> { watcher.inspect(&key).await.unwrap()?.label?.parse().ok() };
         // The holder may have released the lock before it was suspended. Then the next holder is
         // tried.
-        let holder = eventually(LONG, async || {
+        let holder = eventually(TEST_TIMEOUT, async || {
             let name = holder().await?;
             sleep(Duration::from_millis(fastrand::u64(0..10))).await;
-            clerks[name].pause().await.unwrap();
+            writers[name].pause().await.unwrap();
             if holder().await == Some(name) {
                 return Some(name);
             }
-            clerks[name].resume().unwrap();
+            writers[name].resume().unwrap();
             None
         })
         .await;
         sleep(LEASE + Duration::from_millis(fastrand::u64(100..600))).await;
-        clerks[holder].resume().unwrap();
+        writers[holder].resume().unwrap();
     }
     let mut round = Round::default();
-    for clerk in &mut clerks {
-        // A closed input stops the clerk.
-        clerk.close_stdin();
+    for writer in &mut writers {
+        // A closed input stops the writer.
+        writer.close_stdin();
     }
-    for mut clerk in clerks {
+    for mut writer in writers {
         let counted = |line: &str| {
             let mut numbers = line.strip_prefix("counted ")?.split(' ').map(str::parse::<i64>);
             Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
         };
-        let (committed, stopped) = clerk.expect_map(counted, LONG).await.unwrap();
+        let (committed, stopped) = writer.expect_map(counted, TEST_TIMEOUT).await.unwrap();
         round.committed += committed;
         round.stopped += stopped;
     }
@@ -204,30 +204,30 @@ async fn balance(server: &Server) -> i64 {
     server.sql("SELECT balance FROM account").await.unwrap().parse().unwrap()
 }
 
-async fn fenced(kind: Kind, rounds: usize) {
-    let server = bank(kind).await;
+async fn fenced(kind: ServerKind, rounds: usize) {
+    let server = open_account(kind).await;
     let mut stopped = 0;
     for number in 1..=rounds {
         let round = round(&server, true).await;
         println!("round {number}: {round:?}");
         assert_eq!(round.balance, round.committed, "updates were lost");
-        assert!(round.committed >= 5, "that was too little: {round:?}");
+        assert!(round.committed >= 5, "too few events: {round:?}");
         stopped += round.stopped;
     }
     println!("{kind:?}: {rounds} rounds, the fence stopped {stopped}");
-    assert!(stopped > 0, "no pause hit anybody");
+    assert!(stopped > 0, "no pause suspended a holder");
 }
 
-async fn with_the_fence_no_update_is_lost(kind: Kind) {
+async fn with_the_fence_no_update_is_lost(kind: ServerKind) {
     fenced(kind, ROUNDS).await;
 }
 
-async fn with_the_fence_no_update_is_lost_in_many_rounds(kind: Kind) {
+async fn with_the_fence_no_update_is_lost_in_many_rounds(kind: ServerKind) {
     fenced(kind, MANY_ROUNDS).await;
 }
 
-async fn without_the_fence_updates_are_lost(kind: Kind) {
-    let server = bank(kind).await;
+async fn without_the_fence_updates_are_lost(kind: ServerKind) {
+    let server = open_account(kind).await;
     let mut rounds = Vec::new();
     for _ in 0..ROUNDS {
         let round = round(&server, false).await;

@@ -6,65 +6,69 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, Key, Release};
 use registry_testkit::clock::ClockShim;
 
-use crate::contest::{Contest, LEASE};
-use crate::server::{Kind, backend};
+use crate::server::{ServerKind, backend};
+use crate::workload::{LEASE, Workload};
 
 const HOUR: i64 = 3_600;
 
 /// All leases end at once. A holder is notified at its next renewal, at most a lease later. Until
 /// then a second holder with a larger token may exist.
-async fn a_clock_that_jumps_ahead_costs_exclusion_until_the_next_renewal(kind: Kind) {
+async fn a_clock_jump_violates_exclusion_until_the_next_renewal(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
-    let server = kind.start_by(&clock).await;
-    let contest = Contest::begin(&server).await;
+    let server = kind.start_with_clock(&clock).await;
+    let workload = Workload::begin(&server).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        let before = contest.holds_on().await;
-        let begin = contest.now();
+        let before = workload.wait_for_long_hold().await;
+        let begin = workload.now();
         clock.jump_wall(61).unwrap();
-        let end = contest.after(LEASE);
-        contest.loses(before).await;
-        contest.goes_on().await;
+        let end = workload.after(LEASE);
+        workload.wait_for_loss(before).await;
+        workload.wait_for_grants().await;
         windows.push((begin, end));
     }
-    contest.end(&server).await.assert_flawless_but_between(&windows);
+    workload.end(&server).await.assert_flawless_but_between(&windows);
 }
 
 /// Current leases last an hour longer. Their holders renew and release as usual, and tokens grow.
-async fn a_clock_that_is_put_back_breaks_no_promise(kind: Kind) {
+async fn a_clock_that_is_set_back_violates_no_property(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
-    let server = kind.start_by(&clock).await;
-    let contest = Contest::begin(&server).await;
+    let server = kind.start_with_clock(&clock).await;
+    let workload = Workload::begin(&server).await;
     clock.jump_wall(-HOUR).unwrap();
-    contest.goes_on().await;
-    contest.goes_on().await;
-    contest.end(&server).await.assert_flawless();
+    workload.wait_for_grants().await;
+    workload.wait_for_grants().await;
+    workload.end(&server).await.assert_flawless();
 }
 
 /// A limitation: the lock of a dead holder is not free after its lease, but an hour later. An
 /// operator can release it.
-async fn a_clock_that_is_put_back_leaves_locks_of_the_dead_behind(kind: Kind) {
+async fn a_clock_that_is_set_back_prolongs_locks_of_dead_clients(kind: ServerKind) {
     let clock = ClockShim::new().unwrap();
-    let server = kind.start_by(&clock).await;
-    let ours = backend(&server.url()).await;
+    let server = kind.start_with_clock(&clock).await;
+    let first_registry = backend(&server.url()).await;
     let key = Key::new("orphan").unwrap();
     let dead = Claim::new(key.clone(), LEASE);
-    let Attempt::Granted(before) = ours.try_acquire(&dead).await.unwrap() else { panic!("busy") };
+    let Attempt::Granted(before) = first_registry.try_acquire(&dead).await.unwrap() else {
+        panic!("busy")
+    };
     clock.jump_wall(-HOUR).unwrap();
-    let left = ours.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
+    let left = first_registry.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
     assert!(left > Duration::from_secs(3_500), "{left:?}");
     let claim = Claim::new(key.clone(), LEASE);
-    assert!(matches!(ours.try_acquire(&claim).await.unwrap(), Attempt::Busy(_)));
-    assert_eq!(ours.force_release(&key).await.unwrap(), Release::Freed);
-    let Attempt::Granted(after) = ours.try_acquire(&claim).await.unwrap() else { panic!("busy") };
+    assert!(matches!(first_registry.try_acquire(&claim).await.unwrap(), Attempt::Busy(_)));
+    assert_eq!(first_registry.force_release(&key).await.unwrap(), Release::Freed);
+    let Attempt::Granted(after) = first_registry.try_acquire(&claim).await.unwrap() else {
+        panic!("busy")
+    };
     assert!(after.token > before.token, "{after:?} {before:?}");
     // A lease that started after the jump has its normal length.
-    let left = ours.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
+    let left = first_registry.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
     assert!(left <= LEASE, "{left:?}");
 }
 
 on_both_servers! {
-    a_clock_that_jumps_ahead_costs_exclusion_until_the_next_renewal,
-    a_clock_that_is_put_back_breaks_no_promise,
-    a_clock_that_is_put_back_leaves_locks_of_the_dead_behind,
+    a_clock_jump_violates_exclusion_until_the_next_renewal,
+    a_clock_that_is_set_back_violates_no_property,
+    a_clock_that_is_set_back_prolongs_locks_of_dead_clients,
 }

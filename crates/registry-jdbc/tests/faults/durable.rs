@@ -4,74 +4,74 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::contest::{Contest, LEASE};
-use crate::server::Kind;
+use crate::server::ServerKind;
+use crate::workload::{LEASE, Workload};
 
-async fn a_server_that_stands_still_makes_no_second_holder(kind: Kind) {
+async fn a_paused_server_causes_no_second_holder(kind: ServerKind) {
     let server = kind.start().await;
-    let contest = Contest::begin(&server).await;
+    let workload = Workload::begin(&server).await;
     for _ in 0..2 {
         // Pause 1: shorter than the lease.
         server.pause();
         sleep(LEASE / 4).await;
         server.resume();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
         // Pause 2: until a hold is lost.
-        let before = contest.holds_on().await;
+        let before = workload.wait_for_long_hold().await;
         server.pause();
-        contest.loses(before).await;
+        workload.wait_for_loss(before).await;
         server.resume();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_flawless();
 }
 
-async fn a_pause_shorter_than_the_lease_ends_no_hold(kind: Kind) {
+async fn a_pause_shorter_than_the_lease_ends_no_hold(kind: ServerKind) {
     let server = kind.start().await;
     // Long enough for a busy machine.
     let lease = Duration::from_secs(8);
-    let contest = Contest::begin_by(&vec![server.url(); 3], lease).await;
+    let workload = Workload::begin_with_urls(&vec![server.url(); 3], lease).await;
     for _ in 0..2 {
         server.pause();
         sleep(Duration::from_millis(1_500)).await;
         server.resume();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
-    let outcome = contest.end(&server).await;
+    let outcome = workload.end(&server).await;
     assert_eq!(outcome.losses, 0);
     outcome.assert_flawless();
 }
 
-async fn crashes_break_no_promise(kind: Kind) {
+async fn server_crashes_violate_no_property(kind: ServerKind) {
     let mut server = kind.start().await;
-    let contest = Contest::begin(&server).await;
+    let workload = Workload::begin(&server).await;
     let mut windows = Vec::new();
     for down in [Duration::ZERO, LEASE / 2, LEASE * 3 / 2] {
-        let begin = contest.now();
+        let begin = workload.now();
         server.kill();
         sleep(down).await;
         server.start_again().await;
-        windows.push((begin, contest.after(LEASE)));
-        contest.goes_on().await;
+        windows.push((begin, workload.after(LEASE)));
+        workload.wait_for_grants().await;
     }
     // A grant is on disk before it is returned; a release need not be.
-    let outcome = contest.end(&server).await;
-    outcome.with_releases_taken_back(&windows).assert_flawless();
+    let outcome = workload.end(&server).await;
+    outcome.without_busy_replies(&windows).assert_flawless();
 }
 
-async fn cut_connections_break_no_promise(kind: Kind) {
+async fn closed_connections_violate_no_property(kind: ServerKind) {
     let server = kind.start().await;
-    let contest = Contest::begin(&server).await;
+    let workload = Workload::begin(&server).await;
     for _ in 0..6 {
-        server.cut_all().await;
-        contest.goes_on().await;
+        server.close_all_connections().await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_flawless();
 }
 
 on_both_servers! {
-    a_server_that_stands_still_makes_no_second_holder,
+    a_paused_server_causes_no_second_holder,
     a_pause_shorter_than_the_lease_ends_no_hold,
-    crashes_break_no_promise,
-    cut_connections_break_no_promise,
+    server_crashes_violate_no_property,
+    closed_connections_violate_no_property,
 }

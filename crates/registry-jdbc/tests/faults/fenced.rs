@@ -9,41 +9,44 @@ use registry_testkit::within;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
 
-use crate::data::Data;
-use crate::server::{Kind, LONG, Mode, Server, registry_in};
+use crate::app_connection::AppConnection;
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
 
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
-const MODES: [Mode; 3] = [Mode::Lease, Mode::Session, Mode::Row];
+const MODES: [LockMode; 3] = [LockMode::Lease, LockMode::Session, LockMode::Row];
 /// Many times the duration of a transaction.
-const A_WHILE: Duration = Duration::from_secs(2);
+const WAIT: Duration = Duration::from_secs(2);
 
-struct Shop {
+struct FencedSale {
     server: Server,
-    mode: Mode,
-    ours: Registry,
+    mode: LockMode,
+    first_registry: Registry,
 }
 
-impl Shop {
-    async fn open(kind: Kind, mode: Mode) -> Self {
+impl FencedSale {
+    async fn open(kind: ServerKind, mode: LockMode) -> Self {
         let server = kind.start().await;
         server.sql("CREATE TABLE sale (n int)").await.unwrap();
-        let ours = registry_in(&server.url(), LEASE, mode).await;
-        Self { server, mode, ours }
+        let first_registry = registry_in(&server.url(), LEASE, mode).await;
+        Self { server, mode, first_registry }
     }
 
     async fn lock(&self, options: LockOptions) -> LockGuard {
-        within(LONG, self.ours.obtain(KEY).lock_with(options)).await.unwrap().unwrap()
+        within(TEST_TIMEOUT, self.first_registry.obtain(KEY).lock_with(options))
+            .await
+            .unwrap()
+            .unwrap()
     }
 
     /// Starts another process that waits for the lock and sells under it in a fenced transaction.
     async fn next(&self) -> JoinHandle<()> {
-        let theirs = registry_in(&self.server.url(), LEASE, self.mode).await;
-        let mut data = Data::connect(&self.server).await;
+        let second_registry = registry_in(&self.server.url(), LEASE, self.mode).await;
+        let mut app_connection = AppConnection::connect(&self.server).await;
         tokio::spawn(async move {
             loop {
-                let guard = within(LONG, theirs.obtain(KEY).lock()).await.unwrap();
-                let mut transaction = data.begin().await;
+                let guard = within(TEST_TIMEOUT, second_registry.obtain(KEY).lock()).await.unwrap();
+                let mut transaction = app_connection.begin().await;
                 let fenced = transaction.fence(&guard).await;
                 if fenced.is_ok() {
                     transaction.run("INSERT INTO sale VALUES (2)").await;
@@ -62,121 +65,121 @@ impl Shop {
     }
 }
 
-async fn a_fenced_transaction_outlasts_the_max_hold_of_its_lock(kind: Kind) {
+async fn a_fenced_transaction_outlasts_the_max_hold_of_its_lock(kind: ServerKind) {
     for mode in MODES {
-        let shop = Shop::open(kind, mode).await;
-        let mut data = Data::connect(&shop.server).await;
-        let guard = shop.lock(LockOptions::new().max_hold(A_WHILE)).await;
-        let mut transaction = data.begin().await;
+        let sale = FencedSale::open(kind, mode).await;
+        let mut app_connection = AppConnection::connect(&sale.server).await;
+        let guard = sale.lock(LockOptions::new().max_hold(WAIT)).await;
+        let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         transaction.run("INSERT INTO sale VALUES (1)").await;
-        let mut next = shop.next().await;
-        assert_eq!(within(LONG, guard.lost()).await, LostReason::MaxHold);
-        let overtaken = timeout(A_WHILE, &mut next).await;
-        assert!(overtaken.is_err(), "{mode:?}: the next holder has committed before");
+        let mut next = sale.next().await;
+        assert_eq!(within(TEST_TIMEOUT, guard.lost()).await, LostReason::MaxHold);
+        let early = timeout(WAIT, &mut next).await;
+        assert!(early.is_err(), "{mode:?}: the next holder has committed before");
         transaction.commit().await;
-        within(LONG, next).await.unwrap();
-        assert_eq!(shop.sales().await, "2");
+        within(TEST_TIMEOUT, next).await.unwrap();
+        assert_eq!(sale.sales().await, "2");
         // After the `max_hold` the guard cannot fence further transactions.
-        let mut transaction = data.begin().await;
+        let mut transaction = app_connection.begin().await;
         assert!(transaction.fence(&guard).await.is_err(), "{mode:?}");
         transaction.rollback().await;
     }
 }
 
-async fn a_fenced_transaction_and_a_min_hold_are_both_waited_for(kind: Kind) {
+async fn a_fenced_transaction_and_a_min_hold_are_both_waited_for(kind: ServerKind) {
     for mode in MODES {
-        let shop = Shop::open(kind, mode).await;
-        let mut data = Data::connect(&shop.server).await;
+        let sale = FencedSale::open(kind, mode).await;
+        let mut app_connection = AppConnection::connect(&sale.server).await;
         // The transaction ends after the `min_hold`, and then before it.
-        for (min_hold, commits_first) in [(A_WHILE / 2, false), (A_WHILE * 2, true)] {
+        for (min_hold, commits_first) in [(WAIT / 2, false), (WAIT * 2, true)] {
             let wanted_at = Instant::now();
-            let guard = shop.lock(LockOptions::new().min_hold(min_hold)).await;
-            let mut transaction = data.begin().await;
+            let guard = sale.lock(LockOptions::new().min_hold(min_hold)).await;
+            let mut transaction = app_connection.begin().await;
             transaction.fence(&guard).await.unwrap();
             transaction.run("INSERT INTO sale VALUES (1)").await;
             // The caller of `unlock` may be the owner of the transaction.
-            timeout(LONG / 3, guard.unlock()).await.expect("at once").unwrap();
-            let mut next = shop.next().await;
+            timeout(TEST_TIMEOUT / 3, guard.unlock()).await.expect("at once").unwrap();
+            let mut next = sale.next().await;
             if !commits_first {
-                let overtaken = timeout(A_WHILE, &mut next).await;
-                assert!(overtaken.is_err(), "{mode:?}: the next holder has committed before");
+                let early = timeout(WAIT, &mut next).await;
+                assert!(early.is_err(), "{mode:?}: the next holder has committed before");
             }
             transaction.commit().await;
-            within(LONG, next).await.unwrap();
-            let kept = wanted_at.elapsed();
-            assert!(kept >= min_hold, "{mode:?}: kept for {kept:?} of {min_hold:?}");
-            shop.ours.idle().await;
+            within(TEST_TIMEOUT, next).await.unwrap();
+            let elapsed = wanted_at.elapsed();
+            assert!(elapsed >= min_hold, "{mode:?}: kept for {elapsed:?} of {min_hold:?}");
+            sale.first_registry.idle().await;
         }
     }
 }
 
-async fn a_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed_registry(
-    kind: Kind,
+async fn the_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed_registry(
+    kind: ServerKind,
 ) {
     for mode in MODES {
-        let shop = Shop::open(kind, mode).await;
-        let mut data = Data::connect(&shop.server).await;
-        let guard = shop.lock(LockOptions::new()).await;
-        let mut transaction = data.begin().await;
+        let sale = FencedSale::open(kind, mode).await;
+        let mut app_connection = AppConnection::connect(&sale.server).await;
+        let guard = sale.lock(LockOptions::new()).await;
+        let mut transaction = app_connection.begin().await;
         transaction.fence(&guard).await.unwrap();
         transaction.run("INSERT INTO sale VALUES (1)").await;
-        let mut next = shop.next().await;
-        let report = within(LONG, shop.ours.close(A_WHILE / 4)).await;
+        let mut next = sale.next().await;
+        let report = within(TEST_TIMEOUT, sale.first_registry.close(WAIT / 4)).await;
         assert_eq!(report.lost, 1, "{mode:?}: {report:?}");
-        assert_eq!(within(LONG, guard.lost()).await, LostReason::Closed);
-        let overtaken = timeout(A_WHILE, &mut next).await;
-        assert!(overtaken.is_err(), "{mode:?}: the next holder has committed before");
+        assert_eq!(within(TEST_TIMEOUT, guard.lost()).await, LostReason::Closed);
+        let early = timeout(WAIT, &mut next).await;
+        assert!(early.is_err(), "{mode:?}: the next holder has committed before");
         transaction.commit().await;
-        within(LONG, next).await.unwrap();
-        assert_eq!(shop.sales().await, "2");
-        let mut transaction = data.begin().await;
+        within(TEST_TIMEOUT, next).await.unwrap();
+        assert_eq!(sale.sales().await, "2");
+        let mut transaction = app_connection.begin().await;
         assert!(transaction.fence(&guard).await.is_err(), "{mode:?}: the registry is closed");
         transaction.rollback().await;
     }
 }
 
-async fn a_parked_fence_holds_up_its_own_key_alone(kind: Kind) {
+async fn a_fence_that_is_not_polled_delays_only_its_own_key(kind: ServerKind) {
     for mode in MODES {
-        let shop = Shop::open(kind, mode).await;
-        for goes_on in [true, false] {
-            let mut data = Data::connect(&shop.server).await;
-            let guard = shop.lock(LockOptions::new()).await;
-            let mut transaction = data.begin().await;
+        let sale = FencedSale::open(kind, mode).await;
+        for continues in [true, false] {
+            let mut app_connection = AppConnection::connect(&sale.server).await;
+            let guard = sale.lock(LockOptions::new()).await;
+            let mut transaction = app_connection.begin().await;
             let mut fence = Box::pin(transaction.fence(&guard));
             // The server may have replied within the poll.
             let answered = poll!(fence.as_mut()).map(Result::unwrap).is_ready();
-            let other = shop.ours.obtain("coupon/8");
-            within(LONG, other.lock()).await.unwrap().unlock().await.unwrap();
-            let mut next = shop.next().await;
+            let other = sale.first_registry.obtain("coupon/8");
+            within(TEST_TIMEOUT, other.lock()).await.unwrap().unlock().await.unwrap();
+            let mut next = sale.next().await;
             // The next holder waits only for the caller, which still holds the lock.
-            assert!(timeout(A_WHILE / 4, &mut next).await.is_err(), "{mode:?}: two holders");
-            if goes_on {
+            assert!(timeout(WAIT / 4, &mut next).await.is_err(), "{mode:?}: two holders");
+            if continues {
                 if !answered {
-                    within(LONG, fence.as_mut()).await.unwrap();
+                    within(TEST_TIMEOUT, fence.as_mut()).await.unwrap();
                 }
                 drop(fence);
                 transaction.run("INSERT INTO sale VALUES (1)").await;
                 drop(guard);
-                let overtaken = timeout(A_WHILE, &mut next).await;
-                assert!(overtaken.is_err(), "{mode:?}: the next holder has committed before");
+                let early = timeout(WAIT, &mut next).await;
+                assert!(early.is_err(), "{mode:?}: the next holder has committed before");
                 transaction.commit().await;
             } else {
                 drop(fence);
                 drop(transaction);
-                drop(data);
+                drop(app_connection);
                 drop(guard);
             }
-            within(LONG, next).await.unwrap();
-            shop.ours.idle().await;
+            within(TEST_TIMEOUT, next).await.unwrap();
+            sale.first_registry.idle().await;
         }
-        assert_eq!(shop.sales().await, "3");
+        assert_eq!(sale.sales().await, "3");
     }
 }
 
 on_both_servers! {
     a_fenced_transaction_outlasts_the_max_hold_of_its_lock,
     a_fenced_transaction_and_a_min_hold_are_both_waited_for,
-    a_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed_registry,
-    a_parked_fence_holds_up_its_own_key_alone,
+    the_next_holder_does_not_commit_before_a_fenced_transaction_of_a_closed_registry,
+    a_fence_that_is_not_polled_delays_only_its_own_key,
 }

@@ -8,18 +8,18 @@ use registry_core::{
 };
 use registry_testkit::{eventually, within};
 
-use crate::data::Data;
-use crate::server::{Kind, LONG, Mode, Server, registry_in};
+use crate::app_connection::AppConnection;
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
 
 const LEASE: Duration = Duration::from_secs(30);
 
-async fn registry(server: &Server, mode: Mode) -> Registry {
+async fn registry(server: &Server, mode: LockMode) -> Registry {
     registry_in(&server.url(), LEASE, mode).await
 }
 
 async fn lock(registry: &Registry, key: &str, label: &str) -> LockGuard {
     let options = LockOptions::new().label(label);
-    within(LONG, registry.obtain(key).lock_with(options)).await.unwrap().unwrap()
+    within(TEST_TIMEOUT, registry.obtain(key).lock_with(options)).await.unwrap().unwrap()
 }
 
 async fn holder(registry: &Registry, key: &str) -> Option<Holder> {
@@ -29,13 +29,13 @@ async fn holder(registry: &Registry, key: &str) -> Option<Holder> {
 fn assert_is_of(holder: &Holder, guard: &LockGuard, label: &str) {
     assert_eq!((holder.key.as_str(), holder.label.as_deref()), (guard.key(), Some(label)));
     assert_eq!(holder.token, guard.fencing_token());
-    assert!(holder.held_for.is_some_and(|held| held < LONG), "{holder:?}");
+    assert!(holder.held_for.is_some_and(|held| held < TEST_TIMEOUT), "{holder:?}");
 }
 
 /// A namespace may contain locks of both kinds. Each store inspects and force-releases both.
-async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
+async fn lease_and_row_backends_list_and_break_each_others_locks(kind: ServerKind) {
     let server = kind.start().await;
-    let modes = [Mode::Lease, Mode::Row];
+    let modes = [LockMode::Lease, LockMode::Row];
     let (leases, rows) = (registry(&server, modes[0]).await, registry(&server, modes[1]).await);
     let lease = lock(&leases, "a", "by lease").await;
     let row = lock(&rows, "b", "by row").await;
@@ -65,7 +65,7 @@ async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
         registry.idle().await;
     }
     assert!(leases.force_release("b").await.unwrap());
-    assert_eq!(within(LONG, row.lost()).await, LostReason::Gone);
+    assert_eq!(within(TEST_TIMEOUT, row.lost()).await, LostReason::Gone);
     // No other lock was lost.
     other.unlock().await.unwrap();
     lease.unlock().await.unwrap();
@@ -73,9 +73,9 @@ async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
 }
 
 /// A released key has no holder, whatever its former connection does next.
-async fn a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken(kind: Kind) {
+async fn a_released_row_lock_is_free_and_cannot_be_broken(kind: ServerKind) {
     let server = kind.start().await;
-    let rows = registry(&server, Mode::Row).await;
+    let rows = registry(&server, LockMode::Row).await;
     lock(&rows, "a", "gone").await.unlock().await.unwrap();
     // The row store reuses the same connection.
     let guard = lock(&rows, "b", "here").await;
@@ -87,34 +87,34 @@ async fn a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken(kind: Kind)
     let mut server = server;
     server.kill();
     server.start_again().await;
-    within(LONG, guard.lost()).await;
-    let again = async || holder_or_trouble(&rows, "a").await;
-    assert_eq!(eventually(LONG, again).await, None);
+    within(TEST_TIMEOUT, guard.lost()).await;
+    let again = async || try_inspect(&rows, "a").await;
+    assert_eq!(eventually(TEST_TIMEOUT, again).await, None);
     lock(&rows, "b", "here").await.unlock().await.unwrap();
     assert!(!rows.force_release("a").await.unwrap());
 }
 
-async fn holder_or_trouble(registry: &Registry, key: &str) -> Result<Option<Holder>, LockError> {
+async fn try_inspect(registry: &Registry, key: &str) -> Result<Option<Holder>, LockError> {
     registry.obtain(key).holder().await
 }
 
 /// Inspection shows that a caller's transaction holds the key, and nothing more. The transaction
 /// cannot be force-released.
-async fn a_transaction_of_a_caller_is_told_of_and_is_not_broken(kind: Kind) {
+async fn a_callers_transaction_is_listed_and_cannot_be_broken(kind: ServerKind) {
     let server = kind.start().await;
-    let mut data = Data::connect(&server).await;
-    for mode in [Mode::Lease, Mode::Row] {
+    let mut app_connection = AppConnection::connect(&server).await;
+    for mode in [LockMode::Lease, LockMode::Row] {
         let registry = registry(&server, mode).await;
         // For a new key, and for a row that names an earlier holder.
         for key in ["a", "b", "b"] {
-            let mut transaction = data.begin().await;
+            let mut transaction = app_connection.begin().await;
             transaction.try_lock_in(&registry, key).await.unwrap().unwrap();
-            let told = holder(&registry, key).await.unwrap();
-            assert_eq!((told.key.as_str(), told.token, &told.label), (key, None, &None));
+            let reply = holder(&registry, key).await.unwrap();
+            assert_eq!((reply.key.as_str(), reply.token, &reply.label), (key, None, &None));
             let error = registry.force_release(key).await.unwrap_err();
             let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
             assert_eq!(source.kind(), BackendErrorKind::Transient);
-            assert!(source.to_string().contains("transaction of an application"), "{source}");
+            assert!(source.to_string().contains("application's transaction"), "{source}");
             transaction.commit().await;
             assert_eq!(holder(&registry, key).await, None);
             lock(&registry, key, "earlier").await.unlock().await.unwrap();
@@ -122,17 +122,17 @@ async fn a_transaction_of_a_caller_is_told_of_and_is_not_broken(kind: Kind) {
     }
 }
 
-async fn who_may_not_end_the_connection_is_told_which_right_that_takes(kind: Kind) {
+async fn a_refused_forced_release_names_the_missing_right(kind: ServerKind) {
     let server = kind.start().await;
-    let rows = registry(&server, Mode::Row).await;
+    let rows = registry(&server, LockMode::Row).await;
     let guard = lock(&rows, "a", "by row").await;
     let (user, right) = match kind {
-        Kind::Postgres => ("worker", "pg_signal_backend"),
-        Kind::MariaDb => ("worker@'127.0.0.1'", "CONNECTION ADMIN"),
+        ServerKind::Postgres => ("worker", "pg_signal_backend"),
+        ServerKind::MariaDb => ("worker@'127.0.0.1'", "CONNECTION ADMIN"),
     };
     let make = match kind {
-        Kind::Postgres => "CREATE ROLE worker LOGIN",
-        Kind::MariaDb => "CREATE USER worker@'127.0.0.1'",
+        ServerKind::Postgres => "CREATE ROLE worker LOGIN",
+        ServerKind::MariaDb => "CREATE USER worker@'127.0.0.1'",
     };
     let grants = format!(
         "{make}; GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO {user}; \
@@ -149,8 +149,8 @@ async fn who_may_not_end_the_connection_is_told_which_right_that_takes(kind: Kin
 }
 
 on_both_servers! {
-    leases_and_rows_are_told_and_broken_by_each_other,
-    a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken,
-    a_transaction_of_a_caller_is_told_of_and_is_not_broken,
-    who_may_not_end_the_connection_is_told_which_right_that_takes,
+    lease_and_row_backends_list_and_break_each_others_locks,
+    a_released_row_lock_is_free_and_cannot_be_broken,
+    a_callers_transaction_is_listed_and_cannot_be_broken,
+    a_refused_forced_release_names_the_missing_right,
 }

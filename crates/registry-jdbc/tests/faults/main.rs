@@ -2,7 +2,7 @@
 //! recorded, and the checkers of the testkit evaluate them. Needs PostgreSQL and MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
-#![expect(clippy::print_stdout, reason = "figures, for those who want to see them")]
+#![expect(clippy::print_stdout, reason = "measurements for the developer")]
 
 /// Generates two tests of each promise, one for each server.
 macro_rules! on_both_servers {
@@ -12,7 +12,7 @@ macro_rules! on_both_servers {
                 $(#[$attribute])*
                 #[tokio::test]
                 async fn $name() {
-                    super::$name(crate::server::Kind::Postgres).await;
+                    super::$name(crate::server::ServerKind::Postgres).await;
                 }
             )*
         }
@@ -22,7 +22,7 @@ macro_rules! on_both_servers {
                 $(#[$attribute])*
                 #[tokio::test]
                 async fn $name() {
-                    super::$name(crate::server::Kind::MariaDb).await;
+                    super::$name(crate::server::ServerKind::MariaDb).await;
                 }
             )*
         }
@@ -30,25 +30,25 @@ macro_rules! on_both_servers {
 }
 
 mod accounts;
-mod again;
-mod callers;
+mod reacquisition;
+mod runtimes;
 mod clocks;
-mod contest;
-mod data;
+mod workload;
+mod app_connection;
 mod durable;
-mod elsewhere;
+mod processes;
 mod fenced;
 mod holders;
 mod modes;
-mod past;
-mod poison;
+mod snapshots;
+mod dropped_calls;
 mod pool;
 mod replies;
 mod server;
 mod session;
-mod silent;
+mod half_open_connections;
 mod standby;
-mod stray;
+mod delayed_requests;
 mod successors;
-mod verdict;
+mod outcome;
 mod waiting;

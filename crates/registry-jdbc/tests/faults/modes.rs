@@ -5,113 +5,114 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::contest::{Contest, LEASE};
-use crate::server::{ANSWER_LIMIT, Kind, LONG, Mode};
+use crate::server::{ANSWER_LIMIT, LockMode, ServerKind, TEST_TIMEOUT};
+use crate::workload::{LEASE, Workload};
 
 on_both_servers! {
-    connections_of_sessions_are_cut,
-    connections_of_rows_are_cut,
-    the_server_of_sessions_stands_still_for_a_moment,
-    the_server_of_rows_stands_still_for_a_moment,
-    the_server_of_sessions_stands_still_for_long,
-    the_server_of_rows_stands_still_for_long,
-    the_server_of_sessions_is_killed,
-    the_server_of_rows_is_killed,
+    closed_connections_of_sessions_cost_exclusion_briefly,
+    closed_connections_of_row_locks_cost_exclusion_briefly,
+    a_short_pause_ends_no_session_lock,
+    a_short_pause_ends_no_row_lock,
+    a_long_pause_violates_no_property_of_session_locks,
+    a_long_pause_violates_no_property_of_row_locks,
+    a_killed_server_of_sessions_costs_exclusion_briefly,
+    a_killed_server_of_row_locks_costs_exclusion_briefly,
 }
 
 /// The maximum time that a holder relies on its lock after the server has ended the connection.
-const UNAWARE: Duration = LEASE.saturating_add(Duration::from_secs(1));
+const UNNOTIFIED_MAX: Duration = LEASE.saturating_add(Duration::from_secs(1));
 
-async fn connections_are_cut(kind: Kind, mode: Mode) {
+async fn closed_connections_cost_exclusion_briefly(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
-    let contest = Contest::begin_in(&server, mode).await;
+    let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..4 {
-        let losses = contest.holds_on().await;
-        let before = contest.now();
-        server.cut_all().await;
-        windows.push((before, contest.after(UNAWARE)));
-        contest.loses(losses).await;
-        contest.goes_on().await;
+        let losses = workload.wait_for_long_hold().await;
+        let before = workload.now();
+        server.close_all_connections().await;
+        windows.push((before, workload.after(UNNOTIFIED_MAX)));
+        workload.wait_for_loss(losses).await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless_but_between(&windows);
+    workload.end(&server).await.assert_flawless_but_between(&windows);
     assert_eq!(server.open_transactions().await, "0");
 }
 
-async fn connections_of_sessions_are_cut(kind: Kind) {
-    connections_are_cut(kind, Mode::Session).await;
+async fn closed_connections_of_sessions_cost_exclusion_briefly(kind: ServerKind) {
+    closed_connections_cost_exclusion_briefly(kind, LockMode::Session).await;
 }
 
-async fn connections_of_rows_are_cut(kind: Kind) {
-    connections_are_cut(kind, Mode::Row).await;
+async fn closed_connections_of_row_locks_cost_exclusion_briefly(kind: ServerKind) {
+    closed_connections_cost_exclusion_briefly(kind, LockMode::Row).await;
 }
 
 /// The pause is shorter than the response timeout, so no lock is lost.
-async fn stands_still_for_a_moment(kind: Kind, mode: Mode) {
+async fn a_short_pause_ends_no_hold(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
-    let contest = Contest::begin_in(&server, mode).await;
+    let workload = Workload::begin_with_mode(&server, mode).await;
     for _ in 0..4 {
         server.pause();
         sleep(ANSWER_LIMIT / 3).await;
         server.resume();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_flawless();
 }
 
-async fn the_server_of_sessions_stands_still_for_a_moment(kind: Kind) {
-    stands_still_for_a_moment(kind, Mode::Session).await;
+async fn a_short_pause_ends_no_session_lock(kind: ServerKind) {
+    a_short_pause_ends_no_hold(kind, LockMode::Session).await;
 }
 
-async fn the_server_of_rows_stands_still_for_a_moment(kind: Kind) {
-    stands_still_for_a_moment(kind, Mode::Row).await;
+async fn a_short_pause_ends_no_row_lock(kind: ServerKind) {
+    a_short_pause_ends_no_hold(kind, LockMode::Row).await;
 }
 
 /// The pause is longer than a lease: holders lose their locks by their own clock, while the server
 /// still excludes all other clients.
-async fn stands_still_for_long(kind: Kind, mode: Mode) {
+async fn a_long_pause_violates_no_property(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
-    let contest = Contest::begin_in(&server, mode).await;
+    let workload = Workload::begin_with_mode(&server, mode).await;
     for _ in 0..2 {
-        let losses = contest.holds_on().await;
+        let losses = workload.wait_for_long_hold().await;
         server.pause();
-        contest.loses(losses).await;
+        workload.wait_for_loss(losses).await;
         sleep(LEASE).await;
         server.resume();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless();
-    registry_testkit::eventually(LONG, async || server.open_transactions().await == "0").await;
+    workload.end(&server).await.assert_flawless();
+    registry_testkit::eventually(TEST_TIMEOUT, async || server.open_transactions().await == "0")
+        .await;
 }
 
-async fn the_server_of_sessions_stands_still_for_long(kind: Kind) {
-    stands_still_for_long(kind, Mode::Session).await;
+async fn a_long_pause_violates_no_property_of_session_locks(kind: ServerKind) {
+    a_long_pause_violates_no_property(kind, LockMode::Session).await;
 }
 
-async fn the_server_of_rows_stands_still_for_long(kind: Kind) {
-    stands_still_for_long(kind, Mode::Row).await;
+async fn a_long_pause_violates_no_property_of_row_locks(kind: ServerKind) {
+    a_long_pause_violates_no_property(kind, LockMode::Row).await;
 }
 
-async fn is_killed(kind: Kind, mode: Mode) {
+async fn a_killed_server_costs_exclusion_briefly(kind: ServerKind, mode: LockMode) {
     let mut server = kind.start().await;
-    let contest = Contest::begin_in(&server, mode).await;
+    let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        let losses = contest.holds_on().await;
-        let before = contest.now();
+        let losses = workload.wait_for_long_hold().await;
+        let before = workload.now();
         server.kill();
         server.start_again().await;
-        windows.push((before, contest.after(UNAWARE)));
-        contest.loses(losses).await;
-        contest.goes_on().await;
+        windows.push((before, workload.after(UNNOTIFIED_MAX)));
+        workload.wait_for_loss(losses).await;
+        workload.wait_for_grants().await;
     }
-    contest.end(&server).await.assert_flawless_but_between(&windows);
+    workload.end(&server).await.assert_flawless_but_between(&windows);
 }
 
-async fn the_server_of_sessions_is_killed(kind: Kind) {
-    is_killed(kind, Mode::Session).await;
+async fn a_killed_server_of_sessions_costs_exclusion_briefly(kind: ServerKind) {
+    a_killed_server_costs_exclusion_briefly(kind, LockMode::Session).await;
 }
 
-async fn the_server_of_rows_is_killed(kind: Kind) {
-    is_killed(kind, Mode::Row).await;
+async fn a_killed_server_of_row_locks_costs_exclusion_briefly(kind: ServerKind) {
+    a_killed_server_costs_exclusion_briefly(kind, LockMode::Row).await;
 }

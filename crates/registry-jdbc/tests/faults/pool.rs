@@ -7,41 +7,43 @@ use registry_testkit::{eventually, within};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::contest::LEASE;
-use crate::server::{ANSWER_LIMIT, Kind, LONG, Opening, backend, backend_with, registry};
+use crate::server::{
+    ANSWER_LIMIT, OpenOptions, ServerKind, TEST_TIMEOUT, backend, backend_with, registry,
+};
+use crate::workload::LEASE;
 
 const CONNECTIONS: u32 = 2;
 const WAITERS: usize = 50;
 
-async fn renewals_go_on_while_many_wait_for_two_connections(kind: Kind) {
+async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: ServerKind) {
     let server = kind.start().await;
     let watcher = backend(&server.url()).await;
-    let theirs = registry(&server.url(), Duration::from_secs(600)).await;
-    let opening = Opening { connections: CONNECTIONS, ..Opening::default() };
-    let ours = Registry::builder(backend_with(&server.url(), opening).await).lease(LEASE);
-    let ours = ours.timeout(ANSWER_LIMIT).build().unwrap();
+    let second_registry = registry(&server.url(), Duration::from_secs(600)).await;
+    let opening = OpenOptions { connections: CONNECTIONS, ..OpenOptions::default() };
+    let first_registry = Registry::builder(backend_with(&server.url(), opening).await).lease(LEASE);
+    let first_registry = first_registry.timeout(ANSWER_LIMIT).build().unwrap();
 
-    let mut mine = Vec::new();
+    let mut renewed_guards = Vec::new();
     for number in 0..5 {
-        mine.push(ours.obtain(&format!("mine/{number}")).lock().await.unwrap());
+        renewed_guards.push(first_registry.obtain(&format!("mine/{number}")).lock().await.unwrap());
     }
     let (mut guards, mut waiting) = (Vec::new(), JoinSet::new());
     for number in 0..WAITERS {
         let key = format!("theirs/{number}");
-        guards.push(theirs.obtain(&key).lock().await.unwrap());
-        let lock = ours.obtain(&key);
+        guards.push(second_registry.obtain(&key).lock().await.unwrap());
+        let lock = first_registry.obtain(&key);
         waiting.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
     // Every lock stays held for several leases.
     let until = Instant::now() + LEASE * 3;
-    for guard in mine.iter().cycle() {
+    for guard in renewed_guards.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
         let end = async || {
             let holder = watcher.inspect(&key).await.unwrap().unwrap();
             Instant::now() + holder.lease_left.unwrap()
         };
         let before = end().await;
-        eventually(LONG, async || end().await > before + LEASE / 4).await;
+        eventually(TEST_TIMEOUT, async || end().await > before + LEASE / 4).await;
         assert!(guard.is_held());
         if Instant::now() > until {
             break;
@@ -55,12 +57,12 @@ async fn renewals_go_on_while_many_wait_for_two_connections(kind: Kind) {
     for guard in guards {
         guard.unlock().await.unwrap();
     }
-    within(LONG, waiting.join_all()).await;
-    for guard in mine {
+    within(TEST_TIMEOUT, waiting.join_all()).await;
+    for guard in renewed_guards {
         guard.unlock().await.unwrap();
     }
 }
 
 on_both_servers! {
-    renewals_go_on_while_many_wait_for_two_connections,
+    renewals_continue_while_many_callers_wait_for_two_connections,
 }

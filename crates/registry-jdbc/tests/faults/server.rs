@@ -20,15 +20,15 @@ use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// Long enough for any machine; reached only by a test that fails.
-pub(crate) const LONG: Duration = Duration::from_secs(60);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Kind {
+pub(crate) enum ServerKind {
     Postgres,
     MariaDb,
 }
 
-impl Kind {
+impl ServerKind {
     pub(crate) async fn start(self) -> Server {
         match self {
             Self::Postgres => Server::Postgres(PostgresServer::start().await.unwrap()),
@@ -36,7 +36,7 @@ impl Kind {
         }
     }
 
-    pub(crate) async fn start_by(self, clock: &ClockShim) -> Server {
+    pub(crate) async fn start_with_clock(self, clock: &ClockShim) -> Server {
         match self {
             Self::Postgres => {
                 let options = PostgresOptions::new().clock(clock);
@@ -73,8 +73,8 @@ impl Server {
     }
 
     /// The URL of the server through another address.
-    pub(crate) fn url_by(&self, way: SocketAddr) -> String {
-        self.url().replace(&self.addr().to_string(), &way.to_string())
+    pub(crate) fn url_via(&self, address: SocketAddr) -> String {
+        self.url().replace(&self.addr().to_string(), &address.to_string())
     }
 
     pub(crate) fn pause(&self) {
@@ -113,7 +113,7 @@ impl Server {
     }
 
     /// Ends all connections of the store.
-    pub(crate) async fn cut_all(&self) {
+    pub(crate) async fn close_all_connections(&self) {
         match self {
             Self::Postgres(server) => {
                 let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
@@ -133,7 +133,7 @@ impl Server {
     }
 
     /// Ends the connection that holds a session's lock of the key `orders/42`.
-    pub(crate) async fn cut_session(&self) {
+    pub(crate) async fn close_session_connection(&self) {
         match self {
             Self::Postgres(server) => {
                 let holder = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks \
@@ -151,18 +151,18 @@ impl Server {
 
     /// The number of open transactions.
     pub(crate) async fn open_transactions(&self) -> String {
-        let question = match self {
+        let query = match self {
             Self::Postgres(_) => {
                 "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'"
             }
             Self::MariaDb(_) => "SELECT count(*) FROM information_schema.innodb_trx",
         };
-        self.sql(question).await.unwrap()
+        self.sql(query).await.unwrap()
     }
 
     /// The number of connections of the stores.
     pub(crate) async fn connections(&self) -> usize {
-        let question = match self {
+        let query = match self {
             Self::Postgres(_) => {
                 "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry'"
             }
@@ -170,141 +170,144 @@ impl Server {
                 "SELECT count(*) FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'"
             }
         };
-        self.sql(question).await.unwrap().parse().unwrap()
+        self.sql(query).await.unwrap().parse().unwrap()
     }
 
     /// The number of statements or transactions that the server has executed.
     pub(crate) async fn work_done(&self) -> u64 {
-        let (question, place) = match self {
+        let (query, column) = match self {
             Self::Postgres(_) => {
                 ("SELECT sum(xact_commit + xact_rollback) FROM pg_stat_database", 0)
             }
             Self::MariaDb(_) => ("SHOW GLOBAL STATUS LIKE 'Questions'", 1),
         };
-        let told = self.sql(question).await.unwrap();
-        told.split_whitespace().nth(place).unwrap().parse().unwrap()
+        let reply = self.sql(query).await.unwrap();
+        reply.split_whitespace().nth(column).unwrap().parse().unwrap()
     }
 
     /// The number of held keys, according to the table.
-    pub(crate) async fn held(&self) -> String {
+    pub(crate) async fn held_keys(&self) -> String {
         let now = match self {
             Self::Postgres(_) => "extract(epoch FROM clock_timestamp()) * 1000000",
             Self::MariaDb(_) => "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
         };
-        let held = format!(
+        let held_keys = format!(
             "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL AND until > {now}"
         );
-        self.sql(&held).await.unwrap()
+        self.sql(&held_keys).await.unwrap()
     }
 }
 
 /// The options for opening the store behind a URL.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Opening {
+pub(crate) struct OpenOptions {
     pub(crate) connections: u32,
     pub(crate) busy: Duration,
     pub(crate) answer: Duration,
 }
 
-impl Default for Opening {
+impl Default for OpenOptions {
     fn default() -> Self {
         Self { connections: 8, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT }
     }
 }
 
 /// Opens the store with its own connections, as another process would.
-pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBackend> {
-    let Opening { connections, busy, answer } = opening;
+pub(crate) async fn backend_with(url: &str, opening: OpenOptions) -> Arc<dyn LockBackend> {
+    let OpenOptions { connections, busy, answer } = opening;
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_connections(connections);
         let config = config.with_connect_timeout(answer).with_response_timeout(answer);
         let config = config.with_busy_timeout(busy);
         // On a busy machine this timeout may be too short for the first connection.
-        Arc::new(eventually(LONG, async || PostgresBackend::open(config.clone()).await).await)
+        Arc::new(
+            eventually(TEST_TIMEOUT, async || PostgresBackend::open(config.clone()).await).await,
+        )
     } else {
         let config = MySqlConfig::from_url(url).unwrap().with_connections(connections);
         let config = config.with_connect_timeout(answer).with_response_timeout(answer);
         let config = config.with_busy_timeout(busy);
-        Arc::new(eventually(LONG, async || MySqlBackend::open(config.clone()).await).await)
+        Arc::new(eventually(TEST_TIMEOUT, async || MySqlBackend::open(config.clone()).await).await)
     }
 }
 
 /// What represents a lock in the database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Mode {
+pub(crate) enum LockMode {
     Lease,
     Session,
     Row,
 }
 
 /// Opens the store for locks of this mode.
-pub(crate) async fn backend_in(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
-    if mode == Mode::Lease {
+pub(crate) async fn backend_in(url: &str, mode: LockMode) -> Arc<dyn LockBackend> {
+    if mode == LockMode::Lease {
         return backend(url).await;
     }
-    eventually(LONG, async || open_in(url, mode).await).await
+    eventually(TEST_TIMEOUT, async || open_in(url, mode).await).await
 }
 
-async fn open_in(url: &str, mode: Mode) -> Result<Arc<dyn LockBackend>, BackendError> {
+async fn open_in(url: &str, mode: LockMode) -> Result<Arc<dyn LockBackend>, BackendError> {
     open_with(url, mode, ANSWER_LIMIT, ANSWER_LIMIT / 2).await
 }
 
 /// Opens the store with a row lock timeout that only a failing test reaches.
-pub(crate) async fn patient_backend(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
-    if mode == Mode::Lease {
-        let opening = Opening { busy: LONG, answer: LONG * 2, ..Opening::default() };
+pub(crate) async fn backend_with_long_timeouts(url: &str, mode: LockMode) -> Arc<dyn LockBackend> {
+    if mode == LockMode::Lease {
+        let opening =
+            OpenOptions { busy: TEST_TIMEOUT, answer: TEST_TIMEOUT * 2, ..OpenOptions::default() };
         return backend_with(url, opening).await;
     }
-    open_with(url, mode, LONG * 2, LONG).await.unwrap()
+    open_with(url, mode, TEST_TIMEOUT * 2, TEST_TIMEOUT).await.unwrap()
 }
 
 /// The same with a Spring table.
-pub(crate) async fn patient_spring(url: &str) -> Arc<dyn LockBackend> {
+pub(crate) async fn spring_with_long_timeouts(url: &str) -> Arc<dyn LockBackend> {
     let table = SpringTable::v7();
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap();
-        let config = config.with_response_timeout(LONG * 2).with_busy_timeout(LONG);
+        let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
         return Arc::new(PostgresSpringBackend::open(config, table).await.unwrap());
     }
     let config = MySqlConfig::from_url(url).unwrap();
-    let config = config.with_response_timeout(LONG * 2).with_busy_timeout(LONG);
+    let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
     Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
 }
 
 async fn open_with(
     url: &str,
-    mode: Mode,
+    mode: LockMode,
     answer: Duration,
     busy: Duration,
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url)?;
         let config = config.with_response_timeout(answer).with_busy_timeout(busy);
-        if mode == Mode::Session {
+        if mode == LockMode::Session {
             return Ok(Arc::new(PostgresSessionBackend::open(config).await?));
         }
         return Ok(Arc::new(PostgresRowBackend::open(config).await?));
     }
     let config = MySqlConfig::from_url(url)?;
     let config = config.with_response_timeout(answer).with_busy_timeout(busy);
-    if mode == Mode::Session {
+    if mode == LockMode::Session {
         return Ok(Arc::new(MySqlSessionBackend::open(config).await?));
     }
     Ok(Arc::new(MySqlRowBackend::open(config).await?))
 }
 
 pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
-    backend_with(url, Opening::default()).await
+    backend_with(url, OpenOptions::default()).await
 }
 
 /// The maximum number of consecutive hand-overs between the callers of a client.
 pub(crate) const HAND_OVERS: u32 = 2;
 
 pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
-    registry_in(url, lease, Mode::Lease).await
+    registry_in(url, lease, LockMode::Lease).await
 }
 
-pub(crate) async fn registry_in(url: &str, lease: Duration, mode: Mode) -> Registry {
+pub(crate) async fn registry_in(url: &str, lease: Duration, mode: LockMode) -> Registry {
     let builder = Registry::builder(backend_in(url, mode).await).lease(lease).handoff(HAND_OVERS);
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }

@@ -11,15 +11,15 @@ use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::data::Data;
-use crate::server::{Kind, LONG, Mode, Server, registry_in};
+use crate::app_connection::AppConnection;
+use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
 
 const LEASE: Duration = Duration::from_secs(5);
 /// More than a session could serve in time if it waited for each row.
 const FENCED: usize = 24;
 /// The time limit of an uncontended lock on a busy machine. Without bounded waits it takes tens of
 /// seconds.
-const PROMPT: Duration = Duration::from_secs(5);
+const DURATION_MAX: Duration = Duration::from_secs(5);
 
 /// Uses the default timeouts.
 async fn registry(server: &Server) -> Registry {
@@ -37,18 +37,18 @@ async fn registry(server: &Server) -> Registry {
     Registry::builder(backend).lease(LEASE).build().unwrap()
 }
 
-async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
+async fn contended_fenced_keys_end_no_other_lock_of_a_session(kind: ServerKind) {
     let server = Arc::new(kind.start().await);
-    let (ours, theirs) = (registry(&server).await, registry(&server).await);
+    let (first_registry, second_registry) = (registry(&server).await, registry(&server).await);
     let (mut ends, mut transactions) = (Vec::new(), JoinSet::new());
     for number in 0..FENCED {
-        let guard = theirs.obtain(&format!("fenced/{number}")).lock().await.unwrap();
+        let guard = second_registry.obtain(&format!("fenced/{number}")).lock().await.unwrap();
         let (fenced, is_fenced) = oneshot::channel();
         let (end, ended) = oneshot::channel::<()>();
         let server = Arc::clone(&server);
         transactions.spawn(async move {
-            let mut data = Data::connect(&server).await;
-            let mut transaction = data.begin().await;
+            let mut app_connection = AppConnection::connect(&server).await;
+            let mut transaction = app_connection.begin().await;
             transaction.fence(&guard).await.unwrap();
             guard.unlock().await.unwrap();
             fenced.send(()).unwrap();
@@ -58,12 +58,12 @@ async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
         is_fenced.await.unwrap();
         ends.push(end);
     }
-    let bystander = ours.obtain("bystander").lock().await.unwrap();
+    let other_guard = first_registry.obtain("bystander").lock().await.unwrap();
     let mut waiting = JoinSet::new();
     for number in 0..FENCED {
-        let lock = ours.obtain(&format!("fenced/{number}"));
+        let lock = first_registry.obtain(&format!("fenced/{number}"));
         waiting.spawn(async move {
-            let options = LockOptions::new().wait(LONG);
+            let options = LockOptions::new().wait(TEST_TIMEOUT);
             let guard = lock.lock_with(options).await.unwrap().unwrap();
             // On a busy machine the reply may come too late; the release is then retried in the
             // background.
@@ -74,28 +74,28 @@ async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
     let (until, mut longest) = (Instant::now() + LEASE * 3, Duration::ZERO);
     while Instant::now() < until {
         let began = Instant::now();
-        let guard = within(LONG, ours.obtain("unrelated").lock()).await.unwrap();
+        let guard = within(TEST_TIMEOUT, first_registry.obtain("unrelated").lock()).await.unwrap();
         let _ = guard.unlock().await;
         longest = longest.max(began.elapsed());
-        assert!(bystander.is_held(), "lost while others waited for fenced keys");
+        assert!(other_guard.is_held(), "lost while others waited for fenced keys");
         sleep(Duration::from_millis(20)).await;
     }
     println!("{kind:?}: a pair took {longest:?} at most");
-    assert!(longest < PROMPT, "{longest:?}");
+    assert!(longest < DURATION_MAX, "{longest:?}");
     drop(ends);
-    within(LONG, transactions.join_all()).await;
-    within(LONG, waiting.join_all()).await;
-    assert!(bystander.is_held());
-    let _ = bystander.unlock().await;
+    within(TEST_TIMEOUT, transactions.join_all()).await;
+    within(TEST_TIMEOUT, waiting.join_all()).await;
+    assert!(other_guard.is_held());
+    let _ = other_guard.unlock().await;
 }
 
-async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: Kind) {
+async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: ServerKind) {
     const TIME: Duration = Duration::from_secs(5);
     // Four polls a second, and on MariaDB about twenty checks between two polls.
     const WORK_MAX: u64 = 1_000;
     let server = kind.start().await;
-    let leases = registry_in(&server.url(), LONG, Mode::Lease).await;
-    let sessions = registry_in(&server.url(), LEASE, Mode::Session).await;
+    let leases = registry_in(&server.url(), TEST_TIMEOUT, LockMode::Lease).await;
+    let sessions = registry_in(&server.url(), LEASE, LockMode::Session).await;
     let held = leases.obtain("orders/42").lock().await.unwrap();
     let lock = sessions.obtain("orders/42");
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
@@ -107,10 +107,10 @@ async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: Kind) {
     println!("{kind:?}: {done} in {TIME:?}");
     assert!(done < WORK_MAX, "{done} in {TIME:?}");
     held.unlock().await.unwrap();
-    within(LONG, waiter).await.unwrap().unlock().await.unwrap();
+    within(TEST_TIMEOUT, waiter).await.unwrap().unlock().await.unwrap();
 }
 
 on_both_servers! {
-    fenced_keys_that_others_want_cost_a_session_no_other_lock,
+    contended_fenced_keys_end_no_other_lock_of_a_session,
     a_waiter_does_not_wake_itself_while_a_lease_holds_the_key,
 }

@@ -16,17 +16,17 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::contest::{Contest, LEASE};
-use crate::server::{Kind, LONG, Server, registry};
+use crate::server::{Server, ServerKind, TEST_TIMEOUT, registry};
+use crate::workload::{LEASE, Workload};
 
 /// The address under which clients reach the current primary.
-struct Address {
+struct ForwardingAddress {
     addr: SocketAddr,
     primary: watch::Sender<SocketAddr>,
     _tasks: JoinSet<()>,
 }
 
-impl Address {
+impl ForwardingAddress {
     async fn of(primary: SocketAddr) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let addr = listener.local_addr().unwrap();
@@ -49,21 +49,21 @@ impl Address {
 }
 
 /// Two servers, and the address of the current primary.
-struct Pair {
+struct ReplicatedPair {
     primary: Server,
     standby: Server,
-    address: Address,
+    address: ForwardingAddress,
 }
 
-impl Pair {
-    async fn start(kind: Kind) -> Self {
+impl ReplicatedPair {
+    async fn start(kind: ServerKind) -> Self {
         let (primary, standby) = match kind {
-            Kind::Postgres => {
+            ServerKind::Postgres => {
                 let primary = PostgresServer::start().await.unwrap();
                 let standby = primary.standby().await.unwrap();
                 (Server::Postgres(primary), Server::Postgres(standby))
             }
-            Kind::MariaDb => {
+            ServerKind::MariaDb => {
                 let options = MariaDbOptions::new().args(&["--log-bin=log", "--server-id=1"]);
                 let primary = MariaDbServer::start_with(options).await.unwrap();
                 let options = MariaDbOptions::new().args(&["--server-id=2"]);
@@ -78,12 +78,12 @@ impl Pair {
                 (Server::MariaDb(primary), Server::MariaDb(standby))
             }
         };
-        let address = Address::of(primary.addr()).await;
+        let address = ForwardingAddress::of(primary.addr()).await;
         Self { primary, standby, address }
     }
 
     fn url(&self) -> String {
-        self.primary.url_by(self.address.addr)
+        self.primary.url_via(self.address.addr)
     }
 
     /// Waits until the standby has received everything from the primary.
@@ -91,7 +91,7 @@ impl Pair {
         match &self.primary {
             Server::Postgres(primary) => {
                 let has_all = "SELECT count(*) FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()";
-                eventually(LONG, async || primary.sql(has_all).await.unwrap() == "1").await;
+                eventually(TEST_TIMEOUT, async || primary.sql(has_all).await.unwrap() == "1").await;
             }
             Server::MariaDb(primary) => {
                 let (file, position) = binlog(primary).await;
@@ -113,7 +113,7 @@ impl Pair {
     }
 
     /// Kills the primary and promotes the standby. Writes that were not replicated are lost.
-    async fn fail_over(mut self) -> (Server, Address) {
+    async fn fail_over(mut self) -> (Server, ForwardingAddress) {
         self.primary.kill();
         match &self.standby {
             Server::Postgres(standby) => standby.promote().await.unwrap(),
@@ -132,8 +132,8 @@ async fn binlog(primary: &MariaDbServer) -> (String, String) {
 }
 
 /// Whether a fenced transaction of `guard` on the server of `url` commits.
-async fn sells(guard: &LockGuard, url: &str) -> bool {
-    macro_rules! sells {
+async fn try_sell(guard: &LockGuard, url: &str) -> bool {
+    macro_rules! try_sell {
         ($connection:ty) => {{
             let mut connection = <$connection>::connect(url).await.unwrap();
             let mut transaction = connection.begin().await.unwrap();
@@ -151,58 +151,61 @@ async fn sells(guard: &LockGuard, url: &str) -> bool {
             }
         }};
     }
-    if url.starts_with("postgres") { sells!(PgConnection) } else { sells!(MySqlConnection) }
+    if url.starts_with("postgres") { try_sell!(PgConnection) } else { try_sell!(MySqlConnection) }
 }
 
 /// A failover to an asynchronous standby has the guarantees of class C.
-async fn a_lock_that_the_standby_has_not_got_is_free_and_its_holder_cannot_commit(kind: Kind) {
-    let pair = Pair::start(kind).await;
+async fn an_unreplicated_lock_is_free_after_a_failover_and_its_holder_cannot_commit(
+    kind: ServerKind,
+) {
+    let pair = ReplicatedPair::start(kind).await;
     let url = pair.url();
     pair.primary.sql("CREATE TABLE sale (coupon text)").await.unwrap();
     let lease = Duration::from_secs(60);
-    let (ours, theirs) = (registry(&url, lease).await, registry(&url, lease).await);
-    let older = ours.obtain("older").lock().await.unwrap();
+    let (first_registry, second_registry) =
+        (registry(&url, lease).await, registry(&url, lease).await);
+    let older = first_registry.obtain("older").lock().await.unwrap();
     pair.catch_up().await;
     pair.fall_behind().await;
-    let newer = ours.obtain("newer").lock().await.unwrap();
+    let newer = first_registry.obtain("newer").lock().await.unwrap();
     let (server, _address) = pair.fail_over().await;
 
     // The lock that had reached the standby is still held. The other one is free, and its holder
     // does not know it yet.
-    let lock = theirs.obtain("older");
-    let taken = eventually(LONG, async || lock.try_lock().await).await;
+    let lock = second_registry.obtain("older");
+    let taken = eventually(TEST_TIMEOUT, async || lock.try_lock().await).await;
     assert!(taken.is_none() && older.is_held());
-    let successor = within(LONG, theirs.obtain("newer").lock()).await.unwrap();
+    let successor = within(TEST_TIMEOUT, second_registry.obtain("newer").lock()).await.unwrap();
     assert!(successor.fencing_token() > newer.fencing_token());
-    assert!(newer.is_held(), "it cannot know yet");
-    assert!(!sells(&newer, &url).await);
-    assert!(sells(&older, &url).await && sells(&successor, &url).await);
+    assert!(newer.is_held(), "it has received no notification yet");
+    assert!(!try_sell(&newer, &url).await);
+    assert!(try_sell(&older, &url).await && try_sell(&successor, &url).await);
     assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "2");
     // The holder is notified at its next renewal.
-    let told = async || newer.renew(lease).await.is_err() && !newer.is_held();
-    eventually(LONG, told).await;
+    let is_notified = async || newer.renew(lease).await.is_err() && !newer.is_held();
+    eventually(TEST_TIMEOUT, is_notified).await;
     older.unlock().await.unwrap();
     successor.unlock().await.unwrap();
 }
 
 /// Two holders may exist until the first one's next renewal. Tokens keep growing, and no fenced
 /// write is undone.
-async fn a_failover_costs_exclusion_until_the_next_renewal_and_tokens_grow_on(kind: Kind) {
-    let pair = Pair::start(kind).await;
-    let contest = Contest::begin_by(&vec![pair.url(); 3], LEASE).await;
-    contest.goes_on().await;
+async fn a_failover_costs_exclusion_until_the_next_renewal_and_tokens_increase(kind: ServerKind) {
+    let pair = ReplicatedPair::start(kind).await;
+    let workload = Workload::begin_with_urls(&vec![pair.url(); 3], LEASE).await;
+    workload.wait_for_grants().await;
     pair.fall_behind().await;
-    contest.goes_on().await;
-    let begin = contest.now();
+    workload.wait_for_grants().await;
+    let begin = workload.now();
     let (server, _address) = pair.fail_over().await;
-    contest.goes_on().await;
-    let window = (begin, contest.after(LEASE));
-    contest.goes_on().await;
-    let outcome = contest.end(&server).await;
-    outcome.with_releases_taken_back(&[window]).assert_flawless_but_between(&[window]);
+    workload.wait_for_grants().await;
+    let window = (begin, workload.after(LEASE));
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&server).await;
+    outcome.without_busy_replies(&[window]).assert_flawless_but_between(&[window]);
 }
 
 on_both_servers! {
-    a_lock_that_the_standby_has_not_got_is_free_and_its_holder_cannot_commit,
-    a_failover_costs_exclusion_until_the_next_renewal_and_tokens_grow_on,
+    an_unreplicated_lock_is_free_after_a_failover_and_its_holder_cannot_commit,
+    a_failover_costs_exclusion_until_the_next_renewal_and_tokens_increase,
 }

@@ -9,14 +9,14 @@ use registry_testkit::within;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
-use crate::data::Data;
-use crate::server::{Kind, LONG, backend};
+use crate::app_connection::AppConnection;
+use crate::server::{ServerKind, TEST_TIMEOUT, backend};
 
 const KEY: &str = "coupon/7";
 
 /// A transaction waits in the same local queue as the guards of its registry, although their
 /// hand-overs do not use the store.
-async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
+async fn a_waiting_transaction_is_not_starved_by_guards(kind: ServerKind) {
     const GUARDS: u32 = 8;
     const WORK: Duration = Duration::from_millis(2);
     const TIME: Duration = Duration::from_secs(5);
@@ -36,11 +36,11 @@ async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
             }
         });
     }
-    let mut data = Data::connect(&server).await;
+    let mut app_connection = AppConnection::connect(&server).await;
     let (mut by_transactions, mut conflicts) = (0, 0);
     while Instant::now() < until {
-        let mut transaction = data.begin().await;
-        match within(LONG, transaction.lock_in(&registry, KEY)).await {
+        let mut transaction = app_connection.begin().await;
+        match within(TEST_TIMEOUT, transaction.lock_in(&registry, KEY)).await {
             Ok(_) => {
                 sleep(WORK).await;
                 transaction.commit().await;
@@ -53,7 +53,7 @@ async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
             }
         }
     }
-    within(LONG, tasks.join_all()).await;
+    within(TEST_TIMEOUT, tasks.join_all()).await;
     let by_guards = by_guards.load(Ordering::Relaxed);
     println!("{kind:?}: {by_transactions} transactions, {conflicts} conflicts, {by_guards} guards");
     let share = by_guards / GUARDS;
@@ -63,14 +63,14 @@ async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
 /// A waiter whose wake-ups are confirmed polls at the end of the holder's lease. Otherwise its poll
 /// interval grows with the time waited. MariaDB sends no wake-ups, so one task polls the keys of
 /// all waiters together.
-async fn idle_waiters_send_few_requests(kind: Kind) {
+async fn idle_waiters_send_few_requests(kind: ServerKind) {
     const KEYS: u64 = 200;
     const LEASE: Duration = Duration::from_secs(300);
     const SETTLED: Duration = Duration::from_secs(30);
     const TIME: Duration = Duration::from_secs(30);
     let per_second = match kind {
-        Kind::Postgres => 10,
-        Kind::MariaDb => 100,
+        ServerKind::Postgres => 10,
+        ServerKind::MariaDb => 100,
     };
     let server = kind.start().await;
     let open = async || Registry::builder(backend(&server.url()).await).lease(LEASE);
@@ -86,17 +86,17 @@ async fn idle_waiters_send_few_requests(kind: Kind) {
     sleep(SETTLED).await;
     let before = server.work_done().await;
     sleep(TIME).await;
-    let asked = server.work_done().await - before;
-    println!("{kind:?}: {asked} of {KEYS} waiters in {TIME:?}");
+    let requests = server.work_done().await - before;
+    println!("{kind:?}: {requests} of {KEYS} waiters in {TIME:?}");
     assert!(before > KEYS, "nothing was counted");
-    assert!(asked < per_second * TIME.as_secs(), "{asked} of {KEYS} waiters in {TIME:?}");
+    assert!(requests < per_second * TIME.as_secs(), "{requests} of {KEYS} waiters in {TIME:?}");
     drop(guards);
-    while let Some(served) = within(LONG, waiters.join_next()).await {
+    while let Some(served) = within(TEST_TIMEOUT, waiters.join_next()).await {
         served.unwrap();
     }
 }
 
 on_both_servers! {
-    a_transaction_gets_its_share_next_to_busy_guards,
+    a_waiting_transaction_is_not_starved_by_guards,
     idle_waiters_send_few_requests,
 }

@@ -9,10 +9,10 @@ use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
-use crate::lab::{self, SOON, backend, claim, config, data, lock, registry};
+use crate::common::{self, TEST_TIMEOUT, backend, claim, config, data, lock, registry};
 
-async fn shop() -> MariaDbServer {
-    let server = lab::server().await;
+async fn start_server() -> MariaDbServer {
+    let server = common::server().await;
     server.sql("CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB").await.unwrap();
     server
 }
@@ -36,7 +36,7 @@ async fn sales(server: &MariaDbServer) -> String {
 
 #[tokio::test]
 async fn a_holder_commits_with_every_token_of_its_block() {
-    let server = shop().await;
+    let server = start_server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
     let mut guard = lock(&registry, "coupon/7").await;
@@ -53,13 +53,13 @@ async fn a_holder_commits_with_every_token_of_its_block() {
 }
 
 #[tokio::test]
-async fn who_lost_the_lock_unknowingly_cannot_commit() {
-    let server = shop().await;
+async fn a_holder_without_a_loss_notification_cannot_commit() {
+    let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
     let stale = lock(&a, "coupon/7").await;
     assert!(b.force_release("coupon/7").await.unwrap());
-    assert!(stale.is_held(), "it cannot know yet");
+    assert!(stale.is_held(), "it has received no notification yet");
     let error = sell(&stale, &mut data).await.unwrap_err();
     assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
     let successor = lock(&b, "coupon/7").await;
@@ -69,8 +69,8 @@ async fn who_lost_the_lock_unknowingly_cannot_commit() {
 }
 
 #[tokio::test]
-async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
-    let server = shop().await;
+async fn a_takeover_waits_for_the_end_of_a_fenced_transaction() {
+    let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
 
@@ -82,19 +82,19 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
 
     // The lease expires while the transaction is open. The lock is free, but no client can be
     // granted it yet.
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
     assert!(timeout(Duration::from_millis(2_500), &mut takeover).await.is_err());
     transaction.commit().await.unwrap();
-    let successor = timeout(SOON, takeover).await.unwrap();
+    let successor = timeout(TEST_TIMEOUT, takeover).await.unwrap();
     assert!(successor.fencing_token() > guard.fencing_token());
-    assert_eq!(sales(&server).await, "1", "the sale was there before the successor was");
+    assert_eq!(sales(&server).await, "1", "the sale existed before the successor was");
 }
 
 #[tokio::test]
-async fn renewals_wait_for_no_fence_and_say_so() {
-    let server = shop().await;
+async fn a_renewal_does_not_wait_for_a_fence_and_returns_an_error() {
+    let server = start_server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
     let mut data = data(&server).await;
@@ -105,7 +105,7 @@ async fn renewals_wait_for_no_fence_and_say_so() {
     let claims = [fenced.claim().clone(), other.claim().clone()];
     let renewals = backend.renew(&claims).await;
     let error = renewals[0].as_ref().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", lab::told(error));
+    assert!(error.is_retryable() && error.refused(), "{}", common::error_chain(error));
     assert!(matches!(renewals[1], Ok(Renewal::Renewed(_))));
     transaction.commit().await.unwrap();
     assert!(matches!(backend.renew(&claims).await[0], Ok(Renewal::Renewed(_))));
@@ -113,40 +113,44 @@ async fn renewals_wait_for_no_fence_and_say_so() {
 }
 
 #[tokio::test]
-async fn a_takeover_that_came_first_is_waited_for_and_seen() {
-    let server = shop().await;
+async fn a_fence_waits_for_an_earlier_takeover_and_sees_it() {
+    let server = start_server().await;
     let a = registry(config(&server)).await;
     let guard = lock(&a, "coupon/7").await;
     // As the store does it, but without the commit.
-    let mut thief = data(&server).await;
-    lab::run(&mut thief, "BEGIN; UPDATE lock_registry_locks SET claim = '0123456789abcdef'").await;
+    let mut other_transaction = data(&server).await;
+    common::run(
+        &mut other_transaction,
+        "BEGIN; UPDATE lock_registry_locks SET claim = '0123456789abcdef'",
+    )
+    .await;
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
     let mut fence = Box::pin(guard.fence(&mut transaction));
     assert!(timeout(Duration::from_millis(500), &mut fence).await.is_err());
-    lab::run(&mut thief, "COMMIT").await;
-    let error = timeout(SOON, fence).await.unwrap().unwrap_err();
+    common::run(&mut other_transaction, "COMMIT").await;
+    let error = timeout(TEST_TIMEOUT, fence).await.unwrap().unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
 
 #[tokio::test]
-async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
-    let server = shop().await;
+async fn a_fence_detects_an_outdated_snapshot() {
+    let server = start_server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
-    let other = lab::registry(config(&server)).await;
+    let other = common::registry(config(&server)).await;
     for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
         let guard = lock(&registry, level).await;
         let mut data = data(&server).await;
         let set = AssertSqlSafe(format!("SET SESSION TRANSACTION ISOLATION LEVEL {level}"));
         data.execute(set).await.unwrap();
-        let mine = [guard.claim().clone()];
+        let holder_claim = [guard.claim().clone()];
         for is_lost in [false, true] {
             let mut transaction = data.begin().await.unwrap();
             // Takes the snapshot of the transaction.
             transaction.execute("SELECT * FROM sale").await.unwrap();
             transaction.execute("SELECT count(*) FROM lock_registry_meta").await.unwrap();
-            assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+            assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
             if !is_lost {
                 // A renewal after the snapshot does not make the fence fail.
                 guard.fence(&mut transaction).await.unwrap();
@@ -155,10 +159,10 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
             }
             assert!(other.force_release(level).await.unwrap());
             let successor = lock(&other, level).await;
-            assert!(guard.is_held(), "it cannot know yet");
+            assert!(guard.is_held(), "it has received no notification yet");
             let error = guard.fence(&mut transaction).await.unwrap_err();
-            let told = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
-            assert!(told, "{level}: {error:?}");
+            let is_expected = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
+            assert!(is_expected, "{level}: {error:?}");
             transaction.rollback().await.unwrap();
             successor.unlock().await.unwrap();
         }
@@ -166,26 +170,32 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
 }
 
 #[tokio::test]
-async fn a_transaction_on_another_server_is_noticed_and_one_in_another_database_is_fenced() {
-    let (server, elsewhere) = (shop().await, shop().await);
+async fn a_fence_detects_another_server_and_works_from_another_database() {
+    let (server, elsewhere) = (start_server().await, start_server().await);
     let guard = lock(&registry(config(&server)).await, "coupon/7").await;
-    let mut far = data(&elsewhere).await;
-    assert!(matches!(sell(&guard, &mut far).await.unwrap_err(), FenceError::OtherDatabase));
+    let mut other_connection = data(&elsewhere).await;
+    assert!(matches!(
+        sell(&guard, &mut other_connection).await.unwrap_err(),
+        FenceError::OtherDatabase
+    ));
     let _branch = backend(config(&elsewhere)).await;
-    assert!(matches!(sell(&guard, &mut far).await.unwrap_err(), FenceError::OtherDatabase));
+    assert!(matches!(
+        sell(&guard, &mut other_connection).await.unwrap_err(),
+        FenceError::OtherDatabase
+    ));
 
     // Databases of one server share transactions, so the fence works there too.
     server.sql("CREATE DATABASE branch").await.unwrap();
-    let mut near = data(&server).await;
-    lab::run(&mut near, "USE branch").await;
-    sell(&guard, &mut near).await.unwrap();
+    let mut connection = data(&server).await;
+    common::run(&mut connection, "USE branch").await;
+    sell(&guard, &mut connection).await.unwrap();
     assert_eq!(sales(&server).await, "1");
 
     // A lock of another kind of store cannot fence.
     let guard = lock(&Registry::in_memory().unwrap(), "coupon/7").await;
-    let error = sell(&guard, &mut near).await.unwrap_err();
+    let error = sell(&guard, &mut connection).await.unwrap_err();
     assert!(matches!(error, FenceError::Unsupported { database: "MySQL", .. }), "{error:?}");
     // A store with other tables has separate locks, so the same key can be granted there.
     let config: MySqlConfig = config(&server).with_table_prefix("other");
-    lab::grant(&backend(config).await, &claim("coupon/7")).await;
+    common::grant(&backend(config).await, &claim("coupon/7")).await;
 }

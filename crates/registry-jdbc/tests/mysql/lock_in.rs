@@ -5,7 +5,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_conformance::sweep::{Swept, sweep};
+use registry_conformance::sweep::{SweepOutcome, sweep};
 use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
 use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
@@ -13,7 +13,9 @@ use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, MySqlRowBackend};
 use registry_testkit::eventually;
 use tokio::time::timeout;
 
-use crate::lab::{SOON, backend, claim, config, data, grant, lock, registry, run, server};
+use crate::common::{
+    TEST_TIMEOUT, backend, claim, config, data, grant, lock, registry, run, server,
+};
 
 #[tokio::test]
 async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
@@ -37,7 +39,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
         } else {
             tx.rollback().await.unwrap()
         }
-        let next = timeout(SOON, waiting).await.unwrap().unwrap();
+        let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         assert!(Some(next.fencing_token()) > last, "tokens grow");
         last = Some(next.fencing_token());
         // The same key again, in the same transaction.
@@ -61,39 +63,40 @@ async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() 
         let lock = registry.obtain("orders/42");
         let mut waiting = pin!(lock.lock());
         assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-        let again =
-            async { timeout(SOON, registry.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap() };
+        let again = async {
+            timeout(TEST_TIMEOUT, registry.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap()
+        };
         let again = tokio::select! {
             again = again => again,
             guard = &mut waiting => panic!("two holders: {guard:?}"),
         };
         assert!(again.fencing_token() > first.fencing_token());
         tx.commit().await.unwrap();
-        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         assert!(guard.fencing_token() > Some(again.fencing_token()));
         guard.unlock().await.unwrap();
-        registry.close(SOON).await;
+        registry.close(TEST_TIMEOUT).await;
     }
 }
 
 #[tokio::test]
-async fn a_lease_keeps_a_transaction_out_and_goes_on_being_renewed() {
+async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
     let mut data = data(&server).await;
-    let mine = claim("orders/42");
-    let token = grant(&backend, &mine).await.token.unwrap();
+    let lease_claim = claim("orders/42");
+    let token = grant(&backend, &lease_claim).await.token.unwrap();
     let mut tx = data.begin().await.unwrap();
     let limit = Duration::from_millis(300);
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
     assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
-    let renewed = backend.renew(std::slice::from_ref(&mine)).await;
+    let renewed = backend.renew(std::slice::from_ref(&lease_claim)).await;
     assert!(matches!(renewed[0], Ok(Renewal::Renewed(_))), "{renewed:?}");
     let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
     assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
-    backend.release(&mine).await.unwrap();
-    let held = timeout(SOON, waiting).await.unwrap().unwrap();
+    backend.release(&lease_claim).await.unwrap();
+    let held = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     assert!(held.fencing_token() > token);
     tx.commit().await.unwrap();
     let next = lock(&registry, "orders/42").await;
@@ -101,7 +104,7 @@ async fn a_lease_keeps_a_transaction_out_and_goes_on_being_renewed() {
 }
 
 #[tokio::test]
-async fn a_transaction_keeps_leases_out_until_it_ends() {
+async fn a_transaction_excludes_leases_until_it_ends() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
@@ -109,7 +112,7 @@ async fn a_transaction_keeps_leases_out_until_it_ends() {
         let mut tx = data.begin().await.unwrap();
         let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
         let other = registry.obtain("orders/43").try_lock().await.unwrap();
-        other.expect("another lock is nobody's").unlock().await.unwrap();
+        other.expect("the other lock is free").unlock().await.unwrap();
         let waiting = registry.obtain("orders/42");
         let mut waiting = Box::pin(waiting.lock());
         assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
@@ -118,28 +121,28 @@ async fn a_transaction_keeps_leases_out_until_it_ends() {
         } else {
             tx.rollback().await.unwrap()
         }
-        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         assert!(guard.fencing_token().unwrap() > held.fencing_token());
         guard.unlock().await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_lease_that_has_run_out_is_taken_over() {
+async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
     let server = server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
     let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
     let mut data = data(&server).await;
     let mut tx = data.begin().await.unwrap();
-    let held = timeout(SOON, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
-    assert!(!stale.is_held(), "the holder was told first");
+    let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
+    assert!(!stale.is_held(), "the holder was notified first");
     assert!(held.fencing_token() > stale.fencing_token().unwrap());
     tx.commit().await.unwrap();
 }
 
 #[tokio::test]
-async fn what_is_read_behind_the_lock_is_what_the_one_before_has_written() {
+async fn a_transaction_with_the_lock_reads_the_writes_of_the_previous_holder() {
     let server = server().await;
     server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
     let registry = registry(config(&server)).await;
@@ -151,14 +154,14 @@ async fn what_is_read_behind_the_lock_is_what_the_one_before_has_written() {
         let mut tx = one.begin().await.unwrap();
         registry.lock_in(&mut tx, "counter").await.unwrap();
         let mut other = two.begin().await.unwrap();
-        // The transaction asked for the lock and received "busy" before the other one wrote.
+        // The transaction requested for the lock and received "busy" before the other one wrote.
         assert_eq!(registry.try_lock_in(&mut other, "counter").await.unwrap(), None);
         let mut waiting = Box::pin(registry.lock_in(&mut other, "counter"));
         assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
         tx.execute("UPDATE counter SET n = n + 1").await.unwrap();
         let wrote: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
         tx.commit().await.unwrap();
-        timeout(SOON, waiting).await.unwrap().unwrap();
+        timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         let reads: i64 = other.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
         assert_eq!(reads, wrote, "{level}");
         other.commit().await.unwrap();
@@ -166,7 +169,7 @@ async fn what_is_read_behind_the_lock_is_what_the_one_before_has_written() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_locked_is_refused() {
+async fn an_invalid_lock_in_is_refused() {
     let (here, there) = (server().await, server().await);
     let registry = registry(config(&here)).await;
     let mut elsewhere = data(&there).await;
@@ -185,14 +188,14 @@ async fn what_cannot_be_locked_is_refused() {
         let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
         assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
         tx.rollback().await.unwrap();
-        let theirs = claim("a");
-        grant(&other, &theirs).await;
-        other.release(&theirs).await.unwrap();
+        let lease_claim = claim("a");
+        grant(&other, &lease_claim).await;
+        other.release(&lease_claim).await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn counters_of_transactions_and_leases_come_out_exact() {
+async fn transactions_and_leases_lose_no_increment() {
     const EACH: i64 = 40;
     let server = server().await;
     server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
@@ -243,15 +246,16 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     let pool = MySqlPoolOptions::new().max_connections(1).connect(&server.url()).await.unwrap();
     let tokens = RefCell::new(Vec::new());
     let check_lock = async |end| {
-        if let Swept::Completed { output, .. } = end {
+        if let SweepOutcome::Completed { output, .. } = end {
             tokens.borrow_mut().push(output);
         }
-        let guard = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+        let guard =
+            timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
         tokens.borrow_mut().push(guard.fencing_token().unwrap());
         guard.unlock().await.unwrap();
     };
     let locked = async || {
-        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
         let registry = registry.clone();
         async move {
             let lock = registry.lock_in(&mut tx, "orders/42").await.unwrap();
@@ -264,7 +268,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
 
     let guard = Arc::new(registry.obtain("orders/43").lock().await.unwrap());
     let fenced = async || {
-        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
         let guard = Arc::clone(&guard);
         async move {
             guard.fence(&mut tx).await.unwrap();
@@ -275,7 +279,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     let renewed =
         async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {
-        eventually(SOON, renewed).await;
+        eventually(TEST_TIMEOUT, renewed).await;
         assert!(guard.is_held());
     };
     sweep(fenced, 100, check_guard).await;

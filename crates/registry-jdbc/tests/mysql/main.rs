@@ -2,7 +2,7 @@
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
-mod lab;
+mod common;
 mod shared;
 
 mod fence;
@@ -12,44 +12,44 @@ mod row;
 mod rows;
 mod session;
 mod spring;
-mod trouble;
+mod failures;
 
 use std::time::Duration;
 
 use registry_jdbc::SpringTable;
 use registry_testkit::mariadb::MariaDbOptions;
-use shared::{Way, keeps_its_promises, keeps_its_promises_on};
+use shared::{StoreMode, run_conformance, run_conformance_on};
 
 #[test]
-fn a_server_keeps_all_promises() {
-    keeps_its_promises(Way::ByLease, 221, 11);
+fn a_server_passes_the_conformance_suite() {
+    run_conformance(StoreMode::Lease, 221, 11);
 }
 
 /// One node of a cluster, which all clients use.
 #[test]
-fn a_node_of_a_galera_cluster_keeps_all_promises() {
+fn a_node_of_a_galera_cluster_passes_the_conformance_suite() {
     let options = MariaDbOptions::new().galera_node().args(&["--max-connections=1000"]);
-    keeps_its_promises_on(&options, Way::ByLease, 221, 11);
+    run_conformance_on(&options, StoreMode::Lease, 221, 11);
 }
 
 #[test]
-fn locks_of_a_session_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::BySession, 194, 38);
+fn session_locks_pass_the_applicable_conformance_clauses() {
+    run_conformance(StoreMode::Session, 194, 38);
 }
 
 #[test]
-fn locks_of_transactions_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::ByRow, 218, 14);
+fn row_locks_pass_the_applicable_conformance_clauses() {
+    run_conformance(StoreMode::Row, 218, 14);
 }
 
 /// There releases are not published.
 #[test]
-fn a_table_of_spring_7_keeps_all_promises_but_those_of_wakes() {
-    keeps_its_promises(Way::AsSpring(SpringTable::v7()), 216, 16);
+fn a_table_of_spring_7_passes_the_conformance_suite_without_wakes() {
+    run_conformance(StoreMode::Spring(SpringTable::v7()), 216, 16);
 }
 
 /// The clauses have leases shorter and longer than the time to live.
 #[test]
-fn a_table_of_spring_6_keeps_all_promises_but_those_of_wakes() {
-    keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 216, 16);
+fn a_table_of_spring_6_passes_the_conformance_suite_without_wakes() {
+    run_conformance(StoreMode::Spring(SpringTable::v6(Duration::from_secs(10))), 216, 16);
 }

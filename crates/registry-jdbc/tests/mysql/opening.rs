@@ -8,16 +8,16 @@ use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
 
-use crate::lab::{backend, busy, claim, config, grant, server, told};
+use crate::common::{backend, busy, claim, config, error_chain, grant, server};
 
-async fn refused(config: MySqlConfig) -> registry_core::BackendError {
+async fn open_refused(config: MySqlConfig) -> registry_core::BackendError {
     let error = MySqlBackend::open(config).await.unwrap_err();
-    assert!(error.refused(), "{}", told(&error));
+    assert!(error.refused(), "{}", error_chain(&error));
     error
 }
 
 #[tokio::test]
-async fn many_that_start_at_once_make_the_tables_once() {
+async fn concurrent_starts_create_the_tables_once() {
     let server = server().await;
     let mut starts = tokio::task::JoinSet::new();
     for _ in 0..12 {
@@ -32,16 +32,16 @@ async fn many_that_start_at_once_make_the_tables_once() {
 }
 
 #[tokio::test]
-async fn whoever_may_only_use_the_tables_needs_no_more() {
+async fn a_user_without_the_right_to_create_tables_can_lock() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
     server.sql("CREATE USER worker@'127.0.0.1'").await.unwrap();
     let worker = || config(&server).with_login("worker", None);
-    assert_eq!(refused(worker()).await.kind(), BackendErrorKind::Denied);
+    assert_eq!(open_refused(worker()).await.kind(), BackendErrorKind::Denied);
 
     server.sql(MySqlBackend::schema()).await.unwrap();
     server.sql(MySqlBackend::schema()).await.unwrap();
-    let error = refused(worker()).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    let error = open_refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     server
         .sql(
             "GRANT SELECT, INSERT, UPDATE, DELETE ON app.lock_registry_locks TO worker@'127.0.0.1'; \
@@ -70,19 +70,19 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
 }
 
 #[tokio::test]
-async fn who_may_make_no_tables_is_told_how_to_get_them() {
+async fn an_error_for_a_user_that_cannot_create_tables_names_the_command() {
     let server = server().await;
     server
         .sql("CREATE USER worker@'127.0.0.1'; GRANT SELECT ON app.* TO worker@'127.0.0.1'")
         .await
         .unwrap();
-    let error = refused(config(&server).with_login("worker", None)).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    let error = open_refused(config(&server).with_login("worker", None)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
 }
 
 #[tokio::test]
-async fn tables_are_called_as_one_wants() {
+async fn table_names_are_configurable() {
     let server = server().await;
     let here = backend(config(&server)).await;
     let other = backend(config(&server).with_table_prefix("app_locks")).await;
@@ -92,11 +92,11 @@ async fn tables_are_called_as_one_wants() {
     let found = "SELECT count(*) FROM lock_registry_locks JOIN app_locks_locks USING (id)";
     assert_eq!(server.sql(found).await.unwrap(), "1");
     for name in ["", "1a", "a b", "a`b", "a;b", "ä", "Capital", &"x".repeat(64)] {
-        let error = refused(config(&server).with_table_prefix(name)).await;
+        let error = open_refused(config(&server).with_table_prefix(name)).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
     }
     let error =
-        refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+        open_refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
     assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
     // A database may have any name.
     server.sql("CREATE DATABASE `a``b c`").await.unwrap();
@@ -105,40 +105,44 @@ async fn tables_are_called_as_one_wants() {
 }
 
 #[tokio::test]
-async fn tables_of_another_version_are_left_alone() {
+async fn tables_of_another_version_are_refused_unchanged() {
     let server = server().await;
     backend(config(&server)).await.close().await;
     server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    let error = refused(config(&server)).await;
+    let error = open_refused(config(&server)).await;
     assert!(error.to_string().contains("version 2"), "{error}");
 }
 
 #[tokio::test]
-async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+async fn a_refused_login_is_explained_without_the_password() {
     let options = MariaDbOptions::new().password("canary-right");
     let server = MariaDbServer::start_with(options).await.unwrap();
     let addr = server.addr();
     let url = |login: &str, database: &str| format!("mysql://{login}@{addr}/{database}");
     for (url, kind) in [
         (url("root:canary-wrong", "app"), BackendErrorKind::Denied),
-        (url("canary-nobody:canary-right", "app"), BackendErrorKind::Denied),
+        (url("canary-user:canary-right", "app"), BackendErrorKind::Denied),
         (url("root:canary-right", "missing"), BackendErrorKind::Misconfigured),
         ("mysql://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
     ] {
         let config = MySqlConfig::from_url(&url).unwrap();
         assert!(!format!("{config:?}{config:#?}").contains("canary"));
-        let error = refused(config).await;
-        assert_eq!(error.kind(), kind, "{}", told(&error));
-        let told = told(&error);
-        assert!(!told.contains("canary-right") && !told.contains("canary-wrong"), "{told}");
+        let error = open_refused(config).await;
+        assert_eq!(error.kind(), kind, "{}", error_chain(&error));
+        let error_chain = error_chain(&error);
+        assert!(
+            !error_chain.contains("canary-right") && !error_chain.contains("canary-wrong"),
+            "{error_chain}"
+        );
     }
     for url in
         ["mysql://u:canary@h:999999/x", "postgres://u:canary@h/x", "mysql://u:canary@h/x?y=z"]
     {
         let error = MySqlConfig::from_url(url).unwrap_err();
-        assert!(!told(&error).contains("canary"), "{}", told(&error));
+        assert!(!error_chain(&error).contains("canary"), "{}", error_chain(&error));
     }
-    refused(MySqlConfig::from_url(&format!("mysql://root:canary-right@{addr}")).unwrap()).await;
+    open_refused(MySqlConfig::from_url(&format!("mysql://root:canary-right@{addr}")).unwrap())
+        .await;
     let right = url("root:canary-right", "app").replace("mysql:", "mariadb:");
     let right = backend(MySqlConfig::from_url(&right).unwrap()).await;
     assert!(!format!("{right:?}").contains("canary"));
@@ -147,7 +151,7 @@ async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
 
 #[cfg(feature = "tls")]
 #[tokio::test]
-async fn encrypted_connections_are_verified_if_that_is_wanted() {
+async fn encrypted_connections_are_verified_as_configured() {
     let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
     let options = MariaDbOptions::new().password("secret").tls(&folder);
     let server = MariaDbServer::start_with(options).await.unwrap();
@@ -162,23 +166,23 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         grant(&backend, &held).await;
         backend.release(&held).await.unwrap();
     }
-    let error = refused(config(&server).with_encryption(Encryption::Off)).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    let error = open_refused(config(&server).with_encryption(Encryption::Off)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     let plain = MariaDbServer::start().await.unwrap();
     for config in [
         config(&server).with_encryption(Encryption::VerifyHost),
         config(&server).with_certificate_authority(ca(&other)),
         config(&plain).with_encryption(Encryption::Required),
     ] {
-        let error = refused(config).await;
-        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+        let error = open_refused(config).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
     }
 }
 
 /// The token of a statement that started before a row was created, used and deleted would be
 /// smaller than the row's.
 #[tokio::test]
-async fn rows_are_kept_for_longer_than_any_statement_may_last() {
+async fn purge_after_exceeds_the_duration_of_any_statement() {
     let server = server().await;
     let seconds = std::time::Duration::from_secs;
     for (purge_after, response_timeout, works) in
@@ -189,8 +193,8 @@ async fn rows_are_kept_for_longer_than_any_statement_may_last() {
         if works {
             backend(config).await;
         } else {
-            let error = refused(config).await;
-            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+            let error = open_refused(config).await;
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
             assert!(error.to_string().contains("purge_after"), "{error}");
         }
     }

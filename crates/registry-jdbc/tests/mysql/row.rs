@@ -16,27 +16,30 @@ use registry_jdbc::{
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
-use crate::lab::{LEASE, SOON, backend, claim, config, cut_all, data, grant, key, lock, server};
+use crate::common::{
+    LEASE, TEST_TIMEOUT, backend, claim, close_all_connections, config, data, grant, key, lock,
+    server,
+};
 
 /// The time limit for a loss notification: well before the next renewal.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
-const A_MOMENT: Duration = Duration::from_secs(1);
+const ONE_SECOND: Duration = Duration::from_secs(1);
 
 async fn row(config: MySqlConfig) -> Arc<MySqlRowBackend> {
     Arc::new(MySqlRowBackend::open(config).await.unwrap())
 }
 
-fn over(backend: Arc<dyn LockBackend>) -> Registry {
+fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
     Registry::builder(backend).build().unwrap()
 }
 
 async fn registry(server: &MariaDbServer) -> Registry {
-    over(row(config(server)).await)
+    registry_over(row(config(server)).await)
 }
 
 async fn session(server: &MariaDbServer) -> Registry {
-    over(Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap()))
+    registry_over(Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap()))
 }
 
 async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
@@ -55,32 +58,32 @@ async fn holders(server: &MariaDbServer) -> usize {
 }
 
 #[tokio::test]
-async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_the_lock_is_free() {
+async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
     let server = server().await;
     let (first, second) = (registry(&server).await, registry(&server).await);
     let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
     let began = Instant::now();
-    cut_all(&server).await;
+    close_all_connections(&server).await;
     for guard in &guards {
-        timeout(SOON, guard.lost()).await.unwrap();
+        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     }
-    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < LOSS_NOTICE_MAX, "after {:?}", began.elapsed());
+    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > guards[0].fencing_token());
     let other = lock(&first, "orders/43").await;
     assert!(other.is_held() && !is_free(&first, "orders/42").await);
 }
 
 #[tokio::test]
-async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
+async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
     let mut server = server().await;
     let registry = registry(&server).await;
     let guard = lock(&registry, "orders/42").await;
     lock(&registry, "orders/43").await.unlock().await.unwrap();
     server.kill();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     server.start_again().await.unwrap();
-    let next = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > guard.fencing_token());
 }
 
@@ -102,16 +105,16 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     .await
     .unwrap();
     let began = Instant::now();
-    let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
     assert!(guard.is_held());
 }
 
 #[tokio::test]
-async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
+async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = over(Arc::<MySqlRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -120,7 +123,7 @@ async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
     assert!(source.refused() && source.to_string().contains("row_locks"), "{source}");
     let exhausted = source.source().and_then(|source| source.downcast_ref());
     assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
-    assert!(!is_free(&over(limited), "a").await);
+    assert!(!is_free(&registry_over(limited), "a").await);
     let [first, second] = guards;
     first.unlock().await.unwrap();
     let third = lock(&registry, "c").await;
@@ -130,7 +133,7 @@ async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
 }
 
 #[tokio::test]
-async fn who_waits_holds_nothing_and_has_the_lock_soon_after_its_release() {
+async fn a_waiter_has_no_connection_and_acquires_the_lock_soon_after_its_release() {
     let server = server().await;
     let (a, b) = (registry(&server).await, registry(&server).await);
     let guard = lock(&a, "orders/42").await;
@@ -138,7 +141,7 @@ async fn who_waits_holds_nothing_and_has_the_lock_soon_after_its_release() {
     let mut waiting = Box::pin(handle.lock());
     assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
-    drop(timeout(SOON, waiting).await.unwrap().unwrap());
+    drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
 }
 
 #[tokio::test]
@@ -161,12 +164,12 @@ async fn cancelled_waits_leave_no_lock_behind() {
 }
 
 #[tokio::test]
-async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
+async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     let server = server().await;
     let (a, b) = (row(config(&server)).await, registry(&server).await);
     let short = Claim::new(key("orders/42"), Duration::from_millis(300));
     assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(SOON, b.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(guard.is_held());
     assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
     assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
@@ -176,7 +179,7 @@ async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
 async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
     let server = server().await;
     let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = over(Arc::<MySqlRowBackend>::clone(&rows));
+    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&rows));
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
@@ -201,31 +204,33 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
 }
 
 #[tokio::test]
-async fn a_server_that_stands_still_for_a_moment_costs_no_lock_and_one_that_stays_silent_does() {
+async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
-    let registry = over(row(config).await);
+    let registry = registry_over(row(config).await);
     let guard = lock(&registry, "orders/42").await;
     server.pause().unwrap();
-    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
     server.resume().unwrap();
-    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
     server.pause().unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     server.resume().unwrap();
-    drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
+    drop(timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
 }
 
 /// `read_only` does not stop the user of these tests from writing.
 #[tokio::test]
-async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_one() {
+async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
     let server = server().await;
     let spring = MySqlSpringBackend::open(config(&server), SpringTable::v7()).await.unwrap();
-    for registry in [registry(&server).await, session(&server).await, over(Arc::new(spring))] {
+    for registry in
+        [registry(&server).await, session(&server).await, registry_over(Arc::new(spring))]
+    {
         let guard = lock(&registry, "orders/42").await;
         server.sql("SET GLOBAL read_only = 1").await.unwrap();
         if registry.capabilities().reports_invalidations {
-            timeout(SOON, guard.lost()).await.unwrap();
+            timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
         } else {
             guard.unlock().await.unwrap();
         }
@@ -236,11 +241,11 @@ async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_
                 Ok(Some(guard)) => panic!("granted: {guard:?}"),
                 Ok(None) => Err("busy"),
             };
-            let error = registry_testkit::eventually(SOON, refused).await;
+            let error = registry_testkit::eventually(TEST_TIMEOUT, refused).await;
             assert!(error.is_retryable(), "{error:?}");
             let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
             assert_eq!(source.kind(), BackendErrorKind::Transient);
-            assert!(source.to_string().contains("does not take writes"), "{source}");
+            assert!(source.to_string().contains("accepts no writes"), "{source}");
         }
         server.sql("SET GLOBAL read_only = 0").await.unwrap();
         lock(&registry, "orders/42").await.unlock().await.unwrap();
@@ -248,7 +253,7 @@ async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_
 }
 
 #[tokio::test]
-async fn what_is_promised_is_told() {
+async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
@@ -298,7 +303,7 @@ async fn fences(server: &MariaDbServer, a: Registry, b: Registry) {
     let mut waiting = Box::pin(next.lock());
     assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
     open.commit().await.unwrap();
-    let next = timeout(SOON, waiting).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     // A holder that has lost the lock cannot commit, whether it was notified or not.
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
@@ -320,7 +325,7 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
 
 /// Writes what the next holder would, before the loss notification arrives.
 #[tokio::test]
-async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
+async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
     let server = server().await;
     server.sql("CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB").await.unwrap();
     let mut data = data(&server).await;
@@ -332,7 +337,7 @@ async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
 }
 
 #[tokio::test]
-async fn a_named_lock_is_nothing_that_a_transaction_can_have() {
+async fn lock_in_does_not_support_session_locks() {
     let server = server().await;
     let registry = session(&server).await;
     let mut data = data(&server).await;
@@ -341,32 +346,32 @@ async fn a_named_lock_is_nothing_that_a_transaction_can_have() {
     assert!(matches!(error, LockInError::Unsupported { .. }), "{error:?}");
 }
 
-/// Runs in real time: the server's clock ends the lock of a silent holder.
+/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
 #[tokio::test]
-async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_sooner() {
+async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
     let server = server().await;
     let apart = config(&server).with_namespace("sessions");
     let rows = registry(&server).await;
-    let sessions = over(Arc::new(MySqlSessionBackend::open(apart.clone()).await.unwrap()));
-    let (frozen_row, frozen_session) = (config(&server), apart);
+    let sessions = registry_over(Arc::new(MySqlSessionBackend::open(apart.clone()).await.unwrap()));
+    let (blocked_row, blocked_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
-    let (thaw, thawed) = std::sync::mpsc::channel::<()>();
+    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
     // A runtime with one thread that is blocked, so that all its tasks stop.
-    let frozen = std::thread::spawn(move || {
+    let blocked = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
-            let row = over(row(frozen_row).await);
-            let session = MySqlSessionBackend::open(frozen_session).await.unwrap();
-            let session = over(Arc::new(session));
+            let row = registry_over(row(blocked_row).await);
+            let session = MySqlSessionBackend::open(blocked_session).await.unwrap();
+            let session = registry_over(Arc::new(session));
             let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
             (row, session, guards)
         });
         holds.send(()).unwrap();
-        thawed.recv().ok();
+        unblocked.recv().ok();
         runtime.block_on(async {
             for guard in &locked.2 {
                 assert!(!guard.is_held(), "it was ended long ago");
-                timeout(SOON, guard.lost()).await.unwrap();
+                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
             }
         });
     });
@@ -377,7 +382,7 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let kept = lock(&sessions, "kept").await;
     let waits = [&rows, &sessions].map(|registry| async move {
         let handle = registry.obtain("orders/42");
-        let guard = timeout(4 * SOON, handle.lock()).await.unwrap().unwrap();
+        let guard = timeout(4 * TEST_TIMEOUT, handle.lock()).await.unwrap().unwrap();
         (began.elapsed(), guard)
     });
     for (after, guard) in futures_util::future::join_all(waits).await {
@@ -390,6 +395,6 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let mut tx = data.begin().await.unwrap();
     kept.fence(&mut tx).await.unwrap();
     tx.commit().await.unwrap();
-    thaw.send(()).unwrap();
-    frozen.join().unwrap();
+    unblock.send(()).unwrap();
+    blocked.join().unwrap();
 }

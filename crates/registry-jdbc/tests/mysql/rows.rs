@@ -14,9 +14,9 @@ use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use crate::lab::{
-    LEASE, SOON, backend, busy, claim, config, data, grant, key, lock, registry, run, server,
-    token, told,
+use crate::common::{
+    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock,
+    registry, run, server, token,
 };
 
 /// InnoDB's counters of written rows and of waits for row locks.
@@ -29,7 +29,8 @@ async fn written(server: &MariaDbServer) -> String {
 async fn waits_for_a_row(server: &MariaDbServer) {
     let waiting =
         "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
-    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count != "0")).await;
+    eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
+        .await;
 }
 
 #[tokio::test]
@@ -47,89 +48,92 @@ async fn a_busy_attempt_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
+async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
     let server = server().await;
-    let (ours, theirs) = (backend(config(&server)).await, backend(config(&server)).await);
+    let (first_store, second_store) =
+        (backend(config(&server)).await, backend(config(&server)).await);
     let mut last = 0;
     for round in 0..3 {
         let first = claim("k").with_label(Some("first".into())).with_token_block(7);
-        let token_of_first = token(&ours, &first).await;
+        let token_of_first = token(&first_store, &first).await;
         assert!(token_of_first > last, "round {round}");
-        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!(holder.label.as_deref(), Some("first"));
-        assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
+        assert_eq!(first_store.release(&first).await.unwrap(), Release::Freed);
         // Case 1: no other client is faster.
         let again = claim("k");
-        let token_again = token(&ours, &again).await;
+        let token_again = token(&first_store, &again).await;
         assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
-        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
         assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
-        assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
+        assert_eq!(first_store.release(&again).await.unwrap(), Release::Freed);
         // Case 2: another client is faster.
         let faster = claim("k");
-        let token_of_faster = token(&theirs, &faster).await;
+        let token_of_faster = token(&second_store, &faster).await;
         let before = written(&server).await;
-        let told = busy(&ours, &claim("k")).await;
+        let reply = busy(&first_store, &claim("k")).await;
         assert_eq!(written(&server).await, before);
-        assert_eq!(told.holder.unwrap().token.map(Into::into), Some(token_of_faster));
-        let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
+        assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
+        let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-        assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
+        assert_eq!(second_store.release(&faster).await.unwrap(), Release::Freed);
         // Case 3: the row was deleted.
         let gone = claim("k");
-        last = token(&ours, &gone).await;
-        assert_eq!(ours.release(&gone).await.unwrap(), Release::Freed);
+        last = token(&first_store, &gone).await;
+        assert_eq!(first_store.release(&gone).await.unwrap(), Release::Freed);
         server.sql("DELETE FROM lock_registry_locks").await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
+async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
     let server = server().await;
-    let patient = config(&server).with_busy_timeout(Duration::from_secs(8));
-    let (ours, theirs) = (Arc::new(backend(patient).await), registry(config(&server)).await);
+    let long_busy_timeout = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let (first_store, second_store) =
+        (Arc::new(backend(long_busy_timeout).await), registry(config(&server)).await);
     let before = claim("k");
-    grant(&ours, &before).await;
-    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
+    grant(&first_store, &before).await;
+    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
     let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let guard = second_store.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     // The holder stops slightly before its lease ends on the server.
     let over = "SELECT until <= UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lock_registry_locks";
-    eventually(SOON, async || server.sql(over).await.unwrap() == "1").await;
-    let backend = Arc::clone(&ours);
+    eventually(TEST_TIMEOUT, async || server.sql(over).await.unwrap() == "1").await;
+    let backend = Arc::clone(&first_store);
     let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
     waits_for_a_row(&server).await;
     transaction.commit().await.unwrap();
-    let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
+    let attempt = timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap();
     let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
     assert!(grant.token > guard.fencing_token());
 }
 
 #[tokio::test]
-async fn a_key_that_was_let_go_is_busy_while_somebody_has_fenced_with_it() {
+async fn a_released_key_is_busy_while_its_new_holder_has_a_fenced_transaction() {
     let server = server().await;
-    let hasty = config(&server).with_busy_timeout(Duration::from_millis(200));
-    let (ours, theirs) = (backend(hasty).await, registry(config(&server)).await);
+    let short_busy_timeout = config(&server).with_busy_timeout(Duration::from_millis(200));
+    let (first_store, second_store) =
+        (backend(short_busy_timeout).await, registry(config(&server)).await);
     let before = claim("k");
-    grant(&ours, &before).await;
-    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
-    let guard = lock(&theirs, "k").await;
+    grant(&first_store, &before).await;
+    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
+    let guard = lock(&second_store, "k").await;
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    let told = busy(&ours, &claim("k")).await;
-    assert_eq!(told.holder.unwrap().token, guard.fencing_token());
+    let reply = busy(&first_store, &claim("k")).await;
+    assert_eq!(reply.holder.unwrap().token, guard.fencing_token());
     transaction.commit().await.unwrap();
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn of_many_that_see_a_key_free_one_is_granted_it() {
+async fn of_many_attempts_on_a_free_key_one_is_granted() {
     let server = server().await;
     let mut backends = Vec::new();
     for _ in 0..6 {
@@ -146,16 +150,16 @@ async fn of_many_that_see_a_key_free_one_is_granted_it() {
                 (backend, claim, attempt)
             });
         }
-        let (mut granted, mut told) = (Vec::new(), Vec::new());
+        let (mut granted, mut reported) = (Vec::new(), Vec::new());
         for (backend, claim, attempt) in attempts.join_all().await {
             match attempt {
                 Attempt::Granted(grant) => granted.push((backend, claim, grant.token.unwrap())),
-                Attempt::Busy(busy) => told.extend(busy.holder.and_then(|holder| holder.token)),
+                Attempt::Busy(busy) => reported.extend(busy.holder.and_then(|holder| holder.token)),
             }
         }
         assert_eq!(granted.len(), 1, "round {round}: {granted:?}");
         let (backend, claim, token) = granted.remove(0);
-        assert!(told.iter().all(|holder| *holder == token), "round {round}: {told:?}");
+        assert!(reported.iter().all(|holder| *holder == token), "round {round}: {reported:?}");
         // The row contains the same token, and so does the reply to a retry.
         let held = backend.inspect(claim.key()).await.unwrap().unwrap();
         assert_eq!(held.token, Some(token));
@@ -165,39 +169,39 @@ async fn of_many_that_see_a_key_free_one_is_granted_it() {
 }
 
 #[tokio::test]
-async fn who_was_overtaken_behind_a_row_is_told_who_has_it_and_never_granted() {
+async fn an_attempt_that_waited_for_a_row_returns_its_new_holder() {
     let server = server().await;
     let first = backend(config(&server)).await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
     let second = Arc::new(backend(config).await);
-    // The connection's previous grant must not be taken for the answer.
+    // The connection's previous grant must not be returned as the result.
     grant(&second, &claim("before")).await;
     let held = claim("k");
     let token = token(&first, &held).await;
     server.sql("CREATE TABLE kept AS SELECT * FROM lock_registry_locks").await.unwrap();
-    let put_back = "INSERT INTO lock_registry_locks SELECT * FROM kept WHERE lock_key = 'k'";
-    let take_away = "DELETE FROM lock_registry_locks WHERE lock_key = 'k'";
+    let insert_row = "INSERT INTO lock_registry_locks SELECT * FROM kept WHERE lock_key = 'k'";
+    let delete_row = "DELETE FROM lock_registry_locks WHERE lock_key = 'k'";
     let free = "UPDATE lock_registry_locks SET claim = NULL WHERE lock_key = 'k'";
     let take = "UPDATE lock_registry_locks JOIN kept USING (id) \
         SET lock_registry_locks.claim = kept.claim, lock_registry_locks.token = kept.token, \
             lock_registry_locks.until = kept.until WHERE kept.lock_key = 'k'";
-    for (before, meanwhile) in [(take_away, put_back), (free, take)] {
+    for (before, concurrent_change) in [(delete_row, insert_row), (free, take)] {
         for (end, is_granted) in [("COMMIT", false), ("ROLLBACK", true)] {
             server.sql(before).await.unwrap();
-            let mut thief = data(&server).await;
-            run(&mut thief, &format!("BEGIN; {meanwhile}")).await;
+            let mut other_transaction = data(&server).await;
+            run(&mut other_transaction, &format!("BEGIN; {concurrent_change}")).await;
             let (backend, late) = (Arc::clone(&second), claim("k"));
-            let asked = late.clone();
-            let attempt = tokio::spawn(async move { backend.try_acquire(&asked).await });
+            let attempted = late.clone();
+            let attempt = tokio::spawn(async move { backend.try_acquire(&attempted).await });
             waits_for_a_row(&server).await;
-            run(&mut thief, end).await;
-            match timeout(SOON, attempt).await.unwrap().unwrap().unwrap() {
+            run(&mut other_transaction, end).await;
+            match timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap() {
                 Attempt::Granted(_) => {
-                    assert!(is_granted, "{meanwhile}: granted what somebody holds");
+                    assert!(is_granted, "{concurrent_change}: granted a held key");
                     assert_eq!(second.release(&late).await.unwrap(), Release::Freed);
                 }
                 Attempt::Busy(busy) => {
-                    assert!(!is_granted, "{meanwhile}: {busy:?}");
+                    assert!(!is_granted, "{concurrent_change}: {busy:?}");
                     assert_eq!(busy.holder.unwrap().token.unwrap().get(), token);
                 }
             }
@@ -221,7 +225,7 @@ async fn keys_that_differ_in_a_bit_are_different_and_may_be_long() {
 }
 
 #[tokio::test]
-async fn tokens_grow_whatever_the_clock_does() {
+async fn tokens_increase_whatever_the_clock_does() {
     let clock = ClockShim::new().unwrap();
     let server = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
     let backend = backend(config(&server)).await;
@@ -239,7 +243,7 @@ async fn tokens_grow_whatever_the_clock_does() {
 }
 
 #[tokio::test]
-async fn a_lease_ends_early_when_the_clock_jumps_and_its_holder_is_told() {
+async fn a_clock_jump_ends_a_lease_early_and_the_holder_is_notified() {
     let clock = ClockShim::new().unwrap();
     let server = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
     let backend = backend(config(&server)).await;
@@ -260,7 +264,7 @@ async fn a_lease_ends_early_when_the_clock_jumps_and_its_holder_is_told() {
 }
 
 #[tokio::test]
-async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
+async fn a_locked_row_is_an_error_and_neither_busy_nor_a_loss() {
     let server = server().await;
     let backend = backend(config(&server)).await;
     let (held, other, free) = (claim("held"), claim("other"), claim("free"));
@@ -278,19 +282,19 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
     .await;
     let error = backend.try_acquire(&claim("free")).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Transient);
-    assert!(error.refused(), "{}", told(&error));
+    assert!(error.refused(), "{}", error_chain(&error));
     let error = backend.release(&held).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
     // A busy attempt does not need the row lock.
     busy(&backend, &claim("held")).await;
 
     // One locked row delays no other renewal, and the call does not wait for it.
     let claims = [held.clone(), other.clone(), claim("held")];
     let began = Instant::now();
-    let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
+    let renewals = timeout(TEST_TIMEOUT, backend.renew(&claims)).await.unwrap();
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
     let error = renewals[0].as_ref().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(error));
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
     assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
     assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
 
@@ -300,17 +304,17 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
 }
 
 #[tokio::test]
-async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afterwards() {
+async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
     let held = claim("held");
     grant(&backend, &held).await;
     let mut data = data(&server).await;
     run(&mut data, "LOCK TABLES app.lock_registry_locks WRITE").await;
-    let error = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    let error = timeout(TEST_TIMEOUT, backend.try_acquire(&claim("k"))).await.unwrap().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
     let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
-    assert!(error.is_retryable(), "{}", told(&error));
+    assert!(error.is_retryable(), "{}", error_chain(&error));
     run(&mut data, "UNLOCK TABLES").await;
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     let held = backend.list().await.unwrap();
@@ -318,7 +322,7 @@ async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afte
 }
 
 #[tokio::test]
-async fn renewals_get_through_while_acquisitions_have_all_connections() {
+async fn renewals_succeed_while_acquisitions_use_all_connections() {
     let server = server().await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
     let backend = Arc::new(backend(config).await);
@@ -356,7 +360,7 @@ async fn a_batch_is_renewed_claim_by_claim() {
     let options = MariaDbOptions::new().without_fsync();
     let server = MariaDbServer::start_with(options).await.unwrap();
     let backend = backend(config(&server)).await;
-    // More claims than one statement takes.
+    // More claims than one statement renews.
     let mut claims = Vec::new();
     for n in 0..1200 {
         claims.push(claim(&format!("k{n}")));
@@ -386,5 +390,5 @@ async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
     backend.release(&claim).await.unwrap();
     server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
     let error = backend.try_acquire(&claim).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }

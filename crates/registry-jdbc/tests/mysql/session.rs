@@ -9,7 +9,9 @@ use registry_jdbc::{MySqlConfig, MySqlSessionBackend};
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
-use crate::lab::{SOON, backend, claim, config, cut_all, data, grant, key, lock, server};
+use crate::common::{
+    TEST_TIMEOUT, backend, claim, close_all_connections, config, data, grant, key, lock, server,
+};
 
 /// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
@@ -36,32 +38,32 @@ async fn number(connection: &mut MySqlConnection, expression: &str) -> Option<i6
 }
 
 #[tokio::test]
-async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_the_lock_is_free() {
+async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
     let server = server().await;
     let (first, second) = (registry(&session(&server).await), registry(&session(&server).await));
     let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
     let token = guards[0].fencing_token();
     let began = Instant::now();
-    cut_all(&server).await;
+    close_all_connections(&server).await;
     for guard in &guards {
-        timeout(SOON, guard.lost()).await.unwrap();
+        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     }
     assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > token);
     let other = lock(&first, "orders/43").await;
     assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
 }
 
 #[tokio::test]
-async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
+async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
     let mut server = server().await;
     let registry = registry(&session(&server).await);
     let guard = lock(&registry, "orders/42").await;
     server.stop().await.unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     server.start_again().await.unwrap();
-    let next = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > guard.fencing_token());
 }
 
@@ -72,8 +74,8 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     // A runtime that is shut down stands for a process that dies: the socket is closed without a
     // disconnect message.
     let url = server.url();
-    let mine = claim("orders/42");
-    let dead = mine.clone();
+    let lease_claim = claim("orders/42");
+    let dead = lease_claim.clone();
     tokio::task::spawn_blocking(move || {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
@@ -86,8 +88,9 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     .await
     .unwrap();
     let began = Instant::now();
-    let guard = timeout(SOON, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < mine.lease() / 2, "after {:?}", began.elapsed());
+    let guard =
+        timeout(TEST_TIMEOUT, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < lease_claim.lease() / 2, "after {:?}", began.elapsed());
     assert!(guard.is_held());
 }
 
@@ -106,28 +109,29 @@ async fn all_locks_of_a_process_share_one_connection() {
     }
     assert_eq!(registry.held(), 31);
     // The server would grant a named lock to its own session again.
-    let twin = Registry::builder(Arc::<MySqlSessionBackend>::clone(&backend)).build().unwrap();
-    assert!(twin.obtain("orders/42").try_lock().await.unwrap().is_none());
+    let second_registry =
+        Registry::builder(Arc::<MySqlSessionBackend>::clone(&backend)).build().unwrap();
+    assert!(second_registry.obtain("orders/42").try_lock().await.unwrap().is_none());
     let connection = holder.unwrap();
     server.sql(&format!("KILL CONNECTION {connection}")).await.unwrap();
     for guard in guards.iter().chain([&first]) {
-        timeout(SOON, guard.lost()).await.unwrap();
+        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     }
     assert_eq!(number(&mut data, &format!("IS_USED_LOCK('{NAME}')")).await, None);
 }
 
 #[tokio::test]
-async fn other_programs_keep_it_out_by_the_name_of_the_lock() {
+async fn other_programs_exclude_the_session_by_the_lock_name() {
     let server = server().await;
     let backend = session(&server).await;
     let mut other = data(&server).await;
     assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(1));
     assert!(matches!(attempt(&backend, &claim("orders/42")).await, Attempt::Busy(_)));
     assert_eq!(number(&mut other, &format!("RELEASE_LOCK('{NAME}')")).await, Some(1));
-    let mine = claim("orders/42");
-    assert!(matches!(attempt(&backend, &mine).await, Attempt::Granted(_)));
+    let lease_claim = claim("orders/42");
+    assert!(matches!(attempt(&backend, &lease_claim).await, Attempt::Granted(_)));
     assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(0));
-    assert_eq!(backend.release(&mine).await.unwrap(), Release::Freed);
+    assert_eq!(backend.release(&lease_claim).await.unwrap(), Release::Freed);
     assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(1));
 }
 
@@ -152,20 +156,21 @@ async fn cancelled_waits_leave_no_lock_behind() {
 }
 
 #[tokio::test]
-async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
+async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     let server = server().await;
     let (a, b) = (session(&server).await, session(&server).await);
     let short = Claim::new(key("orders/42"), Duration::from_millis(300));
     assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
     assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
-    let guard = timeout(SOON, registry(&b).obtain("orders/42").lock()).await.unwrap().unwrap();
+    let guard =
+        timeout(TEST_TIMEOUT, registry(&b).obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(guard.is_held());
     assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
     assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
 }
 
 #[tokio::test]
-async fn a_lease_in_the_same_place_is_respected_and_tokens_grow_from_one_to_the_other() {
+async fn leases_and_session_locks_exclude_each_other_and_tokens_increase() {
     let server = server().await;
     let (leases, sessions) = (backend(config(&server)).await, session(&server).await);
     let lease = claim("orders/42");

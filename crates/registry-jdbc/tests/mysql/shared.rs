@@ -16,48 +16,48 @@ use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::sync::RwLock;
 
 /// The number of concurrent clauses; they spend most of their time waiting.
-const AT_ONCE: usize = 8;
+const CONCURRENT_CLAUSES: usize = 8;
 
 /// How locks are held.
 #[derive(Debug, Clone)]
-pub(crate) enum Way {
-    ByLease,
-    BySession,
-    ByRow,
+pub(crate) enum StoreMode {
+    Lease,
+    Session,
+    Row,
     /// With locks in Spring's format, and a region for each namespace.
-    AsSpring(SpringTable),
+    Spring(SpringTable),
 }
 
-impl Way {
-    fn by_connection(&self) -> bool {
-        matches!(self, Self::BySession | Self::ByRow)
+impl StoreMode {
+    fn ends_with_connection(&self) -> bool {
+        matches!(self, Self::Session | Self::Row)
     }
 
     /// Whether locks of this kind can satisfy the clause.
-    fn can_promise(&self, clause: &Clause) -> bool {
-        let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
+    fn supports(&self, clause: &Clause) -> bool {
+        let is_supported_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
-            Self::ByLease => |need: &Need| *need != Need::ReportsInvalidations,
-            Self::AsSpring(_) => {
+            Self::Lease => |need: &Need| *need != Need::ReportsInvalidations,
+            Self::Spring(_) => {
                 |need: &Need| !matches!(need, Need::ReportsInvalidations | Need::Wakes)
             }
-            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
-            Self::ByRow => |_: &Need| true,
+            Self::Session => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::Row => |_: &Need| true,
         };
         // Another client cannot acquire again, renew or release a lock that belongs to a
         // connection.
-        let is_own = clause.name.ends_with("_through_another_client")
+        let is_bound_to_client = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
-                "repetitions_of_one_acquire_at_once_are_one_grant"
-                    | "of_many_claims_at_once_exactly_one_is_granted"
+                "concurrent_repetitions_of_one_acquire_are_one_grant"
+                    | "of_many_concurrent_claims_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
             );
         // All locks of one session are lost together.
-        let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
-        clause.needs.iter().all(|need| is_here(need) && can(need))
-            && !(is_own && self.by_connection())
-            && !(is_alone && matches!(self, Self::BySession))
+        let is_session_wide = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
+        clause.needs.iter().all(|need| is_supported_here(need) && can(need))
+            && !(is_bound_to_client && self.ends_with_connection())
+            && !(is_session_wide && matches!(self, Self::Session))
     }
 }
 
@@ -66,50 +66,55 @@ impl Way {
 ///
 /// # Panics
 /// With the names of the failed clauses.
-pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
+pub(crate) fn run_conformance(mode: StoreMode, runs: usize, skips: usize) {
     let options = MariaDbOptions::new().args(&["--max-connections=1000"]);
-    keeps_its_promises_on(&options, way, runs, skips);
+    run_conformance_on(&options, mode, runs, skips);
 }
 
 /// The same on a server with these options.
 ///
 /// # Panics
-/// As [`keeps_its_promises`].
-pub(crate) fn keeps_its_promises_on(options: &MariaDbOptions, way: Way, runs: usize, skips: usize) {
+/// As [`run_conformance`].
+pub(crate) fn run_conformance_on(
+    options: &MariaDbOptions,
+    mode: StoreMode,
+    runs: usize,
+    skips: usize,
+) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let server = runtime.block_on(MariaDbServer::start_with(options.clone())).unwrap();
     let server = Arc::new(RwLock::new(server));
-    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
-        all_clauses().iter().partition(|clause| way.can_promise(clause));
-    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+    let (supported, skipped): (Vec<&'static Clause>, Vec<_>) =
+        all_clauses().iter().partition(|clause| mode.supports(clause));
+    assert_eq!((supported.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
     let next = AtomicUsize::new(0);
-    let broken = std::sync::Mutex::new(Vec::new());
+    let failed = std::sync::Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
-                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let (way, server) = (way.clone(), Arc::clone(&server));
-                    let harness = SharedServer { options: options.clone(), way, server, clause };
-                    let kept =
+                while let Some(&clause) = supported.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let (mode, server) = (mode.clone(), Arc::clone(&server));
+                    let harness = SharedServer { options: options.clone(), mode, server, clause };
+                    let supported =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if kept.is_err() {
-                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
-                        broken.push(format!("{clause:?}"));
+                    if supported.is_err() {
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(format!("{clause:?}"));
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
-    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} promises are broken: {failed:#?}", failed.len());
 }
 
 /// The server for one clause.
 #[derive(Debug)]
 struct SharedServer {
     options: MariaDbOptions,
-    way: Way,
+    mode: StoreMode,
     server: Arc<RwLock<MariaDbServer>>,
     clause: &'static Clause,
 }
@@ -117,21 +122,21 @@ struct SharedServer {
 #[async_trait]
 impl Harness for SharedServer {
     async fn store(&self) -> Box<dyn Store> {
-        let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
-        let server = if self.clause.needs.iter().any(upsets) {
+        let needs_own_server = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
+        let server = if self.clause.needs.iter().any(needs_own_server) {
             let own = MariaDbServer::start_with(self.options.clone()).await.unwrap();
             Arc::new(RwLock::new(own))
         } else {
             Arc::clone(&self.server)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { way: self.way.clone(), server, namespace })
+        Box::new(InNamespace { mode: self.mode.clone(), server, namespace })
     }
 }
 
 #[derive(Debug)]
 struct InNamespace {
-    way: Way,
+    mode: StoreMode,
     server: Arc<RwLock<MariaDbServer>>,
     namespace: String,
 }
@@ -142,11 +147,11 @@ impl InNamespace {
         let config = MySqlConfig::from_url(&url).unwrap().with_namespace(namespace);
         // One clause holds this many locks.
         let config = config.with_row_locks(260);
-        match &self.way {
-            Way::ByLease => Arc::new(MySqlBackend::open(config).await.unwrap()),
-            Way::BySession => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
-            Way::ByRow => Arc::new(MySqlRowBackend::open(config).await.unwrap()),
-            Way::AsSpring(table) => {
+        match &self.mode {
+            StoreMode::Lease => Arc::new(MySqlBackend::open(config).await.unwrap()),
+            StoreMode::Session => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
+            StoreMode::Row => Arc::new(MySqlRowBackend::open(config).await.unwrap()),
+            StoreMode::Spring(table) => {
                 let table = table.clone().with_region(namespace);
                 Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
             }
@@ -160,7 +165,7 @@ impl Store for InNamespace {
         self.open(&self.namespace).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(self.open(&format!("{}-other", self.namespace)).await)
     }
 
@@ -172,11 +177,11 @@ impl Store for InNamespace {
 
     // Ends the connection, as the server would.
     async fn break_claim(&self, claim: &Claim) -> bool {
-        if !self.way.by_connection() {
+        if !self.mode.ends_with_connection() {
             return false;
         }
         // The named lock is the session's lock, or it identifies the connection of the transaction.
-        let name = if matches!(self.way, Way::BySession) {
+        let name = if matches!(self.mode, StoreMode::Session) {
             format!("SHA2(UNHEX('{}'), 256)", hashed(&self.namespace, claim))
         } else {
             format!("'lock_registry_row_{}'", claim.id())

@@ -9,10 +9,10 @@ use registry_jdbc::{Fence, FenceError, PostgresBackend};
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::lab::{self, SOON, backend, claim, config, data, lock, registry};
+use crate::common::{self, TEST_TIMEOUT, backend, claim, config, data, lock, registry};
 
-async fn shop() -> PostgresServer {
-    let server = lab::server().await;
+async fn start_server() -> PostgresServer {
+    let server = common::server().await;
     server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
     server
 }
@@ -31,7 +31,7 @@ async fn sales(server: &PostgresServer) -> String {
 
 #[tokio::test]
 async fn a_holder_commits_with_every_token_of_its_block() {
-    let server = shop().await;
+    let server = start_server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
     let mut guard = lock(&registry, "coupon/7").await;
@@ -48,13 +48,13 @@ async fn a_holder_commits_with_every_token_of_its_block() {
 }
 
 #[tokio::test]
-async fn who_lost_the_lock_unknowingly_cannot_commit() {
-    let server = shop().await;
+async fn a_holder_without_a_loss_notification_cannot_commit() {
+    let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
     let stale = lock(&a, "coupon/7").await;
     assert!(b.force_release("coupon/7").await.unwrap());
-    assert!(stale.is_held(), "it cannot know yet");
+    assert!(stale.is_held(), "it has received no notification yet");
     let error = sell(&stale, &mut data).await.unwrap_err();
     assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
     let successor = lock(&b, "coupon/7").await;
@@ -64,10 +64,10 @@ async fn who_lost_the_lock_unknowingly_cannot_commit() {
 }
 
 #[tokio::test]
-async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
-    let server = shop().await;
-    let patient = || config(&server).with_busy_timeout(Duration::from_millis(300));
-    let (a, b) = (registry(patient()).await, registry(patient()).await);
+async fn a_takeover_waits_for_the_end_of_a_fenced_transaction() {
+    let server = start_server().await;
+    let long_busy_timeout = || config(&server).with_busy_timeout(Duration::from_millis(300));
+    let (a, b) = (registry(long_busy_timeout()).await, registry(long_busy_timeout()).await);
     let mut data = data(&server).await;
 
     let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
@@ -78,19 +78,19 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
 
     // The lease expires while the transaction is open. The lock is free, but no client can be
     // granted it yet.
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
     assert!(timeout(Duration::from_secs(1), &mut takeover).await.is_err());
     transaction.commit().await.unwrap();
-    let successor = timeout(SOON, takeover).await.unwrap();
+    let successor = timeout(TEST_TIMEOUT, takeover).await.unwrap();
     assert!(successor.fencing_token() > guard.fencing_token());
-    assert_eq!(sales(&server).await, "1", "the sale was there before the successor was");
+    assert_eq!(sales(&server).await, "1", "the sale existed before the successor was");
 }
 
 #[tokio::test]
-async fn the_holder_renews_and_lets_go_beside_its_fenced_transaction() {
-    let server = shop().await;
+async fn the_holder_renews_and_releases_next_to_its_fenced_transaction() {
+    let server = start_server().await;
     let busy_timeout = Duration::from_millis(200);
     let backend = Arc::new(backend(config(&server).with_busy_timeout(busy_timeout)).await);
     let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
@@ -99,48 +99,51 @@ async fn the_holder_renews_and_lets_go_beside_its_fenced_transaction() {
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
 
-    let mine = guard.claim().clone();
-    assert!(matches!(backend.renew(std::slice::from_ref(&mine)).await[0], Ok(Renewal::Renewed(_))));
+    let holder_claim = guard.claim().clone();
+    assert!(matches!(
+        backend.renew(std::slice::from_ref(&holder_claim)).await[0],
+        Ok(Renewal::Renewed(_))
+    ));
     // Without its row the fenced key could be granted, so the row cannot be deleted.
     let deletes = "SET lock_timeout = '200ms'; DELETE FROM lock_registry_locks";
     server.sql(deletes).await.unwrap_err();
     server.sql(&deletes.replace("DELETE FROM", "TRUNCATE")).await.unwrap_err();
     // A release frees the lock, but the next grant must wait for the transaction.
-    assert_eq!(backend.release(&mine).await.unwrap(), Release::Freed);
+    assert_eq!(backend.release(&holder_claim).await.unwrap(), Release::Freed);
     let error = backend.try_acquire(&claim("coupon/7")).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", lab::told(&error));
+    assert!(error.is_retryable() && error.refused(), "{}", common::error_chain(&error));
     transaction.rollback().await.unwrap();
-    lab::grant(&backend, &claim("coupon/7")).await;
+    common::grant(&backend, &claim("coupon/7")).await;
 }
 
 #[tokio::test]
-async fn a_takeover_that_came_first_is_waited_for_and_seen() {
-    let server = shop().await;
+async fn a_fence_waits_for_an_earlier_takeover_and_sees_it() {
+    let server = start_server().await;
     let a = registry(config(&server)).await;
     let guard = lock(&a, "coupon/7").await;
     // As the store does it, but without the commit.
-    let mut thief = data(&server).await;
-    lab::run(&mut thief, "BEGIN").await;
+    let mut other_transaction = data(&server).await;
+    common::run(&mut other_transaction, "BEGIN").await;
     let mut data = data(&server).await;
-    lab::run(
-        &mut thief,
+    common::run(
+        &mut other_transaction,
         "SELECT * FROM lock_registry_locks FOR UPDATE; UPDATE lock_registry_locks SET claim = '\\x00'",
     )
     .await;
     let mut transaction = data.begin().await.unwrap();
     let mut fence = Box::pin(guard.fence(&mut transaction));
     assert!(timeout(Duration::from_millis(500), &mut fence).await.is_err());
-    lab::run(&mut thief, "COMMIT").await;
-    let error = timeout(SOON, fence).await.unwrap().unwrap_err();
+    common::run(&mut other_transaction, "COMMIT").await;
+    let error = timeout(TEST_TIMEOUT, fence).await.unwrap().unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
 
 #[tokio::test]
-async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
-    let server = shop().await;
+async fn a_fence_detects_an_outdated_snapshot() {
+    let server = start_server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
-    let other = lab::registry(config(&server)).await;
+    let other = common::registry(config(&server)).await;
     for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
         // Each level has its own key. With one key, the claim that the first guard still believes
         // to hold would be handed over to the next caller of this process.
@@ -150,8 +153,8 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
         let mut transaction = data.begin_with(begin).await.unwrap();
         transaction.execute("SELECT * FROM sale").await.unwrap();
         // A renewal after the snapshot does not make the fence fail.
-        let mine = [guard.claim().clone()];
-        assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+        let holder_claim = [guard.claim().clone()];
+        assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
         guard.fence(&mut transaction).await.unwrap();
         transaction.rollback().await.unwrap();
 
@@ -160,21 +163,21 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
         transaction.execute("SELECT * FROM sale").await.unwrap();
         // After a renewal, a release and a new grant, the snapshot of the transaction may still
         // contain the old row.
-        assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+        assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
         assert!(other.force_release(level).await.unwrap());
         let successor = lock(&other, level).await;
-        assert!(guard.is_held(), "it cannot know yet");
+        assert!(guard.is_held(), "it has received no notification yet");
         let error = guard.fence(&mut transaction).await.unwrap_err();
-        let told = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
-        assert!(told, "{level}: {error:?}");
+        let is_expected = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
+        assert!(is_expected, "{level}: {error:?}");
         transaction.rollback().await.unwrap();
         successor.unlock().await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_transaction_on_another_database_is_noticed() {
-    let server = shop().await;
+async fn a_fence_detects_a_transaction_on_another_database() {
+    let server = start_server().await;
     server.sql("CREATE DATABASE branch").await.unwrap();
     let guard = lock(&registry(config(&server)).await, "coupon/7").await;
     let branch = server.url().replace("/postgres?", "/branch?");

@@ -9,7 +9,7 @@ use registry_testkit::eventually;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::lab::{SOON, backend, busy, claim, config, data, grant, run, server};
+use crate::common::{TEST_TIMEOUT, backend, busy, claim, config, data, grant, run, server};
 
 /// The channel of releases in the namespace "default": the first bytes of the SHA-256 of its name.
 const CHANNEL: &str = "lock_registry_37a8eec1ce19687d";
@@ -31,46 +31,51 @@ async fn until_sessions_with_marks(server: &PostgresServer, granted: bool, wante
         count if count == wanted => Ok(()),
         count => Err(std::io::Error::other(count)),
     };
-    eventually(SOON, count).await;
+    eventually(TEST_TIMEOUT, count).await;
 }
 
 #[tokio::test]
-async fn a_release_is_told_only_while_somebody_says_that_he_listens() {
+async fn a_release_sends_a_notification_only_while_a_listener_exists() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
     // Receives all notifications, but sets no mark.
-    let mut eavesdropper = PgListener::connect(&server.url()).await.unwrap();
-    eavesdropper.listen(CHANNEL).await.unwrap();
+    let mut observer = PgListener::connect(&server.url()).await.unwrap();
+    observer.listen(CHANNEL).await.unwrap();
 
-    let (quiet, told) = (claim("quiet"), claim("told"));
-    grant(&backend, &quiet).await;
-    assert_eq!(backend.release(&quiet).await.unwrap(), Release::Freed);
+    let (unnotified, notified) = (claim("unnotified"), claim("notified"));
+    grant(&backend, &unnotified).await;
+    assert_eq!(backend.release(&unnotified).await.unwrap(), Release::Freed);
 
-    grant(&backend, &told).await;
-    let waiter = claim("told");
+    grant(&backend, &notified).await;
+    let waiter = claim("notified");
     let held = busy(&backend, &waiter).await;
     let waiting = tokio::spawn({
         let backend = Arc::clone(&backend);
         async move { backend.wait(&waiter, &held).await }
     });
     until_sessions_with_marks(&server, true, "1").await;
-    assert_eq!(backend.release(&told).await.unwrap(), Release::Freed);
-    timeout(SOON, waiting).await.expect("the waiter is woken").unwrap();
+    assert_eq!(backend.release(&notified).await.unwrap(), Release::Freed);
+    timeout(TEST_TIMEOUT, waiting).await.expect("the waiter is woken").unwrap();
     // The first message received is the first one sent.
     let message = loop {
-        let message = timeout(SOON, eavesdropper.recv()).await.unwrap().unwrap();
+        let message = timeout(TEST_TIMEOUT, observer.recv()).await.unwrap().unwrap();
         // The listener verifies that it receives its own notifications.
         if !message.payload().starts_with("proof ") {
             break message;
         }
     };
-    let id =
-        server.sql("SELECT encode(id, 'hex') FROM lock_registry_locks WHERE key = 'told'").await;
-    assert_eq!(message.payload(), &id.unwrap()[..32], "nothing was said of the first release");
+    let id = server
+        .sql("SELECT encode(id, 'hex') FROM lock_registry_locks WHERE key = 'notified'")
+        .await;
+    assert_eq!(
+        message.payload(),
+        &id.unwrap()[..32],
+        "no notification was sent for the first release"
+    );
 }
 
 #[tokio::test]
-async fn who_comes_to_listen_while_a_release_is_under_way_looks_when_it_is_done() {
+async fn a_listener_that_starts_during_a_release_polls_after_it() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let (holder, waiter) = (claim("k"), claim("k"));
@@ -93,8 +98,8 @@ async fn who_comes_to_listen_while_a_release_is_under_way_looks_when_it_is_done(
     });
     until_sessions_with_marks(&server, false, "1").await;
     let early = timeout(Duration::from_millis(50), &mut waiting).await;
-    assert!(early.is_err(), "there is nothing to see yet");
+    assert!(early.is_err(), "the release is not committed yet");
     run(&mut releasing, "COMMIT").await;
-    timeout(SOON, waiting).await.expect("the waiter looks").unwrap();
+    timeout(TEST_TIMEOUT, waiting).await.expect("the waiter polls").unwrap();
     grant(&backend, &waiter).await;
 }

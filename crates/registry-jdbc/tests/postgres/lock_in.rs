@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_conformance::sweep::{Swept, sweep};
+use registry_conformance::sweep::{SweepOutcome, sweep};
 use registry_core::{Attempt, LockBackend, LockOptions, LockRegistry, Registry};
 use registry_jdbc::sqlx::postgres::PgPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
@@ -13,8 +13,9 @@ use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::timeout;
 
-use crate::lab::{
-    SOON, backend, busy, claim, config, data, grant, lock, registry, run, server, told,
+use crate::common::{
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry, run,
+    server,
 };
 
 #[tokio::test]
@@ -41,7 +42,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
         } else {
             tx.rollback().await.unwrap()
         }
-        let next = timeout(SOON, waiting).await.unwrap().unwrap();
+        let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         assert!(Some(next.fencing_token()) > last, "tokens grow");
         last = Some(next.fencing_token());
         other.commit().await.unwrap();
@@ -49,7 +50,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
 }
 
 #[tokio::test]
-async fn a_lease_keeps_a_transaction_out_and_its_release_lets_it_in_at_once() {
+async fn a_lease_excludes_a_transaction_until_its_release() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
@@ -63,7 +64,7 @@ async fn a_lease_keeps_a_transaction_out_and_its_release_lets_it_in_at_once() {
     let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
     assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
-    let held = timeout(SOON, waiting).await.unwrap().unwrap();
+    let held = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     assert!(held.fencing_token() > token);
     tx.commit().await.unwrap();
     let next = lock(&registry, "orders/42").await;
@@ -71,7 +72,7 @@ async fn a_lease_keeps_a_transaction_out_and_its_release_lets_it_in_at_once() {
 }
 
 #[tokio::test]
-async fn a_transaction_keeps_leases_out_and_they_are_told_that_it_is_busy() {
+async fn a_transaction_excludes_leases_whose_attempts_return_busy() {
     let server = server().await;
     let config = config(&server).with_busy_timeout(Duration::from_millis(50));
     let backend = Arc::new(backend(config).await);
@@ -94,7 +95,7 @@ async fn a_transaction_keeps_leases_out_and_they_are_told_that_it_is_busy() {
         } else {
             tx.rollback().await.unwrap()
         }
-        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
         assert!(guard.fencing_token().unwrap() > held.fencing_token());
         guard.unlock().await.unwrap();
         server.sql("DELETE FROM lock_registry_locks WHERE key = 'orders/43'").await.unwrap();
@@ -102,36 +103,36 @@ async fn a_transaction_keeps_leases_out_and_they_are_told_that_it_is_busy() {
 }
 
 #[tokio::test]
-async fn a_row_that_a_stranger_has_locked_is_trouble_and_not_busy() {
+async fn a_row_locked_by_another_program_is_an_error_and_not_busy() {
     let server = server().await;
     let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(50))).await;
-    let mine = claim("orders/42");
-    grant(&backend, &mine).await;
-    backend.release(&mine).await.unwrap();
-    let mut stranger = data(&server).await;
-    run(&mut stranger, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let lease_claim = claim("orders/42");
+    grant(&backend, &lease_claim).await;
+    backend.release(&lease_claim).await.unwrap();
+    let mut other_program = data(&server).await;
+    run(&mut other_program, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
     let error = backend.try_acquire(&claim("orders/42")).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
-    run(&mut stranger, "ROLLBACK").await;
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
+    run(&mut other_program, "ROLLBACK").await;
     assert!(matches!(backend.try_acquire(&claim("orders/42")).await, Ok(Attempt::Granted(_))));
 }
 
 #[tokio::test]
-async fn a_lease_that_has_run_out_is_taken_over() {
+async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
     let server = server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
     let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
     let mut data = data(&server).await;
     let mut tx = data.begin().await.unwrap();
-    let held = timeout(SOON, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
-    assert!(!stale.is_held(), "the holder was told first");
+    let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
+    assert!(!stale.is_held(), "the holder was notified first");
     assert!(held.fencing_token() > stale.fencing_token().unwrap());
     tx.commit().await.unwrap();
 }
 
 #[tokio::test]
-async fn what_the_transaction_had_set_and_saved_stays_as_it_was() {
+async fn lock_in_preserves_settings_and_savepoints() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let (mut one, mut two) = (data(&server).await, data(&server).await);
@@ -157,22 +158,22 @@ async fn what_the_transaction_had_set_and_saved_stays_as_it_was() {
 }
 
 #[tokio::test]
-async fn a_busy_attempt_leaves_the_holder_to_renew() {
+async fn a_busy_attempt_does_not_block_renewals() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
     let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
-    let mine = claim("orders/42");
-    grant(&backend, &mine).await;
+    let lease_claim = claim("orders/42");
+    grant(&backend, &lease_claim).await;
     let mut data = data(&server).await;
     let mut tx = data.begin().await.unwrap();
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    let renewed = backend.renew(std::slice::from_ref(&mine)).await;
+    let renewed = backend.renew(std::slice::from_ref(&lease_claim)).await;
     assert!(matches!(renewed[0], Ok(registry_core::Renewal::Renewed(_))), "{renewed:?}");
     tx.commit().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_transaction_that_would_read_the_past_is_refused_before_anything_is_locked() {
+async fn a_transaction_with_a_snapshot_is_refused_before_it_locks() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
@@ -201,7 +202,7 @@ async fn a_transaction_that_would_read_the_past_is_refused_before_anything_is_lo
 }
 
 #[tokio::test]
-async fn transactions_that_wait_for_each_other_are_told() {
+async fn a_deadlock_of_two_transactions_is_returned_as_a_conflict() {
     let server = server().await;
     let config = config(&server).with_busy_timeout(Duration::from_secs(5));
     let registry = registry(config).await;
@@ -209,18 +210,18 @@ async fn transactions_that_wait_for_each_other_are_told() {
     let (mut one, mut two) = (one.begin().await.unwrap(), two.begin().await.unwrap());
     registry.lock_in(&mut one, "a").await.unwrap();
     registry.lock_in(&mut two, "b").await.unwrap();
-    let crossed = async {
+    let deadlock = async {
         tokio::select! {
             ended = registry.lock_in(&mut one, "b") => ended,
             ended = registry.lock_in(&mut two, "a") => ended,
         }
     };
-    let error = timeout(SOON, crossed).await.unwrap().unwrap_err();
+    let error = timeout(TEST_TIMEOUT, deadlock).await.unwrap().unwrap_err();
     assert!(matches!(error, LockInError::Conflict { .. }), "{error:?}");
 }
 
 #[tokio::test]
-async fn it_works_through_a_pooler_that_mixes_connections_up() {
+async fn lock_in_works_through_a_pooler_in_transaction_mode() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
     let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
@@ -234,12 +235,12 @@ async fn it_works_through_a_pooler_that_mixes_connections_up() {
     let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
     assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
     tx.commit().await.unwrap();
-    timeout(SOON, waiting).await.unwrap().unwrap();
+    timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     other.commit().await.unwrap();
 }
 
 #[tokio::test]
-async fn what_cannot_be_locked_is_refused_and_the_transaction_goes_on() {
+async fn an_invalid_lock_in_is_refused_and_the_transaction_continues() {
     let server = server().await;
     server.sql("CREATE DATABASE branch").await.unwrap();
     let registry = registry(config(&server)).await;
@@ -266,7 +267,7 @@ async fn what_cannot_be_locked_is_refused_and_the_transaction_goes_on() {
 }
 
 #[tokio::test]
-async fn counters_of_transactions_and_leases_come_out_exact() {
+async fn transactions_and_leases_lose_no_increment() {
     const EACH: i64 = 40;
     let server = server().await;
     server.sql("CREATE TABLE counter AS SELECT 0::bigint AS n").await.unwrap();
@@ -296,7 +297,7 @@ async fn counters_of_transactions_and_leases_come_out_exact() {
     }
     workers.join_all().await;
     assert_eq!(server.sql("SELECT n FROM counter").await.unwrap(), (4 * EACH).to_string());
-    assert!(began.elapsed() < SOON * 4);
+    assert!(began.elapsed() < TEST_TIMEOUT * 4);
 }
 
 /// A call that is dropped at any point rolls its transaction back. The connection serves the next
@@ -309,15 +310,16 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     let pool = PgPoolOptions::new().max_connections(1).connect(&server.url()).await.unwrap();
     let tokens = RefCell::new(Vec::new());
     let check_lock = async |end| {
-        if let Swept::Completed { output, .. } = end {
+        if let SweepOutcome::Completed { output, .. } = end {
             tokens.borrow_mut().push(output);
         }
-        let guard = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+        let guard =
+            timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
         tokens.borrow_mut().push(guard.fencing_token().unwrap());
         guard.unlock().await.unwrap();
     };
     let locked = async || {
-        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
         let registry = registry.clone();
         async move {
             let lock = registry.lock_in(&mut tx, "orders/42").await.unwrap();
@@ -330,7 +332,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
 
     let guard = Arc::new(registry.obtain("orders/43").lock().await.unwrap());
     let fenced = async || {
-        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
         let guard = Arc::clone(&guard);
         async move {
             guard.fence(&mut tx).await.unwrap();
@@ -341,7 +343,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     let renewed =
         async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {
-        eventually(SOON, renewed).await;
+        eventually(TEST_TIMEOUT, renewed).await;
         assert!(guard.is_held());
     };
     sweep(fenced, 100, check_guard).await;

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 mod fence;
-mod lab;
+mod common;
 mod listening;
 mod lock_in;
 mod opening;
@@ -12,45 +12,45 @@ mod rows;
 mod session;
 mod shared;
 mod spring;
-mod trouble;
+mod failures;
 
 use std::time::Duration;
 
 use registry_jdbc::SpringTable;
-use shared::{Way, keeps_its_promises};
+use shared::{StoreMode, run_conformance};
 
 #[test]
-fn a_server_keeps_all_promises() {
-    keeps_its_promises(Way::Directly, 221, 11);
+fn a_server_passes_the_conformance_suite() {
+    run_conformance(StoreMode::Direct, 221, 11);
 }
 
 #[test]
-fn a_server_behind_pgbouncer_keeps_all_promises() {
-    keeps_its_promises(Way::ThroughPgBouncer, 221, 11);
+fn a_server_behind_pgbouncer_passes_the_conformance_suite() {
+    run_conformance(StoreMode::PgBouncer, 221, 11);
 }
 
 #[test]
-fn locks_of_a_session_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::BySession, 194, 38);
+fn session_locks_pass_the_applicable_conformance_clauses() {
+    run_conformance(StoreMode::Session, 194, 38);
 }
 
 #[test]
-fn locks_of_transactions_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::ByRow, 218, 14);
+fn row_locks_pass_the_applicable_conformance_clauses() {
+    run_conformance(StoreMode::Row, 218, 14);
 }
 
 #[test]
-fn locks_of_transactions_behind_pgbouncer_keep_the_same_promises() {
-    keeps_its_promises(Way::ByRowThroughPgBouncer, 218, 14);
+fn row_locks_behind_pgbouncer_pass_the_applicable_conformance_clauses() {
+    run_conformance(StoreMode::RowPgBouncer, 218, 14);
 }
 
 #[test]
-fn a_table_of_spring_7_keeps_all_promises() {
-    keeps_its_promises(Way::AsSpring(SpringTable::v7()), 221, 11);
+fn a_table_of_spring_7_passes_the_conformance_suite() {
+    run_conformance(StoreMode::Spring(SpringTable::v7()), 221, 11);
 }
 
 /// The clauses have leases shorter and longer than the time to live.
 #[test]
-fn a_table_of_spring_6_keeps_all_promises() {
-    keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 221, 11);
+fn a_table_of_spring_6_passes_the_conformance_suite() {
+    run_conformance(StoreMode::Spring(SpringTable::v6(Duration::from_secs(10))), 221, 11);
 }

@@ -8,16 +8,16 @@ use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
 
-use crate::lab::{backend, busy, claim, config, grant, server, told};
+use crate::common::{backend, busy, claim, config, error_chain, grant, server};
 
-async fn refused(config: PostgresConfig) -> registry_core::BackendError {
+async fn open_refused(config: PostgresConfig) -> registry_core::BackendError {
     let error = PostgresBackend::open(config).await.unwrap_err();
-    assert!(error.refused(), "{}", told(&error));
+    assert!(error.refused(), "{}", error_chain(&error));
     error
 }
 
 #[tokio::test]
-async fn many_that_start_at_once_make_the_tables_once() {
+async fn concurrent_starts_create_the_tables_once() {
     let server = server().await;
     let mut starts = tokio::task::JoinSet::new();
     for _ in 0..12 {
@@ -32,18 +32,18 @@ async fn many_that_start_at_once_make_the_tables_once() {
 }
 
 #[tokio::test]
-async fn whoever_may_only_use_the_tables_needs_no_more() {
+async fn a_user_without_the_right_to_create_tables_can_lock() {
     let server = server().await;
     server.sql("CREATE ROLE worker LOGIN").await.unwrap();
     let worker = || config(&server).with_login("worker", None);
-    let error = refused(worker()).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    let error = open_refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
 
     server.sql(PostgresBackend::schema()).await.unwrap();
     server.sql(PostgresBackend::schema()).await.unwrap();
-    let error = refused(worker()).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    let error = open_refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     server
         .sql(
             "GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO worker; \
@@ -72,7 +72,7 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
 }
 
 #[tokio::test]
-async fn tables_are_where_and_called_as_one_wants() {
+async fn schema_and_table_names_are_configurable() {
     let server = server().await;
     server.sql("CREATE SCHEMA \"Elsewhere\"").await.unwrap();
     let here = backend(config(&server)).await;
@@ -87,62 +87,62 @@ async fn tables_are_where_and_called_as_one_wants() {
     server.sql("ALTER ROLE postgres SET search_path = \"Elsewhere\", public").await.unwrap();
     busy(&backend(config(&server)).await, &claim("k")).await;
 
-    let error = refused(config(&server).with_schema("missing")).await;
-    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    let error = open_refused(config(&server).with_schema("missing")).await;
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
     for name in ["", "1a", "a b", "a\"b", "a;b", "ä", &"x".repeat(64)] {
-        let error = refused(config(&server).with_schema(name)).await;
+        let error = open_refused(config(&server).with_schema(name)).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
-        refused(config(&server).with_table_prefix(name)).await;
+        open_refused(config(&server).with_table_prefix(name)).await;
     }
-    refused(config(&server).with_table_prefix("Capital")).await;
+    open_refused(config(&server).with_table_prefix("Capital")).await;
     let error =
-        refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+        open_refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
     assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
 }
 
 #[tokio::test]
-async fn tables_of_another_version_are_left_alone() {
+async fn tables_of_another_version_are_refused_unchanged() {
     let server = server().await;
     backend(config(&server)).await.close().await;
     server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    let error = refused(config(&server)).await;
+    let error = open_refused(config(&server)).await;
     assert!(error.to_string().contains("version 2"), "{error}");
 }
 
 #[tokio::test]
-async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+async fn a_refused_login_is_explained_without_the_password() {
     let options = PostgresOptions::new().password("canary-right");
     let server = PostgresServer::start_with(options).await.unwrap();
     let addr = server.addr();
     let url = |login: &str, database: &str| format!("postgres://{login}@{addr}/{database}");
     for (url, kind) in [
         (url("postgres:canary-wrong", "postgres"), BackendErrorKind::Denied),
-        (url("canary-nobody:canary-right", "postgres"), BackendErrorKind::Denied),
+        (url("canary-user:canary-right", "postgres"), BackendErrorKind::Denied),
         (url("postgres:canary-right", "missing"), BackendErrorKind::Misconfigured),
         ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
     ] {
         let config = PostgresConfig::from_url(&url).unwrap().with_listen(&url).unwrap();
         assert!(!format!("{config:?}{config:#?}").contains("canary"));
-        let error = refused(config).await;
-        assert_eq!(error.kind(), kind, "{}", told(&error));
-        let told = told(&error).replace("user \"canary-nobody\"", "");
-        assert!(!told.contains("canary-right") && !told.contains("canary-wrong"), "{told}");
+        let error = open_refused(config).await;
+        assert_eq!(error.kind(), kind, "{}", error_chain(&error));
+        let output = error_chain(&error).replace("user \"canary-user\"", "");
+        assert!(!output.contains("canary-right") && !output.contains("canary-wrong"), "{output}");
     }
     for url in
         ["postgres://u:canary@h:999999/x", "mysql://u:canary@h/x", "postgres://u:canary@h/x?y=z"]
     {
         let error = PostgresConfig::from_url(url).unwrap_err();
-        assert!(!told(&error).contains("canary"), "{}", told(&error));
+        assert!(!error_chain(&error).contains("canary"), "{}", error_chain(&error));
     }
-    let right =
+    let with_password =
         backend(PostgresConfig::from_url(&url("postgres:canary-right", "postgres")).unwrap()).await;
-    assert!(!format!("{right:?}").contains("canary"));
-    grant(&right, &claim("k")).await;
+    assert!(!format!("{with_password:?}").contains("canary"));
+    grant(&with_password, &claim("k")).await;
 }
 
 #[cfg(feature = "tls")]
 #[tokio::test]
-async fn encrypted_connections_are_verified_if_that_is_wanted() {
+async fn encrypted_connections_are_verified_as_configured() {
     let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
     let options = PostgresOptions::new().password("secret").tls(&folder);
     let server = PostgresServer::start_with(options).await.unwrap();
@@ -170,22 +170,22 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         assert!(!format!("{findings:?}").contains("canary"));
         assert_eq!(listens(findings), may_listen);
     }
-    refused(config(&server).with_encryption(Encryption::Off)).await;
+    open_refused(config(&server).with_encryption(Encryption::Off)).await;
     for untrusted in [
         config(&server).with_encryption(Encryption::VerifyHost),
         config(&server).with_certificate_authority(ca(&other)),
     ] {
-        let error = refused(untrusted).await;
-        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+        let error = open_refused(untrusted).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
     }
     let plain = PostgresServer::start().await.unwrap();
-    refused(config(&plain).with_encryption(Encryption::Required)).await;
+    open_refused(config(&plain).with_encryption(Encryption::Required)).await;
 }
 
 /// The token of a statement that started before a row was created, used and deleted would be
 /// smaller than the row's.
 #[tokio::test]
-async fn rows_are_kept_for_longer_than_any_statement_may_last() {
+async fn purge_after_exceeds_the_duration_of_any_statement() {
     let server = server().await;
     let seconds = std::time::Duration::from_secs;
     for (purge_after, response_timeout, works) in
@@ -196,8 +196,8 @@ async fn rows_are_kept_for_longer_than_any_statement_may_last() {
         if works {
             backend(config).await;
         } else {
-            let error = refused(config).await;
-            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+            let error = open_refused(config).await;
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
             assert!(error.to_string().contains("purge_after"), "{error}");
         }
     }
@@ -206,12 +206,12 @@ async fn rows_are_kept_for_longer_than_any_statement_may_last() {
 const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";
 
 /// Runs this same test in a child process with these variables. Returns its output.
-fn in_an_environment_of(url: &str, variables: &[(&str, &str)]) -> String {
+fn run_with_environment(url: &str, variables: &[(&str, &str)]) -> String {
     let mut child = std::process::Command::new(std::env::current_exe().unwrap());
     child.args([
         "--exact",
         "--nocapture",
-        "opening::what_the_environment_says_of_servers_counts_for_nothing",
+        "opening::environment_variables_for_servers_are_ignored",
     ]);
     let child = child.env(URL_IN, url).envs(variables.iter().copied());
     let output = child.output().unwrap();
@@ -220,14 +220,14 @@ fn in_an_environment_of(url: &str, variables: &[(&str, &str)]) -> String {
 }
 
 #[test]
-fn what_the_environment_says_of_servers_counts_for_nothing() {
+fn environment_variables_for_servers_are_ignored() {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     if let Ok(url) = std::env::var(URL_IN) {
         let config = PostgresConfig::from_url(&url).unwrap();
-        println!("TOLD {config:?}");
+        println!("CONFIG {config:?}");
         match runtime.block_on(PostgresBackend::open(config)) {
             Ok(_) => println!("OPENED"),
-            Err(error) => println!("{:?} {}", error.kind(), told(&error)),
+            Err(error) => println!("{:?} {}", error.kind(), error_chain(&error)),
         }
         return;
     }
@@ -238,33 +238,33 @@ fn what_the_environment_says_of_servers_counts_for_nothing() {
         ("PGHOST", "192.0.2.1"),
         ("PGHOSTADDR", "192.0.2.1"),
         ("PGPORT", "1"),
-        ("PGUSER", "nobody"),
+        ("PGUSER", "unknown-user"),
         ("PGDATABASE", "nowhere"),
         ("PGSSLMODE", "verify-full"),
-        ("PGAPPNAME", "somebody"),
+        ("PGAPPNAME", "another-app"),
     ];
-    let told = in_an_environment_of(&server.url(), &elsewhere);
-    assert!(told.contains("OPENED"), "{told}");
+    let output = run_with_environment(&server.url(), &elsewhere);
+    assert!(output.contains("OPENED"), "{output}");
     // The password in the environment may be meant for another server.
     let bare = server.url().replace(&format!(":{secret}"), "");
     assert!(!bare.contains(secret) && bare != server.url());
-    let told = in_an_environment_of(&bare, &[("PGPASSWORD", secret)]);
-    assert!(told.contains("Denied") && !told.contains(secret), "{told}");
+    let output = run_with_environment(&bare, &[("PGPASSWORD", secret)]);
+    assert!(output.contains("Denied") && !output.contains(secret), "{output}");
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), format!("*:*:*:*:{secret}\n")).unwrap();
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
     std::fs::set_permissions(file.path(), mode).unwrap();
     let path = file.path().to_str().unwrap();
-    let told = in_an_environment_of(&bare, &[("PGPASSFILE", path)]);
-    assert!(told.contains("Denied") && !told.contains(secret), "{told}");
+    let output = run_with_environment(&bare, &[("PGPASSFILE", path)]);
+    assert!(output.contains("Denied") && !output.contains(secret), "{output}");
     // A variable that cannot be ignored is rejected by name.
     for (name, value) in [("PGOPTIONS", "-c search_path=x"), ("PGSSLROOTCERT", path)] {
-        let told = in_an_environment_of(&server.url(), &[(name, value)]);
-        assert!(told.contains("Misconfigured") && told.contains(name), "{told}");
+        let output = run_with_environment(&server.url(), &[(name, value)]);
+        assert!(output.contains("Misconfigured") && output.contains(name), "{output}");
     }
     // A part that the URL omits has a documented default.
-    let told = in_an_environment_of("postgres://127.0.0.1:1", &elsewhere);
-    assert!(told.contains("127.0.0.1") && !told.contains("nowhere"), "{told}");
+    let output = run_with_environment("postgres://127.0.0.1:1", &elsewhere);
+    assert!(output.contains("127.0.0.1") && !output.contains("nowhere"), "{output}");
     for url in ["postgres:///shop", "postgres://h/d?sslmode=require", "http://h/d", "nonsense"] {
         PostgresConfig::from_url(url).unwrap_err();
     }

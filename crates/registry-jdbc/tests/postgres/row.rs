@@ -17,27 +17,29 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::lab::{LEASE, SOON, backend, busy, claim, config, data, grant, key, lock, server};
+use crate::common::{
+    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, grant, key, lock, server,
+};
 
 /// The time limit for a loss notification: well before the next renewal.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
-const A_MOMENT: Duration = Duration::from_secs(1);
+const ONE_SECOND: Duration = Duration::from_secs(1);
 
 async fn row(config: PostgresConfig) -> Arc<PostgresRowBackend> {
     Arc::new(PostgresRowBackend::open(config).await.unwrap())
 }
 
-fn over(backend: Arc<dyn LockBackend>) -> Registry {
+fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
     Registry::builder(backend).build().unwrap()
 }
 
 async fn registry(server: &PostgresServer) -> Registry {
-    over(row(config(server)).await)
+    registry_over(row(config(server)).await)
 }
 
 async fn session(server: &PostgresServer) -> Registry {
-    over(Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap()))
+    registry_over(Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap()))
 }
 
 async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
@@ -56,7 +58,7 @@ async fn holders(server: &PostgresServer) -> usize {
 }
 
 #[tokio::test]
-async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_others_keep_their_locks() {
+async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_held() {
     let server = server().await;
     let (first, second) = (registry(&server).await, registry(&server).await);
     let cut = lock(&first, "orders/42").await;
@@ -64,9 +66,9 @@ async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_others_keep_th
     let kept = lock(&first, "orders/43").await;
     let began = Instant::now();
     server.sql(&format!("SELECT pg_terminate_backend({pid})")).await.unwrap();
-    timeout(SOON, cut.lost()).await.unwrap();
-    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
+    timeout(TEST_TIMEOUT, cut.lost()).await.unwrap();
+    assert!(began.elapsed() < LOSS_NOTICE_MAX, "after {:?}", began.elapsed());
+    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > cut.fencing_token());
     assert!(kept.is_held() && !is_free(&second, "orders/43").await);
     kept.unlock().await.unwrap();
@@ -75,15 +77,15 @@ async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_others_keep_th
 }
 
 #[tokio::test]
-async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
+async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
     let mut server = server().await;
     let registry = registry(&server).await;
     let guard = lock(&registry, "orders/42").await;
     lock(&registry, "orders/43").await.unlock().await.unwrap();
     server.kill();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     server.start_again().await.unwrap();
-    let next = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > guard.fencing_token());
 }
 
@@ -105,16 +107,16 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     .await
     .unwrap();
     let began = Instant::now();
-    let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
     assert!(guard.is_held());
 }
 
 #[tokio::test]
-async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
+async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = over(Arc::<PostgresRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -124,22 +126,22 @@ async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
     let exhausted = source.source().and_then(|source| source.downcast_ref());
     assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
     // A busy key is still reported as busy if the same store holds it.
-    let twin = over(limited);
-    assert!(!is_free(&twin, "a").await);
+    let second_registry = registry_over(limited);
+    assert!(!is_free(&second_registry, "a").await);
     // A waiter waits for a free row lock as well as for the key.
     let third = registry.obtain("c");
     let mut waiting = Box::pin(third.lock());
     assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
     let [first, second] = guards;
     first.unlock().await.unwrap();
-    let third = timeout(SOON, waiting).await.unwrap().unwrap();
+    let third = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     second.unlock().await.unwrap();
     third.unlock().await.unwrap();
     assert_eq!(holders(&server).await, 0);
 }
 
 #[tokio::test]
-async fn who_waits_has_no_connection_and_is_woken_by_a_release_in_another_process() {
+async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process() {
     let server = server().await;
     let (a, b) = (registry(&server).await, registry(&server).await);
     let guards = [lock(&a, "orders/1").await, lock(&a, "orders/2").await];
@@ -153,7 +155,7 @@ async fn who_waits_has_no_connection_and_is_woken_by_a_release_in_another_proces
         guard.unlock().await.unwrap();
     }
     for waiting in waiting {
-        drop(timeout(SOON, waiting).await.unwrap().unwrap());
+        drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
     }
 }
 
@@ -177,12 +179,12 @@ async fn cancelled_waits_leave_no_lock_behind() {
 }
 
 #[tokio::test]
-async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
+async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     let server = server().await;
     let (a, b) = (row(config(&server)).await, registry(&server).await);
     let short = Claim::new(key("orders/42"), Duration::from_millis(300));
     assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(SOON, b.obtain("orders/42").lock()).await.unwrap().unwrap();
+    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(guard.is_held());
     assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
     assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
@@ -192,7 +194,7 @@ async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
 async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
     let server = server().await;
     let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = over(Arc::<PostgresRowBackend>::clone(&rows));
+    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&rows));
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
@@ -216,27 +218,27 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
 }
 
 #[tokio::test]
-async fn a_server_that_stands_still_for_a_moment_costs_no_lock_and_one_that_stays_silent_does() {
+async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
-    let registry = over(row(config).await);
+    let registry = registry_over(row(config).await);
     let guard = lock(&registry, "orders/42").await;
     let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
     let other = lock(&registry, "orders/43").await;
     server.pause_backend(pid).unwrap();
-    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
     server.resume_backend(pid).unwrap();
-    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
     server.pause_backend(pid).unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     assert!(other.is_held(), "it has a connection of its own");
     assert_eq!(holders(&server).await, 2, "the row is locked still");
     server.resume_backend(pid).unwrap();
-    drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
+    drop(timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
 }
 
 #[tokio::test]
-async fn a_rule_of_the_server_for_idle_transactions_does_not_end_a_lock_that_is_held() {
+async fn the_servers_idle_timeout_does_not_end_a_held_lock() {
     let server = server().await;
     let (a, b) = (registry(&server).await, registry(&server).await);
     // Like an administrator's setting: the store overrides it.
@@ -249,12 +251,12 @@ async fn a_rule_of_the_server_for_idle_transactions_does_not_end_a_lock_that_is_
 }
 
 #[tokio::test]
-async fn a_pooler_in_transaction_mode_carries_row_locks_and_its_end_is_told() {
+async fn row_locks_work_through_a_pooler_whose_end_notifies_the_holders() {
     let server = server().await;
     let mut bouncer = PgBouncer::start_with(&server, &["default_pool_size = 3"]).await.unwrap();
     let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
     let through = through.with_listen(&server.url()).unwrap();
-    let (a, b) = (over(row(through).await), registry(&server).await);
+    let (a, b) = (registry_over(row(through).await), registry(&server).await);
     let guards = [lock(&a, "orders/42").await, lock(&a, "orders/43").await];
     assert!(!is_free(&b, "orders/42").await && !is_free(&b, "orders/43").await);
     // Settings for one transaction do not remain for the next one on the same connection.
@@ -265,12 +267,12 @@ async fn a_pooler_in_transaction_mode_carries_row_locks_and_its_end_is_told() {
     first.unlock().await.unwrap();
     drop(lock(&b, "orders/42").await);
     bouncer.kill();
-    timeout(SOON, second.lost()).await.unwrap();
-    drop(timeout(SOON, b.obtain("orders/43").lock()).await.unwrap().unwrap());
+    timeout(TEST_TIMEOUT, second.lost()).await.unwrap();
+    drop(timeout(TEST_TIMEOUT, b.obtain("orders/43").lock()).await.unwrap().unwrap());
 }
 
 #[tokio::test]
-async fn what_is_promised_is_told() {
+async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
@@ -314,7 +316,7 @@ async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
     let mut waiting = Box::pin(next.lock());
     assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
     open.commit().await.unwrap();
-    let next = timeout(SOON, waiting).await.unwrap().unwrap();
+    let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     // A holder that has lost the lock cannot commit, whether it was notified or not.
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
@@ -336,7 +338,7 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
 
 /// Writes what the next holder would, before the loss notification arrives.
 #[tokio::test]
-async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
+async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
     let server = server().await;
     server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
     let mut data = data(&server).await;
@@ -362,44 +364,45 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     let mut waiting = Box::pin(b.lock_in(&mut tx, "orders/42"));
     assert!(timeout(limit, &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
-    let mine = timeout(SOON, waiting).await.unwrap().unwrap();
-    assert!(mine.fencing_token() > token);
+    let transaction_lock = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
+    assert!(transaction_lock.fencing_token() > token);
     assert!(!is_free(&a, "orders/42").await);
     let handle = a.obtain("orders/42");
     let mut waiting = Box::pin(handle.lock());
     assert!(timeout(limit, &mut waiting).await.is_err());
     tx.commit().await.unwrap();
-    let next = timeout(SOON, waiting).await.unwrap().unwrap();
-    assert!(next.fencing_token().unwrap() > mine.fencing_token());
+    let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
+    assert!(next.fencing_token().unwrap() > transaction_lock.fencing_token());
 }
 
-/// Runs in real time: the server's clock ends the lock of a silent holder.
+/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
 #[tokio::test]
-async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_sooner() {
+async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
     let server = server().await;
     let (rows, sessions) = (registry(&server).await, session(&server).await);
     let namespace = "sessions";
     let apart = config(&server).with_namespace(namespace);
-    let sessions_apart = over(Arc::new(PostgresSessionBackend::open(apart.clone()).await.unwrap()));
-    let (frozen_row, frozen_session) = (config(&server), apart);
+    let sessions_apart =
+        registry_over(Arc::new(PostgresSessionBackend::open(apart.clone()).await.unwrap()));
+    let (blocked_row, blocked_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
-    let (thaw, thawed) = std::sync::mpsc::channel::<()>();
+    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
     // A runtime with one thread that is blocked, so that all its tasks stop.
-    let frozen = std::thread::spawn(move || {
+    let blocked = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
-            let row = over(row(frozen_row).await);
-            let session = PostgresSessionBackend::open(frozen_session).await.unwrap();
-            let session = over(Arc::new(session));
+            let row = registry_over(row(blocked_row).await);
+            let session = PostgresSessionBackend::open(blocked_session).await.unwrap();
+            let session = registry_over(Arc::new(session));
             let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
             (row, session, guards)
         });
         holds.send(()).unwrap();
-        thawed.recv().ok();
+        unblocked.recv().ok();
         runtime.block_on(async {
             for guard in &locked.2 {
                 assert!(!guard.is_held(), "it was ended long ago");
-                timeout(SOON, guard.lost()).await.unwrap();
+                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
             }
         });
     });
@@ -410,7 +413,7 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let kept = lock(&sessions, "kept").await;
     let keys = ["orders/42", "orders/42"];
     let waits = [&rows, &sessions_apart].into_iter().zip(keys).map(|(registry, key)| async move {
-        let guard = timeout(4 * SOON, registry.obtain(key).lock()).await.unwrap().unwrap();
+        let guard = timeout(4 * TEST_TIMEOUT, registry.obtain(key).lock()).await.unwrap().unwrap();
         (began.elapsed(), guard)
     });
     for (after, guard) in futures_util::future::join_all(waits).await {
@@ -423,14 +426,14 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let mut tx = data.begin().await.unwrap();
     kept.fence(&mut tx).await.unwrap();
     tx.commit().await.unwrap();
-    thaw.send(()).unwrap();
-    frozen.join().unwrap();
+    unblock.send(()).unwrap();
+    blocked.join().unwrap();
 }
 
 #[tokio::test]
 async fn a_transaction_elsewhere_is_not_fenced() {
     let server = server().await;
-    let elsewhere = crate::lab::server().await;
+    let elsewhere = crate::common::server().await;
     let guard = lock(&registry(&server).await, "coupon/7").await;
     backend(config(&elsewhere)).await;
     let mut data = data(&elsewhere).await;

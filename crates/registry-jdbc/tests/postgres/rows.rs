@@ -14,8 +14,9 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::{Instant, timeout};
 
-use crate::lab::{
-    LEASE, SOON, backend, busy, claim, config, data, grant, key, registry, run, server, token, told,
+use crate::common::{
+    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry,
+    run, server, token,
 };
 
 /// The id of the next transaction that writes.
@@ -38,66 +39,70 @@ async fn a_busy_attempt_writes_nothing() {
 }
 
 #[tokio::test]
-async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
+async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
     let server = server().await;
-    let (ours, theirs) = (backend(config(&server)).await, backend(config(&server)).await);
+    let (first_store, second_store) =
+        (backend(config(&server)).await, backend(config(&server)).await);
     let mut last = 0;
     for round in 0..3 {
         let first = claim("k").with_label(Some("first".into())).with_token_block(7);
-        let token_of_first = token(&ours, &first).await;
+        let token_of_first = token(&first_store, &first).await;
         assert!(token_of_first > last, "round {round}");
-        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!(holder.label.as_deref(), Some("first"));
-        assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
+        assert_eq!(first_store.release(&first).await.unwrap(), Release::Freed);
         // Case 1: no other client is faster.
         let again = claim("k");
-        let token_again = token(&ours, &again).await;
+        let token_again = token(&first_store, &again).await;
         assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
-        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
         assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
-        assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
+        assert_eq!(first_store.release(&again).await.unwrap(), Release::Freed);
         // Case 2: another client is faster.
         let faster = claim("k");
-        let token_of_faster = token(&theirs, &faster).await;
+        let token_of_faster = token(&second_store, &faster).await;
         let before = next_transaction(&server).await;
-        let told = busy(&ours, &claim("k")).await;
+        let reply = busy(&first_store, &claim("k")).await;
         assert_eq!(next_transaction(&server).await, before);
-        assert_eq!(told.holder.unwrap().token.map(Into::into), Some(token_of_faster));
-        let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
+        assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
+        let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-        assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
+        assert_eq!(second_store.release(&faster).await.unwrap(), Release::Freed);
         // Case 3: the row was deleted, which leaves only its tokens in the floor.
         let far_ahead = claim("k").with_token_block(u32::MAX);
-        last = token(&ours, &far_ahead).await + u64::from(u32::MAX) - 1;
-        assert_eq!(ours.release(&far_ahead).await.unwrap(), Release::Freed);
+        last = token(&first_store, &far_ahead).await + u64::from(u32::MAX) - 1;
+        assert_eq!(first_store.release(&far_ahead).await.unwrap(), Release::Freed);
         server.sql("DELETE FROM lock_registry_locks").await.unwrap();
     }
 }
 
 #[tokio::test]
-async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
+async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
     let server = server().await;
-    let patient = config(&server).with_busy_timeout(Duration::from_secs(8));
-    let (ours, theirs) = (Arc::new(backend(patient).await), registry(config(&server)).await);
+    let long_busy_timeout = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let (first_store, second_store) =
+        (Arc::new(backend(long_busy_timeout).await), registry(config(&server)).await);
     let before = claim("k");
-    grant(&ours, &before).await;
-    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
+    grant(&first_store, &before).await;
+    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
     let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let guard = second_store.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    timeout(SOON, guard.lost()).await.unwrap();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     // The holder stops slightly before its lease ends on the server.
-    eventually(SOON, async || ours.inspect(before.key()).await.unwrap().is_none()).await;
-    let backend = Arc::clone(&ours);
+    eventually(TEST_TIMEOUT, async || first_store.inspect(before.key()).await.unwrap().is_none())
+        .await;
+    let backend = Arc::clone(&first_store);
     let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
     // The release of the lost guard may wait too.
-    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count != "0")).await;
+    eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
+        .await;
     transaction.commit().await.unwrap();
-    let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
+    let attempt = timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap();
     let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
     assert!(grant.token > guard.fencing_token());
 }
@@ -120,20 +125,20 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
         let rows = server.sql("SHOW synchronous_standby_names").await?;
         if rows == "ghost" { Ok(()) } else { Err(std::io::Error::other(rows)) }
     };
-    eventually(SOON, waits).await;
+    eventually(TEST_TIMEOUT, waits).await;
     // The setting reaches each session separately; an idle session applies it before its next
     // statement.
     let began = Instant::now();
     assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
     let error = backend.try_acquire(&claim("c")).await.unwrap_err();
-    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
     let renewal = backend.renew(&[second]).await.remove(0).unwrap_err();
-    assert!(renewal.is_retryable() && !renewal.refused(), "{}", told(&renewal));
+    assert!(renewal.is_retryable() && !renewal.refused(), "{}", error_chain(&renewal));
 }
 
 #[tokio::test]
-async fn tokens_grow_over_deleted_rows_whoever_deletes_them() {
+async fn tokens_increase_after_rows_are_deleted_by_any_client() {
     let server = server().await;
     let backend = backend(config(&server)).await;
     // Far ahead of the clock, so that only the stored tokens can make the next one larger.
@@ -158,7 +163,7 @@ async fn tokens_grow_over_deleted_rows_whoever_deletes_them() {
 }
 
 #[tokio::test]
-async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
+async fn a_locked_row_is_an_error_and_neither_busy_nor_a_loss() {
     let server = server().await;
     let config = config(&server).with_busy_timeout(Duration::from_millis(200));
     let backend = backend(config).await;
@@ -176,17 +181,17 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
     .await;
     let error = backend.try_acquire(&claim("free")).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Transient);
-    assert!(error.refused(), "{}", told(&error));
+    assert!(error.refused(), "{}", error_chain(&error));
     let error = backend.release(&held).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
     // A busy attempt does not need the row lock.
     busy(&backend, &claim("held")).await;
 
     // One locked row delays no other renewal, and the call does not wait for it.
     let claims = [held.clone(), other.clone(), claim("held")];
-    let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
+    let renewals = timeout(TEST_TIMEOUT, backend.renew(&claims)).await.unwrap();
     let error = renewals[0].as_ref().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(error));
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
     assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
     assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
 
@@ -196,13 +201,13 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
 }
 
 #[tokio::test]
-async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afterwards() {
+async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
     let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
     let mut data = data(&server).await;
-    for (way, config) in [("direct", config(&server)), ("pooled", through)] {
-        let config = config.with_namespace(way).with_busy_timeout(Duration::from_millis(200));
+    for (mode, config) in [("direct", config(&server)), ("pooled", through)] {
+        let config = config.with_namespace(mode).with_busy_timeout(Duration::from_millis(200));
         let backend = backend(config.clone()).await;
         let rows = PostgresRowBackend::open(config).await.unwrap();
         let (held, row) = (claim("held"), claim("row"));
@@ -212,23 +217,23 @@ async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afte
         run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
         // The server itself has rejected each request, so none is still pending there.
         for backend in [&backend as &dyn LockBackend, &rows] {
-            let attempt = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap();
+            let attempt = timeout(TEST_TIMEOUT, backend.try_acquire(&claim("k"))).await.unwrap();
             let error = attempt.unwrap_err();
-            assert!(error.is_retryable() && error.refused(), "{way}: {}", told(&error));
+            assert!(error.is_retryable() && error.refused(), "{mode}: {}", error_chain(&error));
         }
         let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
-        assert!(error.is_retryable(), "{way}: {}", told(&error));
+        assert!(error.is_retryable(), "{mode}: {}", error_chain(&error));
         let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
-        assert_eq!(server.sql(waiting).await.unwrap(), "0", "{way}");
+        assert_eq!(server.sql(waiting).await.unwrap(), "0", "{mode}");
         run(&mut data, "ROLLBACK").await;
         assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
         let held = backend.list().await.unwrap();
-        assert_eq!(held.len(), 1, "{way}: {held:?}");
+        assert_eq!(held.len(), 1, "{mode}: {held:?}");
     }
 }
 
 #[tokio::test]
-async fn renewals_get_through_while_acquisitions_have_all_connections() {
+async fn renewals_succeed_while_acquisitions_use_all_connections() {
     let server = server().await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(5));
     let backend = Arc::new(backend(config).await);
@@ -249,9 +254,9 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
     // One attempt waits in the server, and the others wait for its connection.
     let waits = async || {
         let rows = server.sql("SELECT count(*) FROM pg_locks WHERE NOT granted").await?;
-        if rows == "0" { Err(std::io::Error::other("nobody waits")) } else { Ok(()) }
+        if rows == "0" { Err(std::io::Error::other("no statement waits")) } else { Ok(()) }
     };
-    eventually(SOON, waits).await;
+    eventually(TEST_TIMEOUT, waits).await;
     let began = Instant::now();
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
@@ -269,7 +274,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
 async fn a_batch_is_renewed_claim_by_claim() {
     let server = server().await;
     let backend = backend(config(&server)).await;
-    // More claims than one statement takes.
+    // More claims than one statement renews.
     let mut claims = Vec::new();
     for n in 0..1200 {
         claims.push(claim(&format!("k{n}")));
@@ -298,5 +303,5 @@ async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
     backend.release(&claim).await.unwrap();
     server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
     let error = backend.try_acquire(&claim).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }

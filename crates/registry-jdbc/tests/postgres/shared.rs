@@ -17,49 +17,49 @@ use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use tokio::sync::RwLock;
 
 /// The number of concurrent clauses; they spend most of their time waiting.
-const AT_ONCE: usize = 8;
+const CONCURRENT_CLAUSES: usize = 8;
 
 /// The connection to the server, and the kind of locks.
 #[derive(Debug, Clone)]
-pub(crate) enum Way {
-    Directly,
-    ThroughPgBouncer,
-    BySession,
-    ByRow,
-    ByRowThroughPgBouncer,
+pub(crate) enum StoreMode {
+    Direct,
+    PgBouncer,
+    Session,
+    Row,
+    RowPgBouncer,
     /// Directly, with locks in Spring's format, and a region for each namespace.
-    AsSpring(SpringTable),
+    Spring(SpringTable),
 }
 
-impl Way {
-    fn by_connection(&self) -> bool {
-        matches!(self, Self::BySession | Self::ByRow | Self::ByRowThroughPgBouncer)
+impl StoreMode {
+    fn ends_with_connection(&self) -> bool {
+        matches!(self, Self::Session | Self::Row | Self::RowPgBouncer)
     }
 
     /// Whether locks of this kind can satisfy the clause.
-    fn can_promise(&self, clause: &Clause) -> bool {
-        let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
+    fn supports(&self, clause: &Clause) -> bool {
+        let is_supported_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
-            Self::Directly | Self::ThroughPgBouncer | Self::AsSpring(_) => {
+            Self::Direct | Self::PgBouncer | Self::Spring(_) => {
                 |need: &Need| *need != Need::ReportsInvalidations
             }
-            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
-            Self::ByRow | Self::ByRowThroughPgBouncer => |_: &Need| true,
+            Self::Session => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::Row | Self::RowPgBouncer => |_: &Need| true,
         };
         // Another client cannot acquire again, renew or release a lock that belongs to a
         // connection.
-        let is_own = clause.name.ends_with("_through_another_client")
+        let is_bound_to_client = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
-                "repetitions_of_one_acquire_at_once_are_one_grant"
-                    | "of_many_claims_at_once_exactly_one_is_granted"
+                "concurrent_repetitions_of_one_acquire_are_one_grant"
+                    | "of_many_concurrent_claims_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
             );
         // All locks of one session are lost together.
-        let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
-        clause.needs.iter().all(|need| is_here(need) && can(need))
-            && !(is_own && self.by_connection())
-            && !(is_alone && matches!(self, Self::BySession))
+        let is_session_wide = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
+        clause.needs.iter().all(|need| is_supported_here(need) && can(need))
+            && !(is_bound_to_client && self.ends_with_connection())
+            && !(is_session_wide && matches!(self, Self::Session))
     }
 }
 
@@ -68,59 +68,59 @@ impl Way {
 ///
 /// # Panics
 /// With the names of the failed clauses.
-pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
+pub(crate) fn run_conformance(mode: StoreMode, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(&way))));
-    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
-        all_clauses().iter().partition(|clause| way.can_promise(clause));
-    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(&mode))));
+    let (supported, skipped): (Vec<&'static Clause>, Vec<_>) =
+        all_clauses().iter().partition(|clause| mode.supports(clause));
+    assert_eq!((supported.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
     let next = AtomicUsize::new(0);
-    let broken = std::sync::Mutex::new(Vec::new());
+    let failed = std::sync::Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
-                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&clause) = supported.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let harness =
-                        SharedServers { way: way.clone(), servers: Arc::clone(&servers), clause };
-                    let kept =
+                        SharedServers { mode: mode.clone(), servers: Arc::clone(&servers), clause };
+                    let supported =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if kept.is_err() {
-                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
-                        broken.push(format!("{clause:?}"));
+                    if supported.is_err() {
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(format!("{clause:?}"));
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
-    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} promises are broken: {failed:#?}", failed.len());
 }
 
 #[derive(Debug)]
 struct Servers {
-    way: Way,
+    mode: StoreMode,
     server: PostgresServer,
     bouncer: Option<PgBouncer>,
 }
 
 impl Servers {
-    async fn begin(way: &Way) -> Self {
+    async fn begin(mode: &StoreMode) -> Self {
         let options = PostgresOptions::new().settings(&["max_connections=1000"]);
-        let server = match way {
-            Way::ByRow | Way::ByRowThroughPgBouncer => PostgresServer::start_with(options).await,
+        let server = match mode {
+            StoreMode::Row | StoreMode::RowPgBouncer => PostgresServer::start_with(options).await,
             _ => PostgresServer::start().await,
         };
         let server = server.unwrap();
-        let bouncer = match way {
-            Way::Directly | Way::BySession | Way::ByRow | Way::AsSpring(_) => None,
-            Way::ThroughPgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
-            Way::ByRowThroughPgBouncer => {
-                let room = ["max_client_conn = 1000", "default_pool_size = 800"];
-                Some(PgBouncer::start_with(&server, &room).await.unwrap())
+        let bouncer = match mode {
+            StoreMode::Direct | StoreMode::Session | StoreMode::Row | StoreMode::Spring(_) => None,
+            StoreMode::PgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
+            StoreMode::RowPgBouncer => {
+                let limits = ["max_client_conn = 1000", "default_pool_size = 800"];
+                Some(PgBouncer::start_with(&server, &limits).await.unwrap())
             }
         };
-        Self { way: way.clone(), server, bouncer }
+        Self { mode: mode.clone(), server, bouncer }
     }
 
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
@@ -133,16 +133,16 @@ impl Servers {
         };
         // One clause holds this many locks.
         let config = config.with_namespace(namespace).with_row_locks(260);
-        match &self.way {
-            Way::BySession => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
-            Way::ByRow | Way::ByRowThroughPgBouncer => {
+        match &self.mode {
+            StoreMode::Session => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
+            StoreMode::Row | StoreMode::RowPgBouncer => {
                 Arc::new(PostgresRowBackend::open(config).await.unwrap())
             }
-            Way::AsSpring(table) => {
+            StoreMode::Spring(table) => {
                 let table = table.clone().with_region(namespace);
                 Arc::new(PostgresSpringBackend::open(config, table).await.unwrap())
             }
-            Way::Directly | Way::ThroughPgBouncer => {
+            StoreMode::Direct | StoreMode::PgBouncer => {
                 Arc::new(PostgresBackend::open(config).await.unwrap())
             }
         }
@@ -152,7 +152,7 @@ impl Servers {
 /// The servers for one clause.
 #[derive(Debug)]
 struct SharedServers {
-    way: Way,
+    mode: StoreMode,
     servers: Arc<RwLock<Servers>>,
     clause: &'static Clause,
 }
@@ -160,20 +160,20 @@ struct SharedServers {
 #[async_trait]
 impl Harness for SharedServers {
     async fn store(&self) -> Box<dyn Store> {
-        let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
-        let servers = if self.clause.needs.iter().any(upsets) {
-            Arc::new(RwLock::new(Servers::begin(&self.way).await))
+        let needs_own_server = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
+        let servers = if self.clause.needs.iter().any(needs_own_server) {
+            Arc::new(RwLock::new(Servers::begin(&self.mode).await))
         } else {
             Arc::clone(&self.servers)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { way: self.way.clone(), servers, namespace })
+        Box::new(InNamespace { mode: self.mode.clone(), servers, namespace })
     }
 }
 
 #[derive(Debug)]
 struct InNamespace {
-    way: Way,
+    mode: StoreMode,
     servers: Arc<RwLock<Servers>>,
     namespace: String,
 }
@@ -184,7 +184,7 @@ impl Store for InNamespace {
         self.servers.read().await.open(&self.namespace).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(self.servers.read().await.open(&format!("{}-other", self.namespace)).await)
     }
 
@@ -199,13 +199,13 @@ impl Store for InNamespace {
 
     // Ends the connection, as the server would.
     async fn break_claim(&self, claim: &Claim) -> bool {
-        if !self.way.by_connection() {
+        if !self.mode.ends_with_connection() {
             return false;
         }
         let hashed = hashed(&self.namespace, claim);
         // The advisory lock is the session's lock, or it identifies the connection of the
         // transaction.
-        let from = if matches!(self.way, Way::BySession) { 1 } else { 17 };
+        let from = if matches!(self.mode, StoreMode::Session) { 1 } else { 17 };
         let number = format!(
             "('x' || substr(encode(sha256('\\x{hashed}'), 'hex'), {from}, 16))::bit(64)::bigint"
         );

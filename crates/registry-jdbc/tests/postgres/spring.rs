@@ -8,7 +8,7 @@ use registry_jdbc::{Fence as _, FenceError, PostgresSpringBackend, SpringTable};
 use registry_testkit::eventually;
 use registry_testkit::postgres::PostgresServer;
 
-use crate::lab::{LEASE, SOON, config, data, key, lock, run, server, told};
+use crate::common::{LEASE, TEST_TIMEOUT, config, data, error_chain, key, lock, run, server};
 
 const TTL: Duration = Duration::from_secs(10);
 
@@ -67,7 +67,7 @@ async fn a_row_is_what_spring_6_writes_and_ends_with_its_lease() {
 }
 
 #[tokio::test]
-async fn tokens_grow_although_rows_vanish() {
+async fn tokens_increase_although_rows_are_deleted() {
     let server = server().await;
     let backend = backend(&server, SpringTable::v7()).await;
     let mut last = 0;
@@ -81,13 +81,14 @@ async fn tokens_grow_although_rows_vanish() {
 }
 
 #[tokio::test]
-async fn a_lease_that_has_ended_is_not_renewed_even_if_nobody_took_it() {
+async fn an_expired_lease_is_not_renewed_even_if_the_key_is_free() {
     let server = server().await;
     for table in [SpringTable::v7(), SpringTable::v6(TTL).with_prefix("OLD_")] {
         let backend = backend(&server, table).await;
         let short = Claim::new(key("k"), Duration::from_millis(100));
         token(&backend, &short).await;
-        eventually(SOON, async || backend.inspect(short.key()).await.unwrap().is_none()).await;
+        eventually(TEST_TIMEOUT, async || backend.inspect(short.key()).await.unwrap().is_none())
+            .await;
         let renewed = backend.renew(std::slice::from_ref(&short)).await;
         assert!(matches!(renewed[..], [Ok(Renewal::Gone)]), "{renewed:?}");
         assert_eq!(backend.inspect(short.key()).await.unwrap(), None);
@@ -109,23 +110,23 @@ async fn keys_of_one_uuid_are_one_lock() {
 
 /// Uses the UUID, which is a key of the same lock.
 #[tokio::test]
-async fn what_spring_holds_is_listed_and_can_be_broken() {
+async fn locks_of_spring_are_listed_and_can_be_broken() {
     let server = server().await;
     let backend = backend(&server, SpringTable::v7()).await;
     sql(&server, "INSERT INTO INT_LOCK (REGION, LOCK_KEY, CLIENT_ID, CREATED_DATE, EXPIRED_AFTER) \
         SELECT r, 'acbd18db-4cc2-385c-adef-654fccc4a4d8', 'short', timezone('UTC', now()), timezone('UTC', now()) + interval '60 s' \
         FROM unnest(ARRAY['DEFAULT', 'OTHER']) AS r").await;
-    let ours = claim("bar").with_label(Some("us".into()));
-    let granted = token(&backend, &ours).await;
+    let own_claim = claim("bar").with_label(Some("us".into()));
+    let granted = token(&backend, &own_claim).await;
     let mut listed = backend.list().await.unwrap();
     listed.sort_by(|a, b| a.key.as_str().cmp(b.key.as_str()));
-    let [theirs, mine] = &listed[..] else { panic!("{listed:?}") };
-    assert_eq!(theirs.key.as_str(), "acbd18db-4cc2-385c-adef-654fccc4a4d8");
-    assert_eq!((theirs.token, &theirs.label), (None, &None));
-    assert_eq!((mine.key.as_str(), mine.token.unwrap().get()), ("bar", granted));
-    assert_eq!(mine.label.as_deref(), Some("us"));
+    let [spring_holder, own_holder] = &listed[..] else { panic!("{listed:?}") };
+    assert_eq!(spring_holder.key.as_str(), "acbd18db-4cc2-385c-adef-654fccc4a4d8");
+    assert_eq!((spring_holder.token, &spring_holder.label), (None, &None));
+    assert_eq!((own_holder.key.as_str(), own_holder.token.unwrap().get()), ("bar", granted));
+    assert_eq!(own_holder.label.as_deref(), Some("us"));
     assert!(backend.inspect(&key("foo")).await.unwrap().unwrap().lease_left.is_some());
-    assert_eq!(backend.force_release(&theirs.key).await.unwrap(), Release::Freed);
+    assert_eq!(backend.force_release(&spring_holder.key).await.unwrap(), Release::Freed);
     assert_eq!(backend.inspect(&key("foo")).await.unwrap(), None);
     assert_eq!(sql(&server, "SELECT count(*) FROM int_lock WHERE region = 'OTHER'").await, "1");
 }
@@ -135,24 +136,24 @@ async fn a_table_of_another_generation_is_refused() {
     let server = server().await;
     backend(&server, SpringTable::v7()).await;
     backend(&server, SpringTable::v6(TTL).with_prefix("public.OLD_")).await;
-    for (table, hint) in [
+    for (table, fragment) in [
         (SpringTable::v6(TTL), "has a column EXPIRED_AFTER"),
         (SpringTable::v7().with_prefix("old_"), "has no column EXPIRED_AFTER"),
         (SpringTable::v7().with_prefix("a b"), "the prefix"),
         (SpringTable::v7().with_region(""), "the region"),
     ] {
         let error = PostgresSpringBackend::open(config(&server), table).await.unwrap_err();
-        assert!(told(&error).contains(hint), "{error}");
+        assert!(error_chain(&error).contains(fragment), "{error}");
     }
     let absent = SpringTable::v7().with_prefix("ABSENT_");
     let strict = config(&server).with_create_schema(false);
     let error = PostgresSpringBackend::open(strict, absent).await.unwrap_err();
-    assert!(told(&error).contains("ABSENT_LOCK is missing"), "{error}");
+    assert!(error_chain(&error).contains("ABSENT_LOCK is missing"), "{error}");
 }
 
 /// Without the fence, Spring's own statement would take over the row while the transaction is open.
 #[tokio::test]
-async fn a_fenced_transaction_keeps_spring_out_until_it_ends() {
+async fn a_fenced_transaction_excludes_spring_until_it_ends() {
     let server = server().await;
     let backend = backend(&server, SpringTable::v7()).await;
     let registry = registry_core::Registry::builder(std::sync::Arc::new(backend)).build().unwrap();
@@ -172,7 +173,7 @@ async fn a_fenced_transaction_keeps_spring_out_until_it_ends() {
 }
 
 #[tokio::test]
-async fn statements_that_the_server_does_not_keep_do_the_same() {
+async fn unprepared_statements_have_the_same_effect() {
     let server = server().await;
     for (table, prefix) in [(SpringTable::v7(), "INT_"), (SpringTable::v6(TTL), "OLD_")] {
         let table = table.with_prefix(prefix).with_region("eu/west-1");

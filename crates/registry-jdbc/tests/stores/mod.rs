@@ -36,7 +36,7 @@ impl Store for SqliteStore {
         self.open(SqliteConfig::new(self.path())).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(self.open(SqliteConfig::new(self.path()).with_namespace("other")).await)
     }
 

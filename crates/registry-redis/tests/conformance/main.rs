@@ -3,7 +3,7 @@
 //! Over a single server, each clause is a test with its own server. The other kinds take seconds to
 //! start. Their clauses share one set of servers, each clause in its own namespace. Only clauses
 //! that restart or empty the servers get their own set.
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 mod shared;
 
@@ -18,23 +18,23 @@ use registry_testkit::redis::{
 };
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use shared::{Servers, keeps_its_promises};
+use shared::{ServerSet, run_all_clauses};
 use tokio::sync::Mutex;
 
 #[derive(Debug)]
-struct Standalone;
+struct SingleServerHarness;
 
 #[async_trait]
-impl Harness for Standalone {
+impl Harness for SingleServerHarness {
     async fn store(&self) -> Box<dyn Store> {
-        Box::new(OneServer(Mutex::new(RedisServer::start(&[]).await.unwrap())))
+        Box::new(SingleServer(Mutex::new(RedisServer::start(&[]).await.unwrap())))
     }
 }
 
 #[derive(Debug)]
-struct OneServer(Mutex<RedisServer>);
+struct SingleServer(Mutex<RedisServer>);
 
-impl OneServer {
+impl SingleServer {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let config = RedisConfig::from_url(&self.0.lock().await.url()).unwrap();
         Arc::new(RedisBackend::open(config.with_namespace(namespace)).await.unwrap())
@@ -42,12 +42,12 @@ impl OneServer {
 }
 
 #[async_trait]
-impl Store for OneServer {
+impl Store for SingleServer {
     async fn client(&self) -> Arc<dyn LockBackend> {
         self.open("lock-registry").await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(self.open("other").await)
     }
 
@@ -61,21 +61,21 @@ impl Store for OneServer {
     async fn wipe(&self) -> bool {
         let mut server = self.0.lock().await;
         server.kill();
-        server.lose_data().unwrap();
+        server.delete_data().unwrap();
         server.start_again().await.unwrap();
         true
     }
 }
 
 registry_conformance::conformance! {
-    harness = Standalone,
+    harness = SingleServerHarness,
     runs = 224,
     skips = 8,
     without = [fair, remote],
 }
 
 #[async_trait]
-impl Servers for SentinelSetup {
+impl ServerSet for SentinelSetup {
     async fn begin() -> Self {
         Self::start().await.unwrap()
     }
@@ -91,17 +91,17 @@ impl Servers for SentinelSetup {
 
     async fn wipe(&mut self) {
         let master = self.master().await.unwrap();
-        self.server(master).ask("FLUSHALL").await.unwrap();
+        self.server(master).send_command("FLUSHALL").await.unwrap();
     }
 }
 
 #[test]
-fn the_master_that_sentinels_name_keeps_all_promises() {
-    keeps_its_promises::<SentinelSetup>(224, 8);
+fn a_sentinel_master_passes_all_clauses() {
+    run_all_clauses::<SentinelSetup>(224, 8);
 }
 
 #[async_trait]
-impl Servers for RedisCluster {
+impl ServerSet for RedisCluster {
     /// No clause tests the loss of a node, and on a busy machine nodes with a short time-out would
     /// suspect each other.
     async fn begin() -> Self {
@@ -122,18 +122,18 @@ impl Servers for RedisCluster {
     async fn wipe(&mut self) {
         for slot in [0, 8_000, 16_000] {
             let master = self.master_of(slot).await.unwrap();
-            self.node(master).ask("FLUSHALL").await.unwrap();
+            self.node(master).send_command("FLUSHALL").await.unwrap();
         }
     }
 }
 
 #[test]
-fn a_cluster_keeps_all_promises() {
-    keeps_its_promises::<RedisCluster>(224, 8);
+fn a_cluster_passes_all_clauses() {
+    run_all_clauses::<RedisCluster>(224, 8);
 }
 
 #[async_trait]
-impl Servers for RedisQuorum {
+impl ServerSet for RedisQuorum {
     async fn begin() -> Self {
         Self::start(5).await.unwrap()
     }
@@ -152,28 +152,28 @@ impl Servers for RedisQuorum {
     async fn wipe(&mut self) {
         for server in self.servers_mut() {
             server.kill();
-            server.lose_data().unwrap();
+            server.delete_data().unwrap();
             server.start_again().await.unwrap();
         }
     }
 }
 
 #[test]
-fn a_quorum_keeps_all_promises() {
-    keeps_its_promises::<RedisQuorum>(224, 8);
+fn a_quorum_passes_all_clauses() {
+    run_all_clauses::<RedisQuorum>(224, 8);
 }
 
 /// A server that requires TLS and a login.
 #[cfg(feature = "tls")]
 #[derive(Debug)]
-struct Guarded {
+struct TlsServer {
     server: RedisServer,
     certificates: TlsFolder,
 }
 
 #[cfg(feature = "tls")]
 #[async_trait]
-impl Servers for Guarded {
+impl ServerSet for TlsServer {
     async fn begin() -> Self {
         let certificates = TlsFolder::new().unwrap();
         let options = ServerOptions::new().tls(&certificates).login("worker", "opensesame");
@@ -195,29 +195,29 @@ impl Servers for Guarded {
 
     async fn wipe(&mut self) {
         self.server.kill();
-        self.server.lose_data().unwrap();
+        self.server.delete_data().unwrap();
         self.server.start_again().await.unwrap();
     }
 }
 
 #[cfg(feature = "tls")]
 #[test]
-fn an_encrypted_server_with_users_keeps_all_promises() {
-    keeps_its_promises::<Guarded>(224, 8);
+fn an_encrypted_server_with_users_passes_all_clauses() {
+    run_all_clauses::<TlsServer>(224, 8);
 }
 
 /// A server with locks in the Spring Integration layout.
 #[derive(Debug)]
-struct AsSpring(RedisServer);
+struct SpringLayout(RedisServer);
 
 /// A server with locks in the Redisson layout.
 #[derive(Debug)]
-struct AsRedisson(RedisServer);
+struct RedissonLayout(RedisServer);
 
 macro_rules! layout {
     ($name:ident, $layout:expr) => {
         #[async_trait]
-        impl Servers for $name {
+        impl ServerSet for $name {
             async fn begin() -> Self {
                 Self(RedisServer::start(&[]).await.unwrap())
             }
@@ -233,22 +233,22 @@ macro_rules! layout {
 
             async fn wipe(&mut self) {
                 self.0.kill();
-                self.0.lose_data().unwrap();
+                self.0.delete_data().unwrap();
                 self.0.start_again().await.unwrap();
             }
         }
     };
 }
 
-layout!(AsSpring, Layout::Spring);
-layout!(AsRedisson, Layout::Redisson);
+layout!(SpringLayout, Layout::Spring);
+layout!(RedissonLayout, Layout::Redisson);
 
 #[test]
-fn locks_of_the_spring_layout_keep_all_promises_but_that_of_labels() {
-    keeps_its_promises::<AsSpring>(222, 10);
+fn the_spring_layout_passes_all_clauses_except_labels() {
+    run_all_clauses::<SpringLayout>(222, 10);
 }
 
 #[test]
-fn locks_of_the_redisson_layout_keep_all_promises_but_that_of_labels() {
-    keeps_its_promises::<AsRedisson>(222, 10);
+fn the_redisson_layout_passes_all_clauses_except_labels() {
+    run_all_clauses::<RedissonLayout>(222, 10);
 }

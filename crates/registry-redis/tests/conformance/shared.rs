@@ -12,11 +12,11 @@ use registry_redis::{RedisBackend, RedisConfig};
 use tokio::sync::RwLock;
 
 /// The number of clauses that run concurrently; they mostly wait.
-const AT_ONCE: usize = 8;
+const CONCURRENT_CLAUSES: usize = 8;
 
 /// A set of servers of one kind.
 #[async_trait]
-pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
+pub(crate) trait ServerSet: Debug + Send + Sync + Sized + 'static {
     async fn begin() -> Self;
     fn config(&self) -> RedisConfig;
     async fn restart(&mut self);
@@ -28,7 +28,7 @@ pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
 ///
 /// # Panics
 /// Panics with the names of the clauses that failed.
-pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
+pub(crate) fn run_all_clauses<S: ServerSet>(runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let servers = Arc::new(RwLock::new(runtime.block_on(S::begin())));
     let capabilities = {
@@ -40,32 +40,32 @@ pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
         Need::Labels => capabilities.labels,
         _ => true,
     };
-    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
+    let (supported, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| clause.needs.iter().all(can));
-    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+    assert_eq!((supported.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
     let next = AtomicUsize::new(0);
-    let broken = std::sync::Mutex::new(Vec::new());
+    let failed = std::sync::Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
-                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&clause) = supported.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let harness = SharedServers { servers: Arc::clone(&servers), clause };
-                    let kept =
+                    let result =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if kept.is_err() {
-                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
-                        broken.push(format!("{clause:?}"));
+                    if result.is_err() {
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(format!("{clause:?}"));
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
-    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
 }
 
-async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
+async fn open<S: ServerSet>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
     let config = servers.read().await.config().with_namespace(namespace);
     Arc::new(RedisBackend::open(config).await.unwrap())
 }
@@ -78,32 +78,32 @@ struct SharedServers<S> {
 }
 
 #[async_trait]
-impl<S: Servers> Harness for SharedServers<S> {
+impl<S: ServerSet> Harness for SharedServers<S> {
     async fn store(&self) -> Box<dyn Store> {
-        let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
-        let servers = if self.clause.needs.iter().any(upsets) {
+        let is_disruptive = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
+        let servers = if self.clause.needs.iter().any(is_disruptive) {
             Arc::new(RwLock::new(S::begin().await))
         } else {
             Arc::clone(&self.servers)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { servers, namespace })
+        Box::new(NamespacedStore { servers, namespace })
     }
 }
 
 #[derive(Debug)]
-struct InNamespace<S> {
+struct NamespacedStore<S> {
     servers: Arc<RwLock<S>>,
     namespace: String,
 }
 
 #[async_trait]
-impl<S: Servers> Store for InNamespace<S> {
+impl<S: ServerSet> Store for NamespacedStore<S> {
     async fn client(&self) -> Arc<dyn LockBackend> {
         open(&self.servers, &self.namespace).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(open(&self.servers, &format!("{}-other", self.namespace)).await)
     }
 

@@ -2,19 +2,19 @@
 //! their clocks. Clients contend meanwhile, a recorder logs all their operations, and the checkers
 //! of the testkit verify the history.
 //!
-//! A single server that keeps its data keeps all promises. Where a fault may break exclusion, the
+//! A single server that keeps its data keeps all guarantees. Where a fault may break exclusion, the
 //! test states the time window. Tokens grow and fenced writes are safe in any case.
 #![cfg(target_os = "linux")]
-#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
-#![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
+#![expect(clippy::unwrap_used, reason = "test helpers may panic")]
+#![expect(clippy::print_stdout, reason = "measurements are printed with --nocapture")]
 
 mod standalone;
 mod sentinel;
 mod cluster;
 mod quorum;
-mod told;
-mod rates;
+mod invalidations;
+mod loss_rates;
 
-mod contest;
-mod verdict;
-mod elsewhere;
+mod workload;
+mod outcome;
+mod remote_client;

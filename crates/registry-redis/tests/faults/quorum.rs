@@ -11,13 +11,15 @@ use registry_core::{
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::history::{Recorder, host_clock};
-use registry_testkit::proxy::{FaultProxy, Mode};
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisQuorum, RedisServer, ServerOptions};
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
-use crate::contest::{Contest, Keys, LEASE, LONG, Resource, millis, registry, secs};
-use crate::elsewhere;
+use crate::remote_client;
+use crate::workload::{
+    FencedResource, LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs,
+};
 
 async fn quorum() -> (RedisQuorum, RedisConfig) {
     let quorum = RedisQuorum::start(5).await.unwrap();
@@ -29,41 +31,41 @@ fn all(quorum: &RedisQuorum) -> Vec<&RedisServer> {
     quorum.servers().iter().collect()
 }
 
-async fn begin(config: &RedisConfig, lease: Duration) -> Contest {
-    Contest::begin_with(&vec![config.clone(); 3], config, Keys::default(), lease).await
+async fn start_workload(config: &RedisConfig, lease: Duration) -> Workload {
+    Workload::start_with(&vec![config.clone(); 3], config, WorkloadKeys::default(), lease).await
 }
 
 #[tokio::test]
-async fn one_dead_master_or_two_of_five_end_no_hold_and_hold_up_nobody() {
+async fn two_dead_masters_of_five_lose_no_lock_and_delay_no_client() {
     let (mut quorum, config) = quorum().await;
-    let contest = begin(&config, secs(6)).await;
-    contest.goes_on().await;
+    let workload = start_workload(&config, secs(6)).await;
+    workload.wait_for_grants().await;
     quorum.servers_mut()[1].kill();
-    contest.goes_on().await;
+    workload.wait_for_grants().await;
     quorum.servers_mut()[4].kill();
     for _ in 0..3 {
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
     for dead in [1, 4] {
         quorum.servers_mut()[dead].start_again().await.unwrap();
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
-    let outcome = contest.end(&all(&quorum)).await;
+    let outcome = workload.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
     assert_eq!(outcome.errors, [""; 0]);
-    outcome.with_splits().assert_flawless();
+    outcome.without_split_votes().assert_correct();
 }
 
 #[tokio::test]
-async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_are_told() {
+async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     let (mut quorum, config) = quorum().await;
     let others = [
         RedisBackend::open(config.clone()).await.unwrap(),
         RedisBackend::open(config.clone()).await.unwrap(),
     ];
-    let contest = Contest::begin(&config).await;
-    contest.goes_on().await;
-    contest.steady().await;
+    let workload = Workload::start(&config).await;
+    workload.wait_for_grants().await;
+    workload.wait_until_steady_held().await;
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
     }
@@ -73,61 +75,65 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
         for key in ["steady/0", "steady/1", "steady/2", "fresh"] {
             let claim = || Claim::new(Key::new(key).unwrap(), LEASE);
             let claims = [claim(), claim()];
-            let asked = others.iter().zip(&claims).map(|(other, claim)| other.try_acquire(claim));
-            for answer in join_all(asked).await {
-                let error = answer.expect_err("an outage is no holder");
+            let attempts =
+                others.iter().zip(&claims).map(|(other, claim)| other.try_acquire(claim));
+            for result in join_all(attempts).await {
+                let error = result.expect_err("an outage must not be reported as a holder");
                 assert_eq!(error.kind(), BackendErrorKind::Transient, "{error:?}");
             }
         }
     }
-    let newcomer = within(LONG, RedisBackend::open(config.clone())).await;
-    assert_eq!(newcomer.unwrap_err().kind(), BackendErrorKind::Transient);
-    // Earlier requests are answered by then.
-    let begin = contest.after(LEASE);
-    contest.loses_steadily(3).await;
+    let new_client = within(LONG, RedisBackend::open(config.clone())).await;
+    assert_eq!(new_client.unwrap_err().kind(), BackendErrorKind::Transient);
+    // Earlier requests have been answered by then.
+    let begin = workload.after(LEASE);
+    workload.wait_for_steady_losses(3).await;
     sleep(LEASE * 3 / 2).await;
-    let end = contest.now();
-    assert!(contest.errors() > 0);
+    let end = workload.now();
+    assert!(workload.errors() > 0);
     for dead in 0..3 {
         quorum.servers_mut()[dead].start_again().await.unwrap();
     }
-    contest.goes_on().await;
-    contest.goes_on().await;
-    let outcome = contest.end(&all(&quorum)).await;
+    workload.wait_for_grants().await;
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&all(&quorum)).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
     let during = |from: u64| begin < from && from < end;
     let mut granted = outcome.history.grants.iter().filter(|grant| during(grant.acquire.to));
     assert_eq!(granted.next(), None, "without a majority");
-    outcome.with_splits().assert_flawless();
+    outcome.without_split_votes().assert_correct();
 }
 
-/// One master refuses, two are silent and two report a holder: too few to report `Busy`.
+/// One master refuses, two are unresponsive and two report a holder: too few to report `Busy`.
 #[tokio::test]
-async fn what_two_of_five_say_is_no_answer() {
+async fn the_responses_of_two_of_five_masters_do_not_decide() {
     let (mut quorum, config) = quorum().await;
-    let ours = registry(&config, LEASE).await;
+    let registry_a = registry(&config, LEASE).await;
     let other = RedisBackend::open(config).await.unwrap();
     let claim = || Claim::new(Key::new("k").unwrap(), LEASE);
-    let guard = ours.obtain("k").lock().await.unwrap();
+    let guard = registry_a.obtain("k").lock().await.unwrap();
     assert!(matches!(other.try_acquire(&claim()).await, Ok(Attempt::Busy(_))));
     quorum.servers_mut()[0].kill();
     for server in &quorum.servers()[1..3] {
         server.pause().unwrap();
     }
     for _ in 0..3 {
-        let error = other.try_acquire(&claim()).await.expect_err("an outage is no holder");
+        let error = other
+            .try_acquire(&claim())
+            .await
+            .expect_err("an outage must not be reported as a holder");
         assert_eq!(error.kind(), BackendErrorKind::Transient, "{error:?}");
     }
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Expired);
     for server in &quorum.servers()[1..3] {
         server.resume().unwrap();
     }
-    within(LONG, ours.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+    within(LONG, registry_a.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn two_slow_masters_of_five_end_no_hold_and_hold_up_nobody() {
+async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
     let (quorum, _) = quorum().await;
     let proxies: Vec<FaultProxy> = quorum.servers()[..2]
         .iter()
@@ -139,125 +145,128 @@ async fn two_slow_masters_of_five_end_no_hold_and_hold_up_nobody() {
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
     // Two clients, because three would often block each other while no master is spare.
-    let ways = vec![config.clone(); 2];
-    let contest = Contest::begin_with(&ways, &config, Keys::default(), secs(6)).await;
-    contest.goes_on().await;
+    let client_configs = vec![config.clone(); 2];
+    let workload =
+        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), secs(6)).await;
+    workload.wait_for_grants().await;
     for proxy in &proxies {
-        proxy.set_mode(Mode::Delay(millis(300))).await.unwrap();
+        proxy.set_mode(ProxyMode::Delay(millis(300))).await.unwrap();
     }
-    contest.goes_on().await;
+    workload.wait_for_grants().await;
     for proxy in &proxies {
-        proxy.set_mode(Mode::Pass).await.unwrap();
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
     }
     for server in &quorum.servers()[..2] {
         server.pause().unwrap();
     }
-    contest.goes_on().await;
+    workload.wait_for_grants().await;
     for server in &quorum.servers()[..2] {
         server.resume().unwrap();
     }
-    contest.goes_on().await;
-    let outcome = contest.end(&all(&quorum)).await;
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.with_splits().assert_flawless();
+    outcome.without_split_votes().assert_correct();
 }
 
 #[tokio::test]
-async fn a_lock_that_all_five_have_survives_that_one_forgets_it() {
+async fn a_lock_on_five_masters_survives_the_data_loss_of_one() {
     let (mut quorum, config) = quorum().await;
-    let (ours, theirs) = (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
-    let guard = ours.obtain("k").lock().await.unwrap();
-    forget(&mut quorum, 2).await;
+    let (registry_a, registry_b) =
+        (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
+    let guard = registry_a.obtain("k").lock().await.unwrap();
+    restart_without_data(&mut quorum, 2).await;
     eventually(LONG, async || guard.renew(secs(30)).await.is_ok()).await;
-    assert!(theirs.obtain("k").try_lock().await.unwrap().is_none());
+    assert!(registry_b.obtain("k").try_lock().await.unwrap().is_none());
     let token = guard.fencing_token();
     guard.unlock().await.unwrap();
-    let next = within(LONG, theirs.obtain("k").lock()).await.unwrap();
+    let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     assert!(next.fencing_token() > token);
     next.unlock().await.unwrap();
 }
 
 /// Crashes a master and deletes its data.
-async fn forget(quorum: &mut RedisQuorum, master: usize) {
+async fn restart_without_data(quorum: &mut RedisQuorum, master: usize) {
     let server = &mut quorum.servers_mut()[master];
     server.kill();
-    server.lose_data().unwrap();
+    server.delete_data().unwrap();
     server.start_again().await.unwrap();
 }
 
 /// A sequence that certainly loses a lock: the standard counterexample to Redlock.
 #[tokio::test]
-async fn a_lock_that_three_of_five_have_is_lost_if_one_forgets_it_and_its_holder_is_told() {
+async fn a_lock_on_three_of_five_masters_is_lost_with_the_data_of_one_and_the_holder_is_notified() {
     let (mut quorum, config) = quorum().await;
-    let (ours, theirs) = (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
+    let (registry_a, registry_b) =
+        (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
     for dead in [3, 4] {
         quorum.servers_mut()[dead].kill();
     }
-    let guard = ours.obtain("k").lock().await.unwrap();
+    let guard = registry_a.obtain("k").lock().await.unwrap();
     for dead in [3, 4] {
         quorum.servers_mut()[dead].start_again().await.unwrap();
     }
-    assert!(matches!(theirs.obtain("k").try_lock().await, Ok(None)), "three have it");
-    forget(&mut quorum, 0).await;
-    let next = within(LONG, theirs.obtain("k").lock()).await.unwrap();
+    assert!(matches!(registry_b.obtain("k").try_lock().await, Ok(None)), "three have it");
+    restart_without_data(&mut quorum, 0).await;
+    let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
-    let (recorder, resource) = (Recorder::new(host_clock()), Resource::default());
+    let (recorder, resource) = (Recorder::new(host_clock()), FencedResource::default());
     let (token, newer) = (guard.fencing_token().unwrap(), next.fencing_token().unwrap());
-    assert!(newer > token, "tokens grow though one was forgotten");
+    assert!(newer > token, "tokens grow although one was lost");
     assert!(resource.write(&recorder, 2, "k", newer));
     assert!(!resource.write(&recorder, 1, "k", token));
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
-    assert!(next.is_held(), "the successor is left alone");
+    assert!(next.is_held(), "the next holder keeps its lock");
     next.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn masters_that_have_just_been_started_count_for_nothing_where_that_is_asked_for() {
+async fn a_restart_guard_excludes_masters_that_have_just_been_started() {
     let (mut quorum, config) = quorum().await;
     let lease = secs(4);
     let guarded = config.clone().with_restart_guard(lease);
-    let ours = registry(&guarded, lease).await;
-    let theirs = registry(&guarded, lease).await;
+    let registry_a = registry(&guarded, lease).await;
+    let registry_b = registry(&guarded, lease).await;
     for dead in [3, 4] {
         quorum.servers_mut()[dead].kill();
     }
-    let patient = || LockOptions::new().wait(LONG);
-    let guard = ours.obtain("k").lock_with(patient()).await.unwrap().unwrap();
+    let with_wait = || LockOptions::new().wait(LONG);
+    let guard = registry_a.obtain("k").lock_with(with_wait()).await.unwrap().unwrap();
     for dead in [3, 4] {
         quorum.servers_mut()[dead].start_again().await.unwrap();
     }
-    let forgotten = Instant::now();
-    forget(&mut quorum, 0).await;
-    let error = theirs.obtain("k").try_lock().await.unwrap_err();
+    let restarted_at = Instant::now();
+    restart_without_data(&mut quorum, 0).await;
+    let error = registry_b.obtain("k").try_lock().await.unwrap_err();
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
     assert_eq!(source.kind(), BackendErrorKind::Transient, "{error:?}");
     println!("{source}");
-    let next = theirs.obtain("k").lock_with(patient()).await.unwrap().unwrap();
-    assert!(forgotten.elapsed() >= lease, "whatever it has forgotten is over");
+    let next = registry_b.obtain("k").lock_with(with_wait()).await.unwrap().unwrap();
+    assert!(restarted_at.elapsed() >= lease, "the lost leases have ended");
     assert!(!guard.is_held() && next.fencing_token() > guard.fencing_token());
     next.unlock().await.unwrap();
 }
 
 #[tokio::test]
-async fn a_contest_goes_on_flawlessly_while_masters_forget_one_after_the_other() {
+async fn a_restart_guard_prevents_violations_while_masters_lose_data_in_turn() {
     let (mut quorum, config) = quorum().await;
     let guarded = config.clone().with_restart_guard(LEASE);
-    let contest = begin(&guarded, LEASE).await;
-    for forgetful in [0, 3] {
-        contest.goes_on().await;
-        forget(&mut quorum, forgetful).await;
-        contest.goes_on().await;
+    let workload = start_workload(&guarded, LEASE).await;
+    for master in [0, 3] {
+        workload.wait_for_grants().await;
+        restart_without_data(&mut quorum, master).await;
+        workload.wait_for_grants().await;
         // One master at a time.
         sleep(LEASE + secs(2)).await;
     }
-    contest.goes_on().await;
-    contest.end(&all(&quorum)).await.with_splits().assert_flawless();
+    workload.wait_for_grants().await;
+    workload.end(&all(&quorum)).await.without_split_votes().assert_correct();
 }
 
 /// The leases on one master end at once. That affects only locks that exist on no more than a
 /// majority.
 #[tokio::test]
-async fn the_clock_of_one_master_that_jumps_ahead_ends_no_hold_that_all_five_have() {
+async fn a_clock_jump_of_one_master_ends_no_lock_on_five_masters() {
     let clock = ClockShim::new().unwrap();
     let mut servers = Vec::new();
     for number in 0..5 {
@@ -268,52 +277,56 @@ async fn the_clock_of_one_master_that_jumps_ahead_ends_no_hold_that_all_five_hav
     let addresses: Vec<String> = servers.iter().map(|server| server.addr().to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
-    let alone = registry(&config, LEASE).await;
-    let mine = alone.obtain("mine").lock().await.unwrap();
-    let contest = begin(&config, LEASE).await;
-    contest.goes_on().await;
-    let begin = contest.now();
+    let other_registry = registry(&config, LEASE).await;
+    let guard = other_registry.obtain("mine").lock().await.unwrap();
+    let workload = start_workload(&config, LEASE).await;
+    workload.wait_for_grants().await;
+    let begin = workload.now();
     clock.jump_wall(61).unwrap();
-    let end = contest.after(LEASE);
+    let end = workload.after(LEASE);
     for _ in 0..4 {
-        contest.goes_on().await;
+        workload.wait_for_grants().await;
     }
     sleep(LEASE).await;
-    assert!(mine.is_held());
-    mine.unlock().await.unwrap();
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
     clock.jump_wall(-61).unwrap();
-    contest.goes_on().await;
-    let outcome = contest.end(&servers.iter().collect::<Vec<_>>()).await;
-    outcome.with_splits().assert_flawless_but_between(&[(begin, end)]);
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&servers.iter().collect::<Vec<_>>()).await;
+    outcome.without_split_votes().assert_correct_outside(&[(begin, end)]);
 }
 
 #[tokio::test]
-async fn a_stopped_holder_is_replaced_and_knows_it() {
+async fn a_suspended_holder_is_replaced_and_notified() {
     let (quorum, _) = quorum().await;
     let (url, servers) = (quorum.url(), all(&quorum));
-    let outcome = elsewhere::a_stopped_holder_is_replaced_and_knows_it(&url, &servers);
-    outcome.await.with_splits().assert_flawless();
+    let outcome = remote_client::a_suspended_holder_is_replaced_and_notified(&url, &servers);
+    outcome.await.without_split_votes().assert_correct();
 }
 
-/// Three of five masters have one lock, and all have the other. A silent master decides about the
-/// first lock.
+/// Three of five masters have one lock, and all have the other. An unresponsive master decides about
+/// the first lock.
 #[tokio::test]
-async fn a_hold_that_depends_on_a_silent_master_takes_no_other_hold_with_it() {
+async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
     let (mut quorum, config) = quorum().await;
     let lease = secs(4);
-    let ours = registry(&config, lease).await;
+    let registry_a = registry(&config, lease).await;
     for dead in [3, 4] {
         quorum.servers_mut()[dead].kill();
     }
-    let patient = || LockOptions::new().wait(LONG);
-    let weak = ours.obtain("weak").lock_with(patient()).await.unwrap().unwrap();
+    let with_wait = || LockOptions::new().wait(LONG);
+    let weak = registry_a.obtain("weak").lock_with(with_wait()).await.unwrap().unwrap();
     for back in [3, 4] {
         quorum.servers_mut()[back].start_again().await.unwrap();
     }
     let holds = async |key: &str, server: &RedisServer| {
-        server.ask(&format!("EXISTS lock-registry:{{{key}}}")).await.unwrap().contains(":1")
+        server
+            .send_command(&format!("EXISTS lock-registry:{{{key}}}"))
+            .await
+            .unwrap()
+            .contains(":1")
     };
-    let strong = ours.obtain("strong").lock_with(patient()).await.unwrap().unwrap();
+    let strong = registry_a.obtain("strong").lock_with(with_wait()).await.unwrap().unwrap();
     eventually(LONG, async || {
         join_all(quorum.servers().iter().map(|server| holds("strong", server))).await == [true; 5]
     })
@@ -332,7 +345,7 @@ async fn a_hold_that_depends_on_a_silent_master_takes_no_other_hold_with_it() {
 /// With a restart guard, a master's process id is requested before the lock. The response may
 /// arrive after the release.
 #[tokio::test]
-async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_taken_there() {
+async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
     let (quorum, _) = quorum().await;
     let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
     let others = quorum.servers()[1..].iter().map(RedisServer::addr);
@@ -340,14 +353,14 @@ async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_t
         [proxy.addr()].into_iter().chain(others).map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap().with_restart_guard(millis(100));
-    let ours = registry(&config, LONG).await;
+    let registry_a = registry(&config, LONG).await;
     let lock = async |key: &str| {
         let options = LockOptions::new().wait(LONG);
-        ours.obtain(key).lock_with(options).await.unwrap().unwrap()
+        registry_a.obtain(key).lock_with(options).await.unwrap().unwrap()
     };
-    let is_there = async |name: &str| {
+    let exists_on_slow_master = async |name: &str| {
         quorum.servers()[0]
-            .ask(&format!("EXISTS lock-registry:{name}"))
+            .send_command(&format!("EXISTS lock-registry:{name}"))
             .await
             .unwrap()
             .contains(":1")
@@ -355,46 +368,46 @@ async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_t
     // The restart guard is over on all masters by then.
     eventually(LONG, async || {
         let first = lock("first").await;
-        let there = is_there("{first}").await;
+        let exists = exists_on_slow_master("{first}").await;
         first.unlock().await.unwrap();
-        there
+        exists
     })
     .await;
-    proxy.set_mode(Mode::Delay(millis(300))).await.unwrap();
+    proxy.set_mode(ProxyMode::Delay(millis(300))).await.unwrap();
     lock("released").await.unlock().await.unwrap();
     let next = lock("next").await;
     // This lock was requested from the slow master later.
-    eventually(LONG, async || is_there("{next}").await).await;
-    eventually(secs(20), async || !is_there("{released}").await).await;
+    eventually(LONG, async || exists_on_slow_master("{next}").await).await;
+    eventually(secs(20), async || !exists_on_slow_master("{released}").await).await;
     next.unlock().await.unwrap();
 }
 
 /// The fault of one master of five during a throughput measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Trouble {
+enum MasterFault {
     None,
     Dead,
-    Stopped,
-    Silent,
+    Suspended,
+    Unresponsive,
     /// Responses take a second.
-    Distant,
+    Slow,
 }
 
 /// The number of acquired locks and the duration of the slowest acquisition.
 #[derive(Debug, Default, Clone, Copy)]
-struct Count {
+struct Throughput {
     grants: usize,
     longest: Duration,
 }
 
 /// Five masters, the first one behind a proxy, and four registries.
-struct Counted {
+struct ThroughputTest {
     quorum: RedisQuorum,
     proxy: FaultProxy,
     registries: Vec<registry_core::Registry>,
 }
 
-impl Counted {
+impl ThroughputTest {
     async fn start() -> Self {
         let (quorum, _) = quorum().await;
         let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
@@ -411,87 +424,93 @@ impl Counted {
     }
 
     /// Lets all registries acquire `keys` locks in turn for `window`.
-    async fn take(&self, keys: usize, window: Duration) -> Count {
+    async fn measure(&self, keys: usize, window: Duration) -> Throughput {
         let end = Instant::now() + window;
-        let callers = self.registries.iter().enumerate().map(async |(nth, registry)| {
-            let mut count = Count::default();
+        let callers = self.registries.iter().enumerate().map(async |(index, registry)| {
+            let mut throughput = Throughput::default();
             while Instant::now() < end {
-                let lock = registry.obtain(&format!("k{}", (nth + count.grants) % keys));
-                let begun = Instant::now();
+                let lock = registry.obtain(&format!("k{}", (index + throughput.grants) % keys));
+                let started_at = Instant::now();
                 if let Ok(Some(guard)) = lock.lock_with(LockOptions::new().wait(secs(5))).await {
-                    count.grants += 1;
-                    count.longest = count.longest.max(begun.elapsed());
+                    throughput.grants += 1;
+                    throughput.longest = throughput.longest.max(started_at.elapsed());
                     guard.unlock().await.unwrap();
                 }
             }
-            count
+            throughput
         });
-        join_all(callers).await.into_iter().fold(Count::default(), |sum, count| Count {
-            grants: sum.grants + count.grants,
-            longest: sum.longest.max(count.longest),
+        join_all(callers).await.into_iter().fold(Throughput::default(), |sum, throughput| {
+            Throughput {
+                grants: sum.grants + throughput.grants,
+                longest: sum.longest.max(throughput.longest),
+            }
         })
     }
 
     /// Repeats this under each of the faults, in turns, so that a busy machine affects all of them
     /// equally.
-    async fn compare<const N: usize>(&self, keys: usize, troubles: [Trouble; N]) -> [Count; N] {
-        let mut counts = [Count::default(); N];
+    async fn compare<const N: usize>(
+        &self,
+        keys: usize,
+        faults: [MasterFault; N],
+    ) -> [Throughput; N] {
+        let mut throughputs = [Throughput::default(); N];
         for _ in 0..3 {
-            for (trouble, sum) in troubles.into_iter().zip(&mut counts) {
-                let mode = match trouble {
-                    Trouble::None | Trouble::Stopped => Mode::Pass,
-                    Trouble::Dead => Mode::Refuse,
-                    Trouble::Silent => Mode::BlackHole,
-                    Trouble::Distant => Mode::Delay(secs(1)),
+            for (fault, sum) in faults.into_iter().zip(&mut throughputs) {
+                let mode = match fault {
+                    MasterFault::None | MasterFault::Suspended => ProxyMode::Pass,
+                    MasterFault::Dead => ProxyMode::Refuse,
+                    MasterFault::Unresponsive => ProxyMode::BlackHole,
+                    MasterFault::Slow => ProxyMode::Delay(secs(1)),
                 };
                 self.proxy.set_mode(mode).await.unwrap();
-                match trouble {
-                    Trouble::Dead => self.proxy.cut_all().await,
-                    Trouble::Stopped => self.quorum.servers()[0].pause().unwrap(),
+                match fault {
+                    MasterFault::Dead => self.proxy.cut_all().await,
+                    MasterFault::Suspended => self.quorum.servers()[0].pause().unwrap(),
                     _ => {}
                 }
                 // The first acquisitions detect the fault.
-                self.take(keys, millis(500)).await;
-                let count = self.take(keys, secs(2)).await;
-                sum.grants += count.grants;
-                sum.longest = sum.longest.max(count.longest);
+                self.measure(keys, millis(500)).await;
+                let throughput = self.measure(keys, secs(2)).await;
+                sum.grants += throughput.grants;
+                sum.longest = sum.longest.max(throughput.longest);
                 self.quorum.servers()[0].resume().unwrap();
-                self.proxy.set_mode(Mode::Pass).await.unwrap();
-                self.take(keys, millis(500)).await;
+                self.proxy.set_mode(ProxyMode::Pass).await.unwrap();
+                self.measure(keys, millis(500)).await;
             }
         }
-        counts
+        throughputs
     }
 }
 
 /// Only half is asserted, because a busy machine does not affect both measurements equally.
 #[tokio::test]
-async fn a_silent_or_distant_master_of_five_costs_little_more_than_a_dead_one() {
-    use Trouble::{Dead, Distant, Silent, Stopped};
-    let counted = Counted::start().await;
-    let counts = counted.compare(2, [Dead, Silent, Stopped, Distant]).await;
-    println!("dead, silent, stopped, distant: {counts:?}");
-    let [dead, others @ ..] = counts;
-    assert!(others.iter().all(|count| count.grants * 2 > dead.grants), "{counts:?}");
+async fn an_unresponsive_or_slow_master_costs_little_more_than_a_dead_one() {
+    use MasterFault::{Dead, Slow, Suspended, Unresponsive};
+    let test = ThroughputTest::start().await;
+    let throughputs = test.compare(2, [Dead, Unresponsive, Suspended, Slow]).await;
+    println!("dead, unresponsive, suspended, slow: {throughputs:?}");
+    let [dead, others @ ..] = throughputs;
+    assert!(others.iter().all(|throughput| throughput.grants * 2 > dead.grants), "{throughputs:?}");
 }
 
 #[tokio::test]
 #[ignore = "a measurement: cargo test -p registry-redis --test faults -- --ignored --nocapture quorum::"]
-async fn how_many_locks_are_taken_while_one_master_of_five_is_in_trouble() {
-    use Trouble::{Dead, Distant, None, Stopped};
-    let counted = Counted::start().await;
+async fn throughput_with_one_faulty_master_of_five() {
+    use MasterFault::{Dead, None, Slow, Suspended};
+    let test = ThroughputTest::start().await;
     for keys in [1, 2, 4, 1_000] {
-        let [none, dead, stopped, distant] =
-            counted.compare(keys, [None, Dead, Stopped, Distant]).await;
+        let [healthy, dead, suspended, slow] =
+            test.compare(keys, [None, Dead, Suspended, Slow]).await;
         println!(
-            "{keys} keys: none {none:?}, dead {dead:?}, stopped {stopped:?}, distant {distant:?}"
+            "{keys} keys: healthy {healthy:?}, dead {dead:?}, stopped {suspended:?}, distant {slow:?}"
         );
     }
 }
 
 /// A server's uptime jumps with its wall clock.
 #[tokio::test]
-async fn a_clock_that_jumps_ahead_ends_no_restart_guard() {
+async fn a_clock_jump_ends_no_restart_guard() {
     let clock = ClockShim::new().unwrap();
     let options = ServerOptions::new().clock(&clock);
     let quorum = RedisQuorum::start_with(3, &options).await.unwrap();
@@ -513,22 +532,25 @@ async fn a_clock_that_jumps_ahead_ends_no_restart_guard() {
 /// Otherwise each new process would wait for the restart guard, however long the servers have been
 /// running.
 #[tokio::test]
-async fn one_client_waits_for_the_restart_guard_and_vouches_for_those_that_come_later() {
+async fn the_age_of_a_master_is_stored_for_later_clients() {
     let (mut quorum, config) = quorum().await;
     let config = config.with_restart_guard(secs(2));
     let attempt = async |backend: &RedisBackend| {
         let claim = Claim::new(Key::new("k").unwrap(), LEASE);
-        let answer = backend.try_acquire(&claim).await;
+        let result = backend.try_acquire(&claim).await;
         let _ = backend.release(&claim).await;
-        matches!(answer, Ok(Attempt::Granted(_)))
+        matches!(result, Ok(Attempt::Granted(_)))
     };
-    let begun = Instant::now();
+    let started_at = Instant::now();
     let first = RedisBackend::open(config.clone()).await.unwrap();
     eventually(LONG, async || attempt(&first).await).await;
-    assert!(begun.elapsed() >= secs(2));
-    // All masters, because the fifth may answer later than the majority.
+    assert!(started_at.elapsed() >= secs(2));
+    // All masters, because the fifth may respond later than the majority.
     eventually(LONG, async || {
-        let keys = quorum.servers().iter().map(|server| server.ask("EXISTS lock-registry:{}:age"));
+        let keys = quorum
+            .servers()
+            .iter()
+            .map(|server| server.send_command("EXISTS lock-registry:{}:age"));
         join_all(keys).await.into_iter().all(|exists| exists.unwrap().contains(":1"))
     })
     .await;

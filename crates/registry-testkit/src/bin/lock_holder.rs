@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use registry_core::{LockBackend, MemoryBackend, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{HolderOptions, Report, say, serve};
+use registry_testkit::holder::{HolderOptions, HolderReport, serve, write_report};
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -20,7 +20,7 @@ async fn main() -> ExitCode {
     match run(&argument).await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say(&Report::failed(None, "open its store", &*error));
+            write_report(&HolderReport::failed(None, "open its store", &*error));
             ExitCode::FAILURE
         }
     }

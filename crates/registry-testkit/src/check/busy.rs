@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::history::{Attempt, Ending, Grant, History, Window};
+use crate::history::{History, RecordedAttempt, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
-use super::violation::{Promise, Teller, Violation};
+use super::violation::{Describer, Promise, Violation};
 
 /// Checks that each acquisition answered with "busy" ran while another client may have held the
 /// lock. Returns the number of judged answers.
@@ -27,9 +27,9 @@ pub fn busy_answers(history: &History) -> Result<usize, Violation> {
 ///
 /// # Errors
 /// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
-pub fn busy_answers_in_line(history: &History) -> Result<usize, Violation> {
+pub fn busy_answers_queued(history: &History) -> Result<usize, Violation> {
     judge(history, |attempts, attempt| {
-        let overlaps = |other: &Attempt| {
+        let overlaps = |other: &RecordedAttempt| {
             other.window.from <= attempt.window.to && attempt.window.from <= other.window.to
         };
         attempts.iter().any(|other| !std::ptr::eq(*other, attempt) && overlaps(other))
@@ -41,7 +41,7 @@ pub fn busy_answers_in_line(history: &History) -> Result<usize, Violation> {
 /// in question.
 fn judge(
     history: &History,
-    is_excused: impl Fn(&[&Attempt], &Attempt) -> bool,
+    is_excused: impl Fn(&[&RecordedAttempt], &RecordedAttempt) -> bool,
 ) -> Result<usize, Violation> {
     let grants = by_key(&history.grants, |grant| &grant.key);
     let unknown = by_key(&history.unknown, |attempt| &attempt.key);
@@ -70,20 +70,20 @@ fn judge(
     Ok(history.busy.len())
 }
 
-fn possibly_held(grant: &Grant) -> Window {
+fn possibly_held(grant: &RecordedGrant) -> Window {
     match grant.release {
-        Some(release) if release.ending == Ending::Freed => {
+        Some(release) if release.ending == ReleaseResult::Freed => {
             Window::new(grant.acquire.from, release.window.to)
         }
         _ => Window::open(grant.acquire.from),
     }
 }
 
-fn violation(history: &History, attempt: &Attempt) -> Violation {
+fn violation(history: &History, attempt: &RecordedAttempt) -> Violation {
     Violation {
         promise: Promise::BusyMeansHeld,
         key: Arc::clone(&attempt.key),
-        why: "nobody can have held it in that time".into(),
-        operations: vec![Teller::new(history).attempt(attempt)],
+        why: "no client can have held the lock at that time".into(),
+        operations: vec![Describer::new(history).attempt(attempt)],
     }
 }

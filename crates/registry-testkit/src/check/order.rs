@@ -9,10 +9,10 @@
 
 use std::sync::Arc;
 
-use crate::history::{Ending, Grant, History, Window};
+use crate::history::{History, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
-use super::violation::{Promise, Teller, Violation};
+use super::violation::{Describer, Promise, Violation};
 
 /// Checks that the holders of each key follow each other in the order of their tokens, and that no
 /// token is issued twice. Returns the number of judged grants: those with a token.
@@ -28,7 +28,7 @@ use super::violation::{Promise, Teller, Violation};
 pub fn token_order(history: &History) -> Result<usize, Violation> {
     let mut judged = 0;
     for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
-        let mut numbered: Vec<(u64, &Grant)> =
+        let mut numbered: Vec<(u64, &RecordedGrant)> =
             grants.iter().filter_map(|grant| Some((grant.token?, *grant))).collect();
         numbered.sort_by_key(|(token, _)| *token);
         judged += numbered.len();
@@ -38,38 +38,38 @@ pub fn token_order(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-fn check_unique(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation> {
-    let twice = numbered.windows(2).find(|pair| pair[0].0 == pair[1].0);
-    let Some([(token, first), (_, second)]) = twice else { return Ok(()) };
-    let tell = Teller::new(history);
+fn check_unique(history: &History, numbered: &[(u64, &RecordedGrant)]) -> Result<(), Violation> {
+    let duplicates = numbered.windows(2).find(|pair| pair[0].0 == pair[1].0);
+    let Some([(token, first), (_, second)]) = duplicates else { return Ok(()) };
+    let describe = Describer::new(history);
     Err(Violation {
         promise: Promise::TokensAreUnique,
         key: Arc::clone(&first.key),
-        why: format!("token {token} was given twice"),
-        operations: vec![tell.grant(first), tell.grant(second)],
+        why: format!("token {token} was issued twice"),
+        operations: vec![describe.grant(first), describe.grant(second)],
     })
 }
 
 /// A step of a hold, which takes effect at some time within its window.
 #[derive(Clone, Copy)]
-struct Step<'a> {
+struct OrderStep<'a> {
     name: &'static str,
     token: u64,
-    grant: &'a Grant,
+    grant: &'a RecordedGrant,
     window: Window,
 }
 
-fn sweep(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation> {
+fn sweep(history: &History, numbered: &[(u64, &RecordedGrant)]) -> Result<(), Violation> {
     let mut now = 0;
     // The step that determined `now`.
-    let mut pusher: Option<Step<'_>> = None;
+    let mut latest: Option<OrderStep<'_>> = None;
     for step in numbered.iter().flat_map(|(token, grant)| steps(*token, grant)) {
-        if pusher.is_none() || step.window.from > now {
+        if latest.is_none() || step.window.from > now {
             now = step.window.from;
-            pusher = Some(step);
+            latest = Some(step);
         }
         if now > step.window.to
-            && let Some(earlier) = pusher
+            && let Some(earlier) = latest
         {
             return Err(violation(history, earlier, step));
         }
@@ -77,23 +77,23 @@ fn sweep(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation>
     Ok(())
 }
 
-fn steps(token: u64, grant: &Grant) -> [Step<'_>; 2] {
-    let freed = grant.release.filter(|release| release.ending == Ending::Freed);
+fn steps(token: u64, grant: &RecordedGrant) -> [OrderStep<'_>; 2] {
+    let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
     let end = match freed {
         Some(release) => release.window,
         None => Window::open(grant.acquire.from),
     };
     [
-        Step { name: "acquisition", token, grant, window: grant.acquire },
-        Step { name: "end", token, grant, window: end },
+        OrderStep { name: "acquisition", token, grant, window: grant.acquire },
+        OrderStep { name: "end", token, grant, window: end },
     ]
 }
 
-fn violation(history: &History, earlier: Step<'_>, later: Step<'_>) -> Violation {
-    let tell = Teller::new(history);
-    let mut operations = vec![tell.grant(earlier.grant)];
+fn violation(history: &History, earlier: OrderStep<'_>, later: OrderStep<'_>) -> Violation {
+    let describe = Describer::new(history);
+    let mut operations = vec![describe.grant(earlier.grant)];
     if later.token != earlier.token {
-        operations.push(tell.grant(later.grant));
+        operations.push(describe.grant(later.grant));
     }
     Violation {
         promise: Promise::HoldersFollowTokens,
@@ -102,10 +102,10 @@ fn violation(history: &History, earlier: Step<'_>, later: Step<'_>) -> Violation
             "the {} of token {} was over {}, before the {} of token {} could begin {}",
             later.name,
             later.token,
-            tell.time(later.window.to),
+            describe.time(later.window.to),
             earlier.name,
             earlier.token,
-            tell.time(earlier.window.from),
+            describe.time(earlier.window.from),
         ),
         operations,
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use porcupine_rs::{CheckResult, Model, Operation, check_operations_timeout};
 
-use crate::history::{Attempt, Ending, Grant, History, Window};
+use crate::history::{History, RecordedAttempt, RecordedGrant, ReleaseResult, Window};
 
 use super::by_key;
 
@@ -17,12 +17,12 @@ const UNKNOWN_MAX: usize = 3;
 
 /// The result of the search.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "yes, no, or no time")]
-pub enum Opinion {
+#[expect(clippy::exhaustive_enums, reason = "linearizable, not linearizable, or undecided")]
+pub enum SearchResult {
     /// The history has a linearization.
-    Explained,
+    Linearizable,
     /// The operations on this key have no linearization.
-    Impossible {
+    NotLinearizable {
         /// The key.
         key: String,
     },
@@ -42,10 +42,10 @@ pub enum Opinion {
 ///
 /// Blocks its thread for at most `limit`.
 #[must_use]
-pub fn search(history: &History, limit: Duration) -> Opinion {
+pub fn search(history: &History, limit: Duration) -> SearchResult {
     let deadline = Instant::now() + limit;
     let mut unknown = by_key(&history.unknown, |attempt| &attempt.key);
-    let mut keys: BTreeMap<&str, Vec<Operation<Mutex>>> = BTreeMap::new();
+    let mut keys: BTreeMap<&str, Vec<Operation<MutexModel>>> = BTreeMap::new();
     for (key, grants) in by_key(&history.grants, |grant| &grant.key) {
         let unknown = unknown.remove(key).unwrap_or_default();
         keys.insert(key, operations(&grants, &unknown));
@@ -54,22 +54,25 @@ pub fn search(history: &History, limit: Duration) -> Opinion {
         let left = deadline.saturating_duration_since(Instant::now());
         match check_operations_timeout(&operations, left) {
             CheckResult::Ok => {}
-            CheckResult::Illegal => return Opinion::Impossible { key: key.into() },
-            CheckResult::Unknown => return Opinion::Undecided { key: key.into() },
+            CheckResult::Illegal => return SearchResult::NotLinearizable { key: key.into() },
+            CheckResult::Unknown => return SearchResult::Undecided { key: key.into() },
         }
     }
-    Opinion::Explained
+    SearchResult::Linearizable
 }
 
-fn operations(grants: &[&Grant], unknown: &[&Attempt]) -> Vec<Operation<Mutex>> {
+fn operations(
+    grants: &[&RecordedGrant],
+    unknown: &[&RecordedAttempt],
+) -> Vec<Operation<MutexModel>> {
     let mut operations = Vec::new();
     let mut hold = |client: u32, token: Option<u64>, acquire: Window, end: Window| {
         let hold = operations.len();
-        operations.push(operation(client, acquire, Step::Acquire { hold, token }));
-        operations.push(operation(client, end, Step::End { hold }));
+        operations.push(operation(client, acquire, ModelStep::Acquire { hold, token }));
+        operations.push(operation(client, end, ModelStep::End { hold }));
     };
     for grant in grants {
-        let freed = grant.release.filter(|release| release.ending == Ending::Freed);
+        let freed = grant.release.filter(|release| release.ending == ReleaseResult::Freed);
         let end = match freed {
             Some(release) => release.window,
             None => Window::open(grant.acquire.from),
@@ -82,7 +85,7 @@ fn operations(grants: &[&Grant], unknown: &[&Attempt]) -> Vec<Operation<Mutex>> 
     operations
 }
 
-fn operation(client: u32, window: Window, op: Step) -> Operation<Mutex> {
+fn operation(client: u32, window: Window, op: ModelStep) -> Operation<MutexModel> {
     Operation {
         client_id: Some(client),
         call_time: signed(window.from),
@@ -99,39 +102,39 @@ fn signed(time: u64) -> i64 {
 
 /// A mutex that knows its owner and issues increasing tokens.
 #[derive(Debug, Clone)]
-struct Mutex;
+struct MutexModel;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct State {
+struct MutexState {
     holder: Option<usize>,
     newest: Option<u64>,
 }
 
 #[derive(Debug, Clone)]
-enum Step {
+enum ModelStep {
     Acquire { hold: usize, token: Option<u64> },
     End { hold: usize },
 }
 
-impl Model for Mutex {
-    type State = State;
-    type Op = Step;
+impl Model for MutexModel {
+    type State = MutexState;
+    type Op = ModelStep;
     type Metadata = ();
 
-    fn init() -> State {
-        State { holder: None, newest: None }
+    fn init() -> MutexState {
+        MutexState { holder: None, newest: None }
     }
 
-    fn step(state: &State, step: &Step) -> (bool, State) {
+    fn step(state: &MutexState, step: &ModelStep) -> (bool, MutexState) {
         match *step {
-            Step::Acquire { hold, token } => {
+            ModelStep::Acquire { hold, token } => {
                 let free = state.holder.is_none();
                 let grows = token.is_none() || token > state.newest;
-                (free && grows, State { holder: Some(hold), newest: token.max(state.newest) })
+                (free && grows, MutexState { holder: Some(hold), newest: token.max(state.newest) })
             }
-            Step::End { hold } => {
+            ModelStep::End { hold } => {
                 let own = state.holder == Some(hold);
-                (own, State { holder: None, newest: state.newest })
+                (own, MutexState { holder: None, newest: state.newest })
             }
         }
     }

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::history::{Grant, History, Window};
+use crate::history::{History, RecordedGrant, Window};
 
 use super::by_key;
-use super::violation::{Promise, Teller, Violation};
+use super::violation::{Describer, Promise, Violation};
 
 /// Checks that the validity periods of the guards of one key never overlap. Returns the number of
 /// judged guards.
@@ -24,7 +24,7 @@ use super::violation::{Promise, Teller, Violation};
 pub fn validity(history: &History) -> Result<usize, Violation> {
     for mut guards in by_key(&history.grants, |grant| &grant.key).into_values() {
         guards.sort_by_key(|guard| valid(guard).from);
-        let mut longest: Option<&Grant> = None;
+        let mut longest: Option<&RecordedGrant> = None;
         for guard in guards {
             let window = valid(guard);
             if window.from >= window.to {
@@ -42,21 +42,25 @@ pub fn validity(history: &History) -> Result<usize, Violation> {
 
 /// Returns the period during which the holder could believe that it holds the lock. The end is
 /// exclusive.
-fn valid(guard: &Grant) -> Window {
-    let given_back = guard.release.map(|release| release.window.from);
-    let ends = [given_back, guard.lost, guard.valid_until];
+fn valid(guard: &RecordedGrant) -> Window {
+    let released = guard.release.map(|release| release.window.from);
+    let ends = [released, guard.lost, guard.valid_until];
     let end = ends.into_iter().flatten().min().unwrap_or(u64::MAX);
     Window::new(guard.acquire.to, end)
 }
 
-fn violation(history: &History, first: &Grant, second: &Grant) -> Violation {
-    let tell = Teller::new(history);
+fn violation(history: &History, first: &RecordedGrant, second: &RecordedGrant) -> Violation {
+    let describe = Describer::new(history);
     let both_from = valid(second).from;
     let both_to = valid(first).to.min(valid(second).to);
     Violation {
         promise: Promise::OneValidGuard,
         key: Arc::clone(&first.key),
-        why: format!("both were valid from {} to {}", tell.time(both_from), tell.time(both_to)),
-        operations: vec![tell.grant(first), tell.grant(second)],
+        why: format!(
+            "both were valid from {} to {}",
+            describe.time(both_from),
+            describe.time(both_to)
+        ),
+        operations: vec![describe.grant(first), describe.grant(second)],
     }
 }

@@ -3,7 +3,9 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::history::{Attempt, Ending, Grant, History, Window, Write, WriteAnswer};
+use crate::history::{
+    History, RecordedAttempt, RecordedGrant, RecordedWrite, ReleaseResult, Window, WriteResult,
+};
 
 /// The promises of locks that a history can prove broken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -13,7 +15,7 @@ pub enum Promise {
     TokensAreUnique,
     /// The holders of a key follow each other in the order of their tokens.
     HoldersFollowTokens,
-    /// Two guards of a key are never valid at once.
+    /// Two guards of a key are never valid at the same time.
     OneValidGuard,
     /// A resource never accepts a token older than one that it has already accepted.
     WritesNeverGoBack,
@@ -30,10 +32,10 @@ impl fmt::Display for Promise {
             Self::HoldersFollowTokens => {
                 "the holders of a key follow each other in the order of their tokens"
             }
-            Self::OneValidGuard => "two guards of a key are never valid at once",
-            Self::WritesNeverGoBack => "a resource never takes an older token than before",
+            Self::OneValidGuard => "two guards of a key are never valid at the same time",
+            Self::WritesNeverGoBack => "a resource never accepts an older token than before",
             Self::ReplacedHoldersCannotWrite => "a holder that was replaced cannot write",
-            Self::BusyMeansHeld => "busy means that somebody else holds the lock",
+            Self::BusyMeansHeld => "\"busy\" means that another client holds the lock",
         })
     }
 }
@@ -64,11 +66,11 @@ impl std::error::Error for Violation {}
 
 /// Formats times and operations.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Teller {
+pub(super) struct Describer {
     start: u64,
 }
 
-impl Teller {
+impl Describer {
     pub(super) fn new(history: &History) -> Self {
         Self { start: history.start() }
     }
@@ -93,22 +95,22 @@ impl Teller {
         }
     }
 
-    pub(super) fn grant(self, grant: &Grant) -> String {
+    pub(super) fn grant(self, grant: &RecordedGrant) -> String {
         let mut text = format!("client {} acquired {}", grant.client, token(grant.token));
         text += &format!(" ({})", self.window(grant.acquire));
         if let Some(until) = grant.valid_until {
             text += &format!(", valid until {}", self.time(until));
         }
         if let Some(lost) = grant.lost {
-            text += &format!(", told that it is lost {}", self.time(lost));
+            text += &format!(", reported as lost {}", self.time(lost));
         }
         match &grant.release {
             None => text += ", never released",
             Some(release) => {
                 text += match release.ending {
-                    Ending::Freed => ", released",
-                    Ending::NotHeld => ", released in vain",
-                    Ending::Unknown => ", released with an unknown outcome",
+                    ReleaseResult::Freed => ", released",
+                    ReleaseResult::NotHeld => ", released after its loss",
+                    ReleaseResult::Unknown => ", released with an unknown outcome",
                 };
                 text += &format!(" ({})", self.window(release.window));
             }
@@ -116,15 +118,15 @@ impl Teller {
         text
     }
 
-    pub(super) fn attempt(self, attempt: &Attempt) -> String {
-        format!("client {} asked ({})", attempt.client, self.window(attempt.window))
+    pub(super) fn attempt(self, attempt: &RecordedAttempt) -> String {
+        format!("client {} tried to acquire ({})", attempt.client, self.window(attempt.window))
     }
 
-    pub(super) fn write(self, write: &Write) -> String {
+    pub(super) fn write(self, write: &RecordedWrite) -> String {
         let answer = match write.answer {
-            WriteAnswer::Accepted => "accepted",
-            WriteAnswer::Rejected => "rejected",
-            WriteAnswer::Unknown => "with an unknown outcome",
+            WriteResult::Accepted => "accepted",
+            WriteResult::Rejected => "rejected",
+            WriteResult::Unknown => "with an unknown outcome",
         };
         let window = self.window(write.window);
         format!("client {} wrote with token {}, {answer} ({window})", write.client, write.token)

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use crate::history::{Grant, History, Write, WriteAnswer};
+use crate::history::{History, RecordedGrant, RecordedWrite, WriteResult};
 
 use super::by_key;
-use super::violation::{Promise, Teller, Violation};
+use super::violation::{Describer, Promise, Violation};
 
 /// Checks that the tokens of accepted writes never decrease, for a resource that stores the newest
 /// token it has accepted. Returns the number of judged writes: those that were accepted.
@@ -48,15 +48,15 @@ pub fn guarded_writes(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-fn accepted(history: &History) -> impl Iterator<Item = &Write> {
-    history.writes.iter().filter(|write| write.answer == WriteAnswer::Accepted)
+fn accepted(history: &History) -> impl Iterator<Item = &RecordedWrite> {
+    history.writes.iter().filter(|write| write.answer == WriteResult::Accepted)
 }
 
 /// An operation that makes older tokens stale once it has answered.
 #[derive(Clone, Copy)]
 enum Newer<'a> {
-    Write(&'a Write),
-    Grant(&'a Grant, u64),
+    Write(&'a RecordedWrite),
+    Grant(&'a RecordedGrant, u64),
 }
 
 impl Newer<'_> {
@@ -74,19 +74,19 @@ impl Newer<'_> {
         }
     }
 
-    fn told_by(&self, tell: Teller) -> String {
+    fn describe_with(&self, describe: Describer) -> String {
         match self {
-            Self::Write(write) => tell.write(write),
-            Self::Grant(grant, _) => tell.grant(grant),
+            Self::Write(write) => describe.write(write),
+            Self::Grant(grant, _) => describe.grant(grant),
         }
     }
 }
 
 /// Returns the first write that began after an operation with a newer token had answered.
 fn first_stale<'a>(
-    writes: &mut [&'a Write],
+    writes: &mut [&'a RecordedWrite],
     mut newer: Vec<Newer<'a>>,
-) -> Option<(&'a Write, Newer<'a>)> {
+) -> Option<(&'a RecordedWrite, Newer<'a>)> {
     writes.sort_by_key(|write| write.window.from);
     newer.sort_by_key(Newer::answered);
     let mut answers = newer.into_iter().peekable();
@@ -104,17 +104,22 @@ fn first_stale<'a>(
     None
 }
 
-fn violation(history: &History, promise: Promise, write: &Write, newer: Newer<'_>) -> Violation {
-    let tell = Teller::new(history);
+fn violation(
+    history: &History,
+    promise: Promise,
+    write: &RecordedWrite,
+    newer: Newer<'_>,
+) -> Violation {
+    let describe = Describer::new(history);
     Violation {
         promise,
         key: Arc::clone(&write.key),
         why: format!(
-            "token {} was taken after token {} was there {}",
+            "token {} was accepted after token {} existed, {}",
             write.token,
             newer.token(),
-            tell.time(newer.answered()),
+            describe.time(newer.answered()),
         ),
-        operations: vec![newer.told_by(tell), tell.write(write)],
+        operations: vec![newer.describe_with(describe), describe.write(write)],
     }
 }

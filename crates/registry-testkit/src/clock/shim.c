@@ -1,8 +1,9 @@
-/* Adds to what the system says of the time: as many nanoseconds as stand in the file that CLOCKSHIM names, first those of the
- * wall clock, then those of the monotonic clock. Loaded before all other libraries; see clock.rs.
+/* Adds offsets to the clocks of the system: the file that CLOCKSHIM names contains two numbers of
+ * nanoseconds, for the wall clock and for the monotonic clock. Loaded before all other libraries;
+ * see clock.rs.
  *
- * It asks the kernel itself and allocates nothing: looking for the C library's own functions would call the allocator,
- * and allocators ask for the time. */
+ * It calls the kernel directly and allocates no memory: resolving the functions of the C library
+ * would call the allocator, and allocators read the clock. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>
@@ -15,35 +16,35 @@
 
 #define NANOS 1000000000LL
 
-static const volatile int64_t *ahead;
+static const volatile int64_t *clock_offsets;
 
-__attribute__((constructor)) static void look_where_it_is_told(void)
+__attribute__((constructor)) static void map_offsets_file(void)
 {
     const char *path = getenv("CLOCKSHIM");
     int file = path ? open(path, O_RDONLY | O_CLOEXEC) : -1;
     if (file < 0)
         return;
-    void *told = mmap(NULL, 2 * sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
-    if (told != MAP_FAILED)
-        ahead = told;
+    void *offsets = mmap(NULL, 2 * sizeof(int64_t), PROT_READ, MAP_SHARED, file, 0);
+    if (offsets != MAP_FAILED)
+        clock_offsets = offsets;
     close(file);
 }
 
 int clock_gettime(clockid_t clock, struct timespec *time)
 {
     int failed = syscall(SYS_clock_gettime, clock, time);
-    if (failed || !ahead)
+    if (failed || !clock_offsets)
         return failed;
     int64_t nanos;
     switch (clock) {
     case CLOCK_REALTIME:
     case CLOCK_REALTIME_COARSE:
-        nanos = ahead[0];
+        nanos = clock_offsets[0];
         break;
     case CLOCK_MONOTONIC:
     case CLOCK_MONOTONIC_COARSE:
     case CLOCK_MONOTONIC_RAW:
-        nanos = ahead[1];
+        nanos = clock_offsets[1];
         break;
     default:
         return 0;
@@ -69,12 +70,12 @@ int gettimeofday(struct timeval *restrict time, void *restrict zone)
     return 0;
 }
 
-time_t time(time_t *told)
+time_t time(time_t *result)
 {
     struct timespec now;
     if (clock_gettime(CLOCK_REALTIME, &now))
         return -1;
-    if (told)
-        *told = now.tv_sec;
+    if (result)
+        *result = now.tv_sec;
     return now.tv_sec;
 }

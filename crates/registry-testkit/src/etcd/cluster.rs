@@ -44,16 +44,16 @@ impl EtcdCluster {
                 member.delay_peers(delay).await?;
             }
         }
-        let all: Vec<_> = cluster.members.iter().map(EtcdServer::as_member).collect();
+        let all: Vec<_> = cluster.members.iter().map(EtcdServer::initial_cluster_entry).collect();
         for member in &mut cluster.members {
             member.join(&all.join(","));
             member.launch_again().await?;
         }
         for member in &mut cluster.members {
-            member.serving().await?;
+            member.wait_until_serving().await?;
         }
         if let Some(first) = cluster.members.first() {
-            first.let_in_only_users().await?;
+            first.enable_auth().await?;
         }
         Ok(cluster)
     }
@@ -91,19 +91,20 @@ impl EtcdCluster {
     pub async fn leader(&self) -> io::Result<usize> {
         let deadline = Instant::now() + LEADER_LIMIT;
         while Instant::now() < deadline {
-            let mut told = Vec::new();
+            let mut statuses = Vec::new();
             for (number, member) in self.members.iter().enumerate() {
                 if member.is_up() && !member.is_paused() {
                     let status = ["--command-timeout", "2s", "endpoint", "status", "-w", "json"];
                     if let Ok(status) = member.ctl(&status).await {
-                        told.push((number, read(&status)?));
+                        statuses.push((number, read(&status)?));
                     }
                 }
             }
-            let leader = told.iter().find(|(_, status)| status.leader == status.header.member_id);
+            let leader =
+                statuses.iter().find(|(_, status)| status.leader == status.header.member_id);
             // A replaced leader may still claim to lead, so a majority must agree.
             if let Some((number, leader)) = leader {
-                let agree = told.iter().filter(|(_, status)| status.leader == leader.leader);
+                let agree = statuses.iter().filter(|(_, status)| status.leader == leader.leader);
                 if agree.count() > self.members.len() / 2 {
                     return Ok(*number);
                 }
@@ -149,5 +150,5 @@ fn read(status: &str) -> io::Result<Status> {
     read.into_iter()
         .next()
         .map(|endpoint| endpoint.status)
-        .ok_or_else(|| io::Error::other("etcdctl tells nothing"))
+        .ok_or_else(|| io::Error::other("etcdctl printed no endpoint status"))
 }

@@ -12,9 +12,9 @@ use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::options::EtcdOptions;
-use crate::kept::{Kept, START_LIMIT, down};
+use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
 use crate::ports::Port;
-use crate::proxy::{FaultProxy, Mode};
+use crate::proxy::{FaultProxy, ProxyMode};
 
 /// The maximum time for a server to report its health.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
@@ -34,7 +34,7 @@ pub struct EtcdServer {
     options: EtcdOptions,
     /// All members of its cluster, in the format of `--initial-cluster`.
     members: String,
-    running: Option<Kept>,
+    running: Option<ManagedProcess>,
 }
 
 impl EtcdServer {
@@ -58,9 +58,9 @@ impl EtcdServer {
     /// Dropping the future kills the server.
     pub async fn start_with(options: EtcdOptions) -> io::Result<Self> {
         let mut server = Self::prepare("m0".to_owned(), options)?;
-        server.members = server.as_member();
+        server.members = server.initial_cluster_entry();
         server.start_again().await?;
-        server.let_in_only_users().await?;
+        server.enable_auth().await?;
         Ok(server)
     }
 
@@ -80,7 +80,7 @@ impl EtcdServer {
     }
 
     /// Returns this server's entry in `--initial-cluster`.
-    pub(super) fn as_member(&self) -> String {
+    pub(super) fn initial_cluster_entry(&self) -> String {
         format!("{}={}", self.name, self.peer_url())
     }
 
@@ -94,7 +94,7 @@ impl EtcdServer {
     /// direction. Call it while the server is down.
     pub(super) async fn delay_peers(&mut self, delay: Duration) -> io::Result<()> {
         let proxy = FaultProxy::start(self.peer_port.addr())?;
-        proxy.set_mode(Mode::Delay(delay)).await?;
+        proxy.set_mode(ProxyMode::Delay(delay)).await?;
         self.peer_proxy = Some(proxy);
         Ok(())
     }
@@ -114,7 +114,7 @@ impl EtcdServer {
     /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
-        self.serving().await
+        self.wait_until_serving().await
     }
 
     /// Like [`start_again`](Self::start_again), without waiting until the server serves.
@@ -141,7 +141,7 @@ impl EtcdServer {
             command.arg("--trusted-ca-file").arg(tls.ca_file()).arg("--client-cert-auth");
         }
         command.args(&self.options.args);
-        self.running.insert(Kept::launch(&command)?).begun().await
+        self.running.insert(ManagedProcess::launch(&command)?).wait_until_started().await
     }
 
     /// Waits until the server serves. A member of a cluster serves only while there is a majority.
@@ -151,7 +151,7 @@ impl EtcdServer {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn serving(&mut self) -> io::Result<()> {
+    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
             if self.is_healthy().await {
@@ -160,11 +160,11 @@ impl EtcdServer {
             sleep(Duration::from_millis(10)).await;
         }
         if let Some(running) = &mut self.running {
-            running.last_words().await;
+            running.wait_for_remaining_output().await;
         }
         Err(io::Error::other(format!(
-            "etcd does not serve; is it installed (apt-get install etcd-server)? It said:\n{}",
-            self.said()
+            "etcd does not serve; is it installed (apt-get install etcd-server)? Its output:\n{}",
+            self.output_text()
         )))
     }
 
@@ -173,8 +173,8 @@ impl EtcdServer {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn is_healthy(&self) -> bool {
-        let said = timeout(ANSWER_LIMIT, self.page("health")).await;
-        matches!(said, Ok(Ok(said)) if said.contains(r#""health":"true""#))
+        let output_text = timeout(ANSWER_LIMIT, self.http_get("health")).await;
+        matches!(output_text, Ok(Ok(output_text)) if output_text.contains(r#""health":"true""#))
     }
 
     /// Returns the metric `name`, summed over all lines that contain `label`.
@@ -184,14 +184,14 @@ impl EtcdServer {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn figure(&self, name: &str, label: &str) -> io::Result<u64> {
-        let page = self.page("metrics").await?;
-        let lines = page.lines().filter(|line| line.starts_with(name) && line.contains(label));
-        let figures = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
-        Ok(figures.sum())
+    pub async fn metric(&self, name: &str, label: &str) -> io::Result<u64> {
+        let http_get = self.http_get("metrics").await?;
+        let lines = http_get.lines().filter(|line| line.starts_with(name) && line.contains(label));
+        let metrics = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
+        Ok(metrics.sum())
     }
 
-    async fn page(&self, name: &str) -> io::Result<String> {
+    async fn http_get(&self, name: &str) -> io::Result<String> {
         let mut connection = TcpStream::connect(self.health_port.addr()).await?;
         let request = format!("GET /{name} HTTP/1.0\r\n\r\n");
         connection.write_all(request.as_bytes()).await?;
@@ -202,7 +202,7 @@ impl EtcdServer {
 
     /// Enables authentication if the options have a login. Call it on a single server, or one
     /// member of a cluster, without users.
-    pub(super) async fn let_in_only_users(&self) -> io::Result<()> {
+    pub(super) async fn enable_auth(&self) -> io::Result<()> {
         let Some((user, password)) = &self.options.login else { return Ok(()) };
         let user_and_password = format!("{user}:{password}");
         let all: [&[&str]; 8] = [
@@ -216,7 +216,7 @@ impl EtcdServer {
             &["auth", "enable"],
         ];
         for args in all {
-            self.ask_as(None, args).await?;
+            self.ctl_as(None, args).await?;
         }
         Ok(())
     }
@@ -230,16 +230,16 @@ impl EtcdServer {
     /// The server may have executed the command.
     pub async fn ctl(&self, args: &[&str]) -> io::Result<String> {
         let root = self.options.login.as_ref().map(|_| "root:root");
-        self.ask_as(root, args).await
+        self.ctl_as(root, args).await
     }
 
-    async fn ask_as(&self, login: Option<&str>, args: &[&str]) -> io::Result<String> {
+    async fn ctl_as(&self, login: Option<&str>, args: &[&str]) -> io::Result<String> {
         let mut command = self.ctl_command();
         if let Some(login) = login {
             command.args(["--user", login]);
         }
         command.args(args);
-        crate::asked::run(command, "").await
+        crate::run_command::run(command, "").await
     }
 
     /// Returns an `etcdctl` command with the server's address and certificates.
@@ -257,8 +257,8 @@ impl EtcdServer {
 
     /// Returns the server's output since it started.
     #[must_use]
-    pub fn said(&self) -> String {
-        self.running.as_ref().map(Kept::said).unwrap_or_default()
+    pub fn output_text(&self) -> String {
+        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
     /// Kills the server, as a crash would. The process has ended when this returns.
@@ -271,13 +271,13 @@ impl EtcdServer {
     /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_up)
+        self.running.as_ref().is_some_and(ManagedProcess::is_up)
     }
 
     /// Returns whether the server is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_paused)
+        self.running.as_ref().is_some_and(ManagedProcess::is_paused)
     }
 
     /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
@@ -286,7 +286,7 @@ impl EtcdServer {
     /// # Errors
     /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.pause()
+        self.running.as_ref().ok_or_else(down_error)?.pause()
     }
 
     /// Resumes a paused server.
@@ -294,7 +294,7 @@ impl EtcdServer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.resume()
+        self.running.as_ref().ok_or_else(down_error)?.resume()
     }
 
     /// Returns the server's address for clients.

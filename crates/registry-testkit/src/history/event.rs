@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 /// A step of an operation on a lock or a resource.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Event {
+pub struct HistoryEvent {
     /// The time, in nanoseconds of the recorder's clock.
     pub at: u64,
     /// The operation to which the event belongs: a hold from its acquisition to its release, or a
@@ -18,13 +18,13 @@ pub struct Event {
     pub client: u32,
     /// The kind of step.
     #[serde(flatten)]
-    pub what: What,
+    pub what: HistoryEventKind,
 }
 
-impl Event {
+impl HistoryEvent {
     /// Creates an event, for records that come from other sources.
     #[must_use]
-    pub const fn new(at: u64, op: u64, client: u32, what: What) -> Self {
+    pub const fn new(at: u64, op: u64, client: u32, what: HistoryEventKind) -> Self {
         Self { at, op, client, what }
     }
 }
@@ -32,11 +32,11 @@ impl Event {
 /// Returns the events with each token replaced by its rank, starting at zero. Stores derive tokens
 /// from the time of day, and two runs of one seed differ only in them.
 #[must_use]
-pub fn ranked(mut events: Vec<Event>) -> Vec<Event> {
-    fn token(what: &mut What) -> Option<&mut u64> {
+pub fn with_ranked_tokens(mut events: Vec<HistoryEvent>) -> Vec<HistoryEvent> {
+    fn token(what: &mut HistoryEventKind) -> Option<&mut u64> {
         match what {
-            What::AcquireGranted { token, .. } => token.as_mut(),
-            What::WriteCalled { token, .. } => Some(token),
+            HistoryEventKind::AcquireGranted { token, .. } => token.as_mut(),
+            HistoryEventKind::WriteCalled { token, .. } => Some(token),
             _ => None,
         }
     }
@@ -52,7 +52,7 @@ pub fn ranked(mut events: Vec<Event>) -> Vec<Event> {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum What {
+pub enum HistoryEventKind {
     /// A client is about to acquire the lock.
     AcquireCalled {
         /// The lock's key.

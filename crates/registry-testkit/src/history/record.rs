@@ -5,7 +5,7 @@ use std::collections::hash_map::Entry;
 use std::fmt;
 use std::sync::Arc;
 
-use super::event::{Event, What};
+use super::event::{HistoryEvent, HistoryEventKind};
 
 /// The time span within which an operation took effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,7 +33,7 @@ impl Window {
 /// A granted acquisition with its later events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Grant {
+pub struct RecordedGrant {
     /// The lock's key.
     pub key: Arc<str>,
     /// The client that acquired the lock.
@@ -47,23 +47,26 @@ pub struct Grant {
     /// When the guard reported its loss.
     pub lost: Option<u64>,
     /// The release, if it was called.
-    pub release: Option<Release>,
+    pub release: Option<RecordedRelease>,
 }
 
 /// The release of a grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Release {
+pub struct RecordedRelease {
     /// The times of the call and of the answer.
     pub window: Window,
     /// The outcome.
-    pub ending: Ending,
+    pub ending: ReleaseResult,
 }
 
 /// The outcome of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a release frees, finds nothing, or nobody knows")]
-pub enum Ending {
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a release frees, finds no lock, or has an unknown outcome"
+)]
+pub enum ReleaseResult {
     /// The lock was held until the release.
     Freed,
     /// The lock had been lost before.
@@ -75,7 +78,7 @@ pub enum Ending {
 /// An acquisition without a grant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Attempt {
+pub struct RecordedAttempt {
     /// The lock's key.
     pub key: Arc<str>,
     /// The client that called it.
@@ -87,7 +90,7 @@ pub struct Attempt {
 /// A fenced write to the resource that a lock protects.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Write {
+pub struct RecordedWrite {
     /// The key of the lock.
     pub key: Arc<str>,
     /// The client that wrote.
@@ -97,13 +100,16 @@ pub struct Write {
     /// The times of the call and of the answer.
     pub window: Window,
     /// The answer of the resource.
-    pub answer: WriteAnswer,
+    pub answer: WriteResult,
 }
 
 /// The answer of a resource to a fenced write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a write is taken, refused, or nobody knows")]
-pub enum WriteAnswer {
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a write is accepted, rejected, or has an unknown outcome"
+)]
+pub enum WriteResult {
     /// The resource accepted the write.
     Accepted,
     /// The resource rejected the write.
@@ -117,13 +123,13 @@ pub enum WriteAnswer {
 #[non_exhaustive]
 pub struct History {
     /// Acquisitions that were granted.
-    pub grants: Vec<Grant>,
+    pub grants: Vec<RecordedGrant>,
     /// Acquisitions that were answered with "busy".
-    pub busy: Vec<Attempt>,
+    pub busy: Vec<RecordedAttempt>,
     /// Acquisitions with an unknown outcome.
-    pub unknown: Vec<Attempt>,
+    pub unknown: Vec<RecordedAttempt>,
     /// Fenced writes.
-    pub writes: Vec<Write>,
+    pub writes: Vec<RecordedWrite>,
 }
 
 impl History {
@@ -131,29 +137,32 @@ impl History {
     /// be combined if their recorders have the same clock and different sources.
     ///
     /// # Errors
-    /// Returns [`BrokenRecord`] if the events are inconsistent. Such a record proves nothing about
-    /// the locks.
-    pub fn from_events(events: impl IntoIterator<Item = Event>) -> Result<Self, BrokenRecord> {
-        let mut events: Vec<Event> = events.into_iter().collect();
+    /// Returns [`InconsistentRecord`] if the events are inconsistent. Such a record proves nothing
+    /// about the locks.
+    pub fn from_events(
+        events: impl IntoIterator<Item = HistoryEvent>,
+    ) -> Result<Self, InconsistentRecord> {
+        let mut events: Vec<HistoryEvent> = events.into_iter().collect();
         events.sort_by_key(|event| event.at);
         let mut operations: HashMap<u64, usize> = HashMap::new();
-        let mut drafts: Vec<Draft> = Vec::new();
+        let mut partial: Vec<PartialOperation> = Vec::new();
         for event in events {
             match (operations.entry(event.op), &event.what) {
                 (
                     Entry::Vacant(entry),
-                    What::AcquireCalled { key } | What::WriteCalled { key, .. },
+                    HistoryEventKind::AcquireCalled { key }
+                    | HistoryEventKind::WriteCalled { key, .. },
                 ) => {
-                    entry.insert(drafts.len());
-                    drafts.push(Draft::new(Arc::clone(key), &event));
+                    entry.insert(partial.len());
+                    partial.push(PartialOperation::new(Arc::clone(key), &event));
                 }
-                (Entry::Occupied(entry), _) => drafts[*entry.get()].add(event)?,
-                (Entry::Vacant(_), _) => return Err(BrokenRecord::new(event)),
+                (Entry::Occupied(entry), _) => partial[*entry.get()].add(event)?,
+                (Entry::Vacant(_), _) => return Err(InconsistentRecord::new(event)),
             }
         }
         let mut history = Self::default();
-        for draft in drafts {
-            draft.file(&mut history);
+        for operation in partial {
+            operation.add_to(&mut history);
         }
         Ok(history)
     }
@@ -169,22 +178,22 @@ impl History {
 }
 
 /// An operation whose events are still being added.
-struct Draft {
+struct PartialOperation {
     key: Arc<str>,
     client: u32,
     write_token: Option<u64>,
     called: u64,
-    answer: Option<(u64, What)>,
+    answer: Option<(u64, HistoryEventKind)>,
     valid_until: Option<u64>,
     lost: Option<u64>,
     release_called: Option<u64>,
-    released: Option<(u64, Ending)>,
+    released: Option<(u64, ReleaseResult)>,
 }
 
-impl Draft {
-    fn new(key: Arc<str>, called: &Event) -> Self {
+impl PartialOperation {
+    fn new(key: Arc<str>, called: &HistoryEvent) -> Self {
         let write_token = match called.what {
-            What::WriteCalled { token, .. } => Some(token),
+            HistoryEventKind::WriteCalled { token, .. } => Some(token),
             _ => None,
         };
         Self {
@@ -200,37 +209,45 @@ impl Draft {
         }
     }
 
-    fn add(&mut self, event: Event) -> Result<(), BrokenRecord> {
+    fn add(&mut self, event: HistoryEvent) -> Result<(), InconsistentRecord> {
         let write = self.write_token.is_some();
-        let held = matches!(self.answer, Some((_, What::AcquireGranted { .. })));
-        let fits = match &event.what {
-            What::AcquireCalled { .. } | What::WriteCalled { .. } => false,
-            What::AcquireGranted { .. } | What::AcquireBusy | What::AcquireFailed => {
-                !write && self.answer.is_none()
-            }
-            What::WriteAccepted | What::WriteRejected | What::WriteFailed => {
-                write && self.answer.is_none()
-            }
-            What::ValidUntil { .. } | What::Lost => held,
-            What::ReleaseCalled => held && self.release_called.is_none(),
-            What::ReleaseFreed | What::ReleaseNotHeld | What::ReleaseFailed => {
+        let held = matches!(self.answer, Some((_, HistoryEventKind::AcquireGranted { .. })));
+        let is_consistent = match &event.what {
+            HistoryEventKind::AcquireCalled { .. } | HistoryEventKind::WriteCalled { .. } => false,
+            HistoryEventKind::AcquireGranted { .. }
+            | HistoryEventKind::AcquireBusy
+            | HistoryEventKind::AcquireFailed => !write && self.answer.is_none(),
+            HistoryEventKind::WriteAccepted
+            | HistoryEventKind::WriteRejected
+            | HistoryEventKind::WriteFailed => write && self.answer.is_none(),
+            HistoryEventKind::ValidUntil { .. } | HistoryEventKind::Lost => held,
+            HistoryEventKind::ReleaseCalled => held && self.release_called.is_none(),
+            HistoryEventKind::ReleaseFreed
+            | HistoryEventKind::ReleaseNotHeld
+            | HistoryEventKind::ReleaseFailed => {
                 self.release_called.is_some() && self.released.is_none()
             }
         };
-        if !fits {
-            return Err(BrokenRecord::new(event));
+        if !is_consistent {
+            return Err(InconsistentRecord::new(event));
         }
         match event.what {
-            What::ValidUntil { until } => {
+            HistoryEventKind::ValidUntil { until } => {
                 self.valid_until = self.valid_until.map(|before| before.max(until));
             }
-            What::Lost => self.lost = Some(self.lost.unwrap_or(event.at)),
-            What::ReleaseCalled => self.release_called = Some(event.at),
-            What::ReleaseFreed => self.released = Some((event.at, Ending::Freed)),
-            What::ReleaseNotHeld => self.released = Some((event.at, Ending::NotHeld)),
-            What::ReleaseFailed => self.released = Some((event.at, Ending::Unknown)),
+            HistoryEventKind::Lost => self.lost = Some(self.lost.unwrap_or(event.at)),
+            HistoryEventKind::ReleaseCalled => self.release_called = Some(event.at),
+            HistoryEventKind::ReleaseFreed => {
+                self.released = Some((event.at, ReleaseResult::Freed))
+            }
+            HistoryEventKind::ReleaseNotHeld => {
+                self.released = Some((event.at, ReleaseResult::NotHeld))
+            }
+            HistoryEventKind::ReleaseFailed => {
+                self.released = Some((event.at, ReleaseResult::Unknown))
+            }
             answer => {
-                if let What::AcquireGranted { valid_until, .. } = &answer {
+                if let HistoryEventKind::AcquireGranted { valid_until, .. } = &answer {
                     self.valid_until = *valid_until;
                 }
                 self.answer = Some((event.at, answer));
@@ -239,56 +256,65 @@ impl Draft {
         Ok(())
     }
 
-    fn file(self, history: &mut History) {
+    fn add_to(self, history: &mut History) {
         let Self { key, client, .. } = self;
         let answered = self.answer.as_ref().map_or(u64::MAX, |(at, _)| *at);
         let window = Window::new(self.called, answered);
         let answer = self.answer.map(|(_, what)| what);
         if let Some(token) = self.write_token {
             let answer = match answer {
-                Some(What::WriteAccepted) => WriteAnswer::Accepted,
-                Some(What::WriteRejected) => WriteAnswer::Rejected,
-                _ => WriteAnswer::Unknown,
+                Some(HistoryEventKind::WriteAccepted) => WriteResult::Accepted,
+                Some(HistoryEventKind::WriteRejected) => WriteResult::Rejected,
+                _ => WriteResult::Unknown,
             };
-            history.writes.push(Write { key, client, token, window, answer });
+            history.writes.push(RecordedWrite { key, client, token, window, answer });
             return;
         }
         match answer {
-            Some(What::AcquireGranted { token, .. }) => history.grants.push(Grant {
+            Some(HistoryEventKind::AcquireGranted { token, .. }) => {
+                history.grants.push(RecordedGrant {
+                    key,
+                    client,
+                    acquire: window,
+                    token,
+                    valid_until: self.valid_until,
+                    lost: self.lost,
+                    release: self.release_called.map(|called| {
+                        let (at, ending) =
+                            self.released.unwrap_or((u64::MAX, ReleaseResult::Unknown));
+                        RecordedRelease { window: Window::new(called, at), ending }
+                    }),
+                })
+            }
+            Some(HistoryEventKind::AcquireBusy) => {
+                history.busy.push(RecordedAttempt { key, client, window })
+            }
+            // A failed acquisition may still take effect after its error.
+            _ => history.unknown.push(RecordedAttempt {
                 key,
                 client,
-                acquire: window,
-                token,
-                valid_until: self.valid_until,
-                lost: self.lost,
-                release: self.release_called.map(|called| {
-                    let (at, ending) = self.released.unwrap_or((u64::MAX, Ending::Unknown));
-                    Release { window: Window::new(called, at), ending }
-                }),
+                window: Window::open(self.called),
             }),
-            Some(What::AcquireBusy) => history.busy.push(Attempt { key, client, window }),
-            // A failed acquisition may still take effect after its error.
-            _ => history.unknown.push(Attempt { key, client, window: Window::open(self.called) }),
         }
     }
 }
 
 /// An inconsistent event, such as an answer without a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct BrokenRecord {
-    event: Box<Event>,
+pub struct InconsistentRecord {
+    event: Box<HistoryEvent>,
 }
 
-impl BrokenRecord {
-    fn new(event: Event) -> Self {
+impl InconsistentRecord {
+    fn new(event: HistoryEvent) -> Self {
         Self { event: Box::new(event) }
     }
 }
 
-impl fmt::Display for BrokenRecord {
+impl fmt::Display for InconsistentRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the record is broken at {:?}", self.event)
+        write!(f, "the record is inconsistent at {:?}", self.event)
     }
 }
 
-impl std::error::Error for BrokenRecord {}
+impl std::error::Error for InconsistentRecord {}

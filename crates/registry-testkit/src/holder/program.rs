@@ -33,13 +33,13 @@ pub fn program() -> io::Result<PathBuf> {
 }
 
 #[derive(Deserialize)]
-struct Message {
-    target: Option<Target>,
+struct CargoMessage {
+    target: Option<CargoTarget>,
     executable: Option<PathBuf>,
 }
 
 #[derive(Deserialize)]
-struct Target {
+struct CargoTarget {
     name: String,
 }
 
@@ -54,7 +54,7 @@ fn build() -> Result<PathBuf, String> {
         .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml"))
         .stdin(Stdio::null());
     if let Ok(test) = env::current_exe() {
-        command.args(place_of(&test));
+        command.args(target_args(&test));
     }
     // Build scripts would take these variables of the package under test for those of this package.
     for (name, _) in env::vars_os() {
@@ -65,11 +65,11 @@ fn build() -> Result<PathBuf, String> {
     }
     let output = command.output().map_err(|error| format!("cannot start cargo: {error}"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
-        return Err(format!("cannot build the lock holder: {}\n{said}", output.status));
+        let output_text = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("cannot build the lock holder: {}\n{output_text}", output.status));
     }
     let messages = String::from_utf8_lossy(&output.stdout);
-    let built = messages.lines().filter_map(|line| serde_json::from_str::<Message>(line).ok());
+    let built = messages.lines().filter_map(|line| serde_json::from_str::<CargoMessage>(line).ok());
     let mut programs = built.filter_map(|message| {
         message.target.filter(|target| target.name == "lock-holder").and(message.executable)
     });
@@ -78,7 +78,7 @@ fn build() -> Result<PathBuf, String> {
 
 /// Returns the arguments that make cargo build into the target folder of this test. The folder may
 /// come from a command-line argument, which cargo does not pass on to tests.
-fn place_of(test: &Path) -> Vec<String> {
+fn target_args(test: &Path) -> Vec<String> {
     let mut arguments = Vec::new();
     let profile = test.ancestors().find(|folder| folder.ends_with("deps")).and_then(Path::parent);
     let Some(profile) = profile else { return arguments };

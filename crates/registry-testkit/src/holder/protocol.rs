@@ -1,4 +1,5 @@
-//! The protocol between a test and a lock holder: one line of JSON for each order and each report.
+//! The protocol between a test and a lock holder: one line of JSON for each command and each
+//! report.
 
 use std::error::Error;
 use std::iter;
@@ -6,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::history::Event;
+use crate::history::HistoryEvent;
 
 /// The configuration of a lock holder. Options that are not set have the engine's defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -86,11 +87,11 @@ impl HolderOptions {
     }
 }
 
-/// An order to a lock holder.
+/// A command to a lock holder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
-pub enum Order {
+pub enum HolderCommand {
     /// Acquire the lock and hold it. Answered by `held`, `busy` or `failed`. A `lost` may follow.
     Lock {
         /// The lock's key.
@@ -112,7 +113,7 @@ pub enum Order {
         key: String,
     },
     /// Drop the guard without waiting, or stop waiting for the lock. Answered by `dropped` or
-    /// `cancelled`, or by `failed` if no `lock` order is in force.
+    /// `cancelled`, or by `failed` if no `lock` command is in force.
     Drop {
         /// The lock's key.
         key: String,
@@ -151,14 +152,14 @@ pub enum Order {
     Quit,
 }
 
-impl Order {
-    /// Creates an order to lock `key`, without a limit to the wait.
+impl HolderCommand {
+    /// Creates a command to lock `key`, without a limit to the wait.
     #[must_use]
     pub fn lock(key: impl Into<String>) -> Self {
         Self::Lock { key: key.into(), wait_ms: None, lease_ms: None, renew: None }
     }
 
-    /// Creates an order to try once to lock `key`.
+    /// Creates a command to try once to lock `key`.
     #[must_use]
     pub fn try_lock(key: impl Into<String>) -> Self {
         Self::Lock { key: key.into(), wait_ms: Some(0), lease_ms: None, renew: None }
@@ -169,7 +170,7 @@ impl Order {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "report", rename_all = "snake_case")]
 #[non_exhaustive]
-pub enum Report {
+pub enum HolderReport {
     /// The store is open.
     Ready {
         /// The process id.
@@ -222,7 +223,7 @@ pub enum Report {
         /// How long the guard is still valid, in milliseconds.
         valid_for_ms: u64,
     },
-    /// All rounds of a `repeat` order are complete.
+    /// All rounds of a `repeat` command are complete.
     Repeated {
         /// The lock's key.
         key: String,
@@ -248,7 +249,7 @@ pub enum Report {
         problem: String,
     },
     /// A step of a lock's history.
-    Event(Event),
+    HistoryEvent(HistoryEvent),
     /// The registry is closed, and the process is about to end.
     Closed {
         /// Whether all locks were released.
@@ -256,7 +257,7 @@ pub enum Report {
     },
 }
 
-impl Report {
+impl HolderReport {
     /// Creates a `failed` report from an error and all its causes.
     #[must_use]
     pub fn failed(key: Option<String>, doing: &str, error: &(dyn Error + 'static)) -> Self {

@@ -1,5 +1,5 @@
-//! The implementation of a lock holder: executes orders over any registry. Each lock has its own
-//! task, so an order that waits delays no other order.
+//! The implementation of a lock holder: executes commands over any registry. Each lock has its own
+//! task, so a command that waits delays no other command.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, Write};
@@ -14,15 +14,15 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 
 use crate::history::{Recorder, host_clock};
-use crate::witness::{Witness, WitnessedGuard};
+use crate::recording_client::{RecordedGuard, RecordingClient};
 
-use super::protocol::{HolderOptions, Order, Report, millis};
+use super::protocol::{HolderCommand, HolderOptions, HolderReport, millis};
 
 /// The maximum time for the registry to release all locks when it closes.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Executes the orders from standard input and reports on standard output. Returns after the order
-/// `quit` or the end of the input.
+/// Executes the commands from standard input and reports on standard output. Returns after the
+/// command `quit` or the end of the input.
 ///
 /// Locks come from `registry`. Of `options`, only `history` is used; the others configure the
 /// registry.
@@ -31,46 +31,51 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 /// Dropping the future drops all guards and stops reading the input.
 pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
     let history = options.history;
-    let recorder = Recorder::sending(host_clock(), process::id(), move |event| {
+    let recorder = Recorder::forwarding(host_clock(), process::id(), move |event| {
         if history {
-            say(&Report::Event(event.clone()));
+            write_report(&HolderReport::HistoryEvent(event.clone()));
         }
     });
-    let witness = Witness::new(&recorder, process::id());
-    let mut orders = listen();
+    let recording_client = RecordingClient::new(&recorder, process::id());
+    let mut input = read_commands();
     let mut tasks = JoinSet::new();
-    let mut locks: HashMap<String, mpsc::UnboundedSender<Command>> = HashMap::new();
-    say(&Report::Ready { pid: process::id() });
-    while let Some(order) = orders.recv().await {
+    let mut locks: HashMap<String, mpsc::UnboundedSender<LockCommand>> = HashMap::new();
+    write_report(&HolderReport::Ready { pid: process::id() });
+    while let Some(command) = input.recv().await {
         // Without this, finished tasks would accumulate in a long test.
         while tasks.try_join_next().is_some() {}
-        match order {
-            Order::Lock { key, wait_ms, lease_ms, renew } => {
-                let (commands, obeyed) = mpsc::unbounded_channel();
-                // Replaces the sender of an older order for this key. That order's task sees its
-                // channel closed and drops its guard.
+        match command {
+            HolderCommand::Lock { key, wait_ms, lease_ms, renew } => {
+                let (commands, command_receiver) = mpsc::unbounded_channel();
+                // Replaces the sender of an older command for this key. The task of that command
+                // sees its channel closed and drops its guard.
                 locks.insert(key.clone(), commands);
                 let options = lock_options(wait_ms, lease_ms, renew);
-                tasks.spawn(hold(witness.clone(), registry.obtain(&key), options, obeyed));
+                tasks.spawn(hold(
+                    recording_client.clone(),
+                    registry.obtain(&key),
+                    options,
+                    command_receiver,
+                ));
             }
-            Order::Unlock { key } => tell(&mut locks, key, Command::Unlock),
-            Order::Drop { key } => tell(&mut locks, key, Command::Drop),
-            Order::Status { key } => tell(&mut locks, key, Command::Status),
-            Order::Repeat { key, rounds, hold_ms } => {
+            HolderCommand::Unlock { key } => forward(&mut locks, key, LockCommand::Unlock),
+            HolderCommand::Drop { key } => forward(&mut locks, key, LockCommand::Drop),
+            HolderCommand::Status { key } => forward(&mut locks, key, LockCommand::Status),
+            HolderCommand::Repeat { key, rounds, hold_ms } => {
                 let hold = Duration::from_millis(hold_ms);
-                tasks.spawn(repeat(witness.clone(), registry.obtain(&key), rounds, hold));
+                tasks.spawn(repeat(recording_client.clone(), registry.obtain(&key), rounds, hold));
             }
-            Order::Contend { key, tasks: count, hold_ms, for_ms } => {
+            HolderCommand::Contend { key, tasks: count, hold_ms, for_ms } => {
                 let [hold, span] = [hold_ms, for_ms].map(Duration::from_millis);
                 tasks.spawn(contend(registry.obtain(&key), count, hold, span));
             }
-            Order::Quit => break,
+            HolderCommand::Quit => break,
         }
     }
     drop(locks);
     tasks.shutdown().await;
     let closed = registry.close(CLOSE_LIMIT).await;
-    say(&Report::Closed { clean: closed.is_clean() });
+    write_report(&HolderReport::Closed { clean: closed.is_clean() });
 }
 
 /// Writes one report to the standard output and flushes it. Ignores write errors, because the
@@ -78,7 +83,7 @@ pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
 ///
 /// # Panics
 /// Never: reports contain only plain data.
-pub fn say(report: &Report) {
+pub fn write_report(report: &HolderReport) {
     let line = serde_json::to_string(report).expect("reports are plain data");
     // A single write: two processes may share an output, and a stopped process must not leave half
     // a line.
@@ -87,21 +92,21 @@ pub fn say(report: &Report) {
 }
 
 /// Reads the input on a thread: a tokio task that reads stdin would block the runtime's shutdown.
-fn listen() -> mpsc::UnboundedReceiver<Order> {
-    let (heard, orders) = mpsc::unbounded_channel();
+fn read_commands() -> mpsc::UnboundedReceiver<HolderCommand> {
+    let (sender, input) = mpsc::unbounded_channel();
     thread::spawn(move || {
         for line in io::stdin().lock().lines().map_while(Result::ok) {
             match serde_json::from_str(&line) {
-                Ok(order) => {
-                    if heard.send(order).is_err() {
+                Ok(command) => {
+                    if sender.send(command).is_err() {
                         return;
                     }
                 }
-                Err(error) => say(&Report::failed(None, "read an order", &error)),
+                Err(error) => write_report(&HolderReport::failed(None, "read a command", &error)),
             }
         }
     });
-    orders
+    input
 }
 
 fn lock_options(wait_ms: Option<u64>, lease_ms: Option<u64>, renew: Option<bool>) -> LockOptions {
@@ -120,16 +125,16 @@ fn lock_options(wait_ms: Option<u64>, lease_ms: Option<u64>, renew: Option<bool>
 
 /// A command to the task of one lock.
 #[derive(Debug, Clone, Copy)]
-enum Command {
+enum LockCommand {
     Unlock,
     Drop,
     Status,
 }
 
-fn tell(
-    locks: &mut HashMap<String, mpsc::UnboundedSender<Command>>,
+fn forward(
+    locks: &mut HashMap<String, mpsc::UnboundedSender<LockCommand>>,
     key: String,
-    command: Command,
+    command: LockCommand,
 ) {
     if locks.get(&key).is_none_or(|lock| lock.send(command).is_err()) {
         locks.remove(&key);
@@ -137,25 +142,25 @@ fn tell(
     }
 }
 
-fn answer_without_lock(key: String, command: Command) {
+fn answer_without_lock(key: String, command: LockCommand) {
     match command {
-        Command::Status => say(&status(key, None)),
-        Command::Unlock | Command::Drop => say(&Report::Failed {
+        LockCommand::Status => write_report(&status(key, None)),
+        LockCommand::Unlock | LockCommand::Drop => write_report(&HolderReport::Failed {
             key: Some(key),
             doing: "release".into(),
-            problem: "the lock was not asked for".into(),
+            problem: "the lock was not requested".into(),
         }),
     }
 }
 
 /// Acquires a lock and holds it until a command ends it or the sender is dropped.
 async fn hold(
-    witness: Witness,
+    recording_client: RecordingClient,
     lock: DistributedLock,
     options: LockOptions,
-    mut commands: mpsc::UnboundedReceiver<Command>,
+    mut commands: mpsc::UnboundedReceiver<LockCommand>,
 ) {
-    take_and_keep(&witness, &lock, options, &mut commands).await;
+    acquire_and_hold(&recording_client, &lock, options, &mut commands).await;
     // A command that arrived during the last one is answered as well.
     commands.close();
     while let Some(command) = commands.recv().await {
@@ -163,78 +168,86 @@ async fn hold(
     }
 }
 
-async fn take_and_keep(
-    witness: &Witness,
+async fn acquire_and_hold(
+    recording_client: &RecordingClient,
     lock: &DistributedLock,
     options: LockOptions,
-    commands: &mut mpsc::UnboundedReceiver<Command>,
+    commands: &mut mpsc::UnboundedReceiver<LockCommand>,
 ) {
     let key = lock.key().to_owned();
     // The block drops the acquisition before `cancelled` is reported.
     let acquired = {
-        let acquiring = witness.lock_with(lock, options);
+        let acquiring = recording_client.lock_with(lock, options);
         tokio::pin!(acquiring);
         loop {
             tokio::select! {
                 acquired = &mut acquiring => break Some(acquired),
                 command = commands.recv() => match command {
-                    Some(Command::Status) => say(&status(key.clone(), None)),
-                    None | Some(Command::Unlock | Command::Drop) => break None,
+                    Some(LockCommand::Status) => write_report(&status(key.clone(), None)),
+                    None | Some(LockCommand::Unlock | LockCommand::Drop) => break None,
                 },
             }
         }
     };
     match acquired {
         Some(Ok(Some(guard))) => {
-            say(&held(key, &guard));
-            keep(guard, commands).await;
+            write_report(&held(key, &guard));
+            hold_until_command(guard, commands).await;
         }
-        Some(Ok(None)) => say(&Report::Busy { key }),
-        Some(Err(error)) => say(&Report::failed(Some(key), "acquire", &error)),
-        None => say(&Report::Cancelled { key }),
+        Some(Ok(None)) => write_report(&HolderReport::Busy { key }),
+        Some(Err(error)) => write_report(&HolderReport::failed(Some(key), "acquire", &error)),
+        None => write_report(&HolderReport::Cancelled { key }),
     }
 }
 
-async fn keep(guard: WitnessedGuard, commands: &mut mpsc::UnboundedReceiver<Command>) {
+async fn hold_until_command(
+    guard: RecordedGuard,
+    commands: &mut mpsc::UnboundedReceiver<LockCommand>,
+) {
     let key = guard.key().to_owned();
     let lost = guard.lost();
     tokio::pin!(lost);
-    let mut told = false;
+    let mut is_loss_reported = false;
     loop {
         tokio::select! {
             biased;
-            reason = &mut lost, if !told => {
-                told = true;
-                guard.note();
-                say(&Report::Lost { key: key.clone(), reason: reason_name(reason) });
+            reason = &mut lost, if !is_loss_reported => {
+                is_loss_reported = true;
+                guard.record_state();
+                write_report(&HolderReport::Lost { key: key.clone(), reason: reason_name(reason) });
             }
             command = commands.recv() => match command {
-                Some(Command::Status) => say(&status(key.clone(), Some(&guard))),
-                Some(Command::Unlock) => {
+                Some(LockCommand::Status) => write_report(&status(key.clone(), Some(&guard))),
+                Some(LockCommand::Unlock) => {
                     return match guard.unlock().await {
-                        Ok(()) => say(&Report::Released { key }),
-                        Err(error) => say(&Report::failed(Some(key), "release", &error)),
+                        Ok(()) => write_report(&HolderReport::Released { key }),
+                        Err(error) => write_report(&HolderReport::failed(Some(key), "release", &error)),
                     };
                 }
-                None | Some(Command::Drop) => {
+                None | Some(LockCommand::Drop) => {
                     drop(guard);
-                    return say(&Report::Dropped { key });
+                    return write_report(&HolderReport::Dropped { key });
                 }
             },
         }
     }
 }
 
-async fn repeat(witness: Witness, lock: DistributedLock, rounds: u32, hold: Duration) {
+async fn repeat(
+    recording_client: RecordingClient,
+    lock: DistributedLock,
+    rounds: u32,
+    hold: Duration,
+) {
     let key = lock.key().to_owned();
     for _ in 0..rounds {
-        match round(&witness, &lock, hold).await {
+        match round(&recording_client, &lock, hold).await {
             // A lost lease is a recorded event and does not end the rounds.
             Ok(()) | Err(LockError::Lost { .. }) => {}
-            Err(error) => return say(&Report::failed(Some(key), "repeat", &error)),
+            Err(error) => return write_report(&HolderReport::failed(Some(key), "repeat", &error)),
         }
     }
-    say(&Report::Repeated { key, rounds });
+    write_report(&HolderReport::Repeated { key, rounds });
 }
 
 /// Counts the acquisitions of `tasks` tasks within `span`, and measures the longest time without a
@@ -267,15 +280,19 @@ async fn contend(lock: DistributedLock, tasks: u32, hold: Duration, span: Durati
     }
     for ended in workers.join_all().await {
         if let Err(error) = ended {
-            return say(&Report::failed(Some(key), "contend", &error));
+            return write_report(&HolderReport::failed(Some(key), "contend", &error));
         }
     }
     let (grants, _, longest) = *share.lock().unwrap_or_else(PoisonError::into_inner);
-    say(&Report::Contended { key, grants, longest_wait_ms: millis(longest) });
+    write_report(&HolderReport::Contended { key, grants, longest_wait_ms: millis(longest) });
 }
 
-async fn round(witness: &Witness, lock: &DistributedLock, hold: Duration) -> Result<(), LockError> {
-    if let Some(guard) = witness.lock_with(lock, LockOptions::new()).await? {
+async fn round(
+    recording_client: &RecordingClient,
+    lock: &DistributedLock,
+    hold: Duration,
+) -> Result<(), LockError> {
+    if let Some(guard) = recording_client.lock_with(lock, LockOptions::new()).await? {
         if !hold.is_zero() {
             sleep(hold).await;
         }
@@ -284,13 +301,13 @@ async fn round(witness: &Witness, lock: &DistributedLock, hold: Duration) -> Res
     Ok(())
 }
 
-fn held(key: String, guard: &LockGuard) -> Report {
+fn held(key: String, guard: &LockGuard) -> HolderReport {
     let token = guard.fencing_token().map(u64::from);
-    Report::Held { key, token, valid_for_ms: millis(guard.valid_for()) }
+    HolderReport::Held { key, token, valid_for_ms: millis(guard.valid_for()) }
 }
 
-fn status(key: String, guard: Option<&LockGuard>) -> Report {
-    Report::Status {
+fn status(key: String, guard: Option<&LockGuard>) -> HolderReport {
+    HolderReport::Status {
         key,
         held: guard.is_some_and(LockGuard::is_held),
         token: guard.and_then(LockGuard::fencing_token).map(u64::from),

@@ -11,11 +11,11 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 use super::options::MariaDbOptions;
-use crate::account::Account;
-use crate::asked;
-use crate::kept::{Kept, down};
+use crate::data_cache;
+use crate::managed_process::{ManagedProcess, down_error};
 use crate::ports::Port;
-use crate::prepared;
+use crate::run_command;
+use crate::server_user::ServerUser;
 
 /// The log size for both the installation and the server, which must match. Writing the default of
 /// 96 MB takes five times as long.
@@ -31,8 +31,8 @@ pub struct MariaDbServer {
     port: Port,
     folder: TempDir,
     options: MariaDbOptions,
-    account: Account,
-    running: Option<Kept>,
+    server_user: ServerUser,
+    running: Option<ManagedProcess>,
     /// The port for other nodes of a Galera cluster.
     nodes_port: Port,
 }
@@ -57,19 +57,19 @@ impl MariaDbServer {
     /// # Cancel safety
     /// Dropping the future kills the server.
     pub async fn start_with(options: MariaDbOptions) -> io::Result<Self> {
-        let account = Account::for_root("mysql")?;
+        let server_user = ServerUser::for_root("mysql")?;
         let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
-        account.own(folder.path())?;
+        server_user.chown(folder.path())?;
         let nodes_port = Port::reserve()?;
-        let mut server = Self { port, folder, options, account, running: None, nodes_port };
+        let mut server = Self { port, folder, options, server_user, running: None, nodes_port };
         if let Some(tls) = server.options.tls.clone() {
-            server.keep(&tls.server_cert_file(), "server.pem")?;
-            server.keep(&tls.server_key_file(), "server.key")?;
-            server.keep(&tls.ca_file(), "ca.pem")?;
+            server.install_file(&tls.server_cert_file(), "server.pem")?;
+            server.install_file(&tls.server_key_file(), "server.key")?;
+            server.install_file(&tls.ca_file(), "ca.pem")?;
         }
-        server.make_data().await?;
+        server.create_data().await?;
         server.start_again().await?;
-        server.ask("mysql", "CREATE DATABASE app").await?;
+        server.sql_in("mysql", "CREATE DATABASE app").await?;
         if let Some(password) = server.options.password.clone() {
             server.sql(&format!("ALTER USER root@'127.0.0.1' IDENTIFIED BY '{password}'")).await?;
         }
@@ -77,20 +77,20 @@ impl MariaDbServer {
     }
 
     /// Copies a file into the server's folder, readable only by the server's account.
-    fn keep(&self, file: &Path, name: &str) -> io::Result<()> {
-        let kept = self.file(name);
-        fs::copy(file, &kept)?;
-        fs::set_permissions(&kept, Permissions::from_mode(0o600))?;
-        self.account.own(&kept)
+    fn install_file(&self, file: &Path, name: &str) -> io::Result<()> {
+        let copy = self.file(name);
+        fs::copy(file, &copy)?;
+        fs::set_permissions(&copy, Permissions::from_mode(0o600))?;
+        self.server_user.chown(&copy)
     }
 
-    async fn make_data(&self) -> io::Result<()> {
+    async fn create_data(&self) -> io::Result<()> {
         let data = self.file("data");
-        prepared::fill(&data, self.options.program.as_os_str(), self.initialise()).await
+        data_cache::fill(&data, self.options.program.as_os_str(), self.initialise()).await
     }
 
     async fn initialise(&self) -> io::Result<()> {
-        let mut install = self.account.command("mariadb-install-db");
+        let mut install = self.server_user.command("mariadb-install-db");
         // Skips fsync, because no file needs to be on disk before the server starts.
         install.args(["--no-defaults", "--skip-test-db", "--innodb-flush-method=nosync", LOG_SIZE]);
         install.args(["--auth-root-authentication-method=normal", "--skip-name-resolve"]);
@@ -98,7 +98,7 @@ impl MariaDbServer {
         install.arg(format!("--tmpdir={}", self.folder.path().display()));
         // The account may have no access to the working directory of the test.
         install.current_dir(self.folder.path());
-        asked::run(install, "").await.map(drop).map_err(not_installed)
+        run_command::run(install, "").await.map(drop).map_err(not_installed)
     }
 
     /// Kills the server if it runs, and starts it on the same port with its previous data.
@@ -110,11 +110,13 @@ impl MariaDbServer {
     /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
-        let mut command = self.account.command(&self.options.program);
+        let mut command = self.server_user.command(&self.options.program);
         command.envs(self.options.environment.iter().map(|(name, value)| (name, value)));
         command.arg("--no-defaults");
         let folder = self.folder.path().display();
-        command.arg(format!("--datadir={folder}/data")).arg(format!("--socket={}", self.door()));
+        command
+            .arg(format!("--datadir={folder}/data"))
+            .arg(format!("--socket={}", self.socket_path()));
         // A starting server removes all temporary tables from this folder, including those of other
         // servers.
         command.arg(format!("--tmpdir={folder}"));
@@ -139,10 +141,10 @@ impl MariaDbServer {
             command.arg(format!("--wsrep-provider-options={listen};gcache.size=8M"));
         }
         command.args(&self.options.args);
-        let running = self.running.insert(Kept::launch(&command)?);
-        running.begun().await?;
+        let running = self.running.insert(ManagedProcess::launch(&command)?);
+        running.wait_until_started().await?;
         if running.expect(|line| line.contains(ready)).await.is_err() {
-            return Err(not_installed(io::Error::other(self.said())));
+            return Err(not_installed(io::Error::other(self.output_text())));
         }
         Ok(())
     }
@@ -194,27 +196,27 @@ impl MariaDbServer {
     /// # Cancel safety
     /// The server may have executed the statements.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
-        self.ask("app", statements).await
+        self.sql_in("app", statements).await
     }
 
-    async fn ask(&self, database: &str, statements: &str) -> io::Result<String> {
+    async fn sql_in(&self, database: &str, statements: &str) -> io::Result<String> {
         let mut client = Command::new("mariadb");
         client.args(["--no-defaults", "--batch", "--raw", "--skip-column-names", "--user=root"]);
-        client.arg(format!("--socket={}", self.door()));
+        client.arg(format!("--socket={}", self.socket_path()));
         client.arg(format!("--database={database}"));
-        asked::run(client, statements).await
+        run_command::run(client, statements).await
     }
 
     /// Returns the server's output since it started.
     #[must_use]
-    pub fn said(&self) -> String {
-        self.running.as_ref().map(Kept::said).unwrap_or_default()
+    pub fn output_text(&self) -> String {
+        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
     /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_up)
+        self.running.as_ref().is_some_and(ManagedProcess::is_up)
     }
 
     /// Returns the address of the server.
@@ -237,13 +239,13 @@ impl MariaDbServer {
         self.folder.path()
     }
 
-    fn running(&self) -> io::Result<&Kept> {
-        self.running.as_ref().ok_or_else(down)
+    fn running(&self) -> io::Result<&ManagedProcess> {
+        self.running.as_ref().ok_or_else(down_error)
     }
 
     /// Returns the Unix socket, which requires neither a password nor encryption.
-    fn door(&self) -> String {
-        self.file("door").display().to_string()
+    fn socket_path(&self) -> String {
+        self.file("socket").display().to_string()
     }
 
     fn file(&self, name: &str) -> PathBuf {
@@ -260,6 +262,6 @@ impl Drop for MariaDbServer {
 
 fn not_installed(error: io::Error) -> io::Error {
     io::Error::other(format!(
-        "MariaDB does not start; is it installed (apt-get install mariadb-server)? It said:\n{error}"
+        "MariaDB does not start; is it installed (apt-get install mariadb-server)? Its output:\n{error}"
     ))
 }

@@ -99,11 +99,11 @@ impl PostgresOptions {
     }
 
     /// Returns the content of `pg_hba.conf`. The first matching line applies.
-    pub(super) fn doors(&self) -> String {
+    pub(super) fn pg_hba_lines(&self) -> String {
         let kind = if self.tls.is_some() { "hostssl" } else { "host" };
-        let proof = if self.password.is_some() { "scram-sha-256" } else { "trust" };
+        let auth_method = if self.password.is_some() { "scram-sha-256" } else { "trust" };
         format!(
-            "local all all trust\nlocal replication all trust\n{kind} all all 127.0.0.1/32 {proof}\n"
+            "local all all trust\nlocal replication all trust\n{kind} all all 127.0.0.1/32 {auth_method}\n"
         )
     }
 }

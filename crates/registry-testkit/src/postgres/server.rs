@@ -11,11 +11,11 @@ use nix::sys::signal::Signal;
 use tempfile::TempDir;
 
 use super::options::PostgresOptions;
-use crate::account::Account;
-use crate::asked;
-use crate::kept::{Kept, down};
+use crate::data_cache;
+use crate::managed_process::{ManagedProcess, down_error};
 use crate::ports::Port;
-use crate::prepared;
+use crate::run_command;
+use crate::server_user::ServerUser;
 
 /// A server with all its processes. Dropping this handle kills it. Committed data is on disk, so
 /// the server keeps its data when it is killed and started again. It has one user and one database,
@@ -25,8 +25,8 @@ pub struct PostgresServer {
     port: Port,
     folder: TempDir,
     options: PostgresOptions,
-    account: Account,
-    running: Option<Kept>,
+    server_user: ServerUser,
+    running: Option<ManagedProcess>,
 }
 
 impl PostgresServer {
@@ -50,54 +50,54 @@ impl PostgresServer {
     /// Dropping the future kills the server.
     pub async fn start_with(options: PostgresOptions) -> io::Result<Self> {
         let mut server = Self::empty(options)?;
-        server.make_data().await?;
+        server.create_data().await?;
         server.start_again().await?;
         Ok(server)
     }
 
     /// Creates a server without a data folder.
     fn empty(options: PostgresOptions) -> io::Result<Self> {
-        let account = Account::for_root("postgres")?;
+        let server_user = ServerUser::for_root("postgres")?;
         let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
-        account.own(folder.path())?;
-        let server = Self { port, folder, options, account, running: None };
+        server_user.chown(folder.path())?;
+        let server = Self { port, folder, options, server_user, running: None };
         if let Some(tls) = &server.options.tls {
-            server.keep(&tls.server_cert_file(), "server.pem")?;
-            server.keep(&tls.server_key_file(), "server.key")?;
+            server.install_file(&tls.server_cert_file(), "server.pem")?;
+            server.install_file(&tls.server_key_file(), "server.key")?;
         }
         Ok(server)
     }
 
     /// Copies a file into the server's folder, readable only by the server's account.
-    fn keep(&self, file: &Path, name: &str) -> io::Result<()> {
-        let kept = self.file(name);
-        fs::copy(file, &kept)?;
-        fs::set_permissions(&kept, Permissions::from_mode(0o600))?;
-        self.account.own(&kept)
+    fn install_file(&self, file: &Path, name: &str) -> io::Result<()> {
+        let copy = self.file(name);
+        fs::copy(file, &copy)?;
+        fs::set_permissions(&copy, Permissions::from_mode(0o600))?;
+        self.server_user.chown(&copy)
     }
 
-    async fn make_data(&self) -> io::Result<()> {
+    async fn create_data(&self) -> io::Result<()> {
         if self.options.password.is_some() {
             self.initialise().await?;
         } else {
-            prepared::fill(&self.data(), self.options.program.as_os_str(), self.initialise())
+            data_cache::fill(&self.data(), self.options.program.as_os_str(), self.initialise())
                 .await?;
         }
-        let doors = self.data().join("pg_hba.conf");
-        fs::write(doors, self.options.doors())
+        let pg_hba_lines = self.data().join("pg_hba.conf");
+        fs::write(pg_hba_lines, self.options.pg_hba_lines())
     }
 
     async fn initialise(&self) -> io::Result<()> {
-        let mut initdb = self.companion("initdb");
+        let mut initdb = self.client_program("initdb");
         initdb.args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]);
         initdb.arg("-D").arg(self.data());
         if let Some(password) = &self.options.password {
             let file = self.file("password");
             fs::write(&file, password)?;
-            self.account.own(&file)?;
+            self.server_user.chown(&file)?;
             initdb.arg("--pwfile").arg(file);
         }
-        asked::run(initdb, "").await.map(drop).map_err(not_installed)
+        run_command::run(initdb, "").await.map(drop).map_err(not_installed)
     }
 
     /// Kills the server if it runs, and starts it on the same port with its previous data.
@@ -109,7 +109,7 @@ impl PostgresServer {
     /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
-        let mut command = self.account.command(&self.options.program);
+        let mut command = self.server_user.command(&self.options.program);
         command.env("LC_ALL", "C");
         command.envs(self.options.environment.iter().map(|(name, value)| (name, value)));
         command.arg("-D").arg(self.data()).arg("-p").arg(self.port.number().to_string());
@@ -127,12 +127,12 @@ impl PostgresServer {
         for setting in settings.iter().chain(&self.options.settings) {
             command.args(["-c", setting]);
         }
-        let running = self.running.insert(Kept::launch(&command)?);
-        running.begun().await?;
+        let running = self.running.insert(ManagedProcess::launch(&command)?);
+        running.wait_until_started().await?;
         // Omits the end of the message: a standby is ready to accept read-only connections.
         let ready = |line: &str| line.contains("database system is ready to accept");
         if running.expect(ready).await.is_err() {
-            return Err(not_installed(io::Error::other(self.said())));
+            return Err(not_installed(io::Error::other(self.output_text())));
         }
         Ok(())
     }
@@ -212,10 +212,10 @@ impl PostgresServer {
     /// Dropping the future kills the standby.
     pub async fn standby(&self) -> io::Result<Self> {
         let mut standby = Self::empty(self.options.clone())?;
-        let mut copy = standby.companion("pg_basebackup");
+        let mut copy = standby.client_program("pg_basebackup");
         copy.args(["-R", "-X", "stream", "-c", "fast", "--no-sync"]).arg("-D").arg(standby.data());
-        self.reach(&mut copy);
-        asked::run(copy, "").await?;
+        self.add_connection_args(&mut copy);
+        run_command::run(copy, "").await?;
         standby.start_again().await?;
         Ok(standby)
     }
@@ -245,20 +245,20 @@ impl PostgresServer {
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", "postgres"]);
-        self.reach(&mut psql);
-        asked::run(psql, statements).await
+        self.add_connection_args(&mut psql);
+        run_command::run(psql, statements).await
     }
 
     /// Returns the server's output since it started.
     #[must_use]
-    pub fn said(&self) -> String {
-        self.running.as_ref().map(Kept::said).unwrap_or_default()
+    pub fn output_text(&self) -> String {
+        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
     /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_up)
+        self.running.as_ref().is_some_and(ManagedProcess::is_up)
     }
 
     /// Returns the address of the server.
@@ -288,21 +288,21 @@ impl PostgresServer {
     }
 
     /// Adds the arguments that connect a client program to the server's Unix socket.
-    fn reach(&self, client: &mut Command) {
+    fn add_connection_args(&self, client: &mut Command) {
         client.arg("-h").arg(self.folder.path()).arg("-p").arg(self.port.number().to_string());
         client.args(["-U", "postgres"]).env("LC_ALL", "C");
     }
 
     /// Creates a command for a program of the same installation, under the server's account.
-    fn companion(&self, name: &str) -> Command {
-        let mut command = self.account.command(self.options.program.with_file_name(name));
+    fn client_program(&self, name: &str) -> Command {
+        let mut command = self.server_user.command(self.options.program.with_file_name(name));
         // The account may have no access to the working directory of the test.
         command.env("LC_ALL", "C").current_dir(self.folder.path());
         command
     }
 
-    fn running(&self) -> io::Result<&Kept> {
-        self.running.as_ref().ok_or_else(down)
+    fn running(&self) -> io::Result<&ManagedProcess> {
+        self.running.as_ref().ok_or_else(down_error)
     }
 
     fn data(&self) -> PathBuf {
@@ -331,6 +331,6 @@ pub(crate) fn url(password: Option<&str>, addr: SocketAddr) -> String {
 
 fn not_installed(error: io::Error) -> io::Error {
     io::Error::other(format!(
-        "PostgreSQL does not start; is it installed (apt-get install postgresql)? It said:\n{error}"
+        "PostgreSQL does not start; is it installed (apt-get install postgresql)? Its output:\n{error}"
     ))
 }

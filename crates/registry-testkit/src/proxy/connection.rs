@@ -15,7 +15,7 @@ use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 
-use super::{Mode, Shared, Stranded};
+use super::{ProxyMode, ProxyState, WithheldRequest};
 
 const BUFFER_BYTES: usize = 16 * 1_024;
 /// The maximum number of queued bytes in one direction. At this limit the proxy stops reading, so
@@ -33,7 +33,7 @@ enum Cut {
 
 pub(super) async fn serve(
     mut client: TcpStream,
-    shared: Arc<Shared>,
+    shared: Arc<ProxyState>,
     mut cut: watch::Receiver<()>,
     mut silenced: watch::Receiver<()>,
 ) {
@@ -67,25 +67,25 @@ pub(super) async fn serve(
     drop(cut);
 }
 
-async fn relay(client: &mut TcpStream, shared: &Shared) -> Result<(), Cut> {
+async fn relay(client: &mut TcpStream, shared: &ProxyState) -> Result<(), Cut> {
     let mut modes = shared.mode.subscribe();
     // A black hole also delays the connection to the server.
-    modes.wait_for(|mode| *mode != Mode::BlackHole).await.map_err(|_| Cut::Close)?;
+    modes.wait_for(|mode| *mode != ProxyMode::BlackHole).await.map_err(|_| Cut::Close)?;
     let mut server = TcpStream::connect(shared.target).await.map_err(|_| Cut::Reset)?;
     // Without Nagle's algorithm, the client sees the server's timing.
     _ = client.set_nodelay(true);
     _ = server.set_nodelay(true);
 
-    let link = Link::default();
+    let state = ConnectionState::default();
     let (from_client, to_client) = client.split();
     let (from_server, to_server) = server.split();
-    let requests = Pump::new(Direction::Requests, to_server, shared, &link);
-    let replies = Pump::new(Direction::Replies, to_client, shared, &link);
+    let requests = Pump::new(Direction::Requests, to_server, shared, &state);
+    let replies = Pump::new(Direction::Replies, to_client, shared, &state);
     // A direction that ended cleanly leaves the other one open, as in TCP.
     let ended = tokio::try_join!(requests.run(from_client), replies.run(from_server)).map(|_| ());
-    if let Some(bytes) = link.stranded.into_inner().unwrap_or_else(PoisonError::into_inner) {
-        let mut stranded = shared.stranded.lock().unwrap_or_else(PoisonError::into_inner);
-        stranded.push(Stranded { server, bytes });
+    if let Some(bytes) = state.withheld.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        let mut withheld = shared.withheld.lock().unwrap_or_else(PoisonError::into_inner);
+        withheld.push(WithheldRequest { server, bytes });
     }
     ended
 }
@@ -98,43 +98,48 @@ enum Direction {
 
 /// The state that the two pumps of a connection share.
 #[derive(Debug, Default)]
-struct Link {
+struct ConnectionState {
     /// A request was carried, and no byte of its reply has arrived.
     awaits_reply: AtomicBool,
     client_done: Notify,
     /// A stranded request.
-    stranded: Mutex<Option<Vec<u8>>>,
+    withheld: Mutex<Option<Vec<u8>>>,
 }
 
 struct Pump<'a> {
     direction: Direction,
     to: WriteHalf<'a>,
-    shared: &'a Shared,
-    link: &'a Link,
+    shared: &'a ProxyState,
+    state: &'a ConnectionState,
     /// Queued bytes, and when they arrive.
     queue: VecDeque<(Instant, Vec<u8>)>,
     queued_bytes: usize,
     /// The arrival time of the last queued byte. Bytes never overtake each other.
     last_arrival: Instant,
     /// Reply bytes were discarded, so no later byte may be delivered.
-    gap: bool,
+    has_gap: bool,
     /// The stream to the receiver has been ended.
     ended: bool,
-    /// The number of bytes that [`Mode::CutAfter`] still allows.
+    /// The number of bytes that [`ProxyMode::CutAfter`] still allows.
     bytes_left: u64,
 }
 
 impl<'a> Pump<'a> {
-    fn new(direction: Direction, to: WriteHalf<'a>, shared: &'a Shared, link: &'a Link) -> Self {
+    fn new(
+        direction: Direction,
+        to: WriteHalf<'a>,
+        shared: &'a ProxyState,
+        state: &'a ConnectionState,
+    ) -> Self {
         Self {
             direction,
             to,
             shared,
-            link,
+            state,
             queue: VecDeque::new(),
             queued_bytes: 0,
             last_arrival: Instant::now(),
-            gap: false,
+            has_gap: false,
             ended: false,
             bytes_left: 0,
         }
@@ -146,13 +151,13 @@ impl<'a> Pump<'a> {
         let mut buffer = vec![0; BUFFER_BYTES];
         let mut at_end = false;
         let mut mode = *modes.borrow_and_update();
-        self.enter(mode).await?;
+        self.apply_mode(mode).await?;
         loop {
-            let held = self.holds(mode);
+            let held = self.holds_bytes(mode);
             if at_end && self.queue.is_empty() && !held {
                 return self.finish(mode, &mut modes).await;
             }
-            let room = self.queued_bytes < QUEUE_BYTES_MAX;
+            let has_capacity = self.queued_bytes < QUEUE_BYTES_MAX;
             let arrival = self.queue.front().map(|(arrival, _)| *arrival).filter(|_| !held);
             let arrived = async {
                 match arrival {
@@ -165,10 +170,10 @@ impl<'a> Pump<'a> {
                 changed = modes.changed() => {
                     changed.map_err(|_| Cut::Close)?;
                     mode = *modes.borrow_and_update();
-                    self.enter(mode).await?;
+                    self.apply_mode(mode).await?;
                 }
                 () = arrived => self.deliver_first().await?,
-                read = from.read(&mut buffer), if !at_end && !held && room => {
+                read = from.read(&mut buffer), if !at_end && !held && has_capacity => {
                     // A reset by the peer is passed on as a reset.
                     let bytes = &buffer[..read.map_err(|_| Cut::Reset)?];
                     if bytes.is_empty() {
@@ -179,9 +184,9 @@ impl<'a> Pump<'a> {
                         let now = *modes.borrow();
                         if now != mode {
                             mode = now;
-                            self.enter(mode).await?;
+                            self.apply_mode(mode).await?;
                         }
-                        self.take(mode, bytes).await?;
+                        self.receive(mode, bytes).await?;
                     }
                 }
             }
@@ -189,27 +194,27 @@ impl<'a> Pump<'a> {
     }
 
     /// Returns whether the mode holds bytes in this direction.
-    fn holds(&self, mode: Mode) -> bool {
+    fn holds_bytes(&self, mode: ProxyMode) -> bool {
         match self.direction {
-            Direction::Requests => mode == Mode::BlackHole,
-            Direction::Replies => matches!(mode, Mode::BlackHole | Mode::HoldReplies),
+            Direction::Requests => mode == ProxyMode::BlackHole,
+            Direction::Replies => matches!(mode, ProxyMode::BlackHole | ProxyMode::HoldReplies),
         }
     }
 
     /// Applies the immediate effects of a new mode.
-    async fn enter(&mut self, mode: Mode) -> Result<(), Cut> {
-        if !matches!(mode, Mode::Delay(_) | Mode::Throttle { .. }) {
+    async fn apply_mode(&mut self, mode: ProxyMode) -> Result<(), Cut> {
+        if !matches!(mode, ProxyMode::Delay(_) | ProxyMode::Throttle { .. }) {
             let now = Instant::now();
             self.last_arrival = now;
             self.queue.iter_mut().for_each(|(arrival, _)| *arrival = now);
         }
         if self.direction == Direction::Replies {
-            if self.gap && mode != Mode::DropReplies {
+            if self.has_gap && mode != ProxyMode::DropReplies {
                 return Err(Cut::Reset);
             }
             match mode {
-                Mode::CutAfter { reply_bytes } => self.bytes_left = reply_bytes,
-                Mode::HalfClose if !self.ended => {
+                ProxyMode::CutAfter { reply_bytes } => self.bytes_left = reply_bytes,
+                ProxyMode::HalfClose if !self.ended => {
                     self.ended = true;
                     self.queue.clear();
                     self.queued_bytes = 0;
@@ -222,43 +227,43 @@ impl<'a> Pump<'a> {
     }
 
     /// Queues, discards or strands the bytes that the sender sent.
-    async fn take(&mut self, mode: Mode, bytes: &[u8]) -> Result<(), Cut> {
+    async fn receive(&mut self, mode: ProxyMode, bytes: &[u8]) -> Result<(), Cut> {
         if self.direction == Direction::Requests
-            && self.shared.strand_next.swap(false, Ordering::SeqCst)
+            && self.shared.withhold_next.swap(false, Ordering::SeqCst)
         {
-            let mut stranded = self.link.stranded.lock().unwrap_or_else(PoisonError::into_inner);
-            *stranded = Some(bytes.to_vec());
+            let mut withheld = self.state.withheld.lock().unwrap_or_else(PoisonError::into_inner);
+            *withheld = Some(bytes.to_vec());
             return Err(Cut::Reset);
         }
         if self.direction == Direction::Replies {
-            self.link.awaits_reply.store(false, Ordering::Relaxed);
+            self.state.awaits_reply.store(false, Ordering::Relaxed);
             match mode {
                 _ if self.ended => {
-                    self.lose(bytes);
+                    self.discard(bytes);
                     return Ok(());
                 }
-                Mode::DropReplies => {
-                    self.gap = true;
-                    self.lose(bytes);
+                ProxyMode::DropReplies => {
+                    self.has_gap = true;
+                    self.discard(bytes);
                     return Ok(());
                 }
-                Mode::ResetAfterRequest => {
-                    self.lose(bytes);
+                ProxyMode::ResetAfterRequest => {
+                    self.discard(bytes);
                     return Err(Cut::Reset);
                 }
-                Mode::CutAfter { .. } => return self.deliver_some(bytes).await,
+                ProxyMode::CutAfter { .. } => return self.deliver_allowed(bytes).await,
                 _ => {}
             }
         }
         match mode {
-            Mode::Delay(delay) => self.enqueue(Instant::now() + delay, bytes),
-            Mode::Throttle { bytes_per_second } => {
+            ProxyMode::Delay(delay) => self.enqueue(Instant::now() + delay, bytes),
+            ProxyMode::Throttle { bytes_per_second } => {
                 let rate = f64::from(bytes_per_second.max(1));
                 let piece_bytes = (rate * THROTTLE_PIECE_SECS).max(1.0) as usize;
                 for piece in bytes.chunks(piece_bytes) {
-                    let carrying = Duration::from_secs_f64(piece.len() as f64 / rate);
+                    let transfer_time = Duration::from_secs_f64(piece.len() as f64 / rate);
                     let begins = self.last_arrival.max(Instant::now());
-                    self.enqueue(begins + carrying, piece);
+                    self.enqueue(begins + transfer_time, piece);
                 }
             }
             _ => self.enqueue(Instant::now(), bytes),
@@ -272,7 +277,7 @@ impl<'a> Pump<'a> {
         self.queue.push_back((self.last_arrival, bytes.to_vec()));
     }
 
-    fn lose(&self, bytes: &[u8]) {
+    fn discard(&self, bytes: &[u8]) {
         self.shared.count(|counts| counts.reply_bytes_lost += bytes.len() as u64);
     }
 
@@ -291,7 +296,7 @@ impl<'a> Pump<'a> {
         let length = bytes.len() as u64;
         match self.direction {
             Direction::Requests => {
-                let first = !self.link.awaits_reply.swap(true, Ordering::Relaxed);
+                let first = !self.state.awaits_reply.swap(true, Ordering::Relaxed);
                 self.shared.count(|counts| {
                     counts.requests += u64::from(first);
                     counts.request_bytes += length;
@@ -302,27 +307,31 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Delivers the bytes that [`Mode::CutAfter`] still allows, after all queued bytes.
-    async fn deliver_some(&mut self, bytes: &[u8]) -> Result<(), Cut> {
+    /// Delivers the bytes that [`ProxyMode::CutAfter`] still allows, after all queued bytes.
+    async fn deliver_allowed(&mut self, bytes: &[u8]) -> Result<(), Cut> {
         while !self.queue.is_empty() {
             self.deliver_first().await?;
         }
         let some = bytes.len().min(usize::try_from(self.bytes_left).unwrap_or(usize::MAX));
         let (some, rest) = bytes.split_at(some);
         self.deliver(some).await?;
-        self.lose(rest);
+        self.discard(rest);
         self.bytes_left -= some.len() as u64;
         if self.bytes_left == 0 { Err(Cut::Close) } else { Ok(()) }
     }
 
     /// Passes the end of the stream on.
-    async fn finish(&mut self, mode: Mode, modes: &mut watch::Receiver<Mode>) -> Result<(), Cut> {
+    async fn finish(
+        &mut self,
+        mode: ProxyMode,
+        modes: &mut watch::Receiver<ProxyMode>,
+    ) -> Result<(), Cut> {
         match self.direction {
-            Direction::Requests => self.link.client_done.notify_one(),
-            Direction::Replies if mode == Mode::DropReplies => {
+            Direction::Requests => self.state.client_done.notify_one(),
+            Direction::Replies if mode == ProxyMode::DropReplies => {
                 // The server's end of stream is discarded like its other bytes.
                 tokio::select! {
-                    () = self.link.client_done.notified() => return Ok(()),
+                    () = self.state.client_done.notified() => return Ok(()),
                     _ = modes.changed() => return Err(Cut::Reset),
                 }
             }

@@ -10,11 +10,11 @@ use tokio::time::Instant;
 
 use super::options::ServerOptions;
 use super::quorum::url;
-use super::reply::Reply;
+use super::reply::RedisReply;
+use super::retry::{RetryDeadline, not_yet};
 use super::server::RedisServer;
-use super::waiting::{Waiting, not_yet};
 use crate::ports::Port;
-use view::{Member, View, slot_of};
+use view::{ClusterView, NodeInfo, slot_of};
 
 /// The number of slots that the masters share.
 const SLOTS: u16 = 16_384;
@@ -32,11 +32,11 @@ const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
 /// The node timeout is one second. The methods query only nodes that are neither down nor paused.
 #[derive(Debug)]
 pub struct RedisCluster {
-    nodes: Vec<Node>,
+    nodes: Vec<ClusterNode>,
 }
 
 #[derive(Debug)]
-struct Node {
+struct ClusterNode {
     server: RedisServer,
     /// The port of the cluster bus.
     bus: Port,
@@ -45,7 +45,7 @@ struct Node {
 
 /// A slot in migration to another master: see [`RedisCluster::begin_migration`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "until it is finished, the slot belongs half to each"]
+#[must_use = "an unfinished migration leaves the slot with two nodes"]
 pub struct Migration {
     slot: u16,
     from: SocketAddr,
@@ -93,33 +93,33 @@ impl RedisCluster {
     /// # Cancel safety
     /// Dropping the future kills the nodes.
     pub async fn start_with(options: &ServerOptions) -> io::Result<Self> {
-        let launch = |_| Node::launch(options);
+        let launch = |_| ClusterNode::launch(options);
         let mut nodes = (0..2 * MASTERS).map(launch).collect::<io::Result<Vec<_>>>()?;
         for node in &mut nodes {
-            node.server.ready().await?;
+            node.server.wait_until_ready().await?;
             node.id = text(&node.server, &["CLUSTER", "MYID"]).await?;
         }
         let cluster = Self { nodes };
-        cluster.share_slots().await?;
+        cluster.assign_slots().await?;
         cluster.meet().await?;
         let (masters, replicas) = cluster.nodes.split_at(MASTERS.into());
         for (master, replica) in masters.iter().zip(replicas) {
-            order(&replica.server, &["CLUSTER", "REPLICATE", &master.id]).await?;
+            execute(&replica.server, &["CLUSTER", "REPLICATE", &master.id]).await?;
         }
-        cluster.settle().await?;
+        cluster.wait_until_consistent().await?;
         Ok(cluster)
     }
 
-    async fn share_slots(&self) -> io::Result<()> {
+    async fn assign_slots(&self) -> io::Result<()> {
         for (number, node) in (0..).zip(&self.nodes) {
             // Nodes with equal epochs would first have to resolve the conflict.
             let epoch = (number + 1).to_string();
-            order(&node.server, &["CLUSTER", "SET-CONFIG-EPOCH", &epoch]).await?;
+            execute(&node.server, &["CLUSTER", "SET-CONFIG-EPOCH", &epoch]).await?;
             if number < MASTERS {
                 let bound = |number: u16| u32::from(SLOTS) * u32::from(number) / u32::from(MASTERS);
                 let (first, last) = (bound(number), bound(number + 1) - 1);
                 let (first, last) = (first.to_string(), last.to_string());
-                order(&node.server, &["CLUSTER", "ADDSLOTSRANGE", &first, &last]).await?;
+                execute(&node.server, &["CLUSTER", "ADDSLOTSRANGE", &first, &last]).await?;
             }
         }
         Ok(())
@@ -132,21 +132,21 @@ impl RedisCluster {
             let addr = node.server.addr();
             let (host, port) = (addr.ip().to_string(), addr.port().to_string());
             let bus = node.bus.number().to_string();
-            order(&first.server, &["CLUSTER", "MEET", &host, &port, &bus]).await?;
+            execute(&first.server, &["CLUSTER", "MEET", &host, &port, &bus]).await?;
         }
-        let waiting = Waiting::new("the nodes know each other");
-        while let Err(why) = self.look_whether_met().await {
-            waiting.again(why).await?;
+        let retry = RetryDeadline::new("all nodes have met");
+        while let Err(why) = self.check_nodes_have_met().await {
+            retry.pause_or_fail(why).await?;
         }
         Ok(())
     }
 
-    async fn look_whether_met(&self) -> io::Result<()> {
+    async fn check_nodes_have_met(&self) -> io::Result<()> {
         for node in &self.nodes {
-            let view = View::of(&node.server).await?;
-            let known = |node: &Node| view.member(&node.id).is_some_and(Member::is_met);
+            let view = ClusterView::of(&node.server).await?;
+            let known = |node: &ClusterNode| view.member(&node.id).is_some_and(NodeInfo::is_met);
             if !self.nodes.iter().all(known) {
-                return Err(not_yet(format!("one of them sees {view:?}")));
+                return Err(not_yet(format!("one node sees {view:?}")));
             }
         }
         Ok(())
@@ -173,7 +173,7 @@ impl RedisCluster {
     /// Panics if the cluster never had such a node.
     #[must_use]
     pub fn node(&self, addr: SocketAddr) -> &RedisServer {
-        &self.at(addr).server
+        &self.node_at(addr).server
     }
 
     /// Returns the node at `addr`, to kill it and start it again.
@@ -187,13 +187,13 @@ impl RedisCluster {
         &mut node.expect("one of the cluster's nodes").server
     }
 
-    fn at(&self, addr: SocketAddr) -> &Node {
+    fn node_at(&self, addr: SocketAddr) -> &ClusterNode {
         let mut nodes = self.nodes.iter();
         nodes.find(|node| node.server.addr() == addr).expect("one of the cluster's nodes")
     }
 
-    fn answering(&self) -> impl Iterator<Item = &Node> + Send {
-        self.nodes.iter().filter(|node| node.server.answers())
+    fn responsive_nodes(&self) -> impl Iterator<Item = &ClusterNode> + Send {
+        self.nodes.iter().filter(|node| node.server.is_responsive())
     }
 
     /// Returns the slot of a key, as clients compute it.
@@ -212,8 +212,8 @@ impl RedisCluster {
     /// Dropping the future at any time has no effect.
     pub async fn master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let mut claims = Vec::new();
-        for node in self.answering() {
-            let view = View::of(&node.server).await?;
+        for node in self.responsive_nodes() {
+            let view = ClusterView::of(&node.server).await?;
             if view.owner(slot).is_some_and(|owner| owner.id == node.id) {
                 claims.push((view.myself().map(|member| member.epoch), node.server.addr()));
             }
@@ -230,10 +230,10 @@ impl RedisCluster {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn replicas_of(&self, slot: u16) -> io::Result<Vec<SocketAddr>> {
-        let master = &self.at(self.master_of(slot).await?).id;
+        let master = &self.node_at(self.master_of(slot).await?).id;
         let mut replicas = Vec::new();
-        for node in self.answering() {
-            let view = View::of(&node.server).await?;
+        for node in self.responsive_nodes() {
+            let view = ClusterView::of(&node.server).await?;
             if view.myself().is_some_and(|member| member.master.as_ref() == Some(master)) {
                 replicas.push(node.server.addr());
             }
@@ -253,17 +253,17 @@ impl RedisCluster {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
         let replica = replicas.first().ok_or_else(|| not_yet("there is no replica"))?;
-        let waiting = Waiting::new("a replica takes over");
-        let mut asked_at: Option<Instant> = None;
+        let retry = RetryDeadline::new("a replica takes over");
+        let mut requested_at: Option<Instant> = None;
         loop {
-            if asked_at.is_none_or(|asked_at| asked_at.elapsed() > FAILOVER_LIMIT) {
-                asked_at = Some(Instant::now());
-                order(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
+            if requested_at.is_none_or(|requested_at| requested_at.elapsed() > FAILOVER_LIMIT) {
+                requested_at = Some(Instant::now());
+                execute(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
             }
-            match self.look_at_master_of(slot).await {
+            match self.confirmed_master_of(slot).await {
                 Ok(master) if master != old => return Ok(master),
-                Ok(_) => waiting.again(not_yet("it is still the old one")).await?,
-                Err(why) => waiting.again(why).await?,
+                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
+                Err(why) => retry.pause_or_fail(why).await?,
             }
         }
     }
@@ -349,12 +349,12 @@ impl RedisCluster {
         slot: u16,
         old: SocketAddr,
     ) -> io::Result<SocketAddr> {
-        let waiting = Waiting::new("there is a new master");
+        let retry = RetryDeadline::new("all nodes know a new master");
         loop {
-            match self.look_at_master_of(slot).await {
+            match self.confirmed_master_of(slot).await {
                 Ok(master) if master != old => return Ok(master),
-                Ok(_) => waiting.again(not_yet("it is still the old one")).await?,
-                Err(why) => waiting.again(why).await?,
+                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
+                Err(why) => retry.pause_or_fail(why).await?,
             }
         }
     }
@@ -367,10 +367,10 @@ impl RedisCluster {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn settle(&self) -> io::Result<()> {
-        let waiting = Waiting::new("the nodes agree");
-        while let Err(why) = self.notify_all().await {
-            waiting.again(why).await?;
+    pub async fn wait_until_consistent(&self) -> io::Result<()> {
+        let retry = RetryDeadline::new("the nodes agree");
+        while let Err(why) = self.check_consistency().await {
+            retry.pause_or_fail(why).await?;
         }
         Ok(())
     }
@@ -400,9 +400,9 @@ impl RedisCluster {
     pub async fn begin_migration(&self, slot: u16, to: SocketAddr) -> io::Result<Migration> {
         let from = self.master_of(slot).await?;
         let number = slot.to_string();
-        let (giver, taker) = (&self.at(from).id, &self.at(to).id);
-        order(self.node(to), &["CLUSTER", "SETSLOT", &number, "IMPORTING", giver]).await?;
-        order(self.node(from), &["CLUSTER", "SETSLOT", &number, "MIGRATING", taker]).await?;
+        let (source_id, target_id) = (&self.node_at(from).id, &self.node_at(to).id);
+        execute(self.node(to), &["CLUSTER", "SETSLOT", &number, "IMPORTING", source_id]).await?;
+        execute(self.node(from), &["CLUSTER", "SETSLOT", &number, "MIGRATING", target_id]).await?;
         Ok(Migration { slot, from, to })
     }
 
@@ -430,7 +430,7 @@ impl RedisCluster {
         }
         words.push(b"KEYS");
         words.extend(keys.iter().map(Vec::as_slice));
-        let moved = self.node(migration.from).ask_args(&words).await?.granted()?;
+        let moved = self.node(migration.from).send_command_args(&words).await?.into_result()?;
         Ok(moved.text().as_deref() != Some("NOKEY"))
     }
 
@@ -445,12 +445,12 @@ impl RedisCluster {
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();
-        let waiting = Waiting::new("the slot is empty");
+        let retry = RetryDeadline::new("the slot is empty");
         loop {
-            let question = ["CLUSTER", "GETKEYSINSLOT", &number, KEYS_AT_ONCE];
-            let keys = self.node(from).ask_args(&question).await?.granted()?;
+            let command = ["CLUSTER", "GETKEYSINSLOT", &number, KEYS_AT_ONCE];
+            let keys = self.node(from).send_command_args(&command).await?.into_result()?;
             let values = keys.items().iter().map(|key| match key {
-                Reply::Value(bytes) => bytes.clone(),
+                RedisReply::Value(bytes) => bytes.clone(),
                 other => other.text().unwrap_or_default().into_bytes(),
             });
             let keys: Vec<Vec<u8>> = values.collect();
@@ -459,41 +459,41 @@ impl RedisCluster {
             }
             self.migrate_keys(&migration, &keys).await?;
             // Clients can no longer create keys here, but keys can expire before they are moved.
-            waiting.again(not_yet("keys are left")).await?;
+            retry.pause_or_fail(not_yet("keys remain in the slot")).await?;
         }
         // The new owner first: in the reverse order, the slot would briefly have no owner.
         for addr in [to, from] {
-            let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.at(to).id];
-            order(self.node(addr), &words).await?;
+            let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.node_at(to).id];
+            execute(self.node(addr), &words).await?;
         }
-        let waiting = Waiting::new("all nodes know the slot's new master");
+        let retry = RetryDeadline::new("all nodes know the slot's new master");
         loop {
-            match self.look_at_master_of(slot).await {
+            match self.confirmed_master_of(slot).await {
                 Ok(master) if master == to => return Ok(()),
-                Ok(_) => waiting.again(not_yet("it is still the old one")).await?,
-                Err(why) => waiting.again(why).await?,
+                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
+                Err(why) => retry.pause_or_fail(why).await?,
             }
         }
     }
 
     /// Returns the master of `slot` if all responding nodes agree on it.
-    async fn look_at_master_of(&self, slot: u16) -> io::Result<SocketAddr> {
+    async fn confirmed_master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
-        for node in self.answering() {
-            let seen = look_whether_well(node).await?.owner(slot).map(|owner| owner.id.clone());
-            if seen.as_ref() != Some(&self.at(master).id) {
+        for node in self.responsive_nodes() {
+            let seen = healthy_view(node).await?.owner(slot).map(|owner| owner.id.clone());
+            if seen.as_ref() != Some(&self.node_at(master).id) {
                 return Err(not_yet(format!("{master} is the master, but one node sees {seen:?}")));
             }
         }
         Ok(master)
     }
 
-    async fn notify_all(&self) -> io::Result<()> {
+    async fn check_consistency(&self) -> io::Result<()> {
         let mut owners = None;
         let mut replicas = 0;
         let mut online = 0;
-        for node in self.answering() {
-            let view = look_whether_well(node).await?;
+        for node in self.responsive_nodes() {
+            let view = healthy_view(node).await?;
             let seen = view.owners();
             let first = owners.get_or_insert_with(|| seen.clone());
             if *first != seen {
@@ -511,7 +511,7 @@ impl RedisCluster {
             // Clients do not connect to a replica that the nodes do not know yet.
             let known = view.members().filter(|member| member.master.is_some()).count();
             if known < usize::from(MASTERS) {
-                return Err(not_yet(format!("one node knows of {known} replicas only")));
+                return Err(not_yet(format!("one node knows only {known} replicas")));
             }
         }
         if online < replicas {
@@ -521,7 +521,7 @@ impl RedisCluster {
     }
 }
 
-impl Node {
+impl ClusterNode {
     fn launch(options: &ServerOptions) -> io::Result<Self> {
         let bus = Port::reserve()?;
         let number = bus.number().to_string();
@@ -552,23 +552,23 @@ impl Node {
 }
 
 /// Returns the view of `node`, or an error unless the node reports a healthy cluster.
-async fn look_whether_well(node: &Node) -> io::Result<View> {
+async fn healthy_view(node: &ClusterNode) -> io::Result<ClusterView> {
     let state = text(&node.server, &["CLUSTER", "INFO"]).await?;
     if !state.contains("cluster_state:ok") {
-        return Err(not_yet(format!("{} says {state}", node.server.addr())));
+        return Err(not_yet(format!("{} reports {state}", node.server.addr())));
     }
-    View::of(&node.server).await
+    ClusterView::of(&node.server).await
 }
 
-async fn order(server: &RedisServer, words: &[&str]) -> io::Result<()> {
-    let reply = server.ask_args(words).await?;
-    match reply.granted() {
+async fn execute(server: &RedisServer, words: &[&str]) -> io::Result<()> {
+    let reply = server.send_command_args(words).await?;
+    match reply.into_result() {
         Ok(_) => Ok(()),
         Err(refusal) => Err(io::Error::other(format!("{}: {refusal}", words.join(" ")))),
     }
 }
 
 async fn text(server: &RedisServer, words: &[&str]) -> io::Result<String> {
-    let reply = server.ask_args(words).await?.granted()?;
+    let reply = server.send_command_args(words).await?.into_result()?;
     reply.text().ok_or_else(|| not_yet(format!("{reply:?} is no text")))
 }

@@ -5,7 +5,7 @@ use std::io;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::reply::Reply;
+use super::reply::RedisReply;
 
 trait Stream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 
@@ -33,7 +33,10 @@ impl RedisConnection {
     /// # Cancel safety
     /// Not cancel safe: the next command would receive the reply of this one. Drop the connection
     /// as well.
-    pub async fn ask_args(&mut self, words: &[impl AsRef<[u8]> + Sync]) -> io::Result<Reply> {
+    pub async fn send_command_args(
+        &mut self,
+        words: &[impl AsRef<[u8]> + Sync],
+    ) -> io::Result<RedisReply> {
         let mut command = format!("*{}\r\n", words.len()).into_bytes();
         for word in words {
             let word = word.as_ref();
@@ -53,9 +56,9 @@ impl RedisConnection {
     ///
     /// # Cancel safety
     /// Dropping the future loses no reply.
-    pub async fn next_reply(&mut self) -> io::Result<Reply> {
+    pub async fn next_reply(&mut self) -> io::Result<RedisReply> {
         loop {
-            if let Some((reply, used)) = Reply::parse(&self.unread)? {
+            if let Some((reply, used)) = RedisReply::parse(&self.unread)? {
                 self.unread.drain(..used);
                 return Ok(reply);
             }
@@ -67,9 +70,9 @@ impl RedisConnection {
 
     /// Sends one line and returns the raw reply. If the server closes the connection early, returns
     /// the bytes received so far.
-    pub(super) async fn ask_line(mut self, line: &str) -> io::Result<String> {
+    pub(super) async fn send_command_line(mut self, line: &str) -> io::Result<String> {
         self.stream.write_all(format!("{line}\r\n").as_bytes()).await?;
-        while Reply::parse(&self.unread)?.is_none() {
+        while RedisReply::parse(&self.unread)?.is_none() {
             if self.stream.read_buf(&mut self.unread).await? == 0 {
                 break;
             }

@@ -35,7 +35,7 @@ impl RedisQuorum {
         let launch = |_| RedisServer::launch(Port::reserve()?, options.clone());
         let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;
         for server in &mut servers {
-            server.ready().await?;
+            server.wait_until_ready().await?;
         }
         Ok(Self { servers })
     }

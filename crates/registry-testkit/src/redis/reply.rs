@@ -5,7 +5,7 @@ use std::io;
 /// A complete reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Reply {
+pub enum RedisReply {
     /// A status line, such as `OK`.
     Status(String),
     /// An error, such as `NOAUTH Authentication required.`
@@ -20,7 +20,7 @@ pub enum Reply {
     List(Vec<Self>),
 }
 
-impl Reply {
+impl RedisReply {
     /// Parses the first reply in `bytes` and returns it with its length. Returns `None` if the
     /// reply is incomplete.
     ///
@@ -30,8 +30,8 @@ impl Reply {
         let Some(end) = bytes.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
         let line = String::from_utf8_lossy(&bytes[..end]);
         let mut used = end + 2;
-        let (kind, rest) = line.split_at_checked(1).ok_or_else(|| strange(&line))?;
-        let number = || rest.parse::<i64>().map_err(|_| strange(&line));
+        let (kind, rest) = line.split_at_checked(1).ok_or_else(|| unexpected_reply(&line))?;
+        let number = || rest.parse::<i64>().map_err(|_| unexpected_reply(&line));
         let reply = match kind {
             "+" => Self::Status(rest.to_owned()),
             "-" => Self::Error(rest.to_owned()),
@@ -58,7 +58,7 @@ impl Reply {
                     Self::List(list)
                 }
             },
-            _ => return Err(strange(&line)),
+            _ => return Err(unexpected_reply(&line)),
         };
         Ok(Some((reply, used)))
     }
@@ -96,7 +96,7 @@ impl Reply {
     ///
     /// # Errors
     /// Returns the text of an error reply as an error.
-    pub fn granted(self) -> io::Result<Self> {
+    pub fn into_result(self) -> io::Result<Self> {
         match self {
             Self::Error(refusal) => Err(io::Error::other(refusal)),
             granted => Ok(granted),
@@ -110,7 +110,7 @@ impl Reply {
     }
 }
 
-fn strange(line: &str) -> io::Error {
+fn unexpected_reply(line: &str) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("{line:?} begins no answer"))
 }
 
@@ -119,25 +119,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_answer_is_read_once_it_is_whole() {
+    fn a_reply_is_parsed_once_it_is_complete() {
         let bytes = b"*4\r\n:42\r\n$4\r\na\r\nb\r\n*2\r\n+OK\r\n-ERR no\r\n$-1\r\n";
-        let (reply, used) = Reply::parse(bytes).unwrap().unwrap();
-        let inner = vec![Reply::Status("OK".into()), Reply::Error("ERR no".into())];
-        let value = Reply::Value(b"a\r\nb".to_vec());
+        let (reply, used) = RedisReply::parse(bytes).unwrap().unwrap();
+        let inner = vec![RedisReply::Status("OK".into()), RedisReply::Error("ERR no".into())];
+        let value = RedisReply::Value(b"a\r\nb".to_vec());
         assert_eq!(
             reply,
-            Reply::List(vec![Reply::Number(42), value, Reply::List(inner), Reply::Nil])
+            RedisReply::List(vec![
+                RedisReply::Number(42),
+                value,
+                RedisReply::List(inner),
+                RedisReply::Nil
+            ])
         );
         assert_eq!(used, bytes.len());
         for length in 0..bytes.len() {
-            assert_eq!(Reply::parse(&bytes[..length]).unwrap(), None, "{length} bytes");
+            assert_eq!(RedisReply::parse(&bytes[..length]).unwrap(), None, "{length} bytes");
         }
     }
 
     #[test]
-    fn what_is_no_answer_is_refused() {
+    fn invalid_replies_are_rejected() {
         for bytes in ["hello\r\n", "\r\n", "$four\r\n", "é\r\n"] {
-            Reply::parse(bytes.as_bytes()).unwrap_err();
+            RedisReply::parse(bytes.as_bytes()).unwrap_err();
         }
     }
 }

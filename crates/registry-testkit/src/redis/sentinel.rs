@@ -5,9 +5,9 @@ use std::net::SocketAddr;
 
 use super::options::ServerOptions;
 use super::quorum::url;
-use super::reply::Reply;
+use super::reply::RedisReply;
+use super::retry::{RetryDeadline, not_yet};
 use super::server::RedisServer;
-use super::waiting::{Waiting, not_yet};
 use crate::ports::Port;
 
 /// The name of the master in the sentinels' configuration.
@@ -138,21 +138,21 @@ impl SentinelSetup {
             servers.push(RedisServer::launch(Port::reserve()?, replica)?);
         }
         for replica in &mut servers[1..] {
-            replica.ready().await?;
+            replica.wait_until_ready().await?;
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
         // A sentinel that starts earlier discovers the replicas only ten seconds later.
-        let waiting = Waiting::new("the replicas are in step");
-        while let Err(why) = setup.look_at_replicas(addr).await {
-            waiting.again(why).await?;
+        let retry = RetryDeadline::new("the replicas are synchronized");
+        while let Err(why) = setup.check_replicas(addr).await {
+            retry.pause_or_fail(why).await?;
         }
         for _ in 0..SENTINELS {
             setup.sentinels.push(RedisServer::launch(Port::reserve()?, options.sentinel(addr))?);
         }
         for sentinel in &mut setup.sentinels {
-            sentinel.ready().await?;
+            sentinel.wait_until_ready().await?;
         }
-        setup.settle().await?;
+        setup.wait_until_consistent().await?;
         Ok(setup)
     }
 
@@ -171,9 +171,9 @@ impl SentinelSetup {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn master(&self) -> io::Result<SocketAddr> {
-        match self.sentinels.iter().find(|sentinel| sentinel.answers()) {
+        match self.sentinels.iter().find(|sentinel| sentinel.is_responsive()) {
             Some(sentinel) => named_master(sentinel).await,
-            None => Err(not_yet("no sentinel is left")),
+            None => Err(not_yet("no sentinel responds")),
         }
     }
 
@@ -186,7 +186,7 @@ impl SentinelSetup {
     /// Dropping the future at any time has no effect.
     pub async fn replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let mut replicas = Vec::new();
-        for server in self.servers.iter().filter(|server| server.answers()) {
+        for server in self.servers.iter().filter(|server| server.is_responsive()) {
             if role(server).await? == "slave" {
                 replicas.push(server.addr());
             }
@@ -242,18 +242,18 @@ impl SentinelSetup {
     /// The failover may still take place.
     pub async fn failover(&self) -> io::Result<SocketAddr> {
         let old = self.master().await?;
-        let waiting = Waiting::new("a failover begins");
-        while let Err(why) = self.ask_for_failover().await {
-            waiting.again(why).await?;
+        let retry = RetryDeadline::new("a failover begins");
+        while let Err(why) = self.request_failover().await {
+            retry.pause_or_fail(why).await?;
         }
         self.wait_for_new_master(old).await
     }
 
     /// Requests a failover. A sentinel refuses while it does not consider a replica suitable yet.
-    async fn ask_for_failover(&self) -> io::Result<()> {
-        let sentinel = self.sentinels.iter().find(|sentinel| sentinel.answers());
-        let sentinel = sentinel.ok_or_else(|| not_yet("no sentinel is left"))?;
-        sentinel.ask_args(&["SENTINEL", "FAILOVER", NAME]).await?.granted()?;
+    async fn request_failover(&self) -> io::Result<()> {
+        let sentinel = self.sentinels.iter().find(|sentinel| sentinel.is_responsive());
+        let sentinel = sentinel.ok_or_else(|| not_yet("no sentinel responds"))?;
+        sentinel.send_command_args(&["SENTINEL", "FAILOVER", NAME]).await?.into_result()?;
         Ok(())
     }
 
@@ -358,12 +358,12 @@ impl SentinelSetup {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
-        let waiting = Waiting::new("there is a new master");
+        let retry = RetryDeadline::new("all nodes know a new master");
         loop {
-            match self.look_at_master().await {
+            match self.confirmed_master().await {
                 Ok(master) if master != old => return Ok(master),
-                Ok(_) => waiting.again(not_yet("it is still the old one")).await?,
-                Err(why) => waiting.again(why).await?,
+                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
+                Err(why) => retry.pause_or_fail(why).await?,
             }
         }
     }
@@ -378,34 +378,34 @@ impl SentinelSetup {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn settle(&self) -> io::Result<()> {
-        let waiting = Waiting::new("sentinels and servers agree");
-        while let Err(why) = self.notify_all().await {
-            waiting.again(why).await?;
+    pub async fn wait_until_consistent(&self) -> io::Result<()> {
+        let retry = RetryDeadline::new("sentinels and servers agree");
+        while let Err(why) = self.check_consistency().await {
+            retry.pause_or_fail(why).await?;
         }
         Ok(())
     }
 
     /// Returns the master if all responding sentinels agree on it.
-    async fn look_at_master(&self) -> io::Result<SocketAddr> {
+    async fn confirmed_master(&self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
-        for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.answers()) {
+        for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.is_responsive()) {
             let named = named_master(sentinel).await?;
             if named != master {
                 return Err(not_yet(format!("one sentinel names {master}, another {named}")));
             }
         }
-        if !self.server(master).answers() {
+        if !self.server(master).is_responsive() {
             return Err(not_yet(format!("{master} does not answer")));
         }
         match &*role(self.server(master)).await? {
             "master" => Ok(master),
-            other => Err(not_yet(format!("{master} says that it is a {other}"))),
+            other => Err(not_yet(format!("{master} reports the role {other}"))),
         }
     }
 
-    async fn look_at_replicas(&self, master: SocketAddr) -> io::Result<()> {
-        let expected = self.servers.iter().filter(|server| server.answers()).count() - 1;
+    async fn check_replicas(&self, master: SocketAddr) -> io::Result<()> {
+        let expected = self.servers.iter().filter(|server| server.is_responsive()).count() - 1;
         let online = self.server(master).replicas_online().await?;
         if online != expected {
             return Err(not_yet(format!("{online} of {expected} replicas are online")));
@@ -413,23 +413,25 @@ impl SentinelSetup {
         Ok(())
     }
 
-    async fn notify_all(&self) -> io::Result<()> {
-        let master = self.look_at_master().await?;
-        self.look_at_replicas(master).await?;
-        let up = self.servers.iter().filter(|server| server.answers()).count();
-        for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.answers()) {
-            let known = sentinel.ask_args(&["SENTINEL", "MASTER", NAME]).await?.granted()?;
+    async fn check_consistency(&self) -> io::Result<()> {
+        let master = self.confirmed_master().await?;
+        self.check_replicas(master).await?;
+        let up = self.servers.iter().filter(|server| server.is_responsive()).count();
+        for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.is_responsive()) {
+            let known =
+                sentinel.send_command_args(&["SENTINEL", "MASTER", NAME]).await?.into_result()?;
             let number = |name| known.field(name)?.parse::<usize>().ok();
             let others = number("num-other-sentinels");
             if others != Some(SENTINELS - 1) || known.field("flags").as_deref() != Some("master") {
                 return Err(not_yet(format!("a sentinel knows only this: {known:?}")));
             }
-            let replicas = sentinel.ask_args(&["SENTINEL", "REPLICAS", NAME]).await?.granted()?;
-            let well = |replica: &&Reply| {
+            let replicas =
+                sentinel.send_command_args(&["SENTINEL", "REPLICAS", NAME]).await?.into_result()?;
+            let is_healthy = |replica: &&RedisReply| {
                 replica.field("flags").as_deref() == Some("slave")
                     && replica.field("master-link-status").as_deref() == Some("ok")
             };
-            if replicas.items().iter().filter(well).count() + 1 != up {
+            if replicas.items().iter().filter(is_healthy).count() + 1 != up {
                 return Err(not_yet(format!("a sentinel knows only these replicas: {replicas:?}")));
             }
         }
@@ -439,14 +441,14 @@ impl SentinelSetup {
 
 /// Returns the address of the master according to this sentinel.
 async fn named_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
-    let question = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME];
-    let answer = sentinel.ask_args(&question).await?.granted()?;
-    let words: Vec<String> = answer.items().iter().filter_map(Reply::text).collect();
+    let command = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME];
+    let answer = sentinel.send_command_args(&command).await?.into_result()?;
+    let words: Vec<String> = answer.items().iter().filter_map(RedisReply::text).collect();
     words.join(":").parse().map_err(|_| not_yet(format!("a sentinel names {words:?}")))
 }
 
 /// Returns the role of a server: `master` or `slave`.
 async fn role(server: &RedisServer) -> io::Result<String> {
-    let role = server.ask_args(&["ROLE"]).await?.granted()?;
-    role.items().first().and_then(Reply::text).ok_or_else(|| not_yet(format!("{role:?}")))
+    let role = server.send_command_args(&["ROLE"]).await?.into_result()?;
+    role.items().first().and_then(RedisReply::text).ok_or_else(|| not_yet(format!("{role:?}")))
 }

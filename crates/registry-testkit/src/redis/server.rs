@@ -12,8 +12,8 @@ use tokio::time::Instant;
 
 use super::connection::RedisConnection;
 use super::options::ServerOptions;
-use super::reply::Reply;
-use crate::kept::{Kept, START_LIMIT, down};
+use super::reply::RedisReply;
+use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
 use crate::ports::Port;
 use crate::tls::TlsFolder;
 
@@ -24,7 +24,7 @@ pub struct RedisServer {
     port: Port,
     folder: TempDir,
     options: ServerOptions,
-    running: Option<Kept>,
+    running: Option<ManagedProcess>,
 }
 
 impl RedisServer {
@@ -49,7 +49,7 @@ impl RedisServer {
     /// Dropping the future kills the server.
     pub async fn start_with(options: ServerOptions) -> io::Result<Self> {
         let mut server = Self::launch(Port::reserve()?, options)?;
-        server.ready().await?;
+        server.wait_until_ready().await?;
         Ok(server)
     }
 
@@ -64,8 +64,8 @@ impl RedisServer {
         Self::start_with(ServerOptions::new().tls(folder).args(options)).await
     }
 
-    /// Starts a server on `port` without waiting until it is [`ready`](Self::ready), so that
-    /// several servers can start concurrently.
+    /// Starts a server on `port` without [waiting until it is ready](Self::wait_until_ready), so
+    /// that several servers can start concurrently.
     pub(super) fn launch(port: Port, options: ServerOptions) -> io::Result<Self> {
         let mut server = Self { port, folder: tempfile::tempdir()?, options, running: None };
         server.launch_again()?;
@@ -83,7 +83,7 @@ impl RedisServer {
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
         self.launch_again()?;
-        self.ready().await
+        self.wait_until_ready().await
     }
 
     fn launch_again(&mut self) -> io::Result<()> {
@@ -91,7 +91,7 @@ impl RedisServer {
         command.envs(self.options.environment.iter().map(|(name, value)| (name, value)));
         let file = self.folder.path().join("server.conf");
         if !file.exists() {
-            fs::write(&file, self.first_file())?;
+            fs::write(&file, self.initial_config())?;
         }
         // `CONFIG REWRITE`, which sentinels also trigger, writes the complete configuration to the
         // file.
@@ -106,7 +106,7 @@ impl RedisServer {
             }
             command.args(&self.options.args);
         }
-        self.running = Some(Kept::launch(&command)?);
+        self.running = Some(ManagedProcess::launch(&command)?);
         Ok(())
     }
 
@@ -131,7 +131,7 @@ impl RedisServer {
                 pair("tls-auth-clients", "no"),
                 pair("tls-replication", "yes"),
                 pair("tls-cluster", "yes"),
-                pair("unixsocket", &folder(&self.side_door())),
+                pair("unixsocket", &folder(&self.unix_socket())),
             ]),
         }
         lines.extend(self.options.login_lines());
@@ -139,24 +139,24 @@ impl RedisServer {
     }
 
     /// Returns the Unix socket for unencrypted commands to a server that requires TLS.
-    fn side_door(&self) -> PathBuf {
-        self.folder.path().join("door")
+    fn unix_socket(&self) -> PathBuf {
+        self.folder.path().join("socket")
     }
 
     /// Returns the initial configuration file. A sentinel reads its configuration only from this
     /// file, and saves its state there. A server receives its configuration as arguments.
-    fn first_file(&self) -> String {
+    fn initial_config(&self) -> String {
         let Some(sentinel) = &self.options.sentinel else { return String::new() };
         let lines = self.lines().into_iter().map(|line| line.join(" ") + "\n");
         lines.chain([sentinel.clone()]).collect()
     }
 
     /// Waits until a launched server responds.
-    pub(super) async fn ready(&mut self) -> io::Result<()> {
-        self.running.as_mut().ok_or_else(down)?.begun().await?;
+    pub(super) async fn wait_until_ready(&mut self) -> io::Result<()> {
+        self.running.as_mut().ok_or_else(down_error)?.wait_until_started().await?;
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
-            if let Ok(answer) = self.ask("PING").await
+            if let Ok(answer) = self.send_command("PING").await
                 && ["+PONG", "-NOAUTH", "-NOPERM"].iter().any(|known| answer.starts_with(known))
             {
                 return Ok(());
@@ -164,19 +164,19 @@ impl RedisServer {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         if let Some(running) = &mut self.running {
-            running.last_words().await;
+            running.wait_for_remaining_output().await;
         }
         let program = self.options.program.display();
         Err(io::Error::other(format!(
-            "{program} does not answer; is it installed (apt-get install redis-server)? It said:\n{}",
-            self.said()
+            "{program} does not answer; is it installed (apt-get install redis-server)? Its output:\n{}",
+            self.output_text()
         )))
     }
 
     /// Returns the server's output since it started.
     #[must_use]
-    pub fn said(&self) -> String {
-        self.running.as_ref().map(Kept::said).unwrap_or_default()
+    pub fn output_text(&self) -> String {
+        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
     /// Kills the server, as a crash would. The process has ended when this returns.
@@ -189,17 +189,17 @@ impl RedisServer {
     /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_up)
+        self.running.as_ref().is_some_and(ManagedProcess::is_up)
     }
 
     /// Returns whether the server is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_paused)
+        self.running.as_ref().is_some_and(ManagedProcess::is_paused)
     }
 
     /// Returns whether the server can respond.
-    pub(super) fn answers(&self) -> bool {
+    pub(super) fn is_responsive(&self) -> bool {
         self.is_up() && !self.is_paused()
     }
 
@@ -207,7 +207,7 @@ impl RedisServer {
     ///
     /// # Errors
     /// Returns the error of the operating system.
-    pub fn lose_data(&self) -> io::Result<()> {
+    pub fn delete_data(&self) -> io::Result<()> {
         for entry in fs::read_dir(self.folder.path())? {
             let path = entry?.path();
             if path.is_dir() {
@@ -225,7 +225,7 @@ impl RedisServer {
     /// # Errors
     /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.pause()
+        self.running.as_ref().ok_or_else(down_error)?.pause()
     }
 
     /// Resumes a paused server.
@@ -233,7 +233,7 @@ impl RedisServer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.resume()
+        self.running.as_ref().ok_or_else(down_error)?.resume()
     }
 
     /// Sends one command line and returns the raw reply.
@@ -243,20 +243,24 @@ impl RedisServer {
     ///
     /// # Cancel safety
     /// The server may have executed the command.
-    pub async fn ask(&self, command: &str) -> io::Result<String> {
-        self.connect().await?.ask_line(command).await
+    pub async fn send_command(&self, command: &str) -> io::Result<String> {
+        self.connect().await?.send_command_line(command).await
     }
 
     /// Sends one command, given as its words, and returns the reply. Words may contain arbitrary
     /// bytes.
     ///
     /// # Errors
-    /// Returns the connection's error. An error reply is returned as `Ok`; see [`Reply::granted`].
+    /// Returns the connection's error. An error reply is returned as `Ok`; see
+    /// [`RedisReply::granted`].
     ///
     /// # Cancel safety
     /// The server may have executed the command.
-    pub async fn ask_args(&self, words: &[impl AsRef<[u8]> + Sync]) -> io::Result<Reply> {
-        self.connect().await?.ask_args(words).await
+    pub async fn send_command_args(
+        &self,
+        words: &[impl AsRef<[u8]> + Sync],
+    ) -> io::Result<RedisReply> {
+        self.connect().await?.send_command_args(words).await
     }
 
     /// Opens a connection, for commands that must come from the same client. It authenticates with
@@ -269,12 +273,12 @@ impl RedisServer {
     /// Dropping the future closes the connection.
     pub async fn connect(&self) -> io::Result<RedisConnection> {
         let mut connection = if self.options.tls.is_some() {
-            RedisConnection::new(UnixStream::connect(self.side_door()).await?)
+            RedisConnection::new(UnixStream::connect(self.unix_socket()).await?)
         } else {
             RedisConnection::new(TcpStream::connect(self.addr()).await?)
         };
         if let Some((user, password)) = &self.options.login {
-            connection.ask_args(&["AUTH", user, password]).await?.granted()?;
+            connection.send_command_args(&["AUTH", user, password]).await?.into_result()?;
         }
         Ok(connection)
     }
@@ -288,13 +292,19 @@ impl RedisServer {
     /// # Cancel safety
     /// The server may have executed the command.
     pub async fn client_kill(&self, kind: &str) -> io::Result<usize> {
-        let reply = self.ask_args(&["CLIENT", "KILL", "TYPE", kind]).await?.granted()?;
+        let reply =
+            self.send_command_args(&["CLIENT", "KILL", "TYPE", kind]).await?.into_result()?;
         Ok(reply.number().and_then(|number| number.try_into().ok()).unwrap_or_default())
     }
 
     /// Returns the field `name` of the section `section` of `INFO`.
     pub(super) async fn info(&self, section: &str, name: &str) -> io::Result<Option<String>> {
-        let info = self.ask_args(&["INFO", section]).await?.granted()?.text().unwrap_or_default();
+        let info = self
+            .send_command_args(&["INFO", section])
+            .await?
+            .into_result()?
+            .text()
+            .unwrap_or_default();
         let mut fields = info.lines().filter_map(|line| line.split_once(':'));
         Ok(fields.find(|(field, _)| *field == name).map(|(_, value)| value.to_owned()))
     }
@@ -305,7 +315,7 @@ impl RedisServer {
 
     /// Returns the number of replicas that this master reports as online.
     pub(super) async fn replicas_online(&self) -> io::Result<usize> {
-        let text = self.ask_args(&["INFO", "replication"]).await?.granted()?.text();
+        let text = self.send_command_args(&["INFO", "replication"]).await?.into_result()?.text();
         let text = text.unwrap_or_default();
         Ok(text.lines().filter(|line| line.contains(",state=online,")).count())
     }

@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::options::ZooKeeperOptions;
 use super::server::ZooKeeperServer;
 use crate::ports::Port;
-use crate::proxy::{FaultProxy, Mode};
+use crate::proxy::{FaultProxy, ProxyMode};
 
 /// The maximum time for the members to elect a leader. An election typically takes one second.
 const ELECTION_LIMIT: Duration = Duration::from_secs(90);
@@ -20,12 +20,12 @@ pub struct ZooKeeperEnsemble {
     /// The ports for traffic between members: two for each member.
     ports: Vec<[Port; 2]>,
     /// The proxied connections between members. Empty if the members cannot be cut off.
-    links: Vec<Link>,
+    links: Vec<MemberProxies>,
 }
 
 /// The proxies through which one member connects to another.
 #[derive(Debug)]
-struct Link {
+struct MemberProxies {
     from: usize,
     to: usize,
     /// Carries the replication traffic.
@@ -36,13 +36,13 @@ struct Link {
     votes: FaultProxy,
 }
 
-impl Link {
+impl MemberProxies {
     async fn between(from: usize, to: usize, ports: &[Port; 2]) -> io::Result<Self> {
         let [peers, votes] = ports;
         let (peers, votes) = (FaultProxy::start(peers.addr())?, FaultProxy::start(votes.addr())?);
         let link = Self { from, to, peers, votes };
         if !link.has_votes() {
-            link.votes.set_mode(Mode::Refuse).await?;
+            link.votes.set_mode(ProxyMode::Refuse).await?;
         }
         Ok(link)
     }
@@ -51,7 +51,7 @@ impl Link {
         self.from > self.to
     }
 
-    async fn set_mode(&self, mode: Mode) -> io::Result<()> {
+    async fn set_mode(&self, mode: ProxyMode) -> io::Result<()> {
         self.peers.set_mode(mode).await?;
         if self.has_votes() {
             self.votes.set_mode(mode).await?;
@@ -84,7 +84,7 @@ impl ZooKeeperEnsemble {
         for _ in 0..members {
             started.launch(options).await?;
         }
-        started.serving().await?;
+        started.wait_until_serving().await?;
         Ok(started)
     }
 
@@ -99,21 +99,21 @@ impl ZooKeeperEnsemble {
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
-    pub async fn start_apart(options: &[ZooKeeperOptions; 3]) -> io::Result<Self> {
+    pub async fn start_isolatable(options: &[ZooKeeperOptions; 3]) -> io::Result<Self> {
         let ports = ports(options.len())?;
         let mut links = Vec::new();
         for from in 0..ports.len() {
             for (to, ports) in ports.iter().enumerate().filter(|(to, _)| *to != from) {
-                links.push(Link::between(from, to, ports).await?);
+                links.push(MemberProxies::between(from, to, ports).await?);
             }
         }
         let mut started = Self { members: Vec::new(), ports, links };
         let [first, second, third] = options;
         started.launch(first).await?;
         started.launch(second).await?;
-        started.serving().await?;
+        started.wait_until_serving().await?;
         started.launch(third).await?;
-        started.serving().await?;
+        started.wait_until_serving().await?;
         Ok(started)
     }
 
@@ -122,7 +122,7 @@ impl ZooKeeperEnsemble {
         let number = self.members.len();
         let mut member = ZooKeeperServer::prepare(options.clone(), Port::reserve()?)?;
         fs::write(member.data().join("myid"), (number + 1).to_string())?;
-        member.configure(&self.as_seen_by(number))?;
+        member.configure(&self.server_lines_for(number))?;
         member.launch_again().await?;
         self.members.push(member);
         Ok(())
@@ -130,7 +130,7 @@ impl ZooKeeperEnsemble {
 
     /// Returns the configuration lines of all members, with the addresses through which member
     /// `from` reaches them.
-    fn as_seen_by(&self, from: usize) -> String {
+    fn server_lines_for(&self, from: usize) -> String {
         let all = self.ports.iter().enumerate().map(|(to, [peers, votes])| {
             let link = self.links.iter().find(|link| (link.from, link.to) == (from, to));
             let (peers, votes) = match link {
@@ -150,14 +150,14 @@ impl ZooKeeperEnsemble {
     /// Returns the error of the operating system.
     ///
     /// # Panics
-    /// Panics if the members were not started [apart](Self::start_apart).
+    /// Panics if the members were not started [apart](Self::start_isolatable).
     ///
     /// # Cancel safety
     /// The member may be cut off from some of the others.
-    pub async fn cut_off(&self, member: usize) -> io::Result<()> {
+    pub async fn isolate(&self, member: usize) -> io::Result<()> {
         assert!(!self.links.is_empty(), "these members cannot be cut off");
         for link in self.links.iter().filter(|link| link.from == member || link.to == member) {
-            link.set_mode(Mode::BlackHole).await?;
+            link.set_mode(ProxyMode::BlackHole).await?;
         }
         Ok(())
     }
@@ -169,9 +169,9 @@ impl ZooKeeperEnsemble {
     ///
     /// # Cancel safety
     /// Some members may still be cut off.
-    pub async fn join_again(&self) -> io::Result<()> {
+    pub async fn reconnect(&self) -> io::Result<()> {
         for link in &self.links {
-            link.set_mode(Mode::Pass).await?;
+            link.set_mode(ProxyMode::Pass).await?;
         }
         Ok(())
     }
@@ -179,14 +179,14 @@ impl ZooKeeperEnsemble {
     /// Waits until all running members that are not paused serve.
     ///
     /// # Errors
-    /// As [`ZooKeeperServer::serving`].
+    /// As [`ZooKeeperServer::wait_until_serving`].
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn serving(&mut self) -> io::Result<()> {
+    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         for member in &mut self.members {
             if member.is_up() && !member.is_paused() {
-                member.serving().await?;
+                member.wait_until_serving().await?;
             }
         }
         Ok(())
@@ -203,8 +203,9 @@ impl ZooKeeperEnsemble {
         let deadline = Instant::now() + ELECTION_LIMIT;
         while Instant::now() < deadline {
             for (index, member) in self.members.iter().enumerate() {
-                let asked = member.is_up() && !member.is_paused();
-                if asked && matches!(member.mode().await, Ok(Some(mode)) if mode == "leader") {
+                let is_reachable = member.is_up() && !member.is_paused();
+                if is_reachable && matches!(member.mode().await, Ok(Some(mode)) if mode == "leader")
+                {
                     return Ok(index);
                 }
             }

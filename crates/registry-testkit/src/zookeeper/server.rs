@@ -9,8 +9,8 @@ use tempfile::TempDir;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::options::ZooKeeperOptions;
-use super::session::{self, ClientOfServer};
-use crate::kept::{Kept, START_LIMIT, down};
+use super::session::{self, ClientStats};
+use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
 use crate::ports::Port;
 
 /// The maximum time for a reply to the `srvr` query.
@@ -61,7 +61,7 @@ pub struct ZooKeeperServer {
     secure_port: Option<Port>,
     folder: TempDir,
     options: ZooKeeperOptions,
-    running: Option<Kept>,
+    running: Option<ManagedProcess>,
 }
 
 impl ZooKeeperServer {
@@ -112,7 +112,7 @@ impl ZooKeeperServer {
             let both = folder.join("server.pem");
             let [key, cert] = [tls.server_key_file(), tls.server_cert_file()].map(fs::read);
             fs::write(&both, [key?, cert?].concat())?;
-            let ours = [
+            let tls_lines = [
                 "serverCnxnFactory=org.apache.zookeeper.server.NettyServerCnxnFactory".to_owned(),
                 format!("secureClientPort={}", port.number()),
                 "secureClientPortAddress=127.0.0.1".to_owned(),
@@ -121,7 +121,7 @@ impl ZooKeeperServer {
             ];
             // The options come later, so that they override this default.
             let auth = "ssl.clientAuth=none\n";
-            lines = format!("{auth}{lines}{}\n", ours.join("\n"));
+            lines = format!("{auth}{lines}{}\n", tls_lines.join("\n"));
         }
         fs::write(folder.join("server.cfg"), lines)
     }
@@ -136,7 +136,7 @@ impl ZooKeeperServer {
     /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
-        self.serving().await
+        self.wait_until_serving().await
     }
 
     /// Like [`start_again`](Self::start_again), without waiting until the server serves.
@@ -151,7 +151,7 @@ impl ZooKeeperServer {
         let mut command = self.options.java();
         command.arg("org.apache.zookeeper.server.quorum.QuorumPeerMain");
         command.arg(self.folder.path().join("server.cfg"));
-        self.running.insert(Kept::launch(&command)?).begun().await
+        self.running.insert(ManagedProcess::launch(&command)?).wait_until_started().await
     }
 
     /// Waits until the server serves. A member of an ensemble serves only while there is a
@@ -162,7 +162,7 @@ impl ZooKeeperServer {
     ///
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
-    pub async fn serving(&mut self) -> io::Result<()> {
+    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
             if self.mode().await.is_ok_and(|mode| mode.is_some()) && self.is_open().await {
@@ -171,11 +171,11 @@ impl ZooKeeperServer {
             sleep(Duration::from_millis(10)).await;
         }
         if let Some(running) = &mut self.running {
-            running.last_words().await;
+            running.wait_for_remaining_output().await;
         }
         Err(io::Error::other(format!(
-            "ZooKeeper does not serve; is it installed (apt-get install zookeeper)? It said:\n{}",
-            self.said()
+            "ZooKeeper does not serve; is it installed (apt-get install zookeeper)? Its output:\n{}",
+            self.output_text()
         )))
     }
 
@@ -194,7 +194,7 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn mode(&self) -> io::Result<Option<String>> {
-        let answer = timeout(ANSWER_LIMIT, self.ask("srvr")).await??;
+        let answer = timeout(ANSWER_LIMIT, self.send_command("srvr")).await??;
         Ok(answer.lines().find_map(|line| line.strip_prefix("Mode: ")).map(ToOwned::to_owned))
     }
 
@@ -202,12 +202,13 @@ impl ZooKeeperServer {
     /// the answer.
     ///
     /// # Errors
-    /// Returns the connection's error. A server that does not serve says so in its answer.
+    /// Returns the connection's error. The answer of a server that does not serve contains the
+    /// reason.
     ///
     /// # Cancel safety
     /// May be dropped at any time. The server then has to close the connection.
-    pub async fn ask(&self, word: &str) -> io::Result<String> {
-        session::ask(self.port.addr(), word).await
+    pub async fn send_command(&self, word: &str) -> io::Result<String> {
+        session::send_command(self.port.addr(), word).await
     }
 
     /// Returns the metric `name` of `mntr`, such as `zk_watch_count`.
@@ -216,12 +217,12 @@ impl ZooKeeperServer {
     /// Returns the connection's error, or an error if `mntr` has no such number.
     ///
     /// # Cancel safety
-    /// As [`ask`](Self::ask).
-    pub async fn figure(&self, name: &str) -> io::Result<u64> {
-        let figures = self.ask("mntr").await?;
-        let mut lines = figures.lines().filter_map(|line| line.split_once('\t'));
+    /// As [`send_command`](Self::send_command).
+    pub async fn metric(&self, name: &str) -> io::Result<u64> {
+        let metrics = self.send_command("mntr").await?;
+        let mut lines = metrics.lines().filter_map(|line| line.split_once('\t'));
         let found = lines.find(|(field, _)| *field == name);
-        let missing = || io::Error::other(format!("the server does not tell {name}:\n{figures}"));
+        let missing = || io::Error::other(format!("the server has no metric {name}:\n{metrics}"));
         found.and_then(|(_, value)| value.trim().parse().ok()).ok_or_else(missing)
     }
 
@@ -231,9 +232,9 @@ impl ZooKeeperServer {
     /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// As [`ask`](Self::ask).
-    pub async fn clients(&self) -> io::Result<Vec<ClientOfServer>> {
-        Ok(self.ask("cons").await?.lines().filter_map(ClientOfServer::read).collect())
+    /// As [`send_command`](Self::send_command).
+    pub async fn clients(&self) -> io::Result<Vec<ClientStats>> {
+        Ok(self.send_command("cons").await?.lines().filter_map(ClientStats::read).collect())
     }
 
     /// Ends a session from a second connection, as its own client could. The client then receives a
@@ -250,9 +251,11 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// The session may have ended.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
-        let ours = self.clients().await?.iter().any(|client| client.session == session);
-        if ours && self.mode().await?.is_some_and(|mode| mode != "standalone") {
-            let why = format!("session {session:#x} is this member's; another one must end it");
+        let is_own_client = self.clients().await?.iter().any(|client| client.session == session);
+        if is_own_client && self.mode().await?.is_some_and(|mode| mode != "standalone") {
+            let why = format!(
+                "session {session:#x} belongs to this member; end it through another member"
+            );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         session::end(self.port.addr(), session).await
@@ -267,7 +270,7 @@ impl ZooKeeperServer {
     ///
     /// # Cancel safety
     /// The edit may have taken place.
-    pub async fn set_children_ever(&self, path: &str, count: i32) -> io::Result<()> {
+    pub async fn set_child_counter(&self, path: &str, count: i32) -> io::Result<()> {
         self.edit(["count", path, &count.to_string()]).await
     }
 
@@ -280,7 +283,7 @@ impl ZooKeeperServer {
     ///
     /// # Cancel safety
     /// The edit may have taken place.
-    pub async fn keep_node(&self, path: &str, session: i64) -> io::Result<()> {
+    pub async fn add_ephemeral_node(&self, path: &str, session: i64) -> io::Result<()> {
         self.edit(["node", path, &session.to_string()]).await
     }
 
@@ -289,13 +292,13 @@ impl ZooKeeperServer {
         fs::write(&program, EDIT)?;
         let mut java = self.options.java();
         java.arg(program).arg(self.data()).args(what);
-        crate::asked::run(java, "").await.map(drop)
+        crate::run_command::run(java, "").await.map(drop)
     }
 
     /// Returns the server's output since it started.
     #[must_use]
-    pub fn said(&self) -> String {
-        self.running.as_ref().map(Kept::said).unwrap_or_default()
+    pub fn output_text(&self) -> String {
+        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
     }
 
     /// Kills the server, as a crash would. The process has ended when this returns.
@@ -310,7 +313,7 @@ impl ZooKeeperServer {
     ///
     /// # Errors
     /// Returns the error of the operating system.
-    pub fn lose_data(&self) -> io::Result<()> {
+    pub fn delete_data(&self) -> io::Result<()> {
         fs::remove_dir_all(self.data().join("version-2"))
     }
 
@@ -320,7 +323,7 @@ impl ZooKeeperServer {
     /// # Errors
     /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.pause()
+        self.running.as_ref().ok_or_else(down_error)?.pause()
     }
 
     /// Resumes a paused server.
@@ -328,19 +331,19 @@ impl ZooKeeperServer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down)?.resume()
+        self.running.as_ref().ok_or_else(down_error)?.resume()
     }
 
     /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_up)
+        self.running.as_ref().is_some_and(ManagedProcess::is_up)
     }
 
     /// Returns whether the server is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(Kept::is_paused)
+        self.running.as_ref().is_some_and(ManagedProcess::is_paused)
     }
 
     /// Returns the server's address for clients. This is the TLS port if the options enable TLS.

@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 /// A connection to a server, as listed by `cons`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct ClientOfServer {
+pub struct ClientStats {
     /// The session id, as nodes contain it as their owner.
     pub session: i64,
     /// The number of packets received from the client: requests and pings.
@@ -22,7 +22,7 @@ pub struct ClientOfServer {
     pub sent: u64,
 }
 
-impl ClientOfServer {
+impl ClientStats {
     /// Returns the number of watch events sent to the client.
     #[must_use]
     pub fn events(&self) -> u64 {
@@ -47,7 +47,7 @@ impl ClientOfServer {
 }
 
 /// Sends a four-letter word and returns the answer.
-pub(super) async fn ask(addr: SocketAddr, word: &str) -> io::Result<String> {
+pub(super) async fn send_command(addr: SocketAddr, word: &str) -> io::Result<String> {
     let mut server = TcpStream::connect(addr).await?;
     server.write_all(word.as_bytes()).await?;
     let mut answer = String::new();
@@ -64,7 +64,7 @@ const TIMEOUT: i32 = 1_000;
 const TRIES: usize = 500;
 const PAUSE: Duration = Duration::from_millis(20);
 /// The maximum time of one attempt. When two connections claim the same session concurrently, one
-/// of them may get no answer.
+/// of them may receive no answer.
 const TRY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Takes over a session and ends it, as its own client could from another connection.
@@ -74,7 +74,7 @@ const TRY_LIMIT: Duration = Duration::from_secs(1);
 /// retries.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
     for number in 0..TRIES {
-        let tried = timeout(TRY_LIMIT, take_and_end(addr, session)).await;
+        let tried = timeout(TRY_LIMIT, take_over_and_close(addr, session)).await;
         match tried.unwrap_or_else(|late| Err(late.into())) {
             Ok(false) if number == 0 => {
                 return Err(io::Error::other(format!("the server knows no session {session:#x}")));
@@ -91,18 +91,18 @@ pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
 }
 
 /// Takes over the session and ends it. Returns whether the server knew the session.
-async fn take_and_end(addr: SocketAddr, session: i64) -> io::Result<bool> {
+async fn take_over_and_close(addr: SocketAddr, session: i64) -> io::Result<bool> {
     let mut server = TcpStream::connect(addr).await?;
-    let mut hello = Vec::new();
-    hello.extend(0_i32.to_be_bytes()); // version
-    hello.extend(0_i64.to_be_bytes()); // newest transaction seen
-    hello.extend(TIMEOUT.to_be_bytes());
-    hello.extend(session.to_be_bytes());
-    hello.extend(16_i32.to_be_bytes());
-    hello.extend(password(session));
-    hello.push(0); // not read-only
-    let goodbye = [1_i32.to_be_bytes(), CLOSE_SESSION.to_be_bytes()].concat();
-    server.write_all(&[packet(&hello), packet(&goodbye)].concat()).await?;
+    let mut connect_request = Vec::new();
+    connect_request.extend(0_i32.to_be_bytes()); // version
+    connect_request.extend(0_i64.to_be_bytes()); // newest transaction seen
+    connect_request.extend(TIMEOUT.to_be_bytes());
+    connect_request.extend(session.to_be_bytes());
+    connect_request.extend(16_i32.to_be_bytes());
+    connect_request.extend(password(session));
+    connect_request.push(0); // not read-only
+    let close_request = [1_i32.to_be_bytes(), CLOSE_SESSION.to_be_bytes()].concat();
+    server.write_all(&[packet(&connect_request), packet(&close_request)].concat()).await?;
     let answer = receive(&mut server).await?;
     let known = answer.get(8..16).is_some_and(|id| id == session.to_be_bytes());
     if known {

@@ -6,22 +6,22 @@ mod shared;
 use async_trait::async_trait;
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
 use registry_zk::{Layout, Naming, ZkConfig};
-use shared::{Servers, keeps_its_promises};
+use shared::{Servers, assert_conformance};
 
 /// `ZkConfig` takes the URL without `zk://`.
 fn config(url: &str) -> ZkConfig {
     ZkConfig::new(url.strip_prefix("zk://").unwrap()).unwrap()
 }
 
-/// Servers that grant sessions as long as the suite requests.
-fn patient() -> ZooKeeperOptions {
+/// Returns options for servers that grant sessions as long as the suite requests.
+fn long_session_options() -> ZooKeeperOptions {
     ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"])
 }
 
 #[async_trait]
 impl Servers for ZooKeeperServer {
-    async fn begin() -> Self {
-        Self::start_with(patient()).await.unwrap()
+    async fn start_servers() -> Self {
+        Self::start_with(long_session_options()).await.unwrap()
     }
 
     fn config(&self) -> ZkConfig {
@@ -35,21 +35,21 @@ impl Servers for ZooKeeperServer {
 }
 
 #[test]
-fn a_server_keeps_all_promises() {
-    keeps_its_promises::<ZooKeeperServer>(214, 18);
+fn a_server_fulfils_all_clauses() {
+    assert_conformance::<ZooKeeperServer>(214, 18);
 }
 
 #[async_trait]
 impl Servers for ZooKeeperEnsemble {
-    async fn begin() -> Self {
-        Self::start_with(3, &patient()).await.unwrap()
+    async fn start_servers() -> Self {
+        Self::start_with(3, &long_session_options()).await.unwrap()
     }
 
     fn config(&self) -> ZkConfig {
         config(&self.url())
     }
 
-    /// All members at once, which loses the maximum of state.
+    /// Restarts all members at once, which loses the maximum of state.
     async fn restart(&mut self) {
         for member in self.members_mut() {
             member.kill();
@@ -57,23 +57,23 @@ impl Servers for ZooKeeperEnsemble {
         for member in self.members_mut() {
             member.launch_again().await.unwrap();
         }
-        self.serving().await.unwrap();
+        self.wait_until_serving().await.unwrap();
     }
 }
 
 #[test]
-fn an_ensemble_keeps_all_promises() {
-    keeps_its_promises::<ZooKeeperEnsemble>(214, 18);
+fn an_ensemble_fulfils_all_clauses() {
+    assert_conformance::<ZooKeeperEnsemble>(214, 18);
 }
 
 /// Nodes with Curator's layout and kazoo's names.
 #[derive(Debug)]
-struct AsOthers(ZooKeeperServer);
+struct CuratorLayout(ZooKeeperServer);
 
 #[async_trait]
-impl Servers for AsOthers {
-    async fn begin() -> Self {
-        Self(ZooKeeperServer::begin().await)
+impl Servers for CuratorLayout {
+    async fn start_servers() -> Self {
+        Self(ZooKeeperServer::start_servers().await)
     }
 
     fn config(&self) -> ZkConfig {
@@ -84,10 +84,10 @@ impl Servers for AsOthers {
         self.0.restart().await;
     }
 
-    const TAKES_ALL_KEYS: bool = false;
+    const ACCEPTS_ALL_KEYS: bool = false;
 }
 
 #[test]
-fn nodes_as_others_make_them_keep_all_promises_but_those_of_strange_keys() {
-    keeps_its_promises::<AsOthers>(207, 25);
+fn the_curator_layout_fulfils_all_clauses_except_those_of_arbitrary_keys() {
+    assert_conformance::<CuratorLayout>(207, 25);
 }

@@ -13,20 +13,20 @@ use registry_zk::{ZkBackend, ZkConfig};
 use tokio::sync::RwLock;
 
 /// Number of concurrent clauses, which mostly wait.
-const AT_ONCE: usize = 8;
+const CONCURRENT_CLAUSES: usize = 8;
 
 /// So long that no session or lease ends while a clause runs, even on a slow machine.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1_200);
 /// Long, because the suite has its own time limits.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A kind of servers.
+/// A deployment of servers: standalone or an ensemble.
 #[async_trait]
 pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
     /// Whether any text is a valid key.
-    const TAKES_ALL_KEYS: bool = true;
+    const ACCEPTS_ALL_KEYS: bool = true;
 
-    async fn begin() -> Self;
+    async fn start_servers() -> Self;
     fn config(&self) -> ZkConfig;
     async fn restart(&mut self);
 }
@@ -36,38 +36,39 @@ pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
 ///
 /// # Panics
 /// Panics with the names of the failed clauses.
-pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
-    let can = |clause: &&Clause| {
+pub(crate) fn assert_conformance<S: Servers>(runs: usize, skips: usize) {
+    let is_supported = |clause: &&Clause| {
         let needs = |need: &Need| {
             !matches!(need, Need::Remote | Need::Handoff | Need::Wipe | Need::Roaming)
         };
         let has_plain_keys = clause.theme != "keys" || clause.name.contains("refused");
-        clause.needs.iter().all(needs) && (S::TAKES_ALL_KEYS || has_plain_keys)
+        clause.needs.iter().all(needs) && (S::ACCEPTS_ALL_KEYS || has_plain_keys)
     };
-    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) = all_clauses().iter().partition(can);
-    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+    let (selected, skipped): (Vec<&'static Clause>, Vec<_>) =
+        all_clauses().iter().partition(is_supported);
+    assert_eq!((selected.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let servers = Arc::new(RwLock::new(runtime.block_on(S::begin())));
+    let servers = Arc::new(RwLock::new(runtime.block_on(S::start_servers())));
     let next = AtomicUsize::new(0);
-    let broken = std::sync::Mutex::new(Vec::new());
+    let failed = std::sync::Mutex::new(Vec::new());
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
-                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
+                while let Some(&clause) = selected.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let harness = SharedServers { servers: Arc::clone(&servers), clause };
-                    let kept =
+                    let result =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if kept.is_err() {
-                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
-                        broken.push(format!("{clause:?}"));
+                    if result.is_err() {
+                        let mut failed = failed.lock().unwrap_or_else(PoisonError::into_inner);
+                        failed.push(format!("{clause:?}"));
                     }
                 }
             });
         }
     });
-    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
-    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
 }
 
 async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
@@ -91,7 +92,7 @@ struct SharedServers<S> {
 impl<S: Servers> Harness for SharedServers<S> {
     async fn store(&self) -> Box<dyn Store> {
         let servers = if self.clause.needs.contains(&Need::Restart) {
-            Arc::new(RwLock::new(S::begin().await))
+            Arc::new(RwLock::new(S::start_servers().await))
         } else {
             Arc::clone(&self.servers)
         };
@@ -112,7 +113,7 @@ impl<S: Servers> Store for InNamespace<S> {
         open(&self.servers, &self.namespace).await
     }
 
-    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         Some(open(&self.servers, &format!("{}-other", self.namespace)).await)
     }
 

@@ -3,20 +3,20 @@
 use std::time::Duration;
 
 use registry_core::{LockOptions, LockRegistry as _};
-use registry_testkit::contest::{Contest, LONG};
-use registry_testkit::witness::{Witness, WitnessedGuard};
+use registry_testkit::recording_client::{RecordedGuard, RecordingClient};
+use registry_testkit::workload::{LONG, Workload};
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
 use registry_testkit::{eventually, within};
 
-use crate::lab::{LONG_SESSION, SESSION, end, operator, registry};
+use crate::support::{LONG_SESSION, SESSION, finish, operator, registry};
 
 /// The member that continues alone for a minute. The other members wait two seconds for it.
-const ALONE: usize = 1;
+const PARTITIONED: usize = 1;
 /// Keys that are held permanently by clients that can reach only that member. One client also
-/// contends for other keys; one writes nothing. The server answers the second one all the time. The
-/// first one gets no more responses, because they queue behind its writes.
+/// contends for other keys; one writes nothing. The server always responds to the second client.
+/// The first one receives no more responses, because they queue behind its writes.
 const STEADY: &str = "steady/0";
-const QUIET: &str = "quiet";
+const IDLE: &str = "quiet";
 /// Clients of the other members lose nothing while those elect a leader.
 const OTHERS_SESSION: Duration = LONG_SESSION.saturating_mul(2);
 /// Parent of the store's keys.
@@ -25,7 +25,7 @@ const BASE: &str = "/lock-registry/default";
 async fn leaders(ensemble: &ZooKeeperEnsemble) -> Vec<usize> {
     let mut leaders = Vec::new();
     for (number, member) in ensemble.members().iter().enumerate() {
-        // A member may not answer during an election.
+        // A member may not respond during an election.
         if matches!(member.mode().await, Ok(Some(mode)) if mode == "leader") {
             leaders.push(number);
         }
@@ -33,14 +33,14 @@ async fn leaders(ensemble: &ZooKeeperEnsemble) -> Vec<usize> {
     leaders
 }
 
-/// Holds a lock until it is lost.
-async fn hold(guard: WitnessedGuard) {
+/// Records the state of a guard until its lock is lost.
+async fn record_until_lost(guard: RecordedGuard) {
     let lost = guard.lost();
     tokio::pin!(lost);
     loop {
-        guard.note();
+        guard.record_state();
         tokio::select! {
-            _ = &mut lost => return guard.note(),
+            _ = &mut lost => return guard.record_state(),
             () = tokio::time::sleep(Duration::from_millis(25)) => {}
         }
     }
@@ -52,54 +52,66 @@ async fn hold(guard: WitnessedGuard) {
 async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     // Shortens the wait of a member that contacts a new leader too early through a proxy.
     let options = ZooKeeperOptions::new().settings(&["initLimit=12"]);
-    let patient = options.clone().settings(&["syncLimit=240"]);
-    let options = [options.clone(), patient, options];
-    let ensemble = ZooKeeperEnsemble::start_apart(&options).await.unwrap();
-    assert_eq!(ensemble.leader().await.unwrap(), ALONE);
-    let [one, alone, two] = ensemble.members() else { unreachable!("there are three") };
+    let partitioned_options = options.clone().settings(&["syncLimit=240"]);
+    let options = [options.clone(), partitioned_options, options];
+    let ensemble = ZooKeeperEnsemble::start_isolatable(&options).await.unwrap();
+    assert_eq!(ensemble.leader().await.unwrap(), PARTITIONED);
+    let [one, partitioned, two] = ensemble.members() else {
+        unreachable!("the ensemble has three members")
+    };
     let others = format!("{},{}", one.url(), two.addr());
-    let contest = Contest::begin(vec![
-        registry(&alone.url(), SESSION).await,
+    let workload = Workload::begin(vec![
+        registry(&partitioned.url(), SESSION).await,
         registry(&others, OTHERS_SESSION).await,
         registry(&others, OTHERS_SESSION).await,
     ]);
-    let contest = contest.await;
-    let (theirs, there) = (registry(&others, OTHERS_SESSION).await, operator(alone).await);
-    let witness = Witness::new(contest.recorder(), 7_000);
-    let quiet = registry(&alone.url(), SESSION).await;
-    let held = Witness::new(contest.recorder(), 7_001);
-    let held = held.lock_with(&quiet.obtain(QUIET), LockOptions::new()).await.unwrap().unwrap();
-    let holding = tokio::spawn(hold(held));
-    contest.goes_on().await;
-    contest.steady().await;
+    let workload = workload.await;
+    let (other_client, partitioned_operator) =
+        (registry(&others, OTHERS_SESSION).await, operator(partitioned).await);
+    let recording_client = RecordingClient::new(workload.recorder(), 7_000);
+    let idle_client = registry(&partitioned.url(), SESSION).await;
+    let held = RecordingClient::new(workload.recorder(), 7_001);
+    let held =
+        held.lock_with(&idle_client.obtain(IDLE), LockOptions::new()).await.unwrap().unwrap();
+    let holder_task = tokio::spawn(record_until_lost(held));
+    workload.wait_for_progress().await;
+    workload.steady().await;
 
-    let cut_at = contest.now();
-    ensemble.cut_off(ALONE).await.unwrap();
+    let cut_at = workload.now();
+    ensemble.isolate(PARTITIONED).await.unwrap();
     eventually(LONG, async || leaders(&ensemble).await.len() == 2).await;
     // The new leader grants the locks that clients of the old leader hold.
-    let mut taken = Vec::new();
-    for key in [STEADY, QUIET] {
-        let lock = theirs.obtain(key);
-        let next = witness.lock_with(&lock, LockOptions::new().wait(LONG)).await.unwrap().unwrap();
-        assert!(contest.write_as(7_000, key, next.fencing_token().unwrap()));
-        taken.push(next);
+    let mut next_guards = Vec::new();
+    for key in [STEADY, IDLE] {
+        let lock = other_client.obtain(key);
+        let next = recording_client
+            .lock_with(&lock, LockOptions::new().wait(LONG))
+            .await
+            .unwrap()
+            .unwrap();
+        assert!(workload.write_as(7_000, key, next.fencing_token().unwrap()));
+        next_guards.push(next);
     }
     // Both former holders detected the loss before that.
-    within(SESSION, holding).await.unwrap();
-    let losses = contest.losses();
+    within(SESSION, holder_task).await.unwrap();
+    let losses = workload.losses();
     let lost = losses.iter().find(|loss| loss.key == STEADY && loss.at > cut_at);
-    let lost = lost.expect("its holder knows before that it is lost");
+    let lost = lost.expect("the former holder detects the loss first");
     println!("{:?} after {:?}", lost.reason, Duration::from_nanos(lost.at - cut_at));
-    contest.goes_on().await;
+    workload.wait_for_progress().await;
     // The old leader still acts as a leader. It shows the nodes of the former holders, and not
     // those of the next ones.
-    there.sync("/").await.unwrap();
-    for next in taken {
-        let line = format!("{BASE}/{}", next.key().replace('/', "%2F"));
-        let nodes = there.list_children(&line).await.unwrap();
+    partitioned_operator.sync("/").await.unwrap();
+    for next in next_guards {
+        let lock_path = format!("{BASE}/{}", next.key().replace('/', "%2F"));
+        let nodes = partitioned_operator.list_children(&lock_path).await.unwrap();
         assert!(!nodes.is_empty());
         for node in nodes {
-            let node = there.check_stat(&format!("{line}/{node}")).await.unwrap().unwrap();
+            let node = partitioned_operator
+                .check_stat(&format!("{lock_path}/{node}"))
+                .await
+                .unwrap()
+                .unwrap();
             assert!(node.czxid < i64::from(next.fencing_token().unwrap()));
         }
         assert!(next.is_held());
@@ -107,17 +119,17 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     }
     assert_eq!(leaders(&ensemble).await.len(), 2);
 
-    ensemble.join_again().await.unwrap();
+    ensemble.reconnect().await.unwrap();
     eventually(LONG, async || {
-        let mode = ensemble.members()[ALONE].mode().await;
+        let mode = ensemble.members()[PARTITIONED].mode().await;
         matches!(mode, Ok(Some(mode)) if mode == "follower")
     })
     .await;
-    contest.goes_on().await;
-    contest.steady().await;
-    let losses = contest.losses();
+    workload.wait_for_progress().await;
+    workload.steady().await;
+    let losses = workload.losses();
     let others = losses.iter().filter(|loss| loss.key.starts_with("steady") && loss.key != STEADY);
-    assert_eq!(others.count(), 0, "nobody else was cut off: {losses:?}");
-    drop((theirs, quiet));
-    end(contest, &ensemble.url()).await.assert_flawless();
+    assert_eq!(others.count(), 0, "no other client was partitioned: {losses:?}");
+    drop((other_client, idle_client));
+    finish(workload, &ensemble.url()).await.assert_guarantees();
 }

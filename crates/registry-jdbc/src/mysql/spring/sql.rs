@@ -12,26 +12,26 @@ use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
-use super::super::sql::{NOW, SIZES, Text, WRITABLE, quoted};
+use super::super::sql::{MySqlStatementText, NOW, SIZES, WRITABLE, quoted};
 use crate::server::spring::Generation;
 
 /// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
-pub(super) struct Texts {
+pub(super) struct MySqlSpringStatements {
     acquire: String,
     generation: Generation,
-    pub(super) look: Text,
-    pub(super) list: Text,
-    pub(super) renew: [Text; SIZES.len()],
-    pub(super) renew_beside: [Text; SIZES.len()],
-    pub(super) lasting: [Text; SIZES.len()],
-    pub(super) release: Text,
-    pub(super) clear: Text,
-    pub(super) force_release: Text,
-    pub(super) fence: Text,
+    pub(super) current_grant: MySqlStatementText,
+    pub(super) list: MySqlStatementText,
+    pub(super) renew: [MySqlStatementText; SIZES.len()],
+    pub(super) renew_native: [MySqlStatementText; SIZES.len()],
+    pub(super) unexpired: [MySqlStatementText; SIZES.len()],
+    pub(super) release: MySqlStatementText,
+    pub(super) clear: MySqlStatementText,
+    pub(super) force_release: MySqlStatementText,
+    pub(super) fence: MySqlStatementText,
 }
 
-impl Texts {
+impl MySqlSpringStatements {
     /// Fills in the names. The native tables are in `database` and begin with `prefix`; `lock` is
     /// Spring's table, quoted.
     pub(super) fn new(
@@ -41,7 +41,7 @@ impl Texts {
         region: &str,
         generation: Generation,
     ) -> Self {
-        let (end, dates, lasts, ttl) = match generation {
+        let (end, dates, extend, ttl) = match generation {
             Generation::V7 => (
                 "l.EXPIRED_AFTER".to_owned(),
                 "CREATED_DATE, EXPIRED_AFTER",
@@ -60,7 +60,7 @@ impl Texts {
             template
                 .replace("{items}", &vec!["?"; items].join(", "))
                 .replace("{dates}", dates)
-                .replace("{lasts}", lasts)
+                .replace("{extend}", extend)
                 .replace("{end}", &end)
                 .replace("{ttl}", &ttl.as_micros().to_string())
                 .replace("{lock}", lock)
@@ -71,19 +71,21 @@ impl Texts {
                 .replace("{utc}", "UTC_TIMESTAMP(6)")
                 .replace("{now}", NOW)
         };
-        let one = |template: &str| Text::new(&fill(template, 1));
-        let sized = |template: &str| SIZES.map(|items| Text::new(&fill(template, items)));
+        let one = |template: &str| MySqlStatementText::new(&fill(template, 1));
+        let sized =
+            |template: &str| SIZES.map(|items| MySqlStatementText::new(&fill(template, items)));
         Self {
             acquire: {
-                let look = LOOK.replacen('?', "{id}", 1).replacen('?', "'{key}'", 1);
-                fill(&format!("{ACQUIRE}; {look}"), 1)
+                let current_grant =
+                    CURRENT_GRANT.replacen('?', "{id}", 1).replacen('?', "'{key}'", 1);
+                fill(&format!("{ACQUIRE}; {current_grant}"), 1)
             },
             generation,
-            look: one(LOOK),
+            current_grant: one(CURRENT_GRANT),
             list: one(LIST),
             renew: sized(RENEW),
-            renew_beside: sized(RENEW_BESIDE),
-            lasting: sized(LASTING),
+            renew_native: sized(RENEW_NATIVE),
+            unexpired: sized(UNEXPIRED),
             release: one(RELEASE),
             clear: one(CLEAR),
             force_release: one(FORCE_RELEASE),
@@ -93,8 +95,8 @@ impl Texts {
 
     /// Returns the transaction that grants a key unless it is held, followed by the query of the
     /// holder.
-    pub(super) fn acquire(&self, wanted: &Wanted<'_>) -> SqlStr {
-        let lease = micros(wanted.lease);
+    pub(super) fn acquire(&self, values: &AcquireValues<'_>) -> SqlStr {
+        let lease = micros(values.lease);
         let (dates, begin) = match self.generation {
             Generation::V7 => {
                 let until = format!("UTC_TIMESTAMP(6) + INTERVAL {lease} MICROSECOND");
@@ -103,7 +105,7 @@ impl Texts {
             Generation::V6 { .. } => {
                 let since = format!(
                     "UTC_TIMESTAMP(6) + INTERVAL ({}) MICROSECOND",
-                    self.written(wanted.lease)
+                    self.stored_offset(values.lease)
                 );
                 (since.clone(), format!("CREATED_DATE = {since}"))
             }
@@ -112,20 +114,20 @@ impl Texts {
             .acquire
             .replace("{begin}", &begin)
             .replace("{dates of}", &dates)
-            .replace("{key}", wanted.lock_key)
-            .replace("{client}", wanted.client)
-            .replace("{id}", &hex(wanted.id))
-            .replace("{namespace}", &hex(wanted.namespace))
-            .replace("{name}", &hex(wanted.key))
-            .replace("{claim}", &hex(wanted.claim))
-            .replace("{block}", &wanted.block.to_string())
-            .replace("{label}", &wanted.label.map_or_else(|| "NULL".to_owned(), hex))
+            .replace("{key}", values.lock_key)
+            .replace("{spring_client}", values.spring_client)
+            .replace("{id}", &hex(values.id))
+            .replace("{namespace}", &hex(values.namespace))
+            .replace("{name}", &hex(values.key))
+            .replace("{claim}", &hex(values.claim))
+            .replace("{block}", &values.block.to_string())
+            .replace("{label}", &values.label.map_or_else(|| "NULL".to_owned(), hex))
             .replace("{lease}", &lease.to_string());
         AssertSqlSafe(text).into_sql_str()
     }
 
     /// Returns what is added to the clock for a lease, in microseconds.
-    pub(super) fn written(&self, lease: Duration) -> i64 {
+    pub(super) fn stored_offset(&self, lease: Duration) -> i64 {
         match self.generation {
             Generation::V7 => micros(lease),
             Generation::V6 { ttl } => micros(lease) - micros(ttl),
@@ -136,9 +138,9 @@ impl Texts {
 /// The values of a claim. Keys and clients are UUIDs, and everything else is hexadecimal, so
 /// nothing needs escaping.
 #[derive(Debug)]
-pub(super) struct Wanted<'a> {
+pub(super) struct AcquireValues<'a> {
     pub(super) lock_key: &'a str,
-    pub(super) client: &'a str,
+    pub(super) spring_client: &'a str,
     pub(super) lease: Duration,
     pub(super) id: &'a [u8],
     pub(super) namespace: &'a [u8],
@@ -163,7 +165,7 @@ pub(super) fn micros(duration: Duration) -> i64 {
 }
 
 /// Returns the statement that creates Spring's table, as in Spring's `schema-mysql.sql`.
-pub(super) fn make(lock: &str, generation: Generation) -> SqlStr {
+pub(super) fn create_table(lock: &str, generation: Generation) -> SqlStr {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
         Generation::V6 { .. } => "",
@@ -199,11 +201,11 @@ pub(super) const COLUMNS: &str = "\
 /// in the snapshot and at the write, and above those of all purged rows.
 const ACQUIRE: &str = "\
     START TRANSACTION; \
-    UPDATE {lock} AS l SET l.CLIENT_ID = '{client}', l.{begin} \
+    UPDATE {lock} AS l SET l.CLIENT_ID = '{spring_client}', l.{begin} \
     WHERE l.LOCK_KEY = '{key}' AND l.REGION = '{region}' AND {end} < {utc} AND {writable}; \
     SET @lock_registry_taken = ROW_COUNT(); \
     INSERT IGNORE INTO {lock} (REGION, LOCK_KEY, CLIENT_ID, {dates}) \
-    SELECT '{region}', '{key}', '{client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0 AND {writable}; \
+    SELECT '{region}', '{key}', '{spring_client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0 AND {writable}; \
     SET @lock_registry_taken = @lock_registry_taken + ROW_COUNT(); \
     INSERT INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT {id}, {namespace}, {name}, {claim}, \
@@ -216,7 +218,7 @@ const ACQUIRE: &str = "\
     COMMIT";
 
 /// The holder of a key. Parameters: id, lock key.
-const LOOK: &str = "\
+const CURRENT_GRANT: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) \
     FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = ? \
     WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
@@ -238,13 +240,13 @@ const RENEW: &str = "\
         WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND l.CLIENT_ID IN ({items}) AND {end} >= {utc} AND {writable} \
         LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
-    SET {lasts}";
+    SET {extend}";
 
 /// Keeps the native rows from being purged as dead. If one renewal fails to do so, the next does
 /// it.
 ///
 /// Parameters: ids, claims, limit, lease.
-const RENEW_BESIDE: &str = "\
+const RENEW_NATIVE: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ({items}) AND claim IN ({items}) \
         LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
@@ -252,7 +254,7 @@ const RENEW_BESIDE: &str = "\
     SET n.until = GREATEST(n.until, {now} + ?)";
 
 /// The holders of these keys, with the time that they have left. Parameters: lock keys.
-const LASTING: &str = "\
+const UNEXPIRED: &str = "\
     SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
     WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND {end} >= {utc}";
 

@@ -12,10 +12,10 @@ use super::{MySqlBackend, MySqlConfig, session};
 
 const HOUR: i64 = 3_600;
 
-/// The start of the first piece.
+/// The start of the first batch.
 const START: [u8; 32] = [0; 32];
 
-async fn pass(backend: &MySqlBackend, key: &str) -> u64 {
+async fn lock_and_release(backend: &MySqlBackend, key: &str) -> u64 {
     let claim = Claim::new(Key::new(key).unwrap(), Duration::from_secs(60));
     let Attempt::Granted(grant) = backend.try_acquire(&claim).await.unwrap() else {
         panic!("{key} is held")
@@ -25,7 +25,7 @@ async fn pass(backend: &MySqlBackend, key: &str) -> u64 {
 }
 
 #[tokio::test]
-async fn tokens_grow_over_purged_rows_even_if_the_clock_goes_back() {
+async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
     let clock = ClockShim::new().unwrap();
     let options = MariaDbOptions::new().without_fsync().clock(&clock);
     let server = MariaDbServer::start_with(options).await.unwrap();
@@ -36,66 +36,72 @@ async fn tokens_grow_over_purged_rows_even_if_the_clock_goes_back() {
     assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
     let mut last = 0;
     for _ in 0..3 {
-        let token = pass(&backend, "k").await;
+        let token = lock_and_release(&backend, "k").await;
         assert!(token > last, "{token} is not above {last}");
         last = token;
-        pass(&backend, "other").await;
-        assert_eq!(backend.purge_piece(START).await.unwrap(), 0, "they are not dead for long");
+        lock_and_release(&backend, "other").await;
+        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 0, "the rows are not old enough");
         clock.jump_wall(HOUR).unwrap();
-        assert_eq!(backend.purge_piece(START).await.unwrap(), 2);
-        assert_eq!(backend.list().await.unwrap().len(), 1, "the held one is left alone");
+        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 2);
+        assert_eq!(backend.list().await.unwrap().len(), 1, "the held row is kept");
         clock.jump_wall(-3 * HOUR).unwrap();
     }
 }
 
 /// The statement waits for the lock here, so that the row can change before the lock is granted.
 #[tokio::test]
-async fn a_session_reads_the_row_when_it_has_the_lock_and_not_before() {
+async fn a_session_reads_the_row_after_it_has_the_lock() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
     let backend = MySqlBackend::open(config.clone()).await.unwrap();
-    let noted = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
+    let row_claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
     // Many rows, so that the server might choose among query plans.
     for n in 0..200 {
-        pass(&backend, &format!("other/{n}")).await;
+        lock_and_release(&backend, &format!("other/{n}")).await;
     }
-    pass(&backend, "orders/42").await;
-    let row = backend.statements.row(noted.key());
+    lock_and_release(&backend, "orders/42").await;
+    let row = backend.statements.row(row_claim.key());
     let id: String = row.hex();
     let mut others = MySqlConnection::connect_with(&config.server).await.unwrap();
-    let mut mine = session::connect(&config, Duration::from_secs(60)).await.unwrap();
-    let mut say = async |text: String| {
+    let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
+    let mut query_number = async |text: String| {
         let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();
         rows.first().map(|row| row.get::<i64, _>(0))
     };
     for (then, is_mine) in [
-        (noted.id(), true),
-        (Claim::new(noted.key().clone(), Duration::from_secs(1)).id(), false),
-        (noted.id(), true),
+        (row_claim.id(), true),
+        (Claim::new(row_claim.key().clone(), Duration::from_secs(1)).id(), false),
+        (row_claim.id(), true),
     ] {
         // A premature read would find the opposite.
-        let before = if is_mine { "NULL".to_owned() } else { format!("x'{}'", noted.id()) };
-        say(format!("UPDATE lock_registry_locks SET claim = {before} WHERE id = x'{id}'")).await;
-        assert_eq!(say(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await, Some(1));
-        let look = backend.statements.session_look(noted.key(), noted.id(), 60);
-        let looking = async {
-            let row = look.fetch_one(&mut mine).await.unwrap();
+        let before = if is_mine { "NULL".to_owned() } else { format!("x'{}'", row_claim.id()) };
+        query_number(format!("UPDATE lock_registry_locks SET claim = {before} WHERE id = x'{id}'"))
+            .await;
+        assert_eq!(
+            query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
+            Some(1)
+        );
+        let statement = backend.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
+        let reading = async {
+            let row = statement.fetch_one(&mut connection).await.unwrap();
             (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())
         };
-        let happening = async {
+        let changing = async {
             let waits =
                 "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'";
-            while say(waits.to_owned()).await != Some(1) {}
-            say(format!("UPDATE lock_registry_locks SET claim = x'{then}' WHERE id = x'{id}'"))
-                .await;
-            say(format!("SELECT CAST(RELEASE_LOCK('{id}') AS SIGNED)")).await;
+            while query_number(waits.to_owned()).await != Some(1) {}
+            query_number(format!(
+                "UPDATE lock_registry_locks SET claim = x'{then}' WHERE id = x'{id}'"
+            ))
+            .await;
+            query_number(format!("SELECT CAST(RELEASE_LOCK('{id}') AS SIGNED)")).await;
         };
-        let (looked, ()) = tokio::join!(looking, happening);
-        assert_eq!(looked, (1, is_mine));
+        let (result, ()) = tokio::join!(reading, changing);
+        assert_eq!(result, (1, is_mine));
         // Taken once, although the query uses its result several times.
-        let give_back = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
-        assert_eq!(give_back.fetch_one(&mut mine).await.unwrap().get::<i64, _>(0), 1);
+        let unlock = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
+        assert_eq!(unlock.fetch_one(&mut connection).await.unwrap().get::<i64, _>(0), 1);
         let free = format!("SELECT CAST(IS_FREE_LOCK('{id}') AS SIGNED)");
-        assert_eq!(say(free).await, Some(1));
+        assert_eq!(query_number(free).await, Some(1));
     }
 }

@@ -15,17 +15,17 @@ use registry_core::{
 };
 use sqlx::postgres::PgRow;
 
-use super::backend::{bytes, claim_id, column, micros, span};
-use super::config::{PostgresConfig, quoted, unusable};
-use super::ears::{Channel, Ears};
-use super::error::{damaged, is_fenced, row_is_locked, tells_of_locked_row};
-use super::fence::Fenced;
-use super::link::{Link, Repeat};
-use super::open::{self, Opened};
-use super::statement::{Statement, Value};
+use super::backend::{bytes, claim_id, column, from_micros, micros};
+use super::client::{PgClient, Resend};
+use super::config::{PostgresConfig, misconfigured, quoted};
+use super::error::{corrupt, fenced_transaction_open, is_row_lock_error, row_locked};
+use super::fence::PgFenceQuery;
+use super::listener::{NotificationChannel, PgReleaseListener};
+use super::open::{self, OpenedPgStore};
+use super::statement::{BoundStatement, PgParam};
 use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lock_key};
-use crate::server::{Errand, RowId, SpringTable};
-use sql::Texts;
+use crate::server::{ConnectionUse, RowId, SpringTable};
+use sql::PgSpringStatements;
 
 /// Locks in the table of a Spring Integration `JdbcLockRegistry` in a PostgreSQL database. This
 /// program and the Java programs exclude each other.
@@ -41,14 +41,14 @@ pub struct PostgresSpringBackend {
     config: PostgresConfig,
     table: SpringTable,
     store: String,
-    native: super::sql::Texts,
-    texts: Texts,
-    link: Link,
-    ears: Option<Ears>,
-    channel: Channel,
+    native: super::sql::PgStatements,
+    texts: PgSpringStatements,
+    client: PgClient,
+    listener: Option<PgReleaseListener>,
+    channel: NotificationChannel,
     /// Distinguishes the native rows of this table and region from all others, including those of
     /// native namespaces.
-    part: String,
+    table_part: String,
 }
 
 impl PostgresSpringBackend {
@@ -57,7 +57,7 @@ impl PostgresSpringBackend {
     /// # Errors
     /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(config: &PostgresConfig, table: &SpringTable) -> Result<(), BackendError> {
-        table.check().map_err(|says| unusable(&says))?;
+        table.check().map_err(|message| misconfigured(&message))?;
         config.check()
     }
 
@@ -75,53 +75,54 @@ impl PostgresSpringBackend {
     /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig, table: SpringTable) -> Result<Self, BackendError> {
         Self::check(&config, &table)?;
-        let Opened { tables, store } = open::open(&config).await?;
-        let link = Link::new(&config);
-        let lock = find_or_make(&config, &table, &link).await?;
-        let part = format!("{lock} {}", table.region());
-        let channel = Channel::of(RowId::of_namespace(&part));
-        let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
+        let OpenedPgStore { tables, store } = open::open(&config).await?;
+        let client = PgClient::new(&config);
+        let lock = find_or_create_table(&config, &table, &client).await?;
+        let table_part = format!("{lock} {}", table.region());
+        let channel = NotificationChannel::new(RowId::namespace_hash(&table_part));
+        let listener =
+            config.listener_options().map(|server| PgReleaseListener::new(server, channel.clone()));
         Ok(Self {
-            native: super::sql::Texts::new(&tables),
-            texts: Texts::new(&tables, &lock, table.generation),
+            native: super::sql::PgStatements::new(&tables),
+            texts: PgSpringStatements::new(&tables, &lock, table.generation),
             config,
             table,
             store,
-            link,
-            ears,
+            client,
+            listener,
             channel,
-            part,
+            table_part,
         })
     }
 
     /// Returns the id of the native row with the token.
     fn row_id(&self, lock_key: &str) -> RowId {
-        RowId::beside(&self.part, lock_key)
+        RowId::for_foreign_lock(&self.table_part, lock_key)
     }
 
     /// Returns a namespace that no native one can equal: it begins with a byte that is not valid
     /// UTF-8.
-    fn namespace(&self) -> Value {
-        Value::Bytes([b"\xff", self.part.as_bytes()].concat())
+    fn namespace(&self) -> PgParam {
+        PgParam::Bytes([b"\xff", self.table_part.as_bytes()].concat())
     }
 
-    fn region(&self) -> Value {
+    fn region(&self) -> PgParam {
         bytes(self.table.region().as_bytes())
     }
 
-    fn patience(&self) -> Value {
+    fn lock_timeout(&self) -> PgParam {
         let millis = self.config.busy_timeout.as_millis().max(1);
-        Value::Word(format!("{millis}ms"))
+        PgParam::Identifier(format!("{millis}ms"))
     }
 
-    fn message(&self, lock_key: &str) -> Value {
-        bytes(&self.row_id(lock_key).short())
+    fn message(&self, lock_key: &str) -> PgParam {
+        bytes(&self.row_id(lock_key).notification_id())
     }
 
     /// Returns the statements that a fence sends.
-    pub(super) fn fenced(&self, claim: &Claim, token: FencingToken) -> Fenced<'_> {
+    pub(super) fn fence_query(&self, claim: &Claim, token: FencingToken) -> PgFenceQuery<'_> {
         let lock_key = lock_key(claim.key());
-        let statement = Statement::new(
+        let statement = BoundStatement::new(
             &self.texts.fence,
             [
                 self.region(),
@@ -129,40 +130,40 @@ impl PostgresSpringBackend {
                 bytes(client_id(claim.id()).as_bytes()),
                 bytes(self.row_id(&lock_key).bytes()),
                 claim_id(claim),
-                Value::Number(i64::from(token)),
+                PgParam::Number(i64::from(token)),
             ],
         );
-        Fenced {
+        PgFenceQuery {
             statement,
             meta: &self.native.meta,
             store: &self.store,
-            prepared: self.link.is_prepared(),
+            prepared: self.client.is_prepared(),
         }
     }
 
     /// Grants the key if it is free, or returns its holder, by one statement. Returns `None` if
     /// another client acquired or released the key during the statement.
-    async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
-        let (lock_key, client) = (lock_key(claim.key()), client_id(claim.id()));
-        let statement = Statement::new(
+    async fn attempt(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let (lock_key, spring_client) = (lock_key(claim.key()), client_id(claim.id()));
+        let statement = BoundStatement::new(
             &self.texts.acquire,
             [
                 self.region(),
                 bytes(lock_key.as_bytes()),
-                bytes(client.as_bytes()),
-                Value::Number(micros(claim.lease())),
+                bytes(spring_client.as_bytes()),
+                PgParam::Number(micros(claim.lease())),
                 bytes(self.row_id(&lock_key).bytes()),
                 self.namespace(),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
-                Value::Number(i64::from(claim.token_block())),
-                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                self.patience(),
+                PgParam::Number(i64::from(claim.token_block())),
+                PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                self.lock_timeout(),
             ],
         );
         // Only the engine may retry, as in the native layout.
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
-        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
+        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
             let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
@@ -170,9 +171,9 @@ impl PostgresSpringBackend {
         if !column::<bool>(row, 7)? {
             return Ok(None);
         }
-        let held = told_of(Holder::new(claim.key().clone()), row, 1)?;
+        let held = decode_holder(Holder::new(claim.key().clone()), row, 1)?;
         let left = held.lease_left.unwrap_or_default();
-        if column::<Option<String>>(row, 1)?.is_some_and(|holder| holder == client) {
+        if column::<Option<String>>(row, 1)?.is_some_and(|holder| holder == spring_client) {
             return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
         }
         Ok(Some(Attempt::Busy(
@@ -186,34 +187,35 @@ impl PostgresSpringBackend {
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
         let ids = keys.iter().map(|key| self.row_id(key).bytes().to_vec()).collect();
-        let statement = Statement::new(
+        let statement = BoundStatement::new(
             &self.texts.renew,
             [
                 self.region(),
-                Value::ManyBytes(keys.into_iter().map(String::into_bytes).collect()),
-                Value::ManyBytes(
+                PgParam::ManyBytes(keys.into_iter().map(String::into_bytes).collect()),
+                PgParam::ManyBytes(
                     claims.iter().map(|claim| client_id(claim.id()).into_bytes()).collect(),
                 ),
-                Value::ManyBytes(ids),
-                Value::ManyBytes(
+                PgParam::ManyBytes(ids),
+                PgParam::ManyBytes(
                     claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect(),
                 ),
-                Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
+                PgParam::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
             ],
         );
         let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
         // A repeated renewal has the same effect as a single one.
-        let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
+        let rows =
+            self.client.rows(ConnectionUse::Renew(shortest), &statement, Resend::Allowed).await?;
         if rows.len() != claims.len() {
-            return Err(damaged("a renewal was not answered for each claim"));
+            return Err(corrupt("a renewal did not return one row per claim"));
         }
         rows.iter()
             .zip(claims)
             .map(|(row, claim)| {
-                let (left, is_there): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
+                let (left, exists): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
                 Ok(match left {
-                    Some(left) => Ok(Renewal::Renewed(span(left).min(claim.lease()))),
-                    None if is_there => Err(row_is_locked()),
+                    Some(left) => Ok(Renewal::Renewed(from_micros(left).min(claim.lease()))),
+                    None if exists => Err(row_locked()),
                     None => Ok(Renewal::Gone),
                 })
             })
@@ -223,10 +225,10 @@ impl PostgresSpringBackend {
     /// Checks that the row of the table `meta` exists, after several attempts without an answer.
     /// Without that row no lock is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        let statement = Statement::new(&self.native.meta, []);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let statement = BoundStatement::new(&self.native.meta, []);
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         if rows.is_empty() {
-            return Err(damaged("the table with the name meta has lost its row").as_refused());
+            return Err(corrupt("the meta table has no row").as_refused());
         }
         Ok(())
     }
@@ -242,15 +244,15 @@ impl LockBackend for PostgresSpringBackend {
             .with_peer_poll(PEER_POLL)
             .with_labels()
             .with_inspect();
-        if self.ears.is_some() { capabilities.with_wakes() } else { capabilities }
+        if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         // The same limit, and for the same reason, as in the native layout.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
-            let mark = self.ears.as_ref().map_or(0, Ears::moment);
-            if let Some(attempt) = self.ask_for(claim, mark).await? {
+            let mark = self.listener.as_ref().map_or(0, PgReleaseListener::position);
+            if let Some(attempt) = self.attempt(claim, mark).await? {
                 return Ok(attempt);
             }
         }
@@ -260,11 +262,11 @@ impl LockBackend for PostgresSpringBackend {
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let mut answers = Vec::with_capacity(claims.len());
-        let mut trouble: Option<BackendError> = None;
+        let mut store_error: Option<BackendError> = None;
         for chunk in claims.chunks(CLAIMS_MAX) {
             // After a store error the remaining chunks fail at once. Otherwise each could wait for
             // the full time-out.
-            let answer = match trouble.take() {
+            let answer = match store_error.take() {
                 Some(error) => Err(error),
                 None => self.renew_chunk(chunk).await,
             };
@@ -272,7 +274,7 @@ impl LockBackend for PostgresSpringBackend {
                 Ok(renewals) => answers.extend(renewals),
                 Err(error) => {
                     answers.extend(chunk.iter().map(|_| Err(error.clone())));
-                    trouble = Some(error);
+                    store_error = Some(error);
                 }
             }
         }
@@ -283,35 +285,39 @@ impl LockBackend for PostgresSpringBackend {
         let lock_key = lock_key(claim.key());
         // The fenced transaction locks the row, and the calling code may be what must end that
         // transaction.
-        let patience = if claim.is_fenced() {
-            Value::Word(format!("{}ms", FENCED_PATIENCE.as_millis()))
+        let lock_timeout = if claim.is_fenced() {
+            PgParam::Identifier(format!("{}ms", FENCED_ROW_TIMEOUT.as_millis()))
         } else {
-            self.patience()
+            self.lock_timeout()
         };
-        let statement = Statement::new(
+        let statement = BoundStatement::new(
             &self.texts.release,
             [
                 self.region(),
                 bytes(lock_key.as_bytes()),
                 bytes(client_id(claim.id()).as_bytes()),
-                patience,
-                Value::Word(self.channel.name().to_owned()),
+                lock_timeout,
+                PgParam::Identifier(self.channel.name().to_owned()),
                 self.message(&lock_key),
             ],
         );
         // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
-        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await;
+        let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await;
         let rows = rows.map_err(|error| {
-            let fenced = claim.is_fenced() && tells_of_locked_row(&error);
-            if fenced { is_fenced(error) } else { error }
+            let fence_query = claim.is_fenced() && is_row_lock_error(&error);
+            if fence_query { fenced_transaction_open(error) } else { error }
         })?;
-        super::purge::by_chance(claim, &self.link, &self.native, self.config.purge_after).await;
-        freed(&rows)
+        super::purge::maybe_purge(claim, &self.client, &self.native, self.config.purge_after).await;
+        release_outcome(&rows)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        match &self.ears {
-            Some(ears) => ears.wait(self.row_id(&lock_key(claim.key())).short(), busy.mark).await,
+        match &self.listener {
+            Some(listener) => {
+                listener
+                    .wait(self.row_id(&lock_key(claim.key())).notification_id(), busy.mark)
+                    .await
+            }
             None => std::future::pending().await,
         }
     }
@@ -320,16 +326,16 @@ impl LockBackend for PostgresSpringBackend {
         let lock_key = lock_key(key);
         let id = bytes(self.row_id(&lock_key).bytes());
         let values = [self.region(), bytes(lock_key.as_bytes()), id];
-        let statement = Statement::new(&self.texts.look, values);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        rows.first().map(|row| told_of(Holder::new(key.clone()), row, 0)).transpose()
+        let statement = BoundStatement::new(&self.texts.current_grant, values);
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
+        rows.first().map(|row| decode_holder(Holder::new(key.clone()), row, 0)).transpose()
     }
 
     /// Returns the holders of the region. A lock of this program is listed by its key, any other
     /// lock by its UUID, which is a key of the same lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let statement = Statement::new(&self.texts.list, [self.region(), self.namespace()]);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let statement = BoundStatement::new(&self.texts.list, [self.region(), self.namespace()]);
+        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         rows.iter()
             .map(|row| {
                 let key = column::<Option<Vec<u8>>>(row, 7)?;
@@ -340,48 +346,47 @@ impl LockBackend for PostgresSpringBackend {
                     // such keys.
                     None => column::<String>(row, 6)?.trim_end().to_owned(),
                 };
-                let key = Key::new(&key)
-                    .map_err(|_| damaged("a row's key is not one that can be locked"))?;
-                told_of(Holder::new(key), row, 0)
+                let key = Key::new(&key).map_err(|_| corrupt("a row's key is invalid"))?;
+                decode_holder(Holder::new(key), row, 0)
             })
             .collect()
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock_key = lock_key(key);
-        let statement = Statement::new(
+        let statement = BoundStatement::new(
             &self.texts.force_release,
             [
                 self.region(),
                 bytes(lock_key.as_bytes()),
-                self.patience(),
-                Value::Word(self.channel.name().to_owned()),
+                self.lock_timeout(),
+                PgParam::Identifier(self.channel.name().to_owned()),
                 self.message(&lock_key),
             ],
         );
-        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
-        freed(&rows)
+        let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await?;
+        release_outcome(&rows)
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = super::diagnose::look_around(&self.link, &self.config).await?;
-        findings.push(Finding::note(spring::CLOCKS));
+        let mut findings = super::diagnose::check_server(&self.client, &self.config).await?;
+        findings.push(Finding::note(spring::CLOCK_WARNING));
         Ok(findings)
     }
 
     async fn close(&self) {
-        if let Some(ears) = &self.ears {
-            ears.close();
+        if let Some(listener) = &self.listener {
+            listener.close();
         }
-        self.link.close().await;
+        self.client.close().await;
     }
 }
 
 /// Finds Spring's table, or creates it. Returns its qualified, quoted name.
-async fn find_or_make(
+async fn find_or_create_table(
     config: &PostgresConfig,
     table: &SpringTable,
-    link: &Link,
+    client: &PgClient,
 ) -> Result<String, BackendError> {
     let (schema, name) = table.name();
     let schema = schema.map(str::to_owned).or_else(|| config.tables.schema.clone());
@@ -390,29 +395,29 @@ async fn find_or_make(
         Some(schema) => format!("{schema}.{name}"),
         None => name,
     };
-    let text = sql::find(&named);
-    let find = Statement::new(&text, []);
-    let mut rows = link.rows(Errand::Acquire, &find, Repeat::Harmless).await?;
+    let text = sql::find_table(&named);
+    let find = BoundStatement::new(&text, []);
+    let mut rows = client.rows(ConnectionUse::Acquire, &find, Resend::Allowed).await?;
     if rows.is_empty() {
         if !config.tables.create {
-            return Err(unusable(&format!(
-                "Spring's table {named} is missing; have it made by Spring's schema-postgresql.sql, or let this program make it"
+            return Err(misconfigured(&format!(
+                "Spring's table {named} is missing; create it with Spring's schema-postgresql.sql, or let this program create it"
             )));
         }
-        let text = sql::make(&named, table.generation);
-        let make = Statement::new(&text, []);
-        let made = link.rows(Errand::Acquire, &make, Repeat::Harmless).await;
-        rows = link.rows(Errand::Acquire, &find, Repeat::Harmless).await?;
+        let text = sql::create_table(&named, table.generation);
+        let create_statement = BoundStatement::new(&text, []);
+        let created = client.rows(ConnectionUse::Acquire, &create_statement, Resend::Allowed).await;
+        rows = client.rows(ConnectionUse::Acquire, &find, Resend::Allowed).await?;
         if rows.is_empty() {
             // The error is only the cause if no other process has created the table meanwhile.
-            made.map_err(BackendError::as_refused)?;
+            created.map_err(BackendError::as_refused)?;
         }
     }
-    let row = rows.first().ok_or_else(|| damaged("a table that was made is not there"))?;
-    let tells_end: bool = column(row, 2)?;
-    match (table.generation, tells_end) {
-        (Generation::V7, false) => Err(unusable(&spring::is_older(&named))),
-        (Generation::V6 { .. }, true) => Err(unusable(&spring::is_newer(&named))),
+    let row = rows.first().ok_or_else(|| corrupt("a created table does not exist"))?;
+    let has_end_column: bool = column(row, 2)?;
+    match (table.generation, has_end_column) {
+        (Generation::V7, false) => Err(misconfigured(&spring::older_table_message(&named))),
+        (Generation::V6 { .. }, true) => Err(misconfigured(&spring::newer_table_message(&named))),
         _ => Ok(format!(
             "{}.{}",
             quoted(&column::<String>(row, 0)?),
@@ -423,11 +428,11 @@ async fn find_or_make(
 
 /// Reads client, claim, token, label and times from adjacent columns, beginning at `first`. The
 /// native row's columns belong to the holder only if its claim matches the client.
-fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
-    let client: Option<String> = column(row, first)?;
+fn decode_holder(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
+    let spring_client: Option<String> = column(row, first)?;
     let claim: Option<Vec<u8>> = column(row, first + 1)?;
-    let left = Some(span(column(row, first + 5)?));
-    if !is_claim(client.as_deref(), claim.as_deref()) {
+    let left = Some(from_micros(column(row, first + 5)?));
+    if !is_claim(spring_client.as_deref(), claim.as_deref()) {
         return Ok(holder.with_times(None, left));
     }
     let label: Option<Vec<u8>> = column(row, first + 3)?;
@@ -435,14 +440,14 @@ fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendE
     Ok(holder
         .with_label(label)
         .with_token(Some(fencing_token(column(row, first + 2)?)?))
-        .with_times(Some(span(column(row, first + 4)?)), left))
+        .with_times(Some(from_micros(column(row, first + 4)?)), left))
 }
 
 fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
-    FencingToken::try_from(token).map_err(|_| damaged("a row's token is negative"))
+    FencingToken::try_from(token).map_err(|_| corrupt("a row's token is negative"))
 }
 
-fn freed(rows: &[PgRow]) -> Result<Release, BackendError> {
+fn release_outcome(rows: &[PgRow]) -> Result<Release, BackendError> {
     for row in rows {
         if column(row, 0)? {
             return Ok(Release::Freed);
@@ -453,7 +458,7 @@ fn freed(rows: &[PgRow]) -> Result<Release, BackendError> {
 
 /// How long the release of a fenced claim waits for the row. Other statements that read the row
 /// lock it for a shorter time.
-const FENCED_PATIENCE: Duration = Duration::from_millis(100);
+const FENCED_ROW_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// The maximum number of claims that one statement renews.
 const CLAIMS_MAX: usize = 1000;

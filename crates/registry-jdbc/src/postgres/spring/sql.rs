@@ -11,25 +11,25 @@
 //! column's type, so that its index is used.
 
 use super::super::config::TableNames;
-use super::super::sql::Text;
+use super::super::sql::PgStatementText;
 use crate::server::spring::Generation;
 
 /// The texts of all statements, for tables with these names.
 #[derive(Debug)]
-pub(super) struct Texts {
-    pub(super) acquire: Text,
-    pub(super) look: Text,
-    pub(super) list: Text,
-    pub(super) renew: Text,
-    pub(super) release: Text,
-    pub(super) force_release: Text,
-    pub(super) fence: Text,
+pub(super) struct PgSpringStatements {
+    pub(super) acquire: PgStatementText,
+    pub(super) current_grant: PgStatementText,
+    pub(super) list: PgStatementText,
+    pub(super) renew: PgStatementText,
+    pub(super) release: PgStatementText,
+    pub(super) force_release: PgStatementText,
+    pub(super) fence: PgStatementText,
 }
 
-impl Texts {
+impl PgSpringStatements {
     /// Returns the texts. `lock` is the quoted name of Spring's table.
     pub(super) fn new(tables: &TableNames, lock: &str, generation: Generation) -> Self {
-        let (columns, values, begin, lasts, end) = match generation {
+        let (columns, values, begin, extend, end) = match generation {
             Generation::V7 => (
                 "region, lock_key, client_id, created_date, expired_after",
                 "utc, utc + {lease}",
@@ -54,7 +54,7 @@ impl Texts {
                 .replace("{columns}", columns)
                 .replace("{values}", values)
                 .replace("{begin}", begin)
-                .replace("{lasts}", lasts)
+                .replace("{extend}", extend)
                 .replace("{lease}", lease)
                 .replace("{ttl}", &ttl)
                 .replace("{end}", &end)
@@ -66,27 +66,34 @@ impl Texts {
                 .replace("{client}", "convert_from($3::bytea, 'UTF8')::char(36)")
                 .replace("{utc}", "timezone('UTC', clock_timestamp())")
                 .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
-            Text::new(&text)
+            PgStatementText::new(&text)
         };
         let text = |template: &str| text_with(template, "");
         Self {
             acquire: text_with(ACQUIRE, "$4::bigint * interval '1 microsecond'"),
-            look: text(LOOK),
+            current_grant: text(CURRENT_GRANT),
             list: text(LIST),
             renew: text_with(RENEW, "found.lease * interval '1 microsecond'"),
             release: text(RELEASE),
             force_release: text(FORCE_RELEASE),
             fence: text(FENCE),
         }
-        .checked()
+        .assert_filled()
     }
 
     /// Checks that no placeholder is left. Otherwise only the server would detect it.
-    fn checked(self) -> Self {
+    fn assert_filled(self) -> Self {
         debug_assert!(
-            [&self.acquire, &self.look, &self.list, &self.renew, &self.release, &self.fence]
-                .iter()
-                .all(|text| !text.as_str().contains('{')),
+            [
+                &self.acquire,
+                &self.current_grant,
+                &self.list,
+                &self.renew,
+                &self.release,
+                &self.fence
+            ]
+            .iter()
+            .all(|text| !text.as_str().contains('{')),
             "{self:?}"
         );
         self
@@ -94,13 +101,13 @@ impl Texts {
 }
 
 /// Returns the statement that creates Spring's table as Spring's own `schema-postgresql.sql` does.
-pub(super) fn make(lock: &str, generation: Generation) -> Text {
+pub(super) fn create_table(lock: &str, generation: Generation) -> PgStatementText {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
         Generation::V6 { .. } => "",
     };
     // The primary key has no name of its own, so that the server chooses a free one for its index.
-    Text::new(&format!(
+    PgStatementText::new(&format!(
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
          CREATED_DATE TIMESTAMP NOT NULL,{end} PRIMARY KEY (LOCK_KEY, REGION))"
     ))
@@ -108,8 +115,8 @@ pub(super) fn make(lock: &str, generation: Generation) -> Text {
 
 /// Returns the query for the location of Spring's table, and for whether its rows contain their
 /// end. The name has been checked: letters, digits, underscores and a dot.
-pub(super) fn find(name: &str) -> Text {
-    Text::new(&format!(
+pub(super) fn find_table(name: &str) -> PgStatementText {
+    PgStatementText::new(&format!(
         "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \
             WHERE attrelid = pg_class.oid AND attname = 'expired_after' AND NOT attisdropped) \
          FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
@@ -161,7 +168,7 @@ const ACQUIRE: &str = "\
 /// Returns the holder of the key, if it is held.
 ///
 /// Parameters: region, lock key, id
-const LOOK: &str = "\
+const CURRENT_GRANT: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
     SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint \
     FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $3::bytea \
@@ -193,7 +200,7 @@ const RENEW: &str = "\
         JOIN {lock} AS l ON l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c \
         WHERE {end} >= {utc} FOR NO KEY UPDATE OF l SKIP LOCKED), \
     renewed AS ( \
-        UPDATE {lock} AS l SET {lasts} FROM found \
+        UPDATE {lock} AS l SET {extend} FROM found \
         WHERE l.lock_key = found.k AND l.region = {region} AND l.client_id = found.c AND {end} >= {utc} \
         RETURNING found.c, (extract(epoch FROM {end} - {utc}) * 1000000)::bigint AS until), \
     beside AS ( \
@@ -205,7 +212,7 @@ const RENEW: &str = "\
     FROM wanted AS w LEFT JOIN renewed ON renewed.c = w.c ORDER BY w.n";
 
 /// Ends the grant of one claim, and notifies this program's listeners; Spring has none. An expired
-/// row is deleted too, and the answer says that it was expired.
+/// row is deleted too, and the result shows that it was expired.
 ///
 /// Parameters: region, lock key, client, lock_timeout, channel, message
 const RELEASE: &str = "\

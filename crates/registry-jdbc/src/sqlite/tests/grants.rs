@@ -7,40 +7,40 @@ use std::time::Duration;
 use proptest::prelude::*;
 use registry_core::{Claim, Key, LockBackend, Release, Renewal};
 
-use super::{Folder, LEASE, busy, claim, grant, key, token};
+use super::{LEASE, TestFolder, busy, claim, grant, key, token};
 use crate::sqlite::clock::ManualClock;
 
 #[tokio::test]
 async fn two_processes_exclude_each_other() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let (a, b) = (folder.process().await, folder.process().await);
-    let (mine, yours) = (claim("k"), claim("k"));
+    let (claim_a, claim_b) = (claim("k"), claim("k"));
 
-    let first = token(&a, &mine).await;
-    assert!(busy(&b, &yours).await.retry_after.unwrap() <= LEASE);
-    assert_eq!(b.release(&yours).await.unwrap(), Release::NotHeld);
-    assert_eq!(b.renew(std::slice::from_ref(&yours)).await[0].as_ref().unwrap(), &Renewal::Gone);
+    let first = token(&a, &claim_a).await;
+    assert!(busy(&b, &claim_b).await.retry_after.unwrap() <= LEASE);
+    assert_eq!(b.release(&claim_b).await.unwrap(), Release::NotHeld);
+    assert_eq!(b.renew(std::slice::from_ref(&claim_b)).await[0].as_ref().unwrap(), &Renewal::Gone);
 
-    assert_eq!(a.release(&mine).await.unwrap(), Release::Freed);
-    assert_eq!(a.release(&mine).await.unwrap(), Release::NotHeld);
-    assert!(token(&b, &yours).await > first);
-    assert_eq!(a.renew(&[mine]).await[0].as_ref().unwrap(), &Renewal::Gone);
+    assert_eq!(a.release(&claim_a).await.unwrap(), Release::Freed);
+    assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
+    assert!(token(&b, &claim_b).await > first);
+    assert_eq!(a.renew(&[claim_a]).await[0].as_ref().unwrap(), &Renewal::Gone);
 }
 
 #[tokio::test]
-async fn busy_tells_who_holds_and_for_how_long() {
-    let folder = Folder::new();
+async fn a_busy_reply_names_the_holder_and_its_lease() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let (a, b) = (folder.process_at(&clock).await, folder.process_at(&clock).await);
+    let (a, b) = (folder.process_with_clock(&clock).await, folder.process_with_clock(&clock).await);
     let label = "x'); DROP TABLE lock_registry_locks;--\0\u{202e}\"\n🔒";
     let held = claim("k").with_label(Some(label.into())).with_token_block(8);
     let first = token(&a, &held).await;
     clock.advance(Duration::from_secs(10));
 
-    let told = busy(&b, &claim("k")).await;
-    assert_eq!(told.retry_after, Some(Duration::from_secs(20)));
-    assert_eq!(told.mark, first);
-    let holder = told.holder.unwrap();
+    let renewal = busy(&b, &claim("k")).await;
+    assert_eq!(renewal.retry_after, Some(Duration::from_secs(20)));
+    assert_eq!(renewal.mark, first);
+    let holder = renewal.holder.unwrap();
     assert_eq!(holder.key, key("k"));
     assert_eq!(holder.label.as_deref(), Some(label));
     assert_eq!(holder.token.unwrap().get(), first);
@@ -53,10 +53,10 @@ async fn busy_tells_who_holds_and_for_how_long() {
 }
 
 #[tokio::test]
-async fn a_claim_that_is_granted_is_granted_again_with_the_same_token() {
-    let folder = Folder::new();
+async fn a_repeated_attempt_of_a_granted_claim_returns_the_same_token() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let claim = claim("k");
     let first = grant(&backend, &claim).await;
     clock.advance(Duration::from_secs(10));
@@ -66,10 +66,10 @@ async fn a_claim_that_is_granted_is_granted_again_with_the_same_token() {
 }
 
 #[tokio::test]
-async fn an_expired_claim_that_comes_back_is_a_new_grant() {
-    let folder = Folder::new();
+async fn a_repeated_attempt_of_an_expired_claim_is_a_new_grant() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let claim = claim("k");
     let first = token(&backend, &claim).await;
     clock.advance(LEASE);
@@ -78,9 +78,9 @@ async fn an_expired_claim_that_comes_back_is_a_new_grant() {
 
 #[tokio::test]
 async fn a_block_of_tokens_is_never_granted_twice() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let mut next = 0;
     for block in [1, 100, 7, u32::MAX, 1, 1] {
         let claim = claim("k").with_token_block(block);
@@ -92,25 +92,25 @@ async fn a_block_of_tokens_is_never_granted_twice() {
 }
 
 #[tokio::test]
-async fn a_renewal_makes_the_lease_longer_and_never_shorter() {
-    let folder = Folder::new();
+async fn a_renewal_never_shortens_the_lease() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let claim = claim("k");
     grant(&backend, &claim).await;
     clock.advance(Duration::from_secs(10));
-    let told = backend.renew(std::slice::from_ref(&claim)).await.remove(0).unwrap();
-    assert_eq!(told, Renewal::Renewed(LEASE));
+    let renewal = backend.renew(std::slice::from_ref(&claim)).await.remove(0).unwrap();
+    assert_eq!(renewal, Renewal::Renewed(LEASE));
     let short = claim.with_lease(Duration::from_secs(1));
-    let told = backend.renew(&[short]).await.remove(0).unwrap();
-    assert_eq!(told, Renewal::Renewed(LEASE));
+    let renewal = backend.renew(&[short]).await.remove(0).unwrap();
+    assert_eq!(renewal, Renewal::Renewed(LEASE));
 }
 
 #[tokio::test]
-async fn a_batch_is_renewed_claim_by_claim() {
-    let folder = Folder::new();
+async fn a_batch_renewal_returns_a_result_for_each_claim() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     // More items than the largest statement takes, and not a multiple of it.
     let mut claims = Vec::new();
     for n in 0..300 {
@@ -127,11 +127,11 @@ async fn a_batch_is_renewed_claim_by_claim() {
     }
     clock.advance(Duration::from_secs(10));
     for size in [1, 2, 10, 11, 100, 101, 300] {
-        let told = backend.renew(&claims[..size]).await;
-        assert_eq!(told.len(), size);
-        for (n, told) in told.into_iter().enumerate() {
+        let renewal = backend.renew(&claims[..size]).await;
+        assert_eq!(renewal.len(), size);
+        for (n, renewal) in renewal.into_iter().enumerate() {
             let expected = if n % 3 == 0 { Renewal::Renewed(LEASE) } else { Renewal::Gone };
-            assert_eq!(told.unwrap(), expected, "claim {n} of {size}");
+            assert_eq!(renewal.unwrap(), expected, "claim {n} of {size}");
         }
     }
     assert!(backend.renew(&[]).await.is_empty());
@@ -142,13 +142,13 @@ async fn a_batch_is_renewed_claim_by_claim() {
             .renew(&twice)
             .await
             .iter()
-            .all(|told| told.as_ref().unwrap() == &Renewal::Renewed(LEASE))
+            .all(|renewal| renewal.as_ref().unwrap() == &Renewal::Renewed(LEASE))
     );
 }
 
 #[tokio::test]
-async fn force_release_frees_whoever_holds() {
-    let folder = Folder::new();
+async fn force_release_frees_a_key_of_any_claim() {
+    let folder = TestFolder::new();
     let (a, b) = (folder.process().await, folder.process().await);
     let claim = claim("k");
     assert_eq!(b.force_release(&key("k")).await.unwrap(), Release::NotHeld);
@@ -161,9 +161,9 @@ async fn force_release_frees_whoever_holds() {
 
 #[tokio::test]
 async fn only_held_keys_of_the_namespace_are_listed() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let (short, released, held) =
         (claim("short").with_lease(Duration::from_secs(1)), claim("released"), claim("held"));
     for claim in [&short, &released, &held] {
@@ -178,14 +178,14 @@ async fn only_held_keys_of_the_namespace_are_listed() {
 }
 
 #[tokio::test]
-async fn namespaces_never_meet() {
-    let folder = Folder::new();
-    let odd = ["", "a", "A", "a\0", "a ", "ä", "a\u{308}"];
+async fn equal_keys_in_different_namespaces_are_different_locks() {
+    let folder = TestFolder::new();
+    let namespaces = ["", "a", "A", "a\0", "a ", "ä", "a\u{308}"];
     let mut backends = Vec::new();
-    for namespace in odd {
+    for namespace in namespaces {
         let clock = ManualClock::booted(1);
         backends.push(
-            super::SqliteBackend::open_at(folder.config().with_namespace(namespace), clock)
+            super::SqliteBackend::open_with_clock(folder.config().with_namespace(namespace), clock)
                 .await
                 .unwrap(),
         );
@@ -199,8 +199,8 @@ async fn namespaces_never_meet() {
 }
 
 #[tokio::test]
-async fn one_of_many_wins() {
-    let folder = Folder::new();
+async fn one_of_many_concurrent_attempts_is_granted() {
+    let folder = TestFolder::new();
     let mut tasks = tokio::task::JoinSet::new();
     for _ in 0..4 {
         let backend = Arc::new(folder.process().await);
@@ -227,7 +227,7 @@ proptest! {
     ) {
         let keys: HashSet<String> = keys;
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
-            let folder = Folder::new();
+            let folder = TestFolder::new();
             let backend = folder.process().await;
             for text in &keys {
                 grant(&backend, &claim(text)).await;
@@ -243,8 +243,8 @@ proptest! {
 }
 
 #[tokio::test]
-async fn the_longest_key_and_the_longest_lease_are_taken() {
-    let folder = Folder::new();
+async fn the_longest_key_and_the_longest_lease_are_accepted() {
+    let folder = TestFolder::new();
     let backend = folder.process().await;
     let long = "\u{1F512}".repeat(Key::BYTES_MAX / 4);
     let claim = Claim::new(key(&long), Duration::MAX);

@@ -1,12 +1,13 @@
-//! Tests that use internals: the clock, the connections, the purge. The others are in `tests/`.
+//! Tests that use internals: the clock, the connections, the purge. The other tests are in
+//! `tests/`.
 
 mod callers;
 mod grants;
 mod plans;
 mod purging;
 mod times;
-mod troubles;
-mod waking;
+mod faults;
+mod waiting;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,15 +17,15 @@ use registry_core::{Attempt, Busy, Claim, Grant, Key, LockBackend};
 use tempfile::TempDir;
 
 use super::backend::SqliteBackend;
-use super::clock::{Clock, ManualClock};
-use crate::config::SqliteConfig;
+use super::clock::{ManualClock, StoreClock};
+use crate::sqlite::config::SqliteConfig;
 
 const LEASE: Duration = Duration::from_secs(30);
 
 /// A folder with a database. Dropping it deletes both.
-struct Folder(TempDir);
+struct TestFolder(TempDir);
 
-impl Folder {
+impl TestFolder {
     fn new() -> Self {
         Self(tempfile::tempdir().unwrap())
     }
@@ -42,9 +43,9 @@ impl Folder {
         SqliteBackend::open(self.config()).await.unwrap()
     }
 
-    async fn process_at(&self, clock: &Arc<ManualClock>) -> SqliteBackend {
-        let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(clock);
-        SqliteBackend::open_at(self.config(), clock).await.unwrap()
+    async fn process_with_clock(&self, clock: &Arc<ManualClock>) -> SqliteBackend {
+        let clock: Arc<dyn StoreClock> = Arc::<ManualClock>::clone(clock);
+        SqliteBackend::open_with_clock(self.config(), clock).await.unwrap()
     }
 }
 

@@ -2,8 +2,8 @@
 
 use sqlx::{ConnectOptions, Row, SqliteConnection};
 
-use super::Folder;
-use crate::sqlite::{link, sql};
+use super::TestFolder;
+use crate::sqlite::{connection, sql};
 
 async fn plan(connection: &mut SqliteConnection, statement: &str) -> Vec<String> {
     let explain = sqlx::AssertSqlSafe(format!("EXPLAIN QUERY PLAN {statement}"));
@@ -13,19 +13,19 @@ async fn plan(connection: &mut SqliteConnection, statement: &str) -> Vec<String>
 
 #[tokio::test]
 async fn no_statement_of_an_acquisition_scans_the_table() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let _tables = folder.process().await;
-    let mut connection = link::options(&folder.file()).connect().await.unwrap();
-    let renew = sql::RENEW.iter().chain(sql::RENEW_TELLING.iter()).map(|size| size.text.as_str());
-    let held = sql::HELD.iter().map(|size| size.text.as_str());
+    let mut connection = connection::options(&folder.file()).connect().await.unwrap();
+    let renew = sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|size| size.text.as_str());
+    let held = sql::HELD_TOKENS.iter().map(|size| size.text.as_str());
     let fixed = [
         sql::ACQUIRE_AT,
         sql::ACQUIRE_ABOVE,
-        sql::LOOK,
+        sql::CURRENT_GRANT,
         sql::RELEASE,
         sql::FORCE_RELEASE,
         sql::FENCE,
-        sql::SURVEY,
+        sql::PURGE_CANDIDATES,
         sql::PURGE,
     ];
     let by_key = ["(namespace=? AND key=?)", "(namespace,key)>(?,?)"];

@@ -5,28 +5,28 @@ use std::time::Duration;
 use registry_core::LockBackend;
 use sqlx::Row;
 
-use super::{Folder, busy, claim, grant, token};
+use super::{TestFolder, busy, claim, grant, token};
 use crate::sqlite::backend::SqliteBackend;
 use crate::sqlite::clock::ManualClock;
 
-async fn rows(backend: &SqliteBackend) -> i64 {
+async fn row_count(backend: &SqliteBackend) -> i64 {
     let count = || sqlx::query("SELECT count(*) FROM lock_registry_locks");
-    backend.reader.rows(count).await.unwrap()[0].get(0)
+    backend.reader.fetch_all(count).await.unwrap()[0].get(0)
 }
 
-async fn purge_all(backend: &SqliteBackend, pieces: usize) -> u64 {
+async fn purge_ranges(backend: &SqliteBackend, ranges: usize) -> u64 {
     let mut purged = 0;
-    for _ in 0..pieces {
-        purged += backend.purge_piece().await.unwrap();
+    for _ in 0..ranges {
+        purged += backend.purge_next_range().await.unwrap();
     }
     purged
 }
 
 #[tokio::test]
-async fn rows_of_dead_keys_go_and_their_tokens_are_never_granted_again() {
-    let folder = Folder::new();
+async fn rows_of_free_keys_are_purged_and_their_tokens_are_never_granted_again() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let released = claim("released").with_token_block(1_000);
     let newest = token(&backend, &released).await;
     backend.release(&released).await.unwrap();
@@ -37,10 +37,10 @@ async fn rows_of_dead_keys_go_and_their_tokens_are_never_granted_again() {
     let held = claim("held");
     grant(&backend, &held).await;
     // The expired lease ended a second later.
-    assert_eq!(purge_all(&backend, 1).await, 1);
+    assert_eq!(purge_ranges(&backend, 1).await, 1);
     clock.advance(Duration::from_secs(1));
-    assert_eq!(purge_all(&backend, 1).await, 1);
-    assert_eq!(rows(&backend).await, 1);
+    assert_eq!(purge_ranges(&backend, 1).await, 1);
+    assert_eq!(row_count(&backend).await, 1);
     busy(&backend, &claim("held")).await;
 
     clock.set_wall(0);
@@ -50,48 +50,48 @@ async fn rows_of_dead_keys_go_and_their_tokens_are_never_granted_again() {
 }
 
 #[tokio::test]
-async fn rows_of_an_earlier_boot_go_at_once() {
-    let folder = Folder::new();
+async fn rows_of_an_earlier_boot_are_purged_at_once() {
+    let folder = TestFolder::new();
     let first = {
-        let backend = folder.process_at(&ManualClock::booted(1)).await;
+        let backend = folder.process_with_clock(&ManualClock::booted(1)).await;
         let first = token(&backend, &claim("k")).await;
         backend.close().await;
         first
     };
     let clock = ManualClock::booted(2);
     clock.set_wall(0);
-    let backend = folder.process_at(&clock).await;
-    assert_eq!(purge_all(&backend, 1).await, 1);
+    let backend = folder.process_with_clock(&clock).await;
+    assert_eq!(purge_ranges(&backend, 1).await, 1);
     assert!(token(&backend, &claim("k")).await > first);
 }
 
 #[tokio::test]
 async fn a_process_of_an_earlier_boot_purges_nothing() {
-    let folder = Folder::new();
+    let folder = TestFolder::new();
     let (old, new) = (ManualClock::booted(1), ManualClock::booted(2));
-    let stale = folder.process_at(&old).await;
-    let live = folder.process_at(&new).await;
+    let stale = folder.process_with_clock(&old).await;
+    let live = folder.process_with_clock(&new).await;
     grant(&live, &claim("k")).await;
-    assert_eq!(purge_all(&stale, 2).await, 0);
+    assert_eq!(purge_ranges(&stale, 2).await, 0);
     busy(&live, &claim("k")).await;
 }
 
 #[tokio::test]
-async fn a_row_that_is_deleted_by_hand_leaves_its_tokens_too() {
-    let folder = Folder::new();
+async fn a_manually_deleted_row_keeps_its_tokens_reserved() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let first = token(&backend, &claim("k")).await;
     clock.set_wall(0);
-    backend.writer.changes(|| sqlx::query("DELETE FROM lock_registry_locks")).await.unwrap();
+    backend.writer.execute(|| sqlx::query("DELETE FROM lock_registry_locks")).await.unwrap();
     assert_eq!(token(&backend, &claim("k")).await, first + 1);
 }
 
 #[tokio::test]
-async fn the_search_goes_through_a_large_table_in_pieces_and_over_namespaces() {
-    let folder = Folder::new();
+async fn the_purge_covers_a_large_table_of_several_namespaces_in_ranges() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     let insert = |namespace: &'static str| {
         move || {
             sqlx::query(
@@ -102,24 +102,24 @@ async fn the_search_goes_through_a_large_table_in_pieces_and_over_namespaces() {
             .bind([1_u8; 16].to_vec())
         }
     };
-    backend.writer.changes(insert("default")).await.unwrap();
-    backend.writer.changes(insert("elsewhere")).await.unwrap();
+    backend.writer.execute(insert("default")).await.unwrap();
+    backend.writer.execute(insert("elsewhere")).await.unwrap();
     grant(&backend, &claim("held")).await;
     clock.advance(backend.config.purge_after);
     // 1,401 rows, 512 at a time. Another process continues where this one stopped.
-    assert_eq!(purge_all(&backend, 1).await, 512);
+    assert_eq!(purge_ranges(&backend, 1).await, 512);
     backend.close().await;
-    let backend = folder.process_at(&clock).await;
-    assert_eq!(purge_all(&backend, 2).await, 1_400 - 512);
-    assert_eq!(rows(&backend).await, 1);
-    assert_eq!(purge_all(&backend, 2).await, 0);
+    let backend = folder.process_with_clock(&clock).await;
+    assert_eq!(purge_ranges(&backend, 2).await, 1_400 - 512);
+    assert_eq!(row_count(&backend).await, 1);
+    assert_eq!(purge_ranges(&backend, 2).await, 0);
 }
 
 #[tokio::test]
-async fn releases_purge_by_themselves() {
-    let folder = Folder::new();
+async fn a_release_purges_rows_at_random() {
+    let folder = TestFolder::new();
     let clock = ManualClock::booted(1);
-    let backend = folder.process_at(&clock).await;
+    let backend = folder.process_with_clock(&clock).await;
     // One release in 256 purges, by the claim's random id. 20,000 releases without a purge are less
     // likely than a disk failure.
     for n in 0..20_000 {
@@ -127,7 +127,7 @@ async fn releases_purge_by_themselves() {
         grant(&backend, &claim).await;
         backend.release(&claim).await.unwrap();
         clock.advance(backend.config.purge_after);
-        if n > 0 && rows(&backend).await <= 1 {
+        if n > 0 && row_count(&backend).await <= 1 {
             return;
         }
     }

@@ -8,11 +8,11 @@ use crate::redis::server::RedisServer;
 
 /// The cluster as one node sees it.
 #[derive(Debug)]
-pub(super) struct View(Vec<Member>);
+pub(super) struct ClusterView(Vec<NodeInfo>);
 
 /// One line of `CLUSTER NODES`.
 #[derive(Debug)]
-pub(super) struct Member {
+pub(super) struct NodeInfo {
     pub(super) id: String,
     flags: String,
     /// The id of the master that this node replicates.
@@ -23,35 +23,35 @@ pub(super) struct Member {
     slots: Vec<(u16, u16)>,
 }
 
-impl View {
+impl ClusterView {
     pub(super) async fn of(server: &RedisServer) -> io::Result<Self> {
         Ok(Self::read(&text(server, &["CLUSTER", "NODES"]).await?))
     }
 
     fn read(lines: &str) -> Self {
-        Self(lines.lines().filter_map(Member::read).collect())
+        Self(lines.lines().filter_map(NodeInfo::read).collect())
     }
 
-    pub(super) fn members(&self) -> impl Iterator<Item = &Member> {
+    pub(super) fn members(&self) -> impl Iterator<Item = &NodeInfo> {
         self.0.iter()
     }
 
-    pub(super) fn member(&self, id: &str) -> Option<&Member> {
+    pub(super) fn member(&self, id: &str) -> Option<&NodeInfo> {
         self.0.iter().find(|member| member.id == id)
     }
 
-    pub(super) fn myself(&self) -> Option<&Member> {
-        self.0.iter().find(|member| member.is("myself"))
+    pub(super) fn myself(&self) -> Option<&NodeInfo> {
+        self.0.iter().find(|member| member.has_flag("myself"))
     }
 
-    pub(super) fn owner(&self, slot: u16) -> Option<&Member> {
+    pub(super) fn owner(&self, slot: u16) -> Option<&NodeInfo> {
         let has = |&(first, last): &(u16, u16)| (first..=last).contains(&slot);
         self.0.iter().find(|member| member.slots.iter().any(has))
     }
 
     /// Returns the owner of each slot range, to compare it with other views.
     pub(super) fn owners(&self) -> BTreeMap<(u16, u16), String> {
-        let ranges = |member: &Member| {
+        let ranges = |member: &NodeInfo| {
             let id = member.id.clone();
             member.slots.clone().into_iter().map(move |range| (range, id.clone()))
         };
@@ -59,7 +59,7 @@ impl View {
     }
 }
 
-impl Member {
+impl NodeInfo {
     fn read(line: &str) -> Option<Self> {
         let mut words = line.split(' ');
         let id = words.next()?.to_owned();
@@ -78,13 +78,13 @@ impl Member {
         Some(Self { id, flags, master, epoch, slots: slots.collect() })
     }
 
-    fn is(&self, flag: &str) -> bool {
+    fn has_flag(&self, flag: &str) -> bool {
         self.flags.split(',').any(|own| own == flag)
     }
 
     /// Returns whether the node's address is known and its handshake is complete.
     pub(super) fn is_met(&self) -> bool {
-        !self.is("handshake") && !self.is("noaddr")
+        !self.has_flag("handshake") && !self.has_flag("noaddr")
     }
 }
 
@@ -123,8 +123,8 @@ mod tests {
     }
 
     #[test]
-    fn a_view_is_read_as_the_nodes_tell_it() {
-        let view = View::read(
+    fn a_view_is_parsed_from_cluster_nodes() {
+        let view = ClusterView::read(
             "aa 127.0.0.1:7001@17001 myself,master - 0 0 5 connected 0-5459 5461 [5460->-bb]\n\
              bb 127.0.0.1:7002@17002,host master - 0 1 6 connected 5462-16383\n\
              cc 127.0.0.1:7003@17003 slave,fail aa 0 1 5 disconnected\n\

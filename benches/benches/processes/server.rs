@@ -1,0 +1,103 @@
+//! The lock servers, and their request counts.
+
+use std::sync::Arc;
+
+use registry_core::LockBackend;
+use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+use registry_testkit::redis::RedisServer;
+
+use crate::measurement::calls;
+
+pub enum LockServer {
+    Redis(RedisServer),
+    Postgres(PostgresServer),
+}
+
+impl LockServer {
+    pub async fn redis() -> Self {
+        // Disk writes would dominate the time.
+        Self::Redis(RedisServer::start(&["--appendonly", "no"]).await.unwrap())
+    }
+
+    pub async fn postgres() -> Self {
+        let settings = ["shared_preload_libraries=pg_stat_statements"];
+        let options = PostgresOptions::new().without_fsync().settings(&settings);
+        let server = PostgresServer::start_with(options).await.unwrap();
+        server.sql("CREATE EXTENSION pg_stat_statements").await.unwrap();
+        Self::Postgres(server)
+    }
+
+    pub const fn name(&self) -> &'static str {
+        match self {
+            Self::Redis(_) => "Redis",
+            Self::Postgres(_) => "PostgreSQL",
+        }
+    }
+
+    /// What this store calls a request.
+    pub const fn requests_name(&self) -> &'static str {
+        match self {
+            Self::Redis(_) => "commands",
+            Self::Postgres(_) => "statements",
+        }
+    }
+
+    pub fn url(&self) -> String {
+        match self {
+            Self::Redis(server) => server.url(),
+            Self::Postgres(server) => server.url(),
+        }
+    }
+
+    /// Deletes all locks.
+    pub async fn clear(&self) {
+        match self {
+            Self::Redis(server) => _ = server.send_command("FLUSHALL").await.unwrap(),
+            Self::Postgres(server) => {
+                let tables = "DROP TABLE IF EXISTS lock_registry_locks, lock_registry_meta; \
+                    DROP TABLE IF EXISTS bare; \
+                    CREATE TABLE bare (key text PRIMARY KEY, owner int, until bigint) WITH (fillfactor = 70)";
+                server.sql(tables).await.unwrap();
+            }
+        }
+    }
+
+    /// Resets the request count.
+    pub async fn count_requests(&self) {
+        match self {
+            Self::Redis(server) => _ = server.send_command("CONFIG RESETSTAT").await.unwrap(),
+            Self::Postgres(server) => {
+                _ = server.sql("SELECT pg_stat_statements_reset()").await.unwrap();
+            }
+        }
+    }
+
+    /// The number of requests from clients since `count_requests`.
+    pub async fn requests(&self, client: &str) -> u64 {
+        match self {
+            Self::Redis(server) => {
+                // No script of the same client calls one of these commands.
+                let mut names = vec!["eval", "evalsha", "subscribe", "unsubscribe", "ping"];
+                if client == "reference" {
+                    names.push("set");
+                }
+                calls(server, &names).await
+            }
+            Self::Postgres(server) => {
+                let sum = "SELECT coalesce(sum(calls), 0) FROM pg_stat_statements WHERE query NOT LIKE '%pg_stat_statements%'";
+                server.sql(sum).await.unwrap().parse().unwrap()
+            }
+        }
+    }
+}
+
+/// Opens the store of this library at a URL.
+pub async fn open(url: &str) -> Arc<dyn LockBackend> {
+    if url.starts_with("redis:") {
+        Arc::new(RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap())
+    } else {
+        Arc::new(PostgresBackend::open(PostgresConfig::from_url(url).unwrap()).await.unwrap())
+    }
+}

@@ -1,0 +1,302 @@
+//! Acquires the lock of `run` and `hold`, and reports the holder during the wait. Also closes the
+//! registry.
+
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use lock_registry::{
+    DistributedLock, FencingToken, Holder, LockEvent, LockGuard, LockOptions, LockRegistry,
+    Observer, Reach, Registry,
+};
+use nix::sys::signal::Signal;
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout};
+
+use crate::args::AcquireArgs;
+use crate::exit::{CliError, LOST};
+use crate::output::{HolderView, Output, describe_holder, format_coarse, printable, whole_millis};
+use crate::signals::Signals;
+
+/// The result of an acquisition.
+#[derive(Debug)]
+pub(crate) enum AcquireOutcome {
+    Guard(LockGuard),
+    /// Other clients held the lock until the deadline.
+    Busy,
+    /// A signal requested the end of this process before the lock was acquired.
+    Signal(Signal),
+}
+
+/// Records the holder of a busy lock, and the renewals of a held one.
+#[derive(Debug)]
+pub(crate) struct LockObserver {
+    busy: watch::Sender<Option<LastSeen>>,
+    renewed: watch::Sender<()>,
+}
+
+impl LockObserver {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { busy: watch::Sender::new(None), renewed: watch::Sender::new(()) })
+    }
+
+    /// Returns a receiver that changes after each renewal of the lease.
+    pub(crate) fn renewals(&self) -> watch::Receiver<()> {
+        self.renewed.subscribe()
+    }
+}
+
+impl Observer for LockObserver {
+    fn on(&self, event: &LockEvent<'_>) {
+        match event {
+            LockEvent::Busy { busy, .. } => {
+                self.busy.send_replace(Some(LastSeen {
+                    holder: busy.holder.clone(),
+                    at: Instant::now(),
+                }));
+            }
+            LockEvent::Renewed { .. } => {
+                self.renewed.send_replace(());
+            }
+            _ => {}
+        }
+    }
+}
+
+/// The holder of the lock at a point in time.
+#[derive(Debug, Clone)]
+struct LastSeen {
+    holder: Option<Holder>,
+    at: Instant,
+}
+
+impl LastSeen {
+    /// Returns the holder with its times extrapolated to now, if it is still the same.
+    fn holder_now(&self) -> Option<Holder> {
+        let passed = self.at.elapsed();
+        let holder = self.holder.clone()?;
+        let held_for = holder.held_for.map(|held| held + passed);
+        let lease_left = holder.lease_left.map(|left| left.saturating_sub(passed));
+        Some(holder.with_times(held_for, lease_left))
+    }
+}
+
+/// The options of the command line for acquiring the lock.
+#[derive(Debug)]
+pub(crate) struct AcquireOptions {
+    /// The time limit for connecting and acquiring together, or `None` for no limit.
+    wait_limit: Option<Duration>,
+    options: LockOptions,
+    pub(crate) min_hold: Duration,
+    /// The exit status if the lock is not acquired in time.
+    pub(crate) busy_status: u8,
+}
+
+impl AcquireOptions {
+    pub(crate) fn from_args(args: &AcquireArgs) -> Self {
+        Self {
+            wait_limit: args.wait_limit(),
+            options: args.options(),
+            min_hold: args.min_hold.unwrap_or_default(),
+            busy_status: args.conflict_exit_code,
+        }
+    }
+}
+
+/// Acquires `lock`. The wait is counted from `started`, before connecting.
+pub(crate) async fn acquire(
+    lock: &DistributedLock,
+    wait: &AcquireOptions,
+    started: Instant,
+    observer: &LockObserver,
+    signals: &mut Signals,
+    output: Output,
+) -> Result<AcquireOutcome, CliError> {
+    let wait_limit = wait.wait_limit;
+    let mut options = wait.options.clone();
+    if let Some(wait_limit) = wait_limit {
+        options = options.wait(wait_limit.saturating_sub(started.elapsed()));
+    }
+    let mut acquiring = Box::pin(lock.lock_with(options));
+    let mut reporter =
+        WaitReporter::new(lock.key(), started, wait_limit != Some(Duration::ZERO), output);
+    let mut redraw = tokio::time::interval(REDRAW_INTERVAL);
+    let outcome = loop {
+        tokio::select! {
+            biased;
+            outcome = &mut acquiring => break outcome,
+            signal = signals.next_termination() => return Ok(AcquireOutcome::Signal(signal)),
+            _ = redraw.tick() => {
+                let seen = observer.busy.borrow().clone();
+                if let Some(seen) = seen {
+                    reporter.report(&seen);
+                }
+            }
+        }
+    };
+    drop(reporter);
+    if let Some(guard) = outcome? {
+        return Ok(AcquireOutcome::Guard(guard));
+    }
+    let waited = started.elapsed();
+    let holder = observer.busy.borrow().as_ref().and_then(LastSeen::holder_now);
+    let limit_note = match wait_limit {
+        None | Some(Duration::ZERO) => String::new(),
+        Some(wait) => format!("; not acquired within {}", humantime::format_duration(wait)),
+    };
+    output.notice(
+        "not_obtained",
+        &format!("{} is held by {}{limit_note}", printable(lock.key()), describe_holder(holder.as_ref())),
+        json!({ "key": lock.key(), "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
+    );
+    Ok(AcquireOutcome::Busy)
+}
+
+/// Warns that a store with the reach `process` does not exclude other processes.
+pub(crate) fn warn_about_process_reach(registry: &Registry, output: Output) {
+    let capabilities = registry.capabilities();
+    if capabilities.reach == Reach::Process {
+        let text = format!(
+            "the {} store excludes only tasks of this process; set another store with --url",
+            capabilities.store
+        );
+        output.notice("warning", &text, json!({ "store": capabilities.store }));
+    }
+}
+
+/// Closes the registry, which releases its remaining locks.
+pub(crate) async fn close(registry: &Registry) {
+    registry.close(CLOSE_LIMIT).await;
+}
+
+/// Closes `registry` after the lock ended with `status`. Waits until `min_hold` is over. A signal
+/// ends this wait, and the key then stays locked until its lease ends.
+pub(crate) async fn close_after(
+    registry: &Registry,
+    status: &Result<u8, CliError>,
+    min_hold: Duration,
+    signals: &mut Signals,
+) {
+    let status = status.as_ref().map_or_else(CliError::status, |status| *status);
+    if status == LOST {
+        // No lock is left to release, and the caller should receive the exit status soon. The limit
+        // gives the store one second to respond.
+        let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
+        return;
+    }
+    tokio::select! {
+        _ = registry.close(CLOSE_LIMIT.saturating_add(min_hold)) => {}
+        _ = signals.next_termination(), if !min_hold.is_zero() => {
+            registry.close(Duration::ZERO).await;
+        }
+    }
+}
+
+/// How often the progress line is redrawn.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(200);
+/// How often output without a progress line repeats that `lockreg` still waits.
+const REMINDER_INTERVAL: Duration = Duration::from_secs(60);
+/// How long dropping a progress line waits until it is cleared.
+const CLEAR_LIMIT: Duration = Duration::from_millis(100);
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+const CLOSE_LIMIT_AFTER_LOSS: Duration = Duration::from_secs(1);
+
+/// Reports the holder: as one progress line on a terminal, otherwise as separate lines.
+struct WaitReporter<'a> {
+    key: &'a str,
+    output: Output,
+    started: Instant,
+    /// False for a single attempt, which is reported only after it has failed.
+    is_enabled: bool,
+    progress: Option<ProgressLine>,
+    /// The token of the holder in the last report, and its time.
+    last_report: Option<(Option<FencingToken>, Instant)>,
+}
+
+impl<'a> WaitReporter<'a> {
+    fn new(key: &'a str, started: Instant, is_enabled: bool, output: Output) -> Self {
+        Self { key, output, started, is_enabled, progress: None, last_report: None }
+    }
+
+    fn report(&mut self, seen: &LastSeen) {
+        if !self.is_enabled {
+            return;
+        }
+        let holder = seen.holder_now();
+        let text = format!("{}, held by {}", printable(self.key), describe_holder(holder.as_ref()));
+        let waited = self.started.elapsed();
+        if self.output.shows_progress_line() {
+            let progress = self.progress.get_or_insert_with(ProgressLine::start);
+            // The time comes first, because a narrow terminal cuts off the end of the line.
+            progress.show(format!("waited {} for {text}", format_coarse(waited)));
+            return;
+        }
+        let token = holder.as_ref().and_then(|holder| holder.token);
+        if self
+            .last_report
+            .is_some_and(|(reported, at)| reported == token && at.elapsed() < REMINDER_INTERVAL)
+        {
+            return;
+        }
+        let text = if self.last_report.is_some() {
+            format!("waited {} for {text}", format_coarse(waited))
+        } else {
+            format!("waiting for {text}")
+        };
+        self.last_report = Some((token, Instant::now()));
+        self.output.notice(
+            "waiting",
+            &text,
+            json!({ "key": self.key, "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
+        );
+    }
+}
+
+/// A line on the terminal that its own thread redraws, because a stopped terminal must not block
+/// `lockreg`.
+struct ProgressLine {
+    texts: Option<SyncSender<String>>,
+    ended: Receiver<()>,
+}
+
+impl ProgressLine {
+    fn start() -> Self {
+        let (texts, queue) = sync_channel::<String>(1);
+        let (ended_sender, ended) = channel();
+        // Without the thread, only the progress line is missing.
+        let _ = std::thread::Builder::new().name("progress".to_owned()).spawn(move || {
+            let bar = progress_bar();
+            for text in queue {
+                bar.set_message(text);
+                bar.tick();
+            }
+            bar.finish_and_clear();
+            let _ = ended_sender.send(());
+        });
+        Self { texts: Some(texts), ended }
+    }
+
+    fn show(&self, text: String) {
+        if let Some(texts) = &self.texts {
+            // Fails while the previous text is being drawn. A newer text follows.
+            let _ = texts.try_send(text);
+        }
+    }
+}
+
+impl Drop for ProgressLine {
+    /// Waits for at most [`CLEAR_LIMIT`], so that the line is cleared before other output.
+    fn drop(&mut self) {
+        self.texts = None;
+        let _ = self.ended.recv_timeout(CLEAR_LIMIT);
+    }
+}
+
+fn progress_bar() -> ProgressBar {
+    let style = ProgressStyle::with_template("{spinner} lockreg: {wide_msg}")
+        .unwrap_or_else(|_| ProgressStyle::default_spinner());
+    // Draws to stderr.
+    ProgressBar::new_spinner().with_style(style)
+}

@@ -1,0 +1,320 @@
+//! All output for users and programs: results on stdout, notices and errors on stderr, as text or
+//! as JSON.
+
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use lock_registry::Holder;
+use nix::sys::signal::{SigSet, SigmaskHow};
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::exit::CliError;
+
+/// The format of the output.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Output {
+    json: bool,
+    quiet: bool,
+}
+
+impl Output {
+    pub(crate) fn new(json: bool, quiet: bool) -> Self {
+        Self { json, quiet }
+    }
+
+    /// Returns whether a progress line, which is redrawn, can be shown.
+    pub(crate) fn shows_progress_line(self) -> bool {
+        !self.json && !self.quiet && io::stderr().is_terminal()
+    }
+
+    /// Prints a result to stdout: `value` as JSON with `--json`, otherwise `text`.
+    pub(crate) fn result(
+        self,
+        value: &impl Serialize,
+        text: impl FnOnce() -> String,
+    ) -> Result<(), CliError> {
+        if self.json { json_to_stdout(value) } else { to_stdout(text().as_bytes()) }
+    }
+
+    /// Prints progress to stderr, unless `--quiet` was given.
+    pub(crate) fn notice(self, event: &str, text: &str, details: Value) {
+        if !self.quiet {
+            self.alert(event, text, details);
+        }
+    }
+
+    /// Prints to stderr what must be known even with `--quiet`: a lock was lost, or not released.
+    pub(crate) fn alert(self, event: &str, text: &str, details: Value) {
+        if !self.json {
+            return line_to_stderr(&format!("lockreg: {text}"));
+        }
+        let mut line = Map::new();
+        line.insert("event".to_owned(), event.into());
+        if let Value::Object(details) = details {
+            line.extend(details);
+        }
+        line_to_stderr(&Value::Object(line).to_string());
+    }
+
+    /// Prints to stderr why `lockreg` ends.
+    pub(crate) fn failure(self, failure: &CliError) {
+        if failure.is_silent() {
+            return;
+        }
+        let chain = failure.chain();
+        if self.json {
+            let (message, causes) =
+                chain.split_first().map_or(("", &[][..]), |(first, rest)| (first.as_str(), rest));
+            line_to_stderr(
+                &json!({ "event": "error", "status": failure.status(), "message": message, "causes": causes })
+                    .to_string(),
+            );
+        } else {
+            line_to_stderr(&format!("lockreg: error: {}", chain.join(": ")));
+        }
+    }
+}
+
+/// Prints `value` to stdout as one line of JSON, and flushes it.
+pub(crate) fn json_to_stdout(value: &impl Serialize) -> Result<(), CliError> {
+    let mut line = serde_json::to_string(value).map_err(|error| CliError::Output(error.into()))?;
+    line.push('\n');
+    to_stdout(line.as_bytes())
+}
+
+/// Prints `text` to stdout, and flushes it.
+pub(crate) fn to_stdout(text: &[u8]) -> Result<(), CliError> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text).and_then(|()| stdout.flush()).map_err(CliError::Output)
+}
+
+/// Queues one line for stderr. Errors are ignored.
+pub(crate) fn line_to_stderr(line: &str) {
+    to_stderr(format!("{line}\n").into_bytes());
+}
+
+/// Writes one line to stderr before it returns, even if that blocks. Errors are ignored.
+pub(crate) fn line_to_stderr_at_once(line: &str) {
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// Waits until the queued lines are written, for at most [`FLUSH_LIMIT`], because the reader of
+/// stderr may be stopped.
+pub(crate) fn flush_stderr() {
+    let writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(LogWriter { lines, ended }) = writer {
+        // The thread ends after the last line.
+        drop(lines);
+        let _ = ended.recv_timeout(FLUSH_LIMIT);
+    }
+}
+
+/// stderr for the log. Each write contains one or more whole lines.
+#[derive(Debug)]
+pub(crate) struct LogToStderr;
+
+impl io::Write for LogToStderr {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        to_stderr(bytes.to_vec());
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Queues `bytes` for the stderr thread, and drops them if the queue is full. Never blocks: stderr
+/// may be a full pipe or a stopped terminal, and the loss of a lock must still be handled.
+fn to_stderr(bytes: Vec<u8>) {
+    let mut writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner);
+    if writer.is_none() {
+        *writer = LogWriter::start().ok();
+    }
+    match &*writer {
+        Some(writer) => {
+            let _ = writer.lines.try_send(bytes);
+        }
+        None => {
+            let _ = io::stderr().lock().write_all(&bytes);
+        }
+    }
+}
+
+/// The thread that writes to stderr. The end of the process never waits for its writes.
+#[derive(Debug)]
+struct LogWriter {
+    lines: SyncSender<Vec<u8>>,
+    ended: Receiver<()>,
+}
+
+impl LogWriter {
+    fn start() -> io::Result<Self> {
+        let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
+        let (ended_sender, ended) = channel();
+        // The thread may start before signals are blocked. It blocks all of them, because a signal
+        // would otherwise be delivered to it and end the process.
+        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+        let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
+            for bytes in queue {
+                let _ = io::stderr().lock().write_all(&bytes);
+            }
+            let _ = ended_sender.send(());
+        });
+        before.thread_set_mask()?;
+        thread?;
+        Ok(Self { lines, ended })
+    }
+}
+
+static LOG_WRITER: Mutex<Option<LogWriter>> = Mutex::new(None);
+/// The maximum number of queued lines.
+const BACKLOG_MAX: usize = 1_024;
+/// How long the end of this process waits for the reader of stderr.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
+
+/// Returns a table as text, with this heading.
+pub(crate) fn table<const N: usize>(
+    heading: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_header(heading);
+    for row in rows {
+        table.add_row(row);
+    }
+    let mut text = String::new();
+    for line in table.lines() {
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
+/// A holder, as JSON.
+#[derive(Debug, Serialize)]
+pub(crate) struct HolderView<'a> {
+    pub(crate) key: &'a str,
+    pub(crate) held: bool,
+    pub(crate) label: Option<&'a str>,
+    pub(crate) token: Option<u64>,
+    pub(crate) held_for_ms: Option<u64>,
+    pub(crate) lease_left_ms: Option<u64>,
+}
+
+impl<'a> From<&'a Holder> for HolderView<'a> {
+    fn from(holder: &'a Holder) -> Self {
+        Self {
+            key: holder.key.as_str(),
+            held: true,
+            label: holder.label.as_deref(),
+            token: holder.token.map(u64::from),
+            held_for_ms: holder.held_for.map(whole_millis),
+            lease_left_ms: holder.lease_left.map(whole_millis),
+        }
+    }
+}
+
+impl<'a> HolderView<'a> {
+    /// Returns the view of a key that is not locked.
+    pub(crate) fn unlocked(key: &'a str) -> Self {
+        Self { key, held: false, label: None, token: None, held_for_ms: None, lease_left_ms: None }
+    }
+}
+
+/// The columns of a table of holders.
+pub(crate) const HOLDER_HEADING: [&str; 5] = ["KEY", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
+
+/// A row of a table of holders.
+pub(crate) fn holder_row(holder: &Holder) -> [String; 5] {
+    let unknown = || "-".to_owned();
+    [
+        printable(holder.key.as_str()),
+        holder.label.as_deref().map_or_else(unknown, printable),
+        holder.token.map_or_else(unknown, |token| token.to_string()),
+        holder.held_for.map_or_else(unknown, format_coarse),
+        holder.lease_left.map_or_else(unknown, format_coarse),
+    ]
+}
+
+/// Returns the holder of a lock as part of a sentence: `host:42 (for 3m, lease ends in 20s)`.
+pub(crate) fn describe_holder(holder: Option<&Holder>) -> String {
+    let Some(holder) = holder else { return "another client".to_owned() };
+    let mut phrase = holder.label.as_deref().map_or_else(|| "another client".to_owned(), printable);
+    let facts: Vec<String> = [
+        holder.held_for.map(|held| format!("for {}", format_coarse(held))),
+        holder.lease_left.map(|left| format!("lease ends in {}", format_coarse(left))),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if !facts.is_empty() {
+        let _ = write!(phrase, " ({})", facts.join(", "));
+    }
+    phrase
+}
+
+/// Returns `text` unchanged if a terminal shows it unchanged, otherwise quoted and escaped. Keys
+/// and labels come from other users.
+pub(crate) fn printable(text: &str) -> String {
+    let is_misleading = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    };
+    let plain = !text.is_empty() && !text.contains(is_misleading) && text.trim() == text;
+    if plain { text.to_owned() } else { format!("{text:?}") }
+}
+
+/// Formats a time for text output: in seconds from 1 s on, otherwise in milliseconds.
+pub(crate) fn format_coarse(span: Duration) -> String {
+    let span = if span.as_secs() > 0 {
+        Duration::from_secs(span.as_secs())
+    } else {
+        Duration::from_millis(whole_millis(span))
+    };
+    humantime::format_duration(span).to_string()
+}
+
+/// Returns the whole milliseconds of `span`.
+pub(crate) fn whole_millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use lock_registry::Key;
+
+    use super::*;
+
+    #[test]
+    fn text_that_could_mislead_is_escaped() {
+        assert_eq!(printable("orders/42 ü"), "orders/42 ü");
+        assert_eq!(printable("a\x1b[31mb"), r#""a\u{1b}[31mb""#);
+        assert_eq!(printable("a\u{202e}b"), r#""a\u{202e}b""#);
+        assert_eq!(printable(" a"), r#"" a""#);
+        assert_eq!(printable(""), r#""""#);
+    }
+
+    #[test]
+    fn the_description_of_a_holder_contains_all_known_facts() {
+        let holder = Holder::new(Key::new("a").unwrap());
+        assert_eq!(describe_holder(Some(&holder)), "another client");
+        let holder = holder
+            .with_label(Some("host:1".to_owned()))
+            .with_times(Some(Duration::from_millis(61_200)), Some(Duration::from_millis(900)));
+        assert_eq!(describe_holder(Some(&holder)), "host:1 (for 1m 1s, lease ends in 900ms)");
+    }
+
+    #[test]
+    fn a_table_has_no_trailing_blanks() {
+        let text = table(["A", "B"], [["1".to_owned(), "2".to_owned()]]);
+        assert_eq!(text, " A  B\n 1  2\n");
+    }
+}

@@ -1,0 +1,359 @@
+//! The context of a clause: one store, its clients, registries over them, and ways to wait for the
+//! store's clock. Contains no clause; see `clauses`.
+
+use std::panic::Location;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, LockError,
+    LockGuard, LockRegistry as _, Registry, RegistryBuilder, Release, Renewal,
+};
+use tokio::time::{Instant, sleep};
+
+use crate::faulty::{Faults, FaultyBackend};
+use crate::harness::{Clock, Harness, RemoteHolder, Store};
+
+/// One store under test, with the operations that clauses need.
+#[derive(Debug)]
+pub struct TestContext {
+    store: Box<dyn Store>,
+    clock: Clock,
+    capabilities: Capabilities,
+}
+
+impl TestContext {
+    /// Opens a fresh store of `harness`.
+    pub(crate) async fn open(harness: &dyn Harness) -> Self {
+        let store = harness.store().await;
+        let first = store.client().await;
+        let capabilities = first.capabilities();
+        first.close().await;
+        Self { store, clock: harness.clock(), capabilities }
+    }
+
+    pub(crate) fn store(&self) -> &dyn Store {
+        &*self.store
+    }
+
+    pub(crate) fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    /// Opens a further client of the store.
+    pub(crate) async fn client(&self) -> Arc<dyn LockBackend> {
+        self.store.client().await
+    }
+
+    /// Returns a client that may use the claims of `client`: a further client, or `client` itself
+    /// if grants end with their client.
+    pub(crate) async fn another_client(
+        &self,
+        client: &Arc<dyn LockBackend>,
+    ) -> Arc<dyn LockBackend> {
+        if self.store.roams() { self.client().await } else { Arc::clone(client) }
+    }
+
+    /// Opens a further client of the store, with injected faults.
+    pub(crate) async fn faulty(&self, faults: Faults) -> Arc<FaultyBackend> {
+        Arc::new(FaultyBackend::new(self.client().await, faults))
+    }
+
+    /// Returns the builder of a registry over `client`, with a lease that never expires while a
+    /// clause runs.
+    pub(crate) fn builder(&self, client: Arc<dyn LockBackend>) -> RegistryBuilder {
+        // A long operation time-out, so that a loaded machine does not fail the clause.
+        Registry::builder(client).lease(self.long_lease()).timeout(Duration::from_secs(8))
+    }
+
+    /// Returns a registry over a client of its own, as another process would open it. Its leases
+    /// never expire while a clause runs.
+    pub(crate) async fn registry(&self) -> Registry {
+        self.registry_of(self.long_lease()).await
+    }
+
+    /// Returns a registry over a client of its own, with this lease.
+    pub(crate) async fn registry_of(&self, lease: Duration) -> Registry {
+        let builder = self.builder(self.client().await).lease(lease);
+        builder.build().expect("the registry is built")
+    }
+
+    /// Returns a registry over `faulty`, with this lease.
+    pub(crate) fn registry_over(&self, faulty: &Arc<FaultyBackend>, lease: Duration) -> Registry {
+        let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(faulty);
+        self.builder(client).lease(lease).build().expect("the registry is built")
+    }
+
+    /// Acquires and releases the lock through `registry`. Panics unless it is free long before a
+    /// long lease would end.
+    pub(crate) async fn assert_becomes_free(&self, registry: &Registry, name: &str) {
+        let guard = registry.obtain(name).try_lock_for(self.max_wait()).await;
+        let guard = guard.unwrap_or_else(|error| panic!("acquiring {name:?} failed: {error:?}"));
+        let guard = guard.unwrap_or_else(|| panic!("{name:?} is still locked"));
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+
+    /// Opens a client of the same store in another namespace.
+    pub(crate) async fn other_namespace(&self) -> Arc<dyn LockBackend> {
+        self.store
+            .other_namespace()
+            .await
+            .expect("the harness has no namespaces: list it in `without`")
+    }
+
+    /// Restarts the store with its data.
+    pub(crate) async fn restart(&self) {
+        assert!(self.store.restart().await, "the harness has no restart: list it in `without`");
+    }
+
+    /// Deletes the data of the store.
+    pub(crate) async fn wipe(&self) {
+        assert!(self.store.wipe().await, "the harness has no wipe: list it in `without`");
+    }
+
+    /// Starts another process over this store.
+    pub(crate) async fn remote(&self, lease: Duration) -> Box<dyn RemoteHolder> {
+        self.store.remote(lease).await.expect("the harness has no remote: list it in `without`")
+    }
+
+    /// Returns a lease that clauses let expire.
+    pub(crate) fn short_lease(&self) -> Duration {
+        self.store.lease().max(self.capabilities.lease_min)
+    }
+
+    /// Returns a lease that renewals keep alive.
+    pub(crate) fn renewed_lease(&self) -> Duration {
+        self.store.renewed_lease().max(self.capabilities.lease_min)
+    }
+
+    /// Returns a lease that never expires while a clause runs, so that a key that becomes free was
+    /// released.
+    pub(crate) fn long_lease(&self) -> Duration {
+        Duration::from_secs(3_600).min(self.capabilities.lease_max)
+    }
+
+    /// Returns how long a clause waits for an event that should occur soon. Far below
+    /// [`Self::long_lease`], and far above the pauses of a loaded machine.
+    pub(crate) fn max_wait(&self) -> Duration {
+        match self.clock {
+            Clock::Paused => Duration::from_secs(60),
+            Clock::Real => Duration::from_secs(45),
+        }
+    }
+
+    /// Returns how long a whole clause may take.
+    pub(crate) fn limit(&self) -> Duration {
+        match self.clock {
+            Clock::Paused => Duration::from_secs(24 * 3_600),
+            Clock::Real => Duration::from_secs(240),
+        }
+    }
+
+    /// Renews the lock of `guard`, and retries retryable store errors, such as a lost reply.
+    pub(crate) async fn renew_with_retries(
+        &self,
+        guard: &LockGuard,
+        lease: Duration,
+    ) -> Result<(), LockError> {
+        let until = Instant::now() + self.max_wait();
+        loop {
+            match guard.renew(lease).await {
+                Err(LockError::Backend { source, .. })
+                    if source.is_retryable() && Instant::now() < until => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Ends the grant of `claim` without its holder, as an administrator or a store that lost the
+    /// grant would.
+    pub(crate) async fn break_claim(&self, claim: &Claim) {
+        if self.store().break_claim(claim).await {
+            return;
+        }
+        let client = self.client().await;
+        // A store with injected faults may release the claim and still return an error.
+        while client.release(claim).await.is_err() {}
+        client.close().await;
+    }
+
+    /// Waits until `check` returns true. Panics after [`Self::max_wait`].
+    pub(crate) async fn eventually(&self, what: &str, check: impl AsyncFnMut() -> bool) {
+        self.within(self.max_wait(), what, check).await;
+    }
+
+    /// Waits until `check` returns true. Panics after `limit`.
+    pub(crate) async fn within(
+        &self,
+        limit: Duration,
+        what: &str,
+        mut check: impl AsyncFnMut() -> bool,
+    ) {
+        let until = Instant::now() + limit;
+        while !check().await {
+            assert!(Instant::now() < until, "within {limit:?}, {what}");
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
+    /// Waits until the grant of `claim` has expired on the store's clock, without writing to the
+    /// key.
+    pub(crate) async fn wait_until_expired(&self, client: &dyn LockBackend, claim: &Claim) {
+        if !self.capabilities.inspect {
+            // Only an attempt could show the expiry, and it would change what the clause tests.
+            sleep(claim.lease() * 3 / 2 + Duration::from_millis(50)).await;
+            return;
+        }
+        let limit = claim.lease() * 4 + self.max_wait();
+        self.within(limit, "an unrenewed grant ends with its lease", async || {
+            client.inspect(claim.key()).await.expect("inspect answers").is_none()
+        })
+        .await;
+    }
+
+    /// Waits until the store grants `claim`.
+    pub(crate) async fn wait_until_granted(
+        &self,
+        client: &dyn LockBackend,
+        claim: &Claim,
+    ) -> Grant {
+        let until = Instant::now() + self.max_wait() + self.short_lease() * 4;
+        loop {
+            match attempt(client, claim).await {
+                Attempt::Granted(grant) => return grant,
+                Attempt::Busy(busy) => {
+                    assert!(Instant::now() < until, "{:?} is never free: {busy:?}", claim.key());
+                }
+            }
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+/// Returns `text` as a key.
+pub(crate) fn key(text: &str) -> Key {
+    Key::new(text).expect("the clause's key is valid")
+}
+
+/// Returns whether a new claim acquires the key, and releases it again.
+pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
+    let probe =
+        Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
+    match attempt(client, &probe).await {
+        Attempt::Granted(_) => {
+            freed(client, &probe).await;
+            true
+        }
+        Attempt::Busy(_) => {
+            // A store with a queue may have queued the claim.
+            release(client, &probe).await;
+            false
+        }
+    }
+}
+
+/// Tries to acquire `claim`. Panics on a store error.
+#[track_caller]
+pub(crate) fn attempt<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Attempt> + Send + 'a {
+    let at = Location::caller();
+    async move { answered(at, "acquire", claim, client.try_acquire(claim).await) }
+}
+
+/// Acquires `claim`. Panics unless it is granted.
+#[track_caller]
+pub(crate) fn granted<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Grant> + Send + 'a {
+    let at = Location::caller();
+    async move {
+        match answered(at, "acquire", claim, client.try_acquire(claim).await) {
+            Attempt::Granted(grant) => grant,
+            Attempt::Busy(busy) => {
+                panic!("{at}: {:?} should be granted, but: {busy:?}", claim.key())
+            }
+        }
+    }
+}
+
+/// Tries to acquire `claim`. Panics unless another claim holds the key.
+#[track_caller]
+pub(crate) fn busy<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Busy> + Send + 'a {
+    let at = Location::caller();
+    async move {
+        match answered(at, "acquire", claim, client.try_acquire(claim).await) {
+            Attempt::Busy(busy) => busy,
+            Attempt::Granted(grant) => {
+                panic!("{at}: {:?} should be busy, but: {grant:?}", claim.key())
+            }
+        }
+    }
+}
+
+/// Renews `claim` alone. Panics on a store error.
+#[track_caller]
+pub(crate) fn renew<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Renewal> + Send + 'a {
+    let at = Location::caller();
+    async move {
+        let mut answers = client.renew(std::slice::from_ref(claim)).await;
+        assert_eq!(answers.len(), 1, "{at}: one claim, one answer");
+        answered(at, "renew", claim, answers.swap_remove(0))
+    }
+}
+
+/// Renews `claim`. Panics unless it is still granted.
+#[track_caller]
+pub(crate) fn renewed<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Duration> + Send + 'a {
+    let at = Location::caller();
+    async move {
+        match renew(client, claim).await {
+            Renewal::Renewed(left) => left,
+            Renewal::Gone => panic!("{at}: {:?} should be renewed, but is gone", claim.key()),
+        }
+    }
+}
+
+/// Releases `claim`. Panics on a store error.
+#[track_caller]
+pub(crate) fn release<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = Release> + Send + 'a {
+    let at = Location::caller();
+    async move { answered(at, "release", claim, client.release(claim).await) }
+}
+
+/// Releases `claim`. Panics unless it was held.
+#[track_caller]
+pub(crate) fn freed<'a>(
+    client: &'a dyn LockBackend,
+    claim: &'a Claim,
+) -> impl Future<Output = ()> + Send + 'a {
+    let at = Location::caller();
+    async move {
+        let answer = answered(at, "release", claim, client.release(claim).await);
+        assert_eq!(answer, Release::Freed, "{at}: {:?} was held", claim.key());
+    }
+}
+
+fn answered<T>(
+    at: &Location<'_>,
+    operation: &str,
+    claim: &Claim,
+    answer: Result<T, BackendError>,
+) -> T {
+    answer
+        .unwrap_or_else(|error| panic!("{at}: {operation} of {:?} failed: {error:?}", claim.key()))
+}

@@ -1,0 +1,413 @@
+//! Connects to the members: selects a member, logs in, and replaces a connection without responses.
+//! Retries a request only if the member reported that it executed nothing.
+//!
+//! All requests share one connection to one member, which forwards requests to the leader. A caller
+//! that receives no response in time drops the connection. The next request uses the next member.
+
+use std::error::Error as _;
+use std::fmt;
+use std::pin::pin;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::Stream;
+use registry_core::{BackendError, BackendErrorKind};
+use tokio::sync::watch;
+use tokio::time::{Instant, timeout, timeout_at};
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::metadata::{Ascii, MetadataValue};
+use tonic::transport::{Channel, Endpoint};
+use tonic::{Request, Status, Streaming};
+use tonic_prost::ProstCodec;
+
+use crate::config::{Credentials, EtcdConfig};
+use crate::error::{CallError, TLS_ALERT, certificate_rejected, classify, protocol_error};
+use crate::proto::{AuthenticateRequest, UnaryCall};
+use crate::unary::UnaryChannel;
+
+#[derive(Clone)]
+pub(crate) struct EtcdClient(Arc<ClientState>);
+
+struct ClientState {
+    members: Vec<Endpoint>,
+    credentials: Option<Credentials>,
+    connect_timeout: Duration,
+    response_timeout: Duration,
+    /// The member for the next connection.
+    next_member: AtomicUsize,
+    connection: Mutex<Option<MemberConnection>>,
+    /// Held while a caller connects, so that other callers wait for the same connection. Contains
+    /// the last error.
+    connect_lock: tokio::sync::Mutex<Option<BackendError>>,
+    /// The number of failed attempts to connect.
+    failed_attempts: AtomicU64,
+    /// The number of the last connection that was dropped, because of a fault or for a new login.
+    last_disconnected: watch::Sender<u64>,
+    next_number: AtomicU64,
+}
+
+/// A connection to a member, with its login.
+#[derive(Clone)]
+pub(crate) struct MemberConnection {
+    channel: Channel,
+    token: Option<MetadataValue<Ascii>>,
+    pub(crate) number: u64,
+    opened: Instant,
+    /// When data last arrived, in milliseconds after `opened`.
+    last_received_ms: Arc<AtomicU64>,
+}
+
+/// The time limits of a request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct RequestLimits {
+    /// A connection is dropped if nothing arrives over it for this long.
+    pub(crate) idle_timeout: Duration,
+    /// The request fails after this time.
+    pub(crate) total: Duration,
+}
+
+impl MemberConnection {
+    /// Records that data has arrived.
+    pub(crate) fn record_receive(&self) {
+        let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.last_received_ms.fetch_max(ms, Ordering::Relaxed);
+    }
+
+    /// Returns whether data has arrived in the last `span`.
+    pub(crate) fn has_received_within(&self, span: Duration) -> bool {
+        self.last_received().elapsed() < span
+    }
+
+    /// Returns when data last arrived.
+    pub(crate) fn last_received(&self) -> Instant {
+        self.opened + Duration::from_millis(self.last_received_ms.load(Ordering::Relaxed))
+    }
+
+    /// Waits for `response`. Returns `None` if a limit is reached first.
+    async fn await_response<T>(
+        &self,
+        response: impl Future<Output = T>,
+        limits: RequestLimits,
+    ) -> Option<T> {
+        let started = Instant::now();
+        let mut response = pin!(response);
+        loop {
+            let silent_since = self.last_received().max(started);
+            let limit = (silent_since + limits.idle_timeout).min(started + limits.total);
+            if let Ok(response) = timeout_at(limit, &mut response).await {
+                return Some(response);
+            }
+            if limit == started + limits.total || self.last_received() <= silent_since {
+                return None;
+            }
+        }
+    }
+}
+
+impl EtcdClient {
+    /// Creates a client of the members of `config`, without connecting.
+    pub(crate) fn new(config: &EtcdConfig) -> Result<Self, BackendError> {
+        let members = config.endpoints()?;
+        // Clients start at different members to distribute their load.
+        let next_member = random_member(members.len());
+        Ok(Self(Arc::new(ClientState {
+            members,
+            credentials: config.credentials.clone(),
+            connect_timeout: config.connect_timeout,
+            response_timeout: config.response_timeout,
+            next_member: next_member.into(),
+            connection: Mutex::default(),
+            connect_lock: tokio::sync::Mutex::default(),
+            failed_attempts: 0.into(),
+            last_disconnected: watch::Sender::default(),
+            next_number: 1.into(),
+        })))
+    }
+
+    /// Returns the default time limit of a request.
+    pub(crate) fn response_timeout(&self) -> Duration {
+        self.0.response_timeout
+    }
+
+    /// Returns the number of configured members.
+    pub(crate) fn member_count(&self) -> usize {
+        self.0.members.len()
+    }
+
+    /// Sends a request to the current member and waits for the response.
+    pub(crate) async fn call<C: UnaryCall>(&self, request: C) -> Result<C::Response, CallError> {
+        self.call_within(request, self.0.response_timeout).await
+    }
+
+    /// Like [`call`](Self::call), but drops a connection over which nothing arrives for
+    /// `idle_timeout`.
+    pub(crate) async fn call_within<C: UnaryCall>(
+        &self,
+        request: C,
+        idle_timeout: Duration,
+    ) -> Result<C::Response, CallError> {
+        let limits = RequestLimits { idle_timeout, total: self.0.response_timeout };
+        let mut has_new_login = false;
+        loop {
+            let connection = self.connection().await.map_err(CallError::Other)?;
+            let failure = match connection
+                .await_response(unary(&connection, request.clone()), limits)
+                .await
+            {
+                Some(Ok(response)) => {
+                    connection.record_receive();
+                    return Ok(response);
+                }
+                Some(Err(status)) => classify(&status),
+                None => CallError::MemberFailed(response_timed_out()),
+            };
+            match failure {
+                CallError::Unauthenticated if !has_new_login && self.0.credentials.is_some() => {
+                    has_new_login = true;
+                    self.disconnect(connection.number, false);
+                }
+                CallError::MemberFailed(error) => {
+                    self.disconnect(connection.number, true);
+                    return Err(CallError::MemberFailed(error));
+                }
+                failure => return Err(failure),
+            }
+        }
+    }
+
+    /// Sends a request to the given member over a new connection.
+    pub(crate) async fn call_member<C: UnaryCall>(
+        &self,
+        member: usize,
+        request: C,
+    ) -> Result<C::Response, BackendError> {
+        let connection = self.connect(member).await?;
+        let response = timeout(self.0.response_timeout, unary(&connection, request)).await;
+        response.map_err(|_| response_timed_out())?.map_err(|status| classify(&status).into_error())
+    }
+
+    /// Opens a bidirectional stream. A member without a leader ends it.
+    pub(crate) async fn open_stream<Q, A>(
+        &self,
+        connection: &MemberConnection,
+        path: &'static str,
+        requests: impl Stream<Item = Q> + Send + 'static,
+    ) -> Result<Streaming<A>, Status>
+    where
+        Q: prost::Message + 'static,
+        A: prost::Message + Default + 'static,
+    {
+        let mut grpc = Grpc::new(connection.channel.clone());
+        let opened = async {
+            grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+            let mut request = Request::new(requests);
+            request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
+            add_token(&mut request, connection);
+            let codec = ProstCodec::<Q, A>::default();
+            grpc.streaming(request, PathAndQuery::from_static(path), codec).await
+        };
+        let mut disconnects = self.disconnects();
+        tokio::select! {
+            stream = timeout(self.0.response_timeout, opened) => {
+                Ok(stream.map_err(|_| Status::unavailable("no response in time"))??.into_inner())
+            }
+            // Another caller has received no response over this connection and dropped it.
+            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+                drop(disconnected);
+                Err(Status::unavailable("connection dropped"))
+            }
+        }
+    }
+
+    /// Returns the current connection or opens a new one. Tries the members in order, beginning
+    /// with the current one.
+    pub(crate) async fn connection(&self) -> Result<MemberConnection, BackendError> {
+        if let Some(connection) = &*self.current_connection() {
+            return Ok(connection.clone());
+        }
+        let failed_attempts = self.0.failed_attempts.load(Ordering::Acquire);
+        let mut connect_lock = self.0.connect_lock.lock().await;
+        if let Some(connection) = &*self.current_connection() {
+            return Ok(connection.clone());
+        }
+        // Another caller has tried all members meanwhile. If every queued caller tried them again,
+        // the last one would wait for a multiple of the time limit.
+        if let Some(error) = &*connect_lock
+            && self.0.failed_attempts.load(Ordering::Acquire) != failed_attempts
+        {
+            return Err(error.clone());
+        }
+        let (mut last_error, first_member) = (None, self.0.next_member.load(Ordering::Relaxed));
+        for offset in 0..self.member_count() {
+            let member = (first_member + offset) % self.member_count();
+            match self.connect(member).await {
+                Ok(connection) => {
+                    self.0.next_member.store(member, Ordering::Relaxed);
+                    *self.current_connection() = Some(connection.clone());
+                    return Ok(connection);
+                }
+                Err(error) => {
+                    // A permanent refusal is the same at every member, unless one is configured
+                    // differently.
+                    let is_permanent = error.kind() == BackendErrorKind::Denied;
+                    last_error = Some(error);
+                    if is_permanent {
+                        break;
+                    }
+                }
+            }
+        }
+        let error = last_error.unwrap_or_else(protocol_error);
+        *connect_lock = Some(error.clone());
+        self.0.failed_attempts.fetch_add(1, Ordering::Release);
+        Err(error)
+    }
+
+    /// Stops using the connection of this number. With `try_next_member`, the next connection goes
+    /// to the next member.
+    pub(crate) fn disconnect(&self, number: u64, try_next_member: bool) {
+        let mut current_connection = self.current_connection();
+        if current_connection.as_ref().is_some_and(|connection| connection.number == number) {
+            *current_connection = None;
+            if try_next_member {
+                self.0.next_member.fetch_add(1, Ordering::Relaxed);
+            }
+            // Sent under the lock, so that the numbers only grow.
+            self.0.last_disconnected.send_replace(number);
+        }
+    }
+
+    /// Returns a receiver of the number of the last dropped connection.
+    pub(crate) fn disconnects(&self) -> watch::Receiver<u64> {
+        self.0.last_disconnected.subscribe()
+    }
+
+    /// Drops the connection. It closes once its last request has finished.
+    pub(crate) fn close(&self) {
+        let number = self.current_connection().as_ref().map(|connection| connection.number);
+        if let Some(number) = number {
+            self.disconnect(number, false);
+        }
+    }
+
+    async fn connect(&self, member: usize) -> Result<MemberConnection, BackendError> {
+        let endpoint = &self.0.members[member % self.member_count()];
+        let channel = timeout(self.0.connect_timeout, endpoint.connect()).await;
+        let channel = channel
+            .map_err(|_| {
+                BackendError::transient(format!(
+                    "etcd: connecting to {} failed: no connection within {:?}",
+                    address(endpoint),
+                    self.0.connect_timeout
+                ))
+                .as_refused()
+            })?
+            .map_err(|error| connect_error(address(endpoint), &error))?;
+        let number = self.0.next_number.fetch_add(1, Ordering::Relaxed);
+        let (opened, last_received_ms) = (Instant::now(), Arc::default());
+        let mut connection =
+            MemberConnection { channel, token: None, number, opened, last_received_ms };
+        if let Some(Credentials { user, password }) = &self.0.credentials {
+            let request = AuthenticateRequest { name: user.clone(), password: password.clone() };
+            let response = timeout(self.0.response_timeout, unary(&connection, request)).await;
+            connection.token = match response.map_err(|_| response_timed_out().as_refused())? {
+                Ok(response) => {
+                    let mut token: MetadataValue<Ascii> =
+                        response.token.parse().map_err(|_| protocol_error())?;
+                    token.set_sensitive(true);
+                    Some(token)
+                }
+                // The cluster does not require a login.
+                Err(status) if status.message().contains("authentication is not enabled") => None,
+                Err(status) => return Err(classify(&status).into_error().as_refused()),
+            };
+        }
+        Ok(connection)
+    }
+
+    fn current_connection(&self) -> MutexGuard<'_, Option<MemberConnection>> {
+        self.0.connection.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn unary<C: UnaryCall>(
+    connection: &MemberConnection,
+    message: C,
+) -> Result<C::Response, Status> {
+    let channel = UnaryChannel(connection.channel.clone());
+    let mut grpc = Grpc::new(channel).max_decoding_message_size(RESPONSE_BYTES_MAX);
+    grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+    let mut request = Request::new(message);
+    add_token(&mut request, connection);
+    let codec = ProstCodec::<C, C::Response>::default();
+    let response = grpc.unary(request, PathAndQuery::from_static(C::PATH), codec).await?;
+    Ok(response.into_inner())
+}
+
+fn add_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
+    if let Some(token) = &connection.token {
+        request.metadata_mut().insert("token", token.clone());
+    }
+}
+
+fn response_timed_out() -> BackendError {
+    BackendError::transient("etcd: no response from the member in time")
+}
+
+/// Returns `HOST:PORT` of a member.
+fn address(endpoint: &Endpoint) -> &str {
+    endpoint.uri().authority().map_or("", |authority| authority.as_str())
+}
+
+/// Classifies a failure to connect to `address`. No request was sent.
+fn connect_error(address: &str, error: &tonic::transport::Error) -> BackendError {
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    let mut causes: Vec<String> = causes.map(ToString::to_string).collect();
+    causes.dedup();
+    let message = causes.join(": ");
+    let (kind, text) = if message.contains("invalid peer certificate") {
+        (
+            BackendErrorKind::Misconfigured,
+            "the member's certificate is not trusted; configure the certificate authority that signed it",
+        )
+    } else if message.contains(TLS_ALERT) {
+        return certificate_rejected(message);
+    } else if message.contains("corrupt message") {
+        (BackendErrorKind::Misconfigured, "the member does not use TLS; use etcd:// or enable TLS")
+    } else {
+        (BackendErrorKind::Transient, "no connection")
+    };
+    BackendError::new(kind, format!("etcd: connecting to {address} failed: {text}"))
+        .with_source(ConnectErrorText(message))
+        .as_refused()
+}
+
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct ConnectErrorText(String);
+
+/// Returns the number of a random member.
+fn random_member(members: usize) -> usize {
+    use std::hash::{BuildHasher as _, RandomState};
+
+    let random = RandomState::new().hash_one(());
+    usize::try_from(random % u64::try_from(members.max(1)).unwrap_or(1)).unwrap_or(0)
+}
+
+/// The maximum size of a response in bytes, the same as in etcd's own client.
+const RESPONSE_BYTES_MAX: usize = i32::MAX as usize;
+
+// Written manually, because the fields include a login.
+impl fmt::Debug for EtcdClient {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdClient").field("members", &self.member_count()).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for MemberConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemberConnection").field("number", &self.number).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,139 @@
+//! The leases of tombstones, which reveal holders whose lease was ended early.
+//!
+//! A claim that joins a queue also writes a tombstone next to the queue, under another lease. A
+//! release deletes both. A claim that is first in the queue may find a tombstone whose entry no
+//! longer exists. The holder of that entry may not have detected yet that its lock is lost.
+//!
+//! The leases of tombstones last longer than those of entries. Otherwise a leader that was
+//! suspended could expire both at once when it resumes.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use registry_core::{BackendError, Moment};
+
+use crate::keep_alive::{KeepAlive, KeepAliveOutcome, PendingKeepAlive};
+use crate::lease::EtcdLease;
+use crate::pool::LeasePool;
+
+/// The leases of tombstones: one lease for all entries whose own leases have the same duration.
+#[derive(Debug, Default)]
+pub(crate) struct Tombstones {
+    leases: Mutex<HashMap<i64, TombstoneLease>>,
+    /// The lease requests in progress. All callers that need the same lease await one response.
+    pending_grants: Mutex<HashMap<i64, PendingGrant>>,
+}
+
+type PendingGrant = Shared<BoxFuture<'static, Result<EtcdLease, BackendError>>>;
+
+#[derive(Debug)]
+struct TombstoneLease {
+    id: i64,
+    /// The lease lasts for its full duration from this time on, unless another client ends it.
+    extended_at: Moment,
+    /// A `LeaseKeepAlive` request whose outcome was not read yet.
+    pending: Option<PendingKeepAlive>,
+}
+
+impl Tombstones {
+    /// Returns the lease for the tombstone of an entry whose own lease lasts `ttl_seconds`.
+    /// Requests a new lease if none exists.
+    pub(crate) async fn lease_or_grant(
+        &self,
+        ttl_seconds: i64,
+        pool: &LeasePool,
+        keep_alive: &KeepAlive,
+    ) -> Result<i64, BackendError> {
+        if let Some(lease) = self.existing_lease(ttl_seconds, keep_alive) {
+            return Ok(lease);
+        }
+        let pending_grant = {
+            let mut all = self.pending_grants();
+            if let Some(lease) = self.existing_lease(ttl_seconds, keep_alive) {
+                return Ok(lease);
+            }
+            let start = || pool.grant(ttl_seconds.saturating_mul(TTL_FACTOR)).boxed().shared();
+            all.entry(ttl_seconds).or_insert_with(start).clone()
+        };
+        let granted = pending_grant.clone().await;
+        let mut all = self.pending_grants();
+        if all.get(&ttl_seconds).is_some_and(|present| present.ptr_eq(&pending_grant)) {
+            all.remove(&ttl_seconds);
+            if let Ok(lease) = &granted {
+                let tombstone_lease = TombstoneLease {
+                    id: lease.id,
+                    extended_at: lease.last_extended(),
+                    pending: None,
+                };
+                self.leases().insert(ttl_seconds, tombstone_lease);
+            }
+        }
+        granted.map(|lease| lease.id)
+    }
+
+    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its
+    /// extension if that is due.
+    pub(crate) fn existing_lease(&self, ttl_seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
+        let period = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
+        let now = Moment::now();
+        let mut all = self.leases();
+        let tombstone_lease = all.get_mut(&ttl_seconds)?;
+        let has_ended = match tombstone_lease.pending.as_mut().and_then(PendingKeepAlive::outcome) {
+            Some(KeepAliveOutcome::Extended(since)) => {
+                tombstone_lease.extended_at = since;
+                tombstone_lease.pending = None;
+                false
+            }
+            // Another client has ended the lease. The next renewal of each entry writes a new
+            // tombstone.
+            Some(KeepAliveOutcome::Unknown) => true,
+            None => false,
+        };
+        let age = now.since(tombstone_lease.extended_at);
+        if has_ended || age >= period * 2 {
+            // The lease has ended, or may end at any time.
+            all.remove(&ttl_seconds);
+            return None;
+        }
+        let last_request = tombstone_lease
+            .pending
+            .as_ref()
+            .map_or(tombstone_lease.extended_at, |pending| pending.sent_at);
+        if now.since(last_request) >= period / 3 {
+            // No caller awaits the outcome: the lease lasts long enough for further attempts.
+            let expires_at = tombstone_lease.extended_at.after(period * 2);
+            tombstone_lease.pending =
+                Some(keep_alive.request(tombstone_lease.id, expires_at, period / 6));
+        }
+        Some(tombstone_lease.id)
+    }
+
+    /// Removes this lease, which the members do not know.
+    pub(crate) fn remove(&self, lease: i64) {
+        self.leases().retain(|_, tombstone_lease| tombstone_lease.id != lease);
+    }
+
+    /// Revokes all leases, which also deletes the tombstones.
+    pub(crate) async fn close(&self, pool: &LeasePool) {
+        let all = std::mem::take(&mut *self.leases());
+        for tombstone_lease in all.into_values() {
+            if pool.revoke(tombstone_lease.id).await.is_err() {
+                // The leases expire on their own.
+                return;
+            }
+        }
+    }
+
+    fn pending_grants(&self) -> MutexGuard<'_, HashMap<i64, PendingGrant>> {
+        self.pending_grants.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn leases(&self) -> MutexGuard<'_, HashMap<i64, TombstoneLease>> {
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The duration of a tombstone's lease, as a multiple of that of the entry's lease.
+const TTL_FACTOR: i64 = 3;

@@ -1,0 +1,334 @@
+//! Watches keys for deletion over one stream. Wakes waiters and sends loss notifications to the
+//! registries. The engine decides what follows.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use futures_util::stream::poll_fn;
+use registry_core::{Invalidations, Key};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
+
+use crate::client::EtcdClient;
+use crate::proto::{
+    NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
+    WatchResponse, WatchUnion,
+};
+
+/// The handle of the task that owns the stream. Dropping it ends the task.
+pub(crate) struct Watcher {
+    commands: CommandSender,
+    next_id: AtomicI64,
+    subscribers: Arc<Subscribers>,
+    task: JoinHandle<()>,
+}
+
+// Unbounded: each waiter and each holder has at most one watch.
+type CommandSender = mpsc::UnboundedSender<WatchCommand>;
+
+enum WatchCommand {
+    Create {
+        id: i64,
+        key: Vec<u8>,
+        start_revision: i64,
+        purpose: WatchPurpose,
+        state: Arc<WatchState>,
+    },
+    Cancel(i64),
+}
+
+/// The recipient of a watch's result.
+enum WatchPurpose {
+    /// A waiter, which reads the result from its [`KeyWatch`].
+    Waiter,
+    /// The holder of this key. The subscribed registries receive a loss notification.
+    Holder(Key),
+}
+
+/// The result of a watch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WatchOutcome {
+    /// The key was deleted.
+    Deleted,
+    /// The watch ended without a deletion.
+    Ended,
+}
+
+/// The registries that receive loss notifications.
+#[derive(Default)]
+struct Subscribers(Mutex<Vec<Invalidations>>);
+
+/// The handle of a watch. Dropping it cancels the watch.
+#[derive(Debug)]
+pub(crate) struct KeyWatch {
+    id: i64,
+    state: Arc<WatchState>,
+    commands: CommandSender,
+}
+
+/// The state of a watch.
+#[derive(Debug, Default)]
+struct WatchState {
+    /// The member has confirmed the watch.
+    is_confirmed: AtomicBool,
+    has_ended: AtomicBool,
+    is_deleted: AtomicBool,
+    /// Notified when the watch ends.
+    end_notify: Notify,
+}
+
+impl KeyWatch {
+    /// Returns whether the watch has not ended.
+    pub(crate) fn is_active(&self) -> bool {
+        !self.state.has_ended.load(Ordering::Acquire)
+    }
+
+    /// Returns whether a deletion would be reported: the member has confirmed the watch, and its
+    /// stream is not known to have ended.
+    pub(crate) fn is_confirmed(&self) -> bool {
+        self.state.is_confirmed.load(Ordering::Acquire) && self.is_active()
+    }
+
+    /// Waits until the watch ends, and returns its result.
+    pub(crate) fn outcome(&self) -> impl Future<Output = WatchOutcome> + Send + use<> {
+        let state = Arc::clone(&self.state);
+        async move {
+            loop {
+                let mut notified = pin!(state.end_notify.notified());
+                notified.as_mut().enable();
+                if state.has_ended.load(Ordering::Acquire) {
+                    let is_deleted = state.is_deleted.load(Ordering::Acquire);
+                    return if is_deleted { WatchOutcome::Deleted } else { WatchOutcome::Ended };
+                }
+                notified.await;
+            }
+        }
+    }
+
+    /// Returns whether the deletion of the key was reported.
+    pub(crate) fn is_deleted(&self) -> bool {
+        self.state.is_deleted.load(Ordering::Acquire)
+    }
+}
+
+impl Drop for KeyWatch {
+    fn drop(&mut self) {
+        if self.is_active() {
+            _ = self.commands.send(WatchCommand::Cancel(self.id));
+            self.state.has_ended.store(true, Ordering::Release);
+            self.state.end_notify.notify_waiters();
+        }
+    }
+}
+
+impl Watcher {
+    pub(crate) fn new(client: EtcdClient) -> Self {
+        let (commands, receiver) = mpsc::unbounded_channel();
+        let subscribers = Arc::<Subscribers>::default();
+        let task = tokio::spawn(run(client, receiver, Arc::clone(&subscribers)));
+        Self { commands, next_id: 1.into(), subscribers, task }
+    }
+
+    /// Watches `name` for deletion from the revision `start_revision` on. Notifies only the caller.
+    pub(crate) fn watch_predecessor(&self, name: Vec<u8>, start_revision: i64) -> KeyWatch {
+        self.create_watch(name, start_revision, WatchPurpose::Waiter)
+    }
+
+    /// Watches `name`, the entry by which this process holds `key`, for deletion from the revision
+    /// `start_revision` on. Sends a loss notification if the watch ends.
+    pub(crate) fn watch_held_key(&self, key: &Key, name: Vec<u8>, start_revision: i64) -> KeyWatch {
+        self.create_watch(name, start_revision, WatchPurpose::Holder(key.clone()))
+    }
+
+    fn create_watch(&self, key: Vec<u8>, start_revision: i64, purpose: WatchPurpose) -> KeyWatch {
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        let state = Arc::<WatchState>::default();
+        _ = self.commands.send(WatchCommand::Create {
+            id,
+            key,
+            start_revision,
+            purpose,
+            state: Arc::clone(&state),
+        });
+        KeyWatch { id, state, commands: self.commands.clone() }
+    }
+
+    /// Subscribes a registry to loss notifications.
+    pub(crate) fn subscribe(&self, invalidations: Invalidations) {
+        self.subscribers.with(|all| all.push(invalidations));
+    }
+
+    /// Returns whether any open registry is subscribed to loss notifications.
+    pub(crate) fn has_subscribers(&self) -> bool {
+        self.subscribers.with(|all| !all.is_empty())
+    }
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl fmt::Debug for Watcher {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Watcher").finish_non_exhaustive()
+    }
+}
+
+impl Subscribers {
+    fn with<T>(&self, work: impl FnOnce(&mut Vec<Invalidations>) -> T) -> T {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(Invalidations::is_live);
+        work(&mut all)
+    }
+
+    fn notify(&self, key: &Key) {
+        let all = self.with(|all| all.clone());
+        all.iter().for_each(|invalidations| invalidations.notify(key));
+    }
+}
+
+/// All watches of the stream.
+#[derive(Default)]
+struct Watches(HashMap<i64, (WatchPurpose, Arc<WatchState>)>);
+
+impl Watches {
+    /// Ends a watch and reports its result. Returns false if it has ended already.
+    fn end(&mut self, id: i64, outcome: WatchOutcome, subscribers: &Subscribers) -> bool {
+        let Some((purpose, state)) = self.0.remove(&id) else { return false };
+        state.is_deleted.store(outcome == WatchOutcome::Deleted, Ordering::Release);
+        state.has_ended.store(true, Ordering::Release);
+        state.end_notify.notify_waiters();
+        match purpose {
+            WatchPurpose::Waiter => {}
+            // Also without a deletion event: the key may have been deleted after the watch ended.
+            WatchPurpose::Holder(key) => subscribers.notify(&key),
+        }
+        true
+    }
+
+    fn confirm(&self, id: i64) {
+        if let Some((_, state)) = self.0.get(&id) {
+            state.is_confirmed.store(true, Ordering::Release);
+        }
+    }
+
+    fn end_all(&mut self, subscribers: &Subscribers) {
+        for id in self.0.keys().copied().collect::<Vec<_>>() {
+            self.end(id, WatchOutcome::Ended, subscribers);
+        }
+    }
+}
+
+async fn run(
+    client: EtcdClient,
+    mut commands: mpsc::UnboundedReceiver<WatchCommand>,
+    subscribers: Arc<Subscribers>,
+) {
+    let mut watches = Watches::default();
+    while let Some(command) = commands.recv().await {
+        // Watches end with their stream, because later deletions would not be reported.
+        serve_stream(&client, &mut commands, command, &mut watches, &subscribers).await;
+        watches.end_all(&subscribers);
+    }
+}
+
+/// Serves one stream until it ends.
+async fn serve_stream(
+    client: &EtcdClient,
+    commands: &mut mpsc::UnboundedReceiver<WatchCommand>,
+    first: WatchCommand,
+    watches: &mut Watches,
+    subscribers: &Subscribers,
+) {
+    let (requests, mut outgoing) = mpsc::unbounded_channel();
+    let apply = |command: WatchCommand, watches: &mut Watches| match command {
+        WatchCommand::Create { id, key, start_revision, purpose, state } => {
+            watches.0.insert(id, (purpose, state));
+            let filters = vec![NO_PUTS];
+            let create = WatchCreateRequest { key, start_revision, filters, watch_id: id };
+            requests.send(WatchRequest { request: Some(WatchUnion::Create(create)) }).is_ok()
+        }
+        WatchCommand::Cancel(id) => {
+            // A watch that has ended is cancelled already.
+            watches.0.remove(&id).is_none() || requests.send(cancel_request(id)).is_ok()
+        }
+    };
+    if !apply(first, watches) || watches.0.is_empty() {
+        return;
+    }
+    let Ok(connection) = client.connection().await else { return };
+    let mut disconnects = client.disconnects();
+    let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
+    let Ok(mut responses) = client.open_stream(&connection, WATCH, outgoing).await else {
+        client.disconnect(connection.number, true);
+        return;
+    };
+    connection.record_receive();
+    // The time of the unanswered progress request, if there is one.
+    let mut progress_requested: Option<Instant> = None;
+    loop {
+        let has_watches = !watches.0.is_empty();
+        let check_at = progress_requested.unwrap_or_else(|| connection.last_received())
+            + client.response_timeout();
+        tokio::select! {
+            command = commands.recv() => {
+                if !command.is_some_and(|command| apply(command, watches)) {
+                    return;
+                }
+            }
+            response = responses.message() => {
+                let Ok(Some(response)) = response else {
+                    client.disconnect(connection.number, true);
+                    return;
+                };
+                connection.record_receive();
+                progress_requested = None;
+                let WatchResponse { watch_id, created, canceled, events } = response;
+                if canceled && watch_id < 0 {
+                    // A watch that the member could not create has no id. The stream ends, because
+                    // the affected caller is unknown.
+                    return;
+                }
+                if created && !canceled {
+                    watches.confirm(watch_id);
+                }
+                if canceled {
+                    watches.end(watch_id, WatchOutcome::Ended, subscribers);
+                } else if events.iter().any(|event| event.kind == DELETED)
+                    && watches.end(watch_id, WatchOutcome::Deleted, subscribers)
+                {
+                    _ = requests.send(cancel_request(watch_id));
+                }
+            }
+            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+                drop(disconnected);
+                return;
+            }
+            () = sleep_until(check_at), if has_watches => {
+                if connection.has_received_within(client.response_timeout()) {
+                    progress_requested = None;
+                } else if progress_requested.is_some() {
+                    client.disconnect(connection.number, true);
+                    return;
+                } else {
+                    // A stream without events is normal, so a dead stream needs a separate check.
+                    progress_requested = Some(Instant::now());
+                    let progress = WatchUnion::Progress(WatchProgressRequest {});
+                    _ = requests.send(WatchRequest { request: Some(progress) });
+                }
+            }
+        }
+    }
+}
+
+fn cancel_request(watch_id: i64) -> WatchRequest {
+    WatchRequest { request: Some(WatchUnion::Cancel(WatchCancelRequest { watch_id })) }
+}
+
+const DELETED: i32 = 1;

@@ -1,0 +1,482 @@
+//! The listener: wakes waiting callers when a release notification arrives. It has one connection
+//! and one task while callers wait, and knows nothing of locks.
+//!
+//! A notification can be lost with its connection, so every reconnect wakes all waiting callers.
+//! The engine also polls, so no wait relies on notifications alone. The listener receives all
+//! releases of a namespace and remembers the latest. So it does not miss a release between the
+//! answer "busy" and the wait.
+//!
+//! A notification costs the server more than the rest of a release, because the server serialises
+//! the transactions that send one. So each listener holds advisory locks, and a release without
+//! listeners sends no notification; see [`NotificationChannel`].
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::fmt::Write as _;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use registry_core::BackendError;
+use sqlx::Executor as _;
+use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::error;
+
+/// The lock that a notification is about.
+type NotificationId = [u8; 16];
+
+/// The notification channel of one namespace, and the advisory locks (marks) that show whether
+/// anything listens.
+///
+/// A listener's session holds all marks of the channel in shared mode. A release tries to take one
+/// mark exclusively until its transaction ends. If that fails, a listener exists. If it succeeds, a
+/// new listener obtains its marks only after the release is visible, and its waiting callers then
+/// check the lock. Two simultaneous releases may each detect the other as a listener, which costs
+/// one notification. Several marks make that rare.
+#[derive(Debug, Clone)]
+pub(super) struct NotificationChannel {
+    name: String,
+    first_mark: i64,
+}
+
+impl NotificationChannel {
+    /// Returns the channel of the part of the store with this hash.
+    pub(super) fn new(part: [u8; 8]) -> Self {
+        // The name contains all eight bytes, the marks all but the last bits.
+        let first_mark = i64::from_be_bytes(part) & !(MARKS - 1);
+        Self { name: format!("lock_registry_{}", hex(&part)), first_mark }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Returns the mark that a release of this lock tries to take exclusively.
+    pub(super) fn mark(&self, lock: NotificationId) -> i64 {
+        self.first_mark + i64::from(lock[0]) % MARKS
+    }
+
+    /// Listens to the channel, and takes the marks for this session.
+    async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
+        listener.listen(&self.name).await?;
+        let marks =
+            "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
+        let marks = sqlx::query(marks).bind(self.first_mark).bind(MARKS);
+        listener.execute(marks).await.map(drop)
+    }
+}
+
+/// The number of marks, a power of two. Each listener takes as many entries in the server's lock
+/// table.
+const MARKS: i64 = 16;
+
+pub(super) struct PgReleaseListener {
+    server: PgConnectOptions,
+    channel: NotificationChannel,
+    shared: Arc<ListenerShared>,
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct ListenerShared {
+    state: Mutex<ListenerState>,
+}
+
+#[derive(Default)]
+struct ListenerState {
+    /// The sequence number of the last notification or start of listening.
+    count: u64,
+    /// The number since which no notification was missed. `None` while the listener is not
+    /// connected.
+    complete_since: Option<u64>,
+    /// The connection has received its own probe. Behind a pooler that changes connections it never
+    /// does.
+    is_verified: bool,
+    /// The latest releases with their sequence numbers.
+    releases: VecDeque<(u64, NotificationId)>,
+    waiters: HashMap<NotificationId, LockWaiters>,
+    /// A task runs that has not yet decided to end.
+    has_task: bool,
+}
+
+/// The waiting callers of one lock.
+#[derive(Default)]
+struct LockWaiters {
+    notify: Arc<Notify>,
+    count: usize,
+}
+
+impl PgReleaseListener {
+    /// Creates a listener for `channel`. It connects when the first caller waits.
+    pub(super) fn new(server: PgConnectOptions, channel: NotificationChannel) -> Self {
+        Self { server, channel, shared: Arc::default(), task: Mutex::default() }
+    }
+
+    /// Returns the current position, for [`wait`](Self::wait). Read it before a query whose answer
+    /// a release may make obsolete.
+    pub(super) fn position(&self) -> u64 {
+        self.shared.state().count
+    }
+
+    /// Returns when the lock may have been released after `position`. If the listener was not
+    /// connected then, returns as soon as it is.
+    pub(super) async fn wait(&self, lock: NotificationId, position: u64) {
+        let waiter = self.shared.register(lock);
+        loop {
+            let notified = waiter.notify.notified();
+            tokio::pin!(notified);
+            // Registered before the check. Otherwise a release between the two would be missed.
+            notified.as_mut().enable();
+            self.ensure_task();
+            if self.shared.state().may_have_been_released(&lock, position) {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Returns whether a release after `position` would be received: the connection answers, and
+    /// has received its own probe.
+    pub(super) fn is_confirmed(&self, position: u64) -> bool {
+        let state = self.shared.state();
+        state.is_verified
+            && state.complete_since.is_some_and(|complete_since| complete_since <= position)
+    }
+
+    /// Listens on a new connection, runs `send_probe`, which sends `payload`, and returns whether
+    /// `payload` arrived. It does not arrive through a pooler that changes connections, or in
+    /// another database.
+    pub(super) async fn self_test(
+        &self,
+        payload: &str,
+        send_probe: impl Future<Output = Result<(), BackendError>>,
+    ) -> Result<bool, BackendError> {
+        let listening = timeout(SELF_TEST_TIMEOUT, connect(&self.server, &self.channel)).await;
+        let mut listener = match listening {
+            Ok(Ok(listener)) => listener,
+            Ok(Err(error)) => return Err(error::not_connected(error)),
+            Err(_) => return Err(error::connect_timed_out()),
+        };
+        send_probe.await?;
+        let received = timeout(SELF_TEST_TIMEOUT, async {
+            while let Ok(Some(message)) = listener.try_recv().await {
+                if message.payload() == payload {
+                    return true;
+                }
+            }
+            false
+        });
+        Ok(received.await.unwrap_or(false))
+    }
+
+    /// Closes the connection. The listener reconnects for remaining callers, which belong to other
+    /// registries over the same store, and for new ones.
+    pub(super) fn close(&self) {
+        if let Some(task) = self.task().take() {
+            task.abort();
+        }
+        self.shared.mark_disconnected();
+        self.shared.wake_all();
+    }
+
+    /// Starts the listener's task unless it runs.
+    fn ensure_task(&self) {
+        let mut task = self.task();
+        if task.as_ref().is_none_or(JoinHandle::is_finished) || !self.shared.state().has_task {
+            self.shared.state().has_task = true;
+            let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
+            *task = Some(tokio::spawn(listen(shared, server, self.channel.clone())));
+        }
+    }
+
+    fn task(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for PgReleaseListener {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for PgReleaseListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PgReleaseListener")
+            .field("channel", &self.channel.name)
+            .finish_non_exhaustive()
+    }
+}
+
+impl ListenerShared {
+    fn state(&self) -> MutexGuard<'_, ListenerState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn register(&self, lock: NotificationId) -> NotificationWaiter<'_> {
+        let mut state = self.state();
+        let waiters = state.waiters.entry(lock).or_default();
+        waiters.count += 1;
+        NotificationWaiter { shared: self, lock, notify: Arc::clone(&waiters.notify) }
+    }
+
+    /// Records that no notification is missed from here on. Earlier ones may have been missed.
+    fn mark_connected(&self) {
+        {
+            let mut state = self.state();
+            state.count += 1;
+            state.complete_since = Some(state.count);
+            state.releases.clear();
+        }
+        self.wake_all();
+    }
+
+    fn wake_all(&self) {
+        let notify: Vec<_> =
+            self.state().waiters.values().map(|waiters| Arc::clone(&waiters.notify)).collect();
+        // Callers are woken without the lock on the table: a waker is foreign code.
+        notify.iter().for_each(|notify| notify.notify_waiters());
+    }
+
+    fn mark_disconnected(&self) {
+        let mut state = self.state();
+        state.complete_since = None;
+        state.is_verified = false;
+    }
+
+    fn on_release(&self, lock: NotificationId) {
+        let notify = {
+            let mut state = self.state();
+            state.count += 1;
+            let number = state.count;
+            state.releases.push_back((number, lock));
+            if state.releases.len() > RELEASES_MAX
+                && let Some((dropped, _)) = state.releases.pop_front()
+            {
+                state.complete_since =
+                    state.complete_since.map(|complete_since| complete_since.max(dropped));
+            }
+            state.waiters.get(&lock).map(|waiters| Arc::clone(&waiters.notify))
+        };
+        if let Some(notify) = notify {
+            notify.notify_waiters();
+        }
+    }
+
+    fn has_waiters(&self) -> bool {
+        !self.state().waiters.is_empty()
+    }
+
+    /// Ends the task's duty unless a caller waits. Under the lock, so that no caller can start to
+    /// wait in between and rely on the task.
+    fn try_stop(&self) -> bool {
+        let mut state = self.state();
+        let idle = state.waiters.is_empty();
+        state.has_task &= !idle;
+        idle
+    }
+}
+
+impl ListenerState {
+    fn may_have_been_released(&self, lock: &NotificationId, position: u64) -> bool {
+        let Some(complete_since) = self.complete_since else { return false };
+        let after = |(number, _): &&(u64, NotificationId)| *number > position;
+        complete_since > position
+            || self.releases.iter().rev().take_while(after).any(|(_, released)| released == lock)
+    }
+}
+
+/// The registration of one waiting caller.
+struct NotificationWaiter<'a> {
+    shared: &'a ListenerShared,
+    lock: NotificationId,
+    notify: Arc<Notify>,
+}
+
+impl Drop for NotificationWaiter<'_> {
+    fn drop(&mut self) {
+        let mut state = self.shared.state();
+        if let Some(waiters) = state.waiters.get_mut(&self.lock) {
+            waiters.count -= 1;
+            if waiters.count == 0 {
+                state.waiters.remove(&self.lock);
+            }
+        }
+    }
+}
+
+/// Connects repeatedly, until no caller has waited for some time.
+async fn listen(
+    shared: Arc<ListenerShared>,
+    server: PgConnectOptions,
+    channel: NotificationChannel,
+) {
+    let mut pause = RETRY_MIN;
+    loop {
+        let connected = timeout(RESPONSE_TIMEOUT, connect(&server, &channel)).await;
+        if let Ok(Ok(listener)) = connected {
+            pause = RETRY_MIN;
+            shared.mark_connected();
+            let idle = receive(&shared, listener, &channel).await;
+            shared.mark_disconnected();
+            if idle && shared.try_stop() {
+                return;
+            }
+        } else if shared.try_stop() {
+            return;
+        }
+        // Randomised, so that listeners do not reconnect at the same time to a server that has just
+        // started.
+        tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        pause = (pause * 2).min(RETRY_MAX);
+    }
+}
+
+async fn connect(
+    server: &PgConnectOptions,
+    channel: &NotificationChannel,
+) -> Result<PgListener, sqlx::Error> {
+    // `PgListener` needs a pool. This one has a single connection and never opens another.
+    let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
+    let pool = pool.test_before_acquire(false).connect_lazy_with(server.clone());
+    let mut listener = PgListener::connect_with(&pool).await?;
+    listener.eager_reconnect(false);
+    channel.listen(&mut listener).await?;
+    Ok(listener)
+}
+
+/// Receives notifications. Returns false if the connection breaks, true if no caller has waited for
+/// some time.
+async fn receive(
+    shared: &ListenerShared,
+    mut listener: PgListener,
+    channel: &NotificationChannel,
+) -> bool {
+    let probe = format!("{PROBE_PREFIX}{:016x}", fastrand::u64(..));
+    let notify = sqlx::query("SELECT pg_notify($1, $2)").bind(&channel.name).bind(&probe);
+    if !matches!(timeout(RESPONSE_TIMEOUT, listener.execute(notify)).await, Ok(Ok(_))) {
+        return false;
+    }
+    let mut ticks = interval(CHECK_INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut idle_checks = 0_u32;
+    loop {
+        tokio::select! {
+            biased;
+            received = listener.try_recv() => match received {
+                Ok(Some(message)) => {
+                    if let Some(lock) = parse_id(message.payload()) {
+                        shared.on_release(lock);
+                    } else if message.payload() == probe {
+                        shared.state().is_verified = true;
+                    }
+                }
+                Ok(None) | Err(_) => return false,
+            },
+            _ = ticks.tick() => {
+                idle_checks = if shared.has_waiters() { 0 } else { idle_checks + 1 };
+                if idle_checks > IDLE_CHECKS_MAX {
+                    return true;
+                }
+                // A query detects a half-open connection: it gets no answer.
+                let check = timeout(RESPONSE_TIMEOUT, listener.execute("SELECT 1")).await;
+                if !matches!(check, Ok(Ok(_))) {
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+/// Returns the bytes as lower-case hexadecimal digits.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn parse_id(message: &str) -> Option<NotificationId> {
+    u128::from_str_radix(message, 16).ok().map(u128::to_be_bytes)
+}
+
+/// The prefix of the probe by which a connection checks that it receives notifications. No lock's
+/// message begins like this.
+const PROBE_PREFIX: &str = "proof ";
+
+/// The number of remembered releases. They cover the time between an answer and the wait.
+const RELEASES_MAX: usize = 1024;
+
+/// The minimum pause between two attempts to connect; [`RETRY_MAX`] is the maximum.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// The interval between checks of the connection.
+const CHECK_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The number of checks without a waiting caller after which the connection is closed.
+const IDLE_CHECKS_MAX: u32 = 6;
+
+/// The time limit of a trial for connecting, and again for receiving. It is shorter than the
+/// engine's own time-out.
+const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The time limit for the server's answer.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: NotificationId = [1; 16];
+    const B: NotificationId = [2; 16];
+
+    #[test]
+    fn a_release_between_the_query_and_the_wait_is_not_missed() {
+        let shared = ListenerShared::default();
+        shared.mark_connected();
+        let position = shared.state().count;
+        assert!(!shared.state().may_have_been_released(&A, position));
+        shared.on_release(B);
+        assert!(!shared.state().may_have_been_released(&A, position));
+        shared.on_release(A);
+        assert!(shared.state().may_have_been_released(&A, position));
+        let position = shared.state().count;
+        assert!(!shared.state().may_have_been_released(&A, position));
+    }
+
+    #[test]
+    fn a_waiter_that_may_have_missed_a_release_polls() {
+        let shared = ListenerShared::default();
+        let position = shared.state().count;
+        assert!(
+            !shared.state().may_have_been_released(&A, position),
+            "no listener is connected yet"
+        );
+        shared.mark_connected();
+        assert!(shared.state().may_have_been_released(&A, position));
+        let position = shared.state().count;
+        shared.mark_disconnected();
+        shared.mark_connected();
+        assert!(shared.state().may_have_been_released(&A, position));
+        let position = shared.state().count;
+        (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
+        assert!(
+            shared.state().may_have_been_released(&A, position),
+            "more releases than can be remembered"
+        );
+        let position = shared.state().count;
+        assert!(!shared.state().may_have_been_released(&A, position));
+    }
+
+    #[test]
+    fn notification_payloads_round_trip() {
+        let lock: NotificationId = std::array::from_fn(|n| u8::try_from(n * 17).unwrap());
+        assert_eq!(parse_id(&hex(&lock)), Some(lock));
+        assert_eq!(parse_id("another payload"), None);
+    }
+}

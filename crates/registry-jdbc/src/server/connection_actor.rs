@@ -1,0 +1,479 @@
+//! The connection actor: runs commands on a session's state, one at a time. Knows nothing of the
+//! commands. Used by `session`.
+//!
+//! If the state is free, a caller runs its command itself, which saves a message to the actor's
+//! task and one back. The task runs everything else: commands of concurrent callers, scheduled
+//! work, and commands that a caller has not finished. For the latter, a command is stored where the
+//! task can reach it. So no caller waits for another one that was dropped or is not polled.
+//!
+//! Commands run in the task's runtime, whichever task polls them. Their timers and connections
+//! belong to that runtime, and last as long as the task.
+
+use std::future::Future;
+use std::mem;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+/// The state on which commands run, one after the other.
+pub(super) trait ActorState: Send + 'static {
+    /// The result of a command, with the channel for its caller.
+    type Output: Send + 'static;
+
+    /// Returns when scheduled work is due.
+    fn next_due(&self) -> Option<Instant>;
+}
+
+/// A running command. Returns the state at its end.
+pub(super) type RunningCommand<S> =
+    Pin<Box<dyn Future<Output = (Box<S>, <S as ActorState>::Output)> + Send + 'static>>;
+
+pub(super) struct ConnectionActor<S: ActorState> {
+    inner: Mutex<Inner<S>>,
+    /// Whether a caller has dropped an unfinished command.
+    has_abandoned_command: AtomicBool,
+    /// Wakes the task, which then checks what to do.
+    task_wakeup: Notify,
+    runtime: Handle,
+}
+
+struct Inner<S: ActorState> {
+    state: StateSlot<S>,
+    /// The number of the latest command that a caller runs.
+    command_count: u64,
+    /// When the task next runs without being woken.
+    wake_at: Option<Instant>,
+    /// Whether a caller used the state since the task last did.
+    was_used: bool,
+}
+
+enum StateSlot<S: ActorState> {
+    Idle(Box<S>),
+    InCaller {
+        number: u64,
+        future: RunningCommand<S>,
+        caller: Option<Waker>,
+    },
+    InTask,
+    /// The task has ended, and the state was dropped.
+    Closed,
+}
+
+/// The result of an attempt to run a command in the caller.
+pub(super) enum StartOutcome<S: ActorState, C> {
+    /// The command runs while this is polled.
+    Inline(InlineCommand<S>),
+    /// The state is in use: send the command to the task.
+    InUse(C),
+    /// The state was dropped.
+    Closed(C),
+}
+
+impl<S: ActorState> ConnectionActor<S> {
+    /// Creates an actor for `state`. The caller then starts its task in `runtime`.
+    pub(super) fn new(state: S, runtime: Handle) -> Self {
+        let state = StateSlot::Idle(Box::new(state));
+        let inner = Inner { state, command_count: 0, wake_at: None, was_used: false };
+        let inner = Mutex::new(inner);
+        Self {
+            inner,
+            has_abandoned_command: AtomicBool::new(false),
+            task_wakeup: Notify::new(),
+            runtime,
+        }
+    }
+
+    /// Runs `run` with `command` in the caller, if the state is free.
+    pub(super) fn try_start<C>(
+        self: &Arc<Self>,
+        command: C,
+        run: impl FnOnce(Box<S>, C) -> RunningCommand<S>,
+    ) -> StartOutcome<S, C> {
+        // The mutex is locked during each poll of a command, so this must not block.
+        let mut inner = match self.inner.try_lock() {
+            Ok(inner) => inner,
+            Err(TryLockError::WouldBlock) => return StartOutcome::InUse(command),
+            Err(TryLockError::Poisoned(inner)) => inner.into_inner(),
+        };
+        match mem::replace(&mut inner.state, StateSlot::Closed) {
+            StateSlot::Idle(state) => {
+                inner.command_count += 1;
+                let number = inner.command_count;
+                inner.state =
+                    StateSlot::InCaller { number, future: run(state, command), caller: None };
+                StartOutcome::Inline(InlineCommand {
+                    actor: Arc::clone(self),
+                    number,
+                    is_done: false,
+                })
+            }
+            StateSlot::Closed => StartOutcome::Closed(command),
+            other => {
+                inner.state = other;
+                StartOutcome::InUse(command)
+            }
+        }
+    }
+
+    /// For the task: takes the state, and finishes a caller's command. Returns `None` if the state
+    /// was dropped.
+    pub(super) async fn take_state(&self) -> Option<(Box<S>, Option<S::Output>)> {
+        match self.take_slot() {
+            StateSlot::Idle(state) => Some((state, None)),
+            StateSlot::InCaller { future, caller, .. } => {
+                // The caller of the command must now wait for its reply channel.
+                if let Some(caller) = caller {
+                    caller.wake();
+                }
+                let (state, output) = future.await;
+                Some((state, Some(output)))
+            }
+            StateSlot::InTask => None,
+            StateSlot::Closed => {
+                self.close();
+                None
+            }
+        }
+    }
+
+    fn take_slot(&self) -> StateSlot<S> {
+        mem::replace(&mut self.lock().state, StateSlot::InTask)
+    }
+
+    /// For the task: returns the state.
+    pub(super) fn return_state(&self, state: Box<S>) {
+        let mut inner = self.lock();
+        let was_used = mem::take(&mut inner.was_used);
+        // A recent caller will probably return. While the task stays scheduled, that caller need
+        // not wake it.
+        let soon = was_used.then(|| Instant::now() + TASK_DELAY);
+        inner.wake_at = state.next_due().into_iter().chain(soon).min();
+        inner.state = StateSlot::Idle(state);
+    }
+
+    /// For the task: waits until a command or scheduled work is pending.
+    pub(super) async fn wait_for_work(&self) {
+        loop {
+            if self.has_abandoned_command.swap(false, Ordering::AcqRel) {
+                return;
+            }
+            let wake_at = self.lock().wake_at;
+            let time = async {
+                match wake_at {
+                    Some(time) => sleep_until(time).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                () = time => return,
+                () = self.task_wakeup.notified() => {}
+            }
+        }
+    }
+
+    /// Schedules the task for `time` at the latest.
+    fn schedule(&self, mut inner: MutexGuard<'_, Inner<S>>, time: Instant) {
+        if inner.wake_at.is_none_or(|wake_at| time < wake_at) {
+            inner.wake_at = Some(time);
+            drop(inner);
+            self.task_wakeup.notify_one();
+        }
+    }
+
+    /// Drops the state, and any command that runs on it.
+    pub(super) fn close(&self) {
+        let rest = mem::replace(&mut self.lock().state, StateSlot::Closed);
+        if let StateSlot::InCaller { future, caller: Some(caller), .. } = rest {
+            drop(future);
+            caller.wake();
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner<S>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A command that its caller runs. Dropping it unfinished leaves the command to the task.
+pub(super) struct InlineCommand<S: ActorState> {
+    actor: Arc<ConnectionActor<S>>,
+    number: u64,
+    is_done: bool,
+}
+
+impl<S: ActorState> InlineCommand<S> {
+    /// Polls the command. Returns `None` if the task has taken it over, or if the state was
+    /// dropped. In the first case the task sends the response.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<S::Output>> {
+        let actor = Arc::clone(&self.actor);
+        // Locked during the poll, so that the task, and with it the runtime, cannot end meanwhile.
+        // A command wakes no caller, so no foreign code runs under this lock.
+        let mut inner = actor.lock();
+        let (mut future, mut caller) = match mem::replace(&mut inner.state, StateSlot::Closed) {
+            StateSlot::InCaller { number, future, caller } if number == self.number => {
+                (future, caller)
+            }
+            other => {
+                inner.state = other;
+                self.is_done = true;
+                return Poll::Ready(None);
+            }
+        };
+        // If this panics, the state remains `Closed`.
+        let polled = {
+            let _runtime = actor.runtime.enter();
+            future.as_mut().poll(cx)
+        };
+        let Poll::Ready((state, output)) = polled else {
+            match &mut caller {
+                Some(caller) => caller.clone_from(cx.waker()),
+                none => *none = Some(cx.waker().clone()),
+            }
+            inner.state = StateSlot::InCaller { number: self.number, future, caller };
+            // If the caller stops polling, the command may be complete on the server without a
+            // response. So the task takes over after [`TASK_DELAY`].
+            actor.schedule(inner, Instant::now() + TASK_DELAY);
+            return Poll::Pending;
+        };
+        self.is_done = true;
+        inner.was_used = true;
+        let next = state.next_due();
+        inner.state = StateSlot::Idle(state);
+        if let Some(next) = next {
+            actor.schedule(inner, next);
+        }
+        Poll::Ready(Some(output))
+    }
+}
+
+impl<S: ActorState> Drop for InlineCommand<S> {
+    fn drop(&mut self) {
+        // A drop after the task has taken the command over has no effect. The drop must not wait
+        // for the current user of the state, so it only sets a flag.
+        if !self.is_done {
+            self.actor.has_abandoned_command.store(true, Ordering::Release);
+            self.actor.task_wakeup.notify_one();
+        }
+    }
+}
+
+/// How long the task stays scheduled after a caller's command, and how long a caller may leave its
+/// command unpolled.
+const TASK_DELAY: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::poll;
+    use tokio::sync::Semaphore;
+    use tokio::time::{sleep, timeout};
+
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3_600);
+
+    #[derive(Default)]
+    struct TestState {
+        done: Vec<u32>,
+        due: Option<Instant>,
+    }
+
+    impl ActorState for TestState {
+        type Output = u32;
+
+        fn next_due(&self) -> Option<Instant> {
+            self.due
+        }
+    }
+
+    fn test_actor() -> Arc<ConnectionActor<TestState>> {
+        Arc::new(ConnectionActor::new(TestState::default(), Handle::current()))
+    }
+
+    /// Returns a command that ends when the gate opens.
+    fn gated_command(
+        mut state: Box<TestState>,
+        (number, gate): (u32, Arc<Semaphore>),
+    ) -> RunningCommand<TestState> {
+        Box::pin(async move {
+            gate.acquire().await.unwrap().forget();
+            state.done.push(number);
+            (state, number)
+        })
+    }
+
+    fn expect_inline<C>(begun: StartOutcome<TestState, C>) -> InlineCommand<TestState> {
+        match begun {
+            StartOutcome::Inline(command) => command,
+            StartOutcome::InUse(_) => panic!("the state is in use"),
+            StartOutcome::Closed(_) => panic!("the state was dropped"),
+        }
+    }
+
+    #[tokio::test]
+    async fn the_task_finishes_the_command_of_an_unpolled_caller() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
+        let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let second = actor.try_start((2, Arc::clone(&gate)), gated_command);
+        assert!(matches!(second, StartOutcome::InUse((2, _))));
+        gate.add_permits(1);
+        let (state, output) = actor.take_state().await.unwrap();
+        assert_eq!((state.done.as_slice(), output), ([1].as_slice(), Some(1)));
+        actor.return_state(state);
+        assert!(poll_fn(|cx| first.poll(cx)).await.is_none(), "the task sends the response");
+    }
+
+    #[tokio::test]
+    async fn a_caller_is_woken_when_the_task_takes_over_its_command() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
+        let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let caller = tokio::spawn(async move { poll_fn(|cx| first.poll(cx)).await });
+        tokio::task::yield_now().await;
+        let mut fetching = Box::pin(actor.take_state());
+        assert!(poll!(&mut fetching).is_pending());
+        assert!(caller.await.unwrap().is_none());
+        gate.add_permits(1);
+        assert_eq!(fetching.await.unwrap().1, Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_task_finishes_a_dropped_command() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
+        let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        assert!(timeout(TASK_DELAY / 2, actor.wait_for_work()).await.is_err(), "nothing to do yet");
+        drop(first);
+        timeout(Duration::ZERO, actor.wait_for_work()).await.unwrap();
+        gate.add_permits(1);
+        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+    }
+
+    /// Even if no other command and no scheduled work wakes the task.
+    #[tokio::test(start_paused = true)]
+    async fn the_task_finishes_an_unpolled_command() {
+        let gate = Arc::new(Semaphore::new(0));
+        let state = TestState { due: Some(Instant::now() + HOUR), ..TestState::default() };
+        let actor = Arc::new(ConnectionActor::new(state, Handle::current()));
+        let (state, _) = actor.take_state().await.unwrap();
+        actor.return_state(state);
+        let mut idle = Box::pin(actor.wait_for_work());
+        assert!(poll!(&mut idle).is_pending());
+        let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        gate.add_permits(1);
+        timeout(TASK_DELAY, idle).await.unwrap();
+        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+    }
+
+    /// Not even for a command that runs on the same thread.
+    #[tokio::test]
+    async fn dropping_a_command_does_not_block() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(1)));
+        let first = expect_inline(actor.try_start((1, gate), gated_command));
+        let (state, _) = actor.take_state().await.unwrap();
+        actor.return_state(state);
+        let drop_command = |state, first: InlineCommand<TestState>| -> RunningCommand<TestState> {
+            Box::pin(async move {
+                drop(first);
+                (state, 2)
+            })
+        };
+        let mut second = expect_inline(actor.try_start(first, drop_command));
+        assert_eq!(poll_fn(|cx| second.poll(cx)).await, Some(2));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_task_wakes_when_scheduled_work_is_due() {
+        let actor = test_actor();
+        let mut idle = Box::pin(actor.wait_for_work());
+        assert!(poll!(&mut idle).is_pending());
+        let due = Instant::now() + Duration::from_secs(7);
+        let schedule = |mut state: Box<TestState>, due| -> RunningCommand<TestState> {
+            Box::pin(async move {
+                state.due = Some(due);
+                (state, 0)
+            })
+        };
+        let mut future = expect_inline(actor.try_start(due, schedule));
+        assert_eq!(poll_fn(|cx| future.poll(cx)).await, Some(0));
+        timeout(HOUR, idle).await.unwrap();
+        assert_eq!(Instant::now(), due);
+        // The task stays scheduled once more for a repeated use.
+        let (mut state, _) = actor.take_state().await.unwrap();
+        state.due = None;
+        actor.return_state(state);
+        timeout(TASK_DELAY, actor.wait_for_work()).await.unwrap();
+        // After that nothing is scheduled.
+        let (state, _) = actor.take_state().await.unwrap();
+        actor.return_state(state);
+        assert!(timeout(HOUR, actor.wait_for_work()).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn a_command_outlives_the_runtime_of_its_caller() {
+        let actor = test_actor();
+        let shared = Arc::clone(&actor);
+        let slow = |state: Box<TestState>, ()| -> RunningCommand<TestState> {
+            Box::pin(async move {
+                sleep(Duration::from_millis(100)).await;
+                (state, 1)
+            })
+        };
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let mut future = expect_inline(shared.try_start((), slow));
+                assert!(poll!(poll_fn(|cx| future.poll(cx))).is_pending());
+            });
+        });
+        thread.join().unwrap();
+        actor.wait_for_work().await;
+        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+    }
+
+    #[tokio::test]
+    async fn closing_the_actor_drops_the_running_command() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
+        let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        actor.close();
+        assert_eq!(Arc::strong_count(&gate), 1, "the command is dropped");
+        assert!(poll_fn(|cx| first.poll(cx)).await.is_none());
+        assert!(matches!(actor.try_start((2, gate), gated_command), StartOutcome::Closed(_)));
+        assert!(actor.take_state().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn closing_the_actor_wakes_the_waiting_caller() {
+        let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
+        let mut first = expect_inline(actor.try_start((1, gate), gated_command));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let caller = tokio::spawn(async move { poll_fn(|cx| first.poll(cx)).await });
+        tokio::task::yield_now().await;
+        actor.close();
+        assert!(timeout(HOUR, caller).await.unwrap().unwrap().is_none());
+    }
+
+    #[tokio::test]
+    async fn a_panicking_command_closes_the_actor() {
+        let actor = test_actor();
+        let panicking = |_: Box<TestState>, ()| -> RunningCommand<TestState> {
+            Box::pin(async { panic!("on purpose") })
+        };
+        let mut future = expect_inline(actor.try_start((), panicking));
+        let caller = tokio::spawn(async move { poll_fn(|cx| future.poll(cx)).await });
+        assert!(caller.await.unwrap_err().is_panic());
+        let gate = Arc::new(Semaphore::new(1));
+        assert!(matches!(actor.try_start((1, gate), gated_command), StartOutcome::Closed(_)));
+        assert!(actor.take_state().await.is_none());
+    }
+}

@@ -1,0 +1,233 @@
+//! Repeated grants of one key to the same session, some of which need no write. Contains no
+//! connection and no SQL. Used by `session`.
+//!
+//! A grant changes the key's row, so that tokens grow and fences hold. If no other client was
+//! granted the key since, the row still contains this session's claim, and reading it is enough.
+//! For that, a write reserves the tokens of some time ahead. A reserved token is issued only when
+//! the server's clock has reached it. A crash may lose a row with its reserved tokens; later
+//! tokens, taken from the clock, exceed every issued one, unless the clock is set back.
+//!
+//! Other clients must skip the unused tokens of a reservation, and are then ahead of the clock. So
+//! a session reserves only a part of the time during which no other client has requested the key.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::time::Duration;
+
+use registry_core::{Claim, ClaimId, FencingToken};
+use tokio::time::Instant;
+
+/// What this session has written to a row: its claim, and the reserved tokens that are not used
+/// yet.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct RowState {
+    pub(crate) claim: ClaimId,
+    pub(crate) tokens: Range<i64>,
+}
+
+/// The ways in which a grant may obtain its token.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TokenPlan {
+    /// What the row contains, if no other client was granted the key since.
+    pub(crate) last: Option<RowState>,
+    /// The number of tokens that the grant itself needs.
+    own: i64,
+    /// The number of tokens to reserve in addition, if the row is unchanged.
+    reserve: i64,
+}
+
+/// A grant.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct SessionGrant {
+    pub(crate) token: FencingToken,
+    /// The current content of the row, with the tokens that this grant leaves.
+    pub(crate) row: RowState,
+    /// Whether no other client was granted the key since this session's last grant.
+    pub(crate) is_consecutive: bool,
+}
+
+impl TokenPlan {
+    /// Returns the number of tokens to write to the row.
+    pub(crate) const fn block(&self, is_consecutive: bool) -> i64 {
+        if is_consecutive { self.own.saturating_add(self.reserve) } else { self.own }
+    }
+
+    /// Returns the grant without a change of the row, if the clock has reached a reserved token
+    /// that is not used yet.
+    pub(crate) fn grant_from_reservation(&self, now: i64) -> Option<SessionGrant> {
+        let last = self.last.as_ref()?;
+        let rest = now.checked_add(self.own)?;
+        if now < last.tokens.start || last.tokens.end < rest {
+            return None;
+        }
+        let row = RowState { claim: last.claim, tokens: rest..last.tokens.end };
+        Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
+    }
+
+    /// Returns the grant after a change of the row, or `None` if `token` is not a valid token.
+    pub(crate) fn grant_from_write(
+        &self,
+        claim: &Claim,
+        token: i64,
+        is_consecutive: bool,
+    ) -> Option<SessionGrant> {
+        let tokens = token.checked_add(self.own)?..token.checked_add(self.block(is_consecutive))?;
+        let row = RowState { claim: claim.id(), tokens };
+        Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_consecutive })
+    }
+}
+
+/// What a session knows of its recent grants, by lock name. It is invalid in another session.
+#[derive(Debug, Default)]
+pub(crate) struct TokenReservations(HashMap<Vec<u8>, GrantSeries>);
+
+/// Consecutive grants of one key to this session, without another client's grant in between.
+#[derive(Debug)]
+struct GrantSeries {
+    started_at: Instant,
+    last_grant_at: Instant,
+    row: RowState,
+}
+
+impl GrantSeries {
+    fn has_ended(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.last_grant_at) >= RESERVE_MAX
+    }
+
+    /// Returns for how much time to reserve tokens: none if the next grant will probably come later
+    /// than that.
+    fn reserve(&self, now: Instant) -> Duration {
+        let reserve =
+            (now.saturating_duration_since(self.started_at) / RESERVE_DIVISOR).min(RESERVE_MAX);
+        let pause = now.saturating_duration_since(self.last_grant_at);
+        if reserve > pause { reserve } else { Duration::ZERO }
+    }
+}
+
+impl TokenReservations {
+    /// Returns the token plan of a grant that is requested now.
+    pub(crate) fn plan(&self, name: &[u8], claim: &Claim, now: Instant) -> TokenPlan {
+        let series = self.0.get(name).filter(|series| !series.has_ended(now));
+        let reserve = series.map_or(Duration::ZERO, |series| series.reserve(now));
+        TokenPlan {
+            last: series.map(|series| series.row.clone()),
+            own: i64::from(claim.token_block()),
+            // The clock's unit is a microsecond.
+            reserve: i64::try_from(reserve.as_micros()).unwrap_or(0),
+        }
+    }
+
+    /// Records a grant.
+    pub(crate) fn record_grant(&mut self, name: &[u8], granted: &SessionGrant, now: Instant) {
+        if self.0.len() >= SERIES_MAX {
+            self.0.retain(|_, series| !series.has_ended(now));
+        }
+        let previous =
+            self.0.get(name).filter(|series| granted.is_consecutive && !series.has_ended(now));
+        let started_at = previous.map_or(now, |series| series.started_at);
+        if self.0.len() < SERIES_MAX || self.0.contains_key(name) {
+            let series = GrantSeries { started_at, last_grant_at: now, row: granted.row.clone() };
+            self.0.insert(name.to_vec(), series);
+        }
+    }
+
+    /// Forgets the key: its next grant must change the row.
+    pub(crate) fn forget(&mut self, name: &[u8]) {
+        self.0.remove(name);
+    }
+
+    /// Forgets everything, because the session has changed.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+/// The maximum time for which tokens are reserved, and the maximum pause within a series. It is far
+/// shorter than the time for which rows of free keys are kept.
+const RESERVE_MAX: Duration = Duration::from_secs(1);
+
+/// Tokens are reserved for the duration of the series divided by this number.
+const RESERVE_DIVISOR: u32 = 8;
+
+/// The maximum number of remembered keys. For other keys each grant changes the row.
+const SERIES_MAX: usize = 4096;
+
+#[cfg(test)]
+mod tests {
+    use registry_core::Key;
+
+    use super::*;
+
+    const NAME: &[u8] = b"name";
+
+    fn claim() -> Claim {
+        Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30)).with_token_block(3)
+    }
+
+    /// A series of this duration, whose latest grant is at its end.
+    fn series_of(duration: Duration) -> (TokenReservations, Claim, Instant) {
+        let (mut reservations, claim, started_at) =
+            (TokenReservations::default(), claim(), Instant::now());
+        let granted = reservations
+            .plan(NAME, &claim, started_at)
+            .grant_from_write(&claim, 100, false)
+            .unwrap();
+        reservations.record_grant(NAME, &granted, started_at);
+        reservations.0.get_mut(NAME).unwrap().last_grant_at = started_at + duration;
+        (reservations, claim, started_at + duration)
+    }
+
+    #[test]
+    fn a_reservation_is_a_part_of_the_time_without_other_grants() {
+        let (reservations, claim, now) = series_of(Duration::from_millis(80));
+        let plan = reservations.plan(NAME, &claim, now);
+        assert_eq!((plan.block(true), plan.block(false)), (3 + 10_000, 3));
+        // Rare grants reserve nothing, and the reservation has a limit.
+        let later = reservations.plan(NAME, &claim, now + Duration::from_millis(40));
+        assert_eq!(later.block(true), 3);
+        let (reservations, claim, now) = series_of(Duration::from_secs(3_600));
+        assert_eq!(reservations.plan(NAME, &claim, now).block(true), 3 + 1_000_000);
+        assert_eq!(reservations.plan(NAME, &claim, now + RESERVE_MAX).last, None);
+        // After another client's grant a new series starts.
+        let mut reservations = reservations;
+        let granted =
+            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 500, false).unwrap();
+        reservations.record_grant(NAME, &granted, now);
+        assert_eq!(reservations.plan(NAME, &claim, now).block(true), 3);
+    }
+
+    #[test]
+    fn a_reserved_token_is_issued_once_and_not_before_its_time() {
+        let (mut reservations, claim, now) = series_of(Duration::from_millis(80));
+        let granted =
+            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 1_000, true).unwrap();
+        assert_eq!(granted.row.tokens, 1_003..11_003);
+        reservations.record_grant(NAME, &granted, now);
+        let plan = reservations.plan(NAME, &claim, now);
+        // The clock has not advanced or was set back.
+        assert_eq!(plan.grant_from_reservation(1_002), None);
+        let next = plan.grant_from_reservation(1_003).unwrap();
+        assert_eq!((i64::from(next.token), &next.row.tokens), (1_003, &(1_006..11_003)));
+        assert_eq!(next.row.claim, granted.row.claim);
+        reservations.record_grant(NAME, &next, now);
+        let plan = reservations.plan(NAME, &claim, now);
+        assert_eq!(plan.grant_from_reservation(1_005), None);
+        assert!(plan.grant_from_reservation(11_000).is_some());
+        assert_eq!(plan.grant_from_reservation(11_001), None);
+        reservations.forget(NAME);
+        assert_eq!(reservations.plan(NAME, &claim, now).grant_from_reservation(5_000), None);
+    }
+
+    #[test]
+    fn the_number_of_remembered_keys_is_limited() {
+        let (mut reservations, claim, now) = series_of(Duration::ZERO);
+        let granted =
+            reservations.plan(NAME, &claim, now).grant_from_write(&claim, 100, false).unwrap();
+        for n in 0..2 * SERIES_MAX {
+            reservations.record_grant(&n.to_be_bytes(), &granted, now);
+        }
+        assert_eq!(reservations.0.len(), SERIES_MAX);
+        reservations.record_grant(b"other", &granted, now + RESERVE_MAX);
+        assert_eq!(reservations.0.len(), 1);
+    }
+}

@@ -1,0 +1,299 @@
+//! The paths of the database file, its log and its index. Checks that the files are usable, and
+//! that they are still the same files.
+//!
+//! Never opens the files. POSIX drops all of a process's locks on a file when *any* of its
+//! descriptors is closed, including SQLite's locks. Reading the file would therefore allow two
+//! writers. Checking names and inodes is harmless.
+
+use std::ffi::OsString;
+use std::fs::{self, Metadata};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+
+use registry_core::BackendError;
+use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
+
+use super::error::{Detached, detached_error};
+
+/// The paths of the three files of an open database.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct DatabasePaths {
+    pub(super) path: PathBuf,
+    /// The write-ahead log.
+    pub(super) wal: PathBuf,
+    /// The index of the log, which the processes share. SQLite's locks on the log are on this file.
+    shm: PathBuf,
+}
+
+impl DatabasePaths {
+    /// Returns the file's canonical path and checks it. Creates no file.
+    ///
+    /// # Errors
+    /// `Misconfigured` for a path that cannot name a database, `Denied` for one that this process
+    /// may not write.
+    pub(super) fn resolve(path: &Path) -> Result<Self, BackendError> {
+        let refuse = |kind: BackendErrorKind, message: &str| {
+            BackendError::new(kind, format!("sqlite file {path:?}: {message}")).as_refused()
+        };
+        let Some(text) = path.to_str() else {
+            return Err(refuse(Misconfigured, "the path must be UTF-8"));
+        };
+        if text.is_empty() || text.starts_with(":memory:") {
+            return Err(refuse(
+                Misconfigured,
+                "a database in memory is not shared with other processes; name a file, or use the in-process store",
+            ));
+        }
+        if text.contains('\0') {
+            return Err(refuse(Misconfigured, "the path must not contain NUL"));
+        }
+
+        // SQLite names log and index after the real file, so symbolic links are resolved here,
+        // once.
+        let resolved = match fs::canonicalize(path) {
+            Ok(resolved) => resolved,
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                let name = path
+                    .file_name()
+                    .filter(|_| !text.ends_with('/'))
+                    .ok_or_else(|| refuse(Misconfigured, "name a file, not a folder"))?;
+                // Checks for a link, not for any file: another process may have created the file
+                // since.
+                if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
+                    return Err(refuse(
+                        Misconfigured,
+                        "it is a symbolic link to a missing file; create the file or remove the link",
+                    ));
+                }
+                let folder = match path.parent() {
+                    Some(folder) if !folder.as_os_str().is_empty() => folder,
+                    _ => Path::new("."),
+                };
+                let folder = fs::canonicalize(folder).map_err(|error| match error.kind() {
+                    ErrorKind::NotFound => refuse(
+                        Misconfigured,
+                        &format!("the folder {folder:?} does not exist; create it first"),
+                    ),
+                    _ => path_error(path, error),
+                })?;
+                folder.join(name)
+            }
+            Err(error) => return Err(path_error(path, error)),
+        };
+        let folder = resolved.parent().unwrap_or_else(|| Path::new("/"));
+        match fs::metadata(&resolved) {
+            Ok(metadata) if metadata.is_dir() => {
+                return Err(refuse(Misconfigured, "this is a folder; name a file in it"));
+            }
+            Ok(metadata) if !metadata.is_file() => {
+                return Err(refuse(Misconfigured, "this is no regular file; name a regular file"));
+            }
+            Ok(metadata) if has_hard_links(&metadata) => {
+                return Err(detached_error(&resolved, Detached::HardLink).as_refused());
+            }
+            Ok(_) if is_mounted(&resolved) => {
+                return Err(refuse(
+                    Misconfigured,
+                    "it is mounted by itself, so the files next to it (-wal, -shm) are not those of other \
+                     containers; mount its folder instead",
+                ));
+            }
+            Ok(_) if !is_writable(&resolved) => {
+                return Err(refuse(
+                    Denied,
+                    "this process has no write access to it; grant write access",
+                ));
+            }
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                if !fs::metadata(folder).is_ok_and(|folder| folder.is_dir()) {
+                    return Err(refuse(
+                        Misconfigured,
+                        &format!("{folder:?} is no folder; name a file in a folder"),
+                    ));
+                }
+            }
+            Err(error) => return Err(path_error(path, error)),
+        }
+        // An existing database needs a writable folder too: SQLite creates and deletes the log and
+        // the index there.
+        if !is_writable(folder) {
+            return Err(refuse(
+                Denied,
+                &format!(
+                    "this process has no write access to the folder {folder:?}; grant write access"
+                ),
+            ));
+        }
+        let with_suffix = |suffix: &str| {
+            let mut name = OsString::from(&resolved);
+            name.push(suffix);
+            PathBuf::from(name)
+        };
+        Ok(Self { wal: with_suffix("-wal"), shm: with_suffix("-shm"), path: resolved })
+    }
+
+    /// Returns the identity of the database that is now at the path.
+    ///
+    /// # Errors
+    /// `Misconfigured` if there is none, or if it has a second name.
+    pub(super) fn database_id(&self) -> Result<FileId, BackendError> {
+        let metadata = self.metadata(&self.path, Detached::Database)?;
+        if has_hard_links(&metadata) {
+            return Err(detached_error(&self.path, Detached::HardLink));
+        }
+        Ok(FileId::of(&metadata))
+    }
+
+    /// Returns the identities of the files that are now at the three paths.
+    ///
+    /// # Errors
+    /// `Misconfigured` if one is missing, or if the database has a second name.
+    pub(super) fn current_ids(&self) -> Result<FileIds, BackendError> {
+        Ok(FileIds {
+            database: self.database_id()?,
+            wal: FileId::of(&self.metadata(&self.wal, Detached::Log)?),
+            shm: FileId::of(&self.metadata(&self.shm, Detached::SharedMemory)?),
+        })
+    }
+
+    /// Checks that the files at the three paths are still those that a connection has open.
+    ///
+    /// An open file continues to exist without its name. A process that opens the path later
+    /// creates a new file without locks, and both processes could hold the same lock. The same is
+    /// true of the log and its index, because recent commits exist only there. SQLite itself
+    /// removes them only when the last connection closes, and otherwise empties them in place.
+    /// SQLite names them after the database, so a database with two names has two logs.
+    ///
+    /// The three checks take one or two microseconds.
+    ///
+    /// # Errors
+    /// `Misconfigured` if a file was removed or replaced, or if the database was given a second
+    /// name.
+    pub(super) fn check(&self, opened: &FileIds) -> Result<(), BackendError> {
+        let reason = match self.current_ids()? {
+            ids if ids == *opened => return Ok(()),
+            ids if ids.database != opened.database => Detached::Database,
+            ids if ids.wal != opened.wal => Detached::Log,
+            _ => Detached::SharedMemory,
+        };
+        Err(detached_error(&self.path, reason))
+    }
+
+    fn metadata(&self, file: &Path, reason: Detached) -> Result<Metadata, BackendError> {
+        fs::metadata(file).map_err(|_| detached_error(&self.path, reason))
+    }
+
+    /// Returns whether this process has this index of the log open.
+    ///
+    /// All connections of a process share the index that the first of them opened, so opening a new
+    /// connection does not verify it. Without `/proc`, returns `true`.
+    pub(super) fn has_shared_memory_open(&self, ids: &FileIds) -> bool {
+        let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
+        // Compares names first: `metadata` of another descriptor's file, perhaps on an unreachable
+        // file server, could block forever.
+        descriptors.flatten().map(|descriptor| descriptor.path()).any(|descriptor| {
+            fs::read_link(&descriptor).is_ok_and(|file| file.file_name() == self.shm.file_name())
+                && fs::metadata(&descriptor).is_ok_and(|open| FileId::of(&open) == ids.shm)
+        })
+    }
+}
+
+/// The identities of the three files of an open database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FileIds {
+    pub(super) database: FileId,
+    pub(super) wal: FileId,
+    pub(super) shm: FileId,
+}
+
+/// The identity of a file, independent of its name. The system does not reuse the inode of an open
+/// file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct FileId {
+    device: u64,
+    inode: u64,
+}
+
+impl FileId {
+    #[cfg(unix)]
+    fn of(metadata: &Metadata) -> Self {
+        use std::os::unix::fs::MetadataExt;
+        Self { device: metadata.dev(), inode: metadata.ino() }
+    }
+
+    #[cfg(not(unix))]
+    fn of(_metadata: &Metadata) -> Self {
+        Self { device: 0, inode: 0 }
+    }
+}
+
+#[cfg(unix)]
+fn has_hard_links(metadata: &Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    metadata.nlink() > 1
+}
+
+#[cfg(not(unix))]
+fn has_hard_links(_metadata: &Metadata) -> bool {
+    false
+}
+
+/// Returns whether the path is a mount point. Its log and index would then be in the
+/// folder of the mount point, not in that of the file.
+fn is_mounted(path: &Path) -> bool {
+    let Some(path) = path.to_str() else { return false };
+    fs::read_to_string("/proc/self/mountinfo").is_ok_and(|mounts| is_mount_point(path, &mounts))
+}
+
+/// `mounts` has the format of `/proc/self/mountinfo`: one line per mount, with the mount point in
+/// the fifth field.
+fn is_mount_point(path: &str, mounts: &str) -> bool {
+    let escaped = path
+        .replace('\\', r"\134")
+        .replace(' ', r"\040")
+        .replace('\t', r"\011")
+        .replace('\n', r"\012");
+    mounts.lines().any(|line| line.split(' ').nth(4) == Some(&*escaped))
+}
+
+fn path_error(path: &Path, error: std::io::Error) -> BackendError {
+    let (kind, message) = match error.kind() {
+        ErrorKind::PermissionDenied => {
+            (Denied, "this process has no search permission for a folder of the path")
+        }
+        ErrorKind::NotADirectory => (Misconfigured, "a part of the path is a file, not a folder"),
+        ErrorKind::InvalidFilename => (Misconfigured, "the path is too long"),
+        _ => (Misconfigured, "the path cannot be resolved"),
+    };
+    BackendError::new(kind, format!("sqlite file {path:?}: {message}"))
+        .with_source(error)
+        .as_refused()
+}
+
+/// Calls `faccessat`, because mode and owner do not decide: root, access lists and read-only mounts
+/// matter too.
+#[cfg(target_os = "linux")]
+fn is_writable(path: &Path) -> bool {
+    use nix::fcntl::{AT_FDCWD, AtFlags};
+    use nix::unistd::{AccessFlags, faccessat};
+    faccessat(AT_FDCWD, path, AccessFlags::W_OK, AtFlags::AT_EACCESS).is_ok()
+}
+
+#[cfg(not(target_os = "linux"))]
+fn is_writable(_path: &Path) -> bool {
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_is_a_mount_point_is_detected() {
+        let mounts = "22 1 254:0 / / rw - ext4 /dev/vda rw\n\
+            90 22 254:0 /srv/locks.db /app/my\\040locks.db rw,relatime shared:1 - ext4 /dev/vda rw\n";
+        assert!(is_mount_point("/app/my locks.db", mounts));
+        assert!(!is_mount_point("/app/my", mounts) && !is_mount_point("/srv/locks.db", mounts));
+    }
+}

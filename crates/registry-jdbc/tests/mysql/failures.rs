@@ -1,0 +1,345 @@
+//! Connections break and servers stop; no grant is lost or misreported.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
+use registry_testkit::within;
+use tokio::time::{Instant, timeout};
+
+use crate::common::{
+    TEST_TIMEOUT, backend, busy, claim, close_all_connections, config, data, error_chain, grant,
+    key, lock, registry, run, server,
+};
+
+#[tokio::test]
+async fn a_dropped_call_corrupts_no_connection() {
+    let server = server().await;
+    let backend = backend(config(&server).with_connections(1)).await;
+    let (first, dropped, last) = (claim("first"), claim("dropped"), claim("last"));
+    grant(&backend, &first).await;
+    for round in 0..3 {
+        server.pause().unwrap();
+        let call = timeout(Duration::from_millis(300), backend.try_acquire(&dropped)).await;
+        assert!(call.is_err(), "the server was paused");
+        server.resume().unwrap();
+        // A new grant is committed, so every client sees it.
+        grant(&backend, &last).await;
+        let seen = "SELECT count(*) FROM lock_registry_locks WHERE lock_key = 'last' AND claim IS NOT NULL";
+        assert_eq!(server.sql(seen).await.unwrap(), "1", "round {round}");
+        assert_eq!(backend.release(&last).await.unwrap(), Release::Freed);
+        let open = "SELECT count(*) FROM information_schema.innodb_trx";
+        assert_eq!(server.sql(open).await.unwrap(), "0");
+    }
+}
+
+#[tokio::test]
+async fn a_killed_server_has_its_locks_after_the_restart() {
+    let mut server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    for _ in 0..3 {
+        server.kill();
+        let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Transient, "{}", error_chain(&error));
+        server.start_again().await.unwrap();
+        let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        busy(&backend, &claim("k")).await;
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn connections_that_broke_while_idle_are_replaced() {
+    let mut server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let mut calls = tokio::task::JoinSet::new();
+    for n in 0..4 {
+        let backend = Arc::clone(&backend);
+        calls.spawn(async move { grant(&backend, &claim(&format!("k{n}"))).await });
+    }
+    calls.join_all().await;
+    close_all_connections(&server).await;
+    busy(&backend, &claim("k0")).await;
+    server.stop().await.unwrap();
+    server.start_again().await.unwrap();
+    grant(&backend, &claim("other")).await;
+    assert!(backend.inspect(&key("k1")).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_grant_with_a_lost_reply_is_returned_by_the_next_attempt() {
+    let server = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let config = MySqlConfig::new("127.0.0.1", proxy.addr().port(), "app").with_login("root", None);
+    let (direct, proxied) = (backend(crate::common::config(&server)).await, backend(config).await);
+    let held = claim("k");
+    // Prepares the statement, so that the next request is the attempt itself.
+    grant(&proxied, &claim("other")).await;
+    proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
+    let error = proxied.try_acquire(&held).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
+    proxy.set_mode(ProxyMode::Pass).await.unwrap();
+    let token = direct.inspect(&key("k")).await.unwrap().unwrap().token;
+    assert!(token.is_some(), "the attempt had arrived");
+    assert_eq!(grant(&proxied, &held).await.token, token);
+    assert_eq!(proxied.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn a_missing_reply_leaves_the_outcome_unknown() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_millis(100));
+    let config = config.with_connect_timeout(Duration::from_secs(2));
+    let backend = backend(config.with_response_timeout(Duration::from_secs(2))).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.pause().unwrap();
+    let error = within(TEST_TIMEOUT, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
+    // Without a connection the request is not sent.
+    let error = within(TEST_TIMEOUT, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
+    server.resume().unwrap();
+    grant(&backend, &held).await;
+}
+
+#[tokio::test]
+async fn a_waiter_is_woken_by_a_release_in_another_process() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    for _ in 0..3 {
+        let guard = lock(&a, "k").await;
+        let other = b.obtain("k");
+        let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+        guard.unlock().await.unwrap();
+        within(TEST_TIMEOUT, waiting).await.unwrap().unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_waiter_is_woken_after_the_server_restarts() {
+    let mut server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    server.kill();
+    server.start_again().await.unwrap();
+    guard.unlock().await.unwrap();
+    within(TEST_TIMEOUT, waiting).await.unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn many_waiters_share_polls_that_become_rarer() {
+    let server = server().await;
+    let holder = registry(config(&server)).await;
+    let waiters = slow_poller(config(&server)).await;
+    let (mut guards, mut waiting) = (Vec::new(), tokio::task::JoinSet::new());
+    for n in 0..50 {
+        let name = format!("k{n}");
+        guards.push(lock(&holder, &name).await);
+        let other = waiters.obtain(&name);
+        waiting.spawn(async move { other.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    let selects = async || {
+        let status = "SHOW GLOBAL STATUS LIKE 'Com_select'";
+        let row = server.sql(status).await.unwrap();
+        row.split('\t').next_back().unwrap().parse::<u64>().unwrap()
+    };
+    // Separate waiters would poll this often in a tenth of a second.
+    let (before, began) = (selects().await, Instant::now());
+    registry_testkit::eventually(TEST_TIMEOUT, async || selects().await >= before + 40).await;
+    assert!(began.elapsed() > Duration::from_millis(300), "{:?}", began.elapsed());
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    within(TEST_TIMEOUT, waiting.join_all()).await;
+}
+
+#[tokio::test]
+async fn a_waiter_is_woken_although_another_registry_of_the_store_was_closed() {
+    let server = server().await;
+    let a = registry(config(&server)).await;
+    let shared = Arc::new(MySqlBackend::open(config(&server)).await.unwrap());
+    let build = || {
+        let shared = Arc::<MySqlBackend>::clone(&shared);
+        Registry::builder(shared).poll(Duration::from_secs(600)).build().unwrap()
+    };
+    let (b, closed) = (build(), build());
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    closed.close(TEST_TIMEOUT).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    let guard = within(Duration::from_secs(5), waiting).await.unwrap();
+    // A later waiter is woken too.
+    let next = a.obtain("k");
+    let _ = (guard.unlock().await, lock(&a, "k2").await);
+    let guard = next.lock().await.unwrap();
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
+}
+
+/// A registry that relies on wake-ups.
+async fn slow_poller(config: MySqlConfig) -> Registry {
+    let backend = Arc::new(MySqlBackend::open(config).await.unwrap());
+    Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()
+}
+
+#[tokio::test]
+async fn a_read_only_server_returns_a_retryable_error() {
+    let server = server().await;
+    server.sql("CREATE USER app@'127.0.0.1'; GRANT ALL ON app.* TO app@'127.0.0.1'").await.unwrap();
+    let backend = backend(config(&server).with_login("app", None)).await;
+    server.sql("SET GLOBAL read_only = ON").await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.is_retryable(), "{}", error_chain(&error));
+    assert!(error.to_string().contains("replica"), "{error}");
+    let findings = backend.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("read_only is on")));
+    server.sql("SET GLOBAL read_only = OFF").await.unwrap();
+    grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_replica_grants_nothing_even_to_privileged_users() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    server.sql("SET GLOBAL read_only = ON").await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(
+        error.is_retryable() && error.to_string().contains("replica"),
+        "{}",
+        error_chain(&error)
+    );
+    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+    assert!(error.is_retryable(), "{}", error_chain(&error));
+    busy(&backend, &claim("held")).await;
+    server.sql("SET GLOBAL read_only = OFF").await.unwrap();
+    grant(&backend, &claim("k")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+}
+
+#[tokio::test]
+async fn an_interrupted_statement_has_no_effect_and_returns_a_refused_error() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let backend = Arc::new(backend(config).await);
+    let held = claim("k");
+    grant(&backend, &held).await;
+    let mut other = data(&server).await;
+    run(&mut other, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let (releasing, claim) = (Arc::clone(&backend), held.clone());
+    let release = tokio::spawn(async move { releasing.release(&claim).await });
+    let waiting = "SELECT trx_mysql_thread_id FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
+    let id = registry_testkit::eventually(TEST_TIMEOUT, async || {
+        let id = server.sql(waiting).await.ok()?;
+        (!id.is_empty()).then_some(id)
+    })
+    .await;
+    server.sql(&format!("KILL QUERY {id}")).await.unwrap();
+    let error = within(TEST_TIMEOUT, release).await.unwrap().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
+    run(&mut other, "ROLLBACK").await;
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn an_error_for_missing_tables_names_the_command_that_creates_them() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.sql("DROP TABLE lock_registry_locks").await.unwrap();
+    for error in [
+        backend.try_acquire(&held).await.unwrap_err(),
+        backend.release(&held).await.unwrap_err(),
+        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
+        backend.inspect(&key("k")).await.unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
+        assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
+    }
+    server.sql(MySqlBackend::schema()).await.unwrap();
+    server.sql("DELETE FROM lock_registry_meta").await.unwrap();
+    let error = backend.try_acquire(&held).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
+    let error = MySqlBackend::open(config(&server)).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
+}
+
+#[tokio::test]
+async fn diagnose_reports_weak_settings() {
+    let options = MariaDbOptions::new().without_fsync().args(&[
+        "--innodb-flush-log-at-trx-commit=2",
+        "--log-bin=log",
+        "--sync-binlog=0",
+        "--server-id=1",
+    ]);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let findings = backend(config(&server)).await.diagnose().await.unwrap();
+    let text: Vec<&str> = findings.iter().map(|finding| finding.message.as_str()).collect();
+    let text = text.join("\n");
+    for fragment in [
+        "innodb_flush_log_at_trx_commit is 2",
+        "innodb_flush_method is nosync",
+        "sync_binlog is 0",
+        "class C",
+    ] {
+        assert!(text.contains(fragment), "{fragment}: {text}");
+    }
+    let node = MariaDbOptions::new().galera_node();
+    let node = MariaDbServer::start_with(node).await.unwrap();
+    let findings = backend(config(&node)).await.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("Galera")), "{findings:?}");
+    let healthy_server = MariaDbServer::start().await.unwrap();
+    let findings = backend(config(&healthy_server)).await.diagnose().await.unwrap();
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert!(findings[0].message.contains("10."), "{findings:?}");
+}
+
+#[tokio::test]
+async fn locks_work_with_any_session_settings_of_the_server() {
+    let options = MariaDbOptions::new().args(&[
+        "--transaction-isolation=SERIALIZABLE",
+        "--sql-mode=ANSI,ORACLE,SIMULTANEOUS_ASSIGNMENT,NO_BACKSLASH_ESCAPES",
+        "--default-time-zone=+05:30",
+        "--autocommit=0",
+        "--lower-case-table-names=1",
+        "--character-set-server=latin1",
+        "--log-bin=log",
+        "--server-id=1",
+    ]);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let counter = Arc::new(AtomicU32::new(0));
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let registry = registry(config(&server)).await;
+        let counter = Arc::clone(&counter);
+        tasks.spawn(async move {
+            for _ in 0..20 {
+                let guard = lock(&registry, "k").await;
+                let seen = counter.load(Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                counter.store(seen + 1, Ordering::SeqCst);
+                guard.unlock().await.unwrap();
+            }
+        });
+    }
+    within(TEST_TIMEOUT, tasks.join_all()).await;
+    assert_eq!(counter.load(Ordering::SeqCst), 80);
+}

@@ -1,0 +1,311 @@
+//! The connections of a backend: routes each command to the server that has the slot, and follows
+//! redirections. Transports scripts and does not interpret locks. Called by `RedisStore` and
+//! `FencedWrites`.
+
+mod cluster;
+mod node;
+mod sentinel;
+mod command_connection;
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use registry_core::BackendError;
+
+use crate::config::{RedisConfig, ServerAddress, ServerAddresses};
+use crate::error::{invalid_client_config, to_backend_error};
+use crate::invalidations::InvalidationForwarder;
+use crate::listener::ChannelScheme;
+use crate::script::ScriptCall;
+
+pub(crate) use node::{Connector, DurableResponse, PushHandler, RedisNode};
+
+/// How the servers share the slots.
+#[async_trait]
+pub(crate) trait Topology: fmt::Debug + Send + Sync {
+    /// Returns the server that has `slot`. Queries the servers if it is unknown.
+    async fn resolve_node(&self, slot: u16) -> RedisResult<Arc<RedisNode>>;
+
+    /// Returns the server that has `slot`, without I/O.
+    fn known_node(&self, slot: u16) -> Option<Arc<RedisNode>>;
+
+    /// Returns all servers that hold locks.
+    async fn nodes(&self) -> RedisResult<Vec<Arc<RedisNode>>>;
+
+    /// Updates the routing after an error of `node` and returns the next step.
+    async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction;
+}
+
+/// The next step after an error.
+pub(crate) enum ErrorAction {
+    Fail,
+    /// Try this server. `is_asking`: the slot is still migrating to it.
+    Retry {
+        node: Arc<RedisNode>,
+        is_asking: bool,
+    },
+}
+
+/// The connections of one [`RedisBackend`](crate::RedisBackend), or of one master of its quorum.
+pub(crate) struct RedisConnections {
+    topology: Box<dyn Topology>,
+}
+
+impl RedisConnections {
+    /// Creates the topology. [`connect`](Self::connect) opens the connections.
+    pub(crate) async fn new(
+        config: &RedisConfig,
+        channel_scheme: ChannelScheme,
+        invalidations: &InvalidationForwarder,
+    ) -> Result<Self, BackendError> {
+        let topology: Box<dyn Topology> = match &config.servers {
+            ServerAddresses::Single(address) => {
+                let connector =
+                    connector(config, address).map_err(|error| invalid_client_config(&error))?;
+                let node = RedisNode::new(
+                    address.to_string(),
+                    connector,
+                    config,
+                    channel_scheme,
+                    invalidations,
+                );
+                Box::new(SingleTopology(Arc::new(node)))
+            }
+            ServerAddresses::Sentinel { sentinels, service } => {
+                let topology = sentinel::SentinelTopology::new(
+                    config,
+                    sentinels,
+                    service,
+                    channel_scheme,
+                    invalidations,
+                );
+                Box::new(topology.map_err(|error| invalid_client_config(&error))?)
+            }
+            ServerAddresses::Cluster(members) => Box::new(cluster::ClusterTopology::new(
+                config,
+                members,
+                channel_scheme,
+                invalidations,
+            )),
+            ServerAddresses::Quorum(_) => {
+                unreachable!("a quorum has separate connections to each master")
+            }
+        };
+        Ok(Self { topology })
+    }
+
+    /// Creates the connections to one quorum master, which may be down.
+    pub(crate) fn for_quorum_master(
+        address: &ServerAddress,
+        config: &RedisConfig,
+        channel_scheme: ChannelScheme,
+        invalidations: &InvalidationForwarder,
+    ) -> Result<Self, BackendError> {
+        let connector =
+            connector(config, address).map_err(|error| invalid_client_config(&error))?;
+        let node =
+            RedisNode::new(address.to_string(), connector, config, channel_scheme, invalidations);
+        Ok(Self { topology: Box::new(SingleTopology(Arc::new(node))) })
+    }
+
+    /// Connects to all servers, so that configuration errors surface early.
+    pub(crate) async fn connect(&self) -> Result<(), BackendError> {
+        let refused = |error: RedisError| to_backend_error(&error).as_refused();
+        for node in self.topology.nodes().await.map_err(refused)? {
+            node.connect().await.map_err(refused)?;
+            // A server that does not support the required durability would refuse every grant.
+            node.check_durability().await.map_err(|error| {
+                if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
+                    invalid_client_config(&error)
+                } else {
+                    refused(error)
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Runs a script on the server that has `slot`.
+    pub(crate) async fn run(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+    ) -> Result<Value, BackendError> {
+        Ok(self.run_with_redirects(slot, call, false).await?.response)
+    }
+
+    /// Runs a script on the server that has `slot`, and waits until its writes have the configured
+    /// durability.
+    pub(crate) async fn run_durably(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+    ) -> Result<DurableResponse, BackendError> {
+        self.run_with_redirects(slot, call, true).await
+    }
+
+    async fn run_with_redirects(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+        durably: bool,
+    ) -> Result<DurableResponse, BackendError> {
+        let mut node = match self.topology.known_node(slot) {
+            Some(node) => node,
+            None => {
+                let resolved = self.topology.resolve_node(slot).await;
+                resolved.map_err(|error| to_backend_error(&error).as_refused())?
+            }
+        };
+        let mut is_asking = false;
+        for _ in 0..REDIRECTIONS_MAX {
+            let response = if durably {
+                node.run_durably(call, is_asking).await
+            } else {
+                node.run(call, is_asking)
+                    .await
+                    .map(|response| DurableResponse { response, shortfall: None })
+            };
+            let error = match response {
+                Ok(response) => return Ok(response),
+                Err(error) => error,
+            };
+            match self.topology.on_error(&node, &error).await {
+                ErrorAction::Fail => return Err(to_backend_error(&error)),
+                ErrorAction::Retry { node: other, is_asking: is_migrating } => {
+                    (node, is_asking) = (other, is_migrating);
+                }
+            }
+        }
+        Err(BackendError::transient(format!(
+            "redis: the limit of {REDIRECTIONS_MAX} redirections per command is reached"
+        ))
+        .as_refused())
+    }
+
+    /// Returns the server that has `slot`, without I/O.
+    pub(crate) fn known_node(&self, slot: u16) -> Option<Arc<RedisNode>> {
+        self.topology.known_node(slot)
+    }
+
+    /// Returns all servers that hold locks.
+    pub(crate) async fn nodes(&self) -> Result<Vec<Arc<RedisNode>>, BackendError> {
+        self.topology.nodes().await.map_err(|error| to_backend_error(&error).as_refused())
+    }
+
+    /// Sends a command to one server.
+    pub(crate) async fn send_command(
+        &self,
+        node: &Arc<RedisNode>,
+        command: &Cmd,
+    ) -> Result<Value, BackendError> {
+        match node.send_command(command).await {
+            Ok(response) => Ok(response),
+            Err(error) => {
+                // The next command may need another server.
+                let _: ErrorAction = self.topology.on_error(node, &error).await;
+                Err(to_backend_error(&error))
+            }
+        }
+    }
+
+    /// Closes the subscriber connections.
+    pub(crate) async fn close(&self) {
+        for node in self.topology.nodes().await.unwrap_or_default() {
+            node.listener.close();
+        }
+    }
+}
+
+impl fmt::Debug for RedisConnections {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RedisConnections").field(&self.topology).finish()
+    }
+}
+
+/// A single server that has all slots.
+#[derive(Debug)]
+struct SingleTopology(Arc<RedisNode>);
+
+#[async_trait]
+impl Topology for SingleTopology {
+    async fn resolve_node(&self, _slot: u16) -> RedisResult<Arc<RedisNode>> {
+        Ok(Arc::clone(&self.0))
+    }
+
+    fn known_node(&self, _slot: u16) -> Option<Arc<RedisNode>> {
+        Some(Arc::clone(&self.0))
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<RedisNode>>> {
+        Ok(vec![Arc::clone(&self.0)])
+    }
+
+    async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
+        let demotion_errors = [ServerErrorKind::ReadOnly, ServerErrorKind::MasterDown];
+        if demotion_errors.iter().any(|kind| error.kind() == ErrorKind::Server(*kind)) {
+            // Its host name may resolve to another server by now.
+            node.reset_connections_throttled();
+        }
+        ErrorAction::Fail
+    }
+}
+
+/// Returns a function that connects to one server.
+fn connector(config: &RedisConfig, address: &ServerAddress) -> RedisResult<Connector> {
+    let client = config.connection.server_client(address)?;
+    let (connect, response) = (config.connect_timeout, config.response_timeout);
+    Ok(Arc::new(move |on_push| {
+        let client = client.clone();
+        Box::pin(async move { open_connection(&client, connect, response, on_push).await })
+    }))
+}
+
+async fn open_connection(
+    client: &redis::Client,
+    connect: Duration,
+    response: Duration,
+    on_push: PushHandler,
+) -> RedisResult<MultiplexedConnection> {
+    let settings = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(connect))
+        .set_response_timeout(Some(response))
+        .set_push_sender(move |push| {
+            on_push(push);
+            Ok::<(), std::convert::Infallible>(())
+        });
+    let connecting = client.get_multiplexed_async_connection_with_config(&settings).await;
+    connecting.map_err(|error| redact_credentials(client, error))
+}
+
+/// Replaces an error that contains credentials: a server that does not know HELLO repeats its
+/// arguments, with the password.
+fn redact_credentials(client: &redis::Client, error: RedisError) -> RedisError {
+    let text = error.to_string();
+    let settings = client.get_connection_info().redis_settings();
+    // I/O errors repeat no arguments. Only a quoted secret counts, because a short password occurs
+    // in many texts.
+    let is_quoted = |secret: &str| {
+        let quotes = ["'", "`", "\""];
+        quotes.iter().any(|quote| text.contains(&format!("{quote}{secret}{quote}")))
+    };
+    let repeats_login = ["AUTH'", "AUTH`", "AUTH\""].iter().any(|part| text.contains(part));
+    if text.contains("unknown command") && text.contains("HELLO") {
+        return (ErrorKind::RESP3NotSupported, "the server does not support HELLO").into();
+    }
+    if error.kind() != ErrorKind::Io
+        && (settings.password().is_some_and(is_quoted) || repeats_login)
+    {
+        return (ErrorKind::AuthenticationFailed, "the server refused to set up the connection")
+            .into();
+    }
+    error
+}
+
+/// The limit of redirections per command. More than one is rare: a slot that migrates during the
+/// call.
+const REDIRECTIONS_MAX: usize = 8;

@@ -1,0 +1,400 @@
+//! Maintains the slot map of a cluster. Applies `MOVED` and `ASK` redirections at once. Queries the
+//! servers again after errors and at regular intervals.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
+use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use super::command_connection::is_connection_error;
+use super::{ErrorAction, RedisNode, Topology, connector};
+use crate::config::{RedisConfig, ServerAddress};
+use crate::invalidations::InvalidationForwarder;
+use crate::listener::ChannelScheme;
+use crate::slot::SLOT_COUNT;
+
+/// The interval between regular queries.
+const REFRESH_INTERVAL: Duration = Duration::from_secs(10);
+/// The time limit for a server's response while no other server has responded.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the other servers are awaited after the first response.
+const OTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
+/// The minimum pause between two rounds of queries.
+const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(100);
+/// The pause before a retry in a slot that is migrating.
+const MIGRATION_RETRY_DELAY: Duration = Duration::from_millis(20);
+
+pub(super) struct ClusterTopology {
+    state: Arc<ClusterState>,
+    task: JoinHandle<()>,
+}
+
+struct ClusterState {
+    config: RedisConfig,
+    members: Vec<ServerAddress>,
+    channel_scheme: ChannelScheme,
+    invalidations: InvalidationForwarder,
+    nodes: Mutex<HashMap<ServerAddress, Arc<RedisNode>>>,
+    /// The owner of each slot.
+    owners: RwLock<Vec<Option<Arc<RedisNode>>>>,
+    /// An error of the last round of queries.
+    last_error: Mutex<Option<RedisError>>,
+    refresh: Notify,
+    /// The number of completed rounds of queries.
+    refresh_count: watch::Sender<u64>,
+}
+
+impl ClusterTopology {
+    pub(super) fn new(
+        config: &RedisConfig,
+        members: &[ServerAddress],
+        channel_scheme: ChannelScheme,
+        invalidations: &InvalidationForwarder,
+    ) -> Self {
+        let state = Arc::new(ClusterState {
+            config: config.clone(),
+            members: members.to_vec(),
+            channel_scheme,
+            invalidations: invalidations.clone(),
+            nodes: Mutex::default(),
+            owners: RwLock::new(vec![None; SLOT_COUNT]),
+            last_error: Mutex::default(),
+            refresh: Notify::new(),
+            refresh_count: watch::Sender::new(0),
+        });
+        let task = tokio::spawn(refresh_topology(Arc::clone(&state)));
+        Self { state, task }
+    }
+}
+
+impl Drop for ClusterTopology {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[async_trait]
+impl Topology for ClusterTopology {
+    async fn resolve_node(&self, slot: u16) -> RedisResult<Arc<RedisNode>> {
+        if let Some(node) = self.known_node(slot) {
+            return Ok(node);
+        }
+        // No owner is known; the next round of queries may find one.
+        self.state.refresh_now().await;
+        self.known_node(slot).ok_or_else(|| {
+            let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+            (down, "no server is known for this slot").into()
+        })
+    }
+
+    fn known_node(&self, slot: u16) -> Option<Arc<RedisNode>> {
+        let owners = self.state.owners.read().unwrap_or_else(PoisonError::into_inner);
+        owners.get(usize::from(slot)).cloned().flatten()
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<RedisNode>>> {
+        let mut nodes = self.state.masters();
+        if nodes.is_empty() {
+            self.state.refresh_now().await;
+            nodes = self.state.masters();
+        }
+        if nodes.is_empty() {
+            let last_error =
+                self.state.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+            let no_owner = || (down, "no server is known for any slot").into();
+            return Err(last_error.unwrap_or_else(no_owner));
+        }
+        Ok(nodes)
+    }
+
+    async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
+        let ErrorKind::Server(kind) = error.kind() else {
+            if is_connection_error(error) {
+                self.state.refresh.notify_one();
+            }
+            return ErrorAction::Fail;
+        };
+        match kind {
+            ServerErrorKind::Moved | ServerErrorKind::Ask => {
+                let Some((address, slot)) = error.redirect_node() else { return ErrorAction::Fail };
+                let is_asking = kind == ServerErrorKind::Ask;
+                let target = parse_address(address, node.name());
+                let Some(Ok(target)) = target.map(|target| self.state.node_at(&target)) else {
+                    return ErrorAction::Fail;
+                };
+                if !is_asking {
+                    self.state.set_owner(slot, &target);
+                    self.state.refresh.notify_one();
+                }
+                ErrorAction::Retry { node: target, is_asking }
+            }
+            ServerErrorKind::TryAgain => {
+                sleep(MIGRATION_RETRY_DELAY).await;
+                ErrorAction::Retry { node: Arc::clone(node), is_asking: false }
+            }
+            ServerErrorKind::ClusterDown
+            | ServerErrorKind::MasterDown
+            | ServerErrorKind::ReadOnly
+            | ServerErrorKind::BusyLoading => {
+                self.state.refresh.notify_one();
+                ErrorAction::Fail
+            }
+            _ => ErrorAction::Fail,
+        }
+    }
+}
+
+impl ClusterState {
+    /// Returns the server at `address`. Creates its `RedisNode` if necessary.
+    fn node_at(&self, address: &ServerAddress) -> RedisResult<Arc<RedisNode>> {
+        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(node) = nodes.get(address) {
+            return Ok(Arc::clone(node));
+        }
+        let connector = connector(&self.config, address)?;
+        let name = address.to_string();
+        let node = RedisNode::new(
+            name,
+            connector,
+            &self.config,
+            self.channel_scheme.clone(),
+            &self.invalidations,
+        );
+        let node = Arc::new(node);
+        nodes.insert(address.clone(), Arc::clone(&node));
+        Ok(node)
+    }
+
+    fn masters(&self) -> Vec<Arc<RedisNode>> {
+        let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
+        let mut masters: Vec<Arc<RedisNode>> = Vec::new();
+        for owner in owners.iter().flatten() {
+            // Adjacent slots usually have the same owner.
+            let seen = |master: &Arc<RedisNode>| Arc::ptr_eq(master, owner);
+            if !masters.last().is_some_and(seen) && !masters.iter().any(seen) {
+                masters.push(Arc::clone(owner));
+            }
+        }
+        masters
+    }
+
+    fn set_owner(&self, slot: u16, to: &Arc<RedisNode>) {
+        let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(owner) = owners.get_mut(usize::from(slot)) {
+            *owner = Some(Arc::clone(to));
+        }
+    }
+
+    /// Waits for a round of queries that begins after this call.
+    async fn refresh_now(&self) {
+        let mut refresh_count = self.refresh_count.subscribe();
+        // The current round may have queried the servers before this call.
+        let required_count = *refresh_count.borrow() + 2;
+        for _ in 0..2 {
+            self.refresh.notify_one();
+            let limit = (RESPONSE_TIMEOUT + REFRESH_PAUSE_MIN) * 3;
+            let changed = timeout(
+                limit,
+                refresh_count.wait_for(|refresh_count| *refresh_count + 1 >= required_count),
+            );
+            if changed.await.is_ok() {
+                return;
+            }
+        }
+    }
+
+    /// Queries the servers for the slot map, until one responds.
+    async fn refresh_slot_map(&self) {
+        let mut queried: Vec<Arc<RedisNode>> = self.masters();
+        for member in &self.members {
+            if let Ok(node) = self.node_at(member)
+                && !queried.iter().any(|queried| Arc::ptr_eq(queried, &node))
+            {
+                queried.push(node);
+            }
+        }
+        // All servers are queried concurrently, so that dead servers do not delay the others.
+        let mut slot_maps: FuturesUnordered<_> =
+            queried.iter().map(async |node| query_slot_map(node).await).collect();
+        let mut newest: Option<SlotMap> = None;
+        let mut last_error = None;
+        let mut deadline = std::pin::pin!(sleep(RESPONSE_TIMEOUT));
+        loop {
+            let response = tokio::select! {
+                response = slot_maps.next() => response,
+                () = &mut deadline => None,
+            };
+            match response {
+                Some(Ok(slot_map)) => {
+                    if newest.is_none() {
+                        // A server that is partitioned from the others may respond first, with an
+                        // outdated map.
+                        deadline
+                            .as_mut()
+                            .reset(tokio::time::Instant::now() + OTHER_RESPONSES_TIMEOUT);
+                    }
+                    if newest.as_ref().is_none_or(|newest| slot_map.rank > newest.rank) {
+                        newest = Some(slot_map);
+                    }
+                }
+                Some(Err(error)) => last_error = Some(error),
+                None => break,
+            }
+        }
+        drop(slot_maps);
+        *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = last_error;
+        if let Some(slot_map) = newest {
+            self.apply_slot_map(slot_map.ranges);
+        }
+    }
+
+    fn apply_slot_map(&self, ranges: Vec<SlotRange>) {
+        let mut new_owners = vec![None; SLOT_COUNT];
+        for SlotRange { first, last, master } in ranges {
+            let Ok(node) = self.node_at(&master) else { continue };
+            if let Some(slots) = new_owners.get_mut(usize::from(first)..=usize::from(last)) {
+                slots.fill(Some(node));
+            }
+        }
+        let (old_owners, has_moved) = {
+            let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+            let has_moved = owners.iter().zip(&new_owners).any(|(old, new)| match (old, new) {
+                (Some(old), Some(new)) => !Arc::ptr_eq(old, new),
+                _ => false,
+            });
+            (std::mem::replace(&mut *owners, new_owners), has_moved)
+        };
+        if has_moved {
+            // Locks that the new owner does not have are lost. It sends no invalidations for the
+            // others until tracking is enabled for them.
+            self.invalidations.notify_all();
+        }
+        drop(old_owners);
+        // A server without slots has no locks, so its connections are not needed.
+        let masters = self.masters();
+        let members = &self.members;
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
+            members.contains(address) || masters.iter().any(|master| Arc::ptr_eq(master, node))
+        });
+    }
+}
+
+/// Refreshes the slot map on request and at regular intervals, until aborted.
+async fn refresh_topology(state: Arc<ClusterState>) {
+    loop {
+        state.refresh_slot_map().await;
+        state.refresh_count.send_modify(|refresh_count| *refresh_count += 1);
+        sleep(REFRESH_PAUSE_MIN).await;
+        tokio::select! {
+            () = state.refresh.notified() => {}
+            () = sleep(REFRESH_INTERVAL) => {}
+        }
+    }
+}
+
+/// One server's view of the cluster.
+struct SlotMap {
+    /// Whether the server reports a healthy cluster, then its configuration epoch.
+    rank: (bool, u64),
+    ranges: Vec<SlotRange>,
+}
+
+async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
+    let query = async |what: &str| {
+        let command = redis::cmd("CLUSTER").arg(what).to_owned();
+        let queried = timeout(RESPONSE_TIMEOUT, node.send_command(&command)).await;
+        let timed_out = |_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+        queried.unwrap_or_else(timed_out)
+    };
+    let (slots, info) = tokio::join!(query("SLOTS"), query("INFO"));
+    let slots = slots.map_err(|error| {
+        if error.to_string().contains("cluster support disabled") {
+            (ErrorKind::InvalidClientConfig, "the server is not part of a cluster").into()
+        } else {
+            error
+        }
+    })?;
+    let info: String = redis::from_redis_value(info?)?;
+    let value = |name: &str| info.lines().find_map(|line| line.trim().strip_prefix(name));
+    let is_healthy = value("cluster_state:") == Some("ok");
+    let epoch = value("cluster_current_epoch:").and_then(|epoch| epoch.parse().ok());
+    let ranges = parse_slots(&slots, node.name()).unwrap_or_default();
+    if ranges.is_empty() {
+        let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+        return Err((down, "the server reports no slots").into());
+    }
+    Ok(SlotMap { rank: (is_healthy, epoch.unwrap_or(0)), ranges })
+}
+
+/// A range of slots and its owner.
+struct SlotRange {
+    first: u16,
+    last: u16,
+    master: ServerAddress,
+}
+
+/// Parses the response to `CLUSTER SLOTS`; `queried` is the address of the queried server.
+fn parse_slots(response: &Value, queried: &str) -> Option<Vec<SlotRange>> {
+    let Value::Array(ranges) = response else { return None };
+    ranges.iter().map(|range| parse_range(range, queried)).collect()
+}
+
+fn parse_range(range: &Value, queried: &str) -> Option<SlotRange> {
+    let Value::Array(parts) = range else { return None };
+    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = &parts[..] else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = &master[..] else { return None };
+    let host = match host {
+        Value::BulkString(host) => std::str::from_utf8(host).ok()?,
+        Value::Nil => "",
+        _ => return None,
+    };
+    let master = parse_address(&format!("{host}:{port}"), queried)?;
+    Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
+}
+
+/// Parses `HOST:PORT`. A server that does not know its own host name omits it; the host of
+/// `queried` replaces it.
+fn parse_address(text: &str, queried: &str) -> Option<ServerAddress> {
+    let (host, port) = text.rsplit_once(':')?;
+    let host = match host {
+        "" | "?" => queried.rsplit_once(':')?.0,
+        host => host,
+    };
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    Some(ServerAddress::Tcp { host: host.to_owned(), port: port.parse().ok()? })
+}
+
+impl fmt::Debug for ClusterTopology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Cluster").field(&self.state.masters()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_parsed_in_the_format_of_the_servers() {
+        for (text, address) in [
+            ("10.0.0.1:6380", "10.0.0.1:6380"),
+            ("::1:6380", "[::1]:6380"),
+            (":6380", "queried:6380"),
+            ("?:6380", "queried:6380"),
+            ("host.example:1", "host.example:1"),
+        ] {
+            assert_eq!(parse_address(text, "queried:6379").unwrap().to_string(), address, "{text}");
+        }
+        assert_eq!(parse_address("nonsense", "queried:6379"), None);
+    }
+}

@@ -1,0 +1,245 @@
+//! One multiplexed command connection, which is replaced when it breaks or stops responding.
+//! Retries no command except a script that the server has not cached. The caller decides about
+//! retries.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use futures_util::future::{BoxFuture, Shared};
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, Pipeline, RedisError, RedisResult, Value};
+use tokio::sync::Notify;
+use tokio::time::sleep;
+
+use crate::script::ScriptCall;
+
+/// A connection that is being opened.
+pub(crate) type ConnectFuture = BoxFuture<'static, RedisResult<MultiplexedConnection>>;
+
+/// Set once a connection is known to be closed.
+pub(crate) type ClosedFlag = Arc<AtomicBool>;
+
+pub(crate) struct CommandConnection {
+    connect_fn: Box<dyn Fn(ClosedFlag) -> ConnectFuture + Send + Sync>,
+    on_replaced: Box<dyn Fn() + Send + Sync>,
+    /// How long a command may wait without any response before a second connection is tried.
+    probe_after: Duration,
+    current: Mutex<SharedConnection>,
+}
+
+#[derive(Clone)]
+struct SharedConnection {
+    /// The connection attempt; all its users drive it together.
+    connecting: Shared<ConnectFuture>,
+    closed: ClosedFlag,
+    traffic: Arc<Traffic>,
+}
+
+/// The responses of a connection.
+#[derive(Default)]
+struct Traffic {
+    responses: AtomicU64,
+    /// A second connection is being opened for comparison.
+    is_comparing: AtomicBool,
+    replaced: Notify,
+}
+
+/// Marks that a caller is opening the second connection.
+struct ComparisonGuard<'a>(&'a Traffic);
+
+impl Drop for ComparisonGuard<'_> {
+    fn drop(&mut self) {
+        self.0.is_comparing.store(false, Ordering::Release);
+    }
+}
+
+impl CommandConnection {
+    /// Creates a connection that is opened with `connect` at its first use.
+    ///
+    /// `connect` may set the flag when its connection is closed. Otherwise the next command detects
+    /// that and calls `on_replaced`. If a command waits and nothing arrives for `probe_after`, a
+    /// second connection is opened. It replaces the first one if it is ready before any
+    /// response arrives.
+    pub(crate) fn new(
+        connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
+        on_replaced: impl Fn() + Send + Sync + 'static,
+        probe_after: Duration,
+    ) -> Self {
+        let current = Mutex::new(start_connecting(&connect));
+        Self {
+            connect_fn: Box::new(connect),
+            on_replaced: Box::new(on_replaced),
+            probe_after,
+            current,
+        }
+    }
+
+    /// Sends a command.
+    pub(crate) async fn send(&self, command: &Cmd) -> RedisResult<Value> {
+        self.with_connection(async |mut connection| {
+            connection.send_packed_command(command).await?.extract_error()
+        })
+        .await
+    }
+
+    /// Sends a pipeline and returns one response per command. Server errors are among the
+    /// responses.
+    pub(crate) async fn send_all(&self, commands: &Pipeline) -> RedisResult<Vec<Value>> {
+        let count = commands.len();
+        self.with_connection(async |mut connection| {
+            connection.send_packed_commands(commands, 0, count).await
+        })
+        .await
+    }
+
+    /// Runs a script. Sends its source if the server has not cached it.
+    pub(crate) async fn run(&self, call: &ScriptCall<'_>) -> RedisResult<Value> {
+        match self.send(call.evalsha()).await {
+            Err(error) if is_noscript_error(&error) => self.send(&call.eval()).await,
+            response => response,
+        }
+    }
+
+    /// Drops the connection; the next command opens a new one.
+    pub(crate) fn reset(&self) {
+        *self.lock() = start_connecting(&self.connect_fn);
+    }
+
+    /// Connects, unless it is connected.
+    pub(crate) async fn connect(&self) -> RedisResult<()> {
+        self.with_connection(async |_| Ok(())).await
+    }
+
+    async fn with_connection<T, F>(
+        &self,
+        request: impl FnOnce(MultiplexedConnection) -> F,
+    ) -> RedisResult<T>
+    where
+        F: Future<Output = RedisResult<T>>,
+    {
+        let used = {
+            let mut current = self.lock();
+            if current.closed.load(Ordering::Acquire) {
+                *current = start_connecting(&self.connect_fn);
+            }
+            current.clone()
+        };
+        let connection = match used.connecting.peek() {
+            Some(result) => result.clone(),
+            None => used.connecting.clone().await,
+        };
+        let is_connected = connection.is_ok();
+        let response = match connection {
+            Ok(connection) => self.await_response(&used, request(connection)).await,
+            Err(error) => Err(error),
+        };
+        if let Err(error) = &response
+            && (!is_connected || is_connection_error(error))
+        {
+            let is_unreported = is_connected && !used.closed.load(Ordering::Acquire);
+            if self.replace(&used, || start_connecting(&self.connect_fn)) && is_unreported {
+                (self.on_replaced)();
+            }
+        }
+        response
+    }
+
+    /// Replaces the connection `used` by `fresh` if `used` is still current. Of many commands that
+    /// fail together, only the first replaces it.
+    fn replace(&self, used: &SharedConnection, fresh: impl FnOnce() -> SharedConnection) -> bool {
+        let mut current = self.lock();
+        let is_current = current.connecting.ptr_eq(&used.connecting);
+        if is_current {
+            *current = fresh();
+        }
+        is_current
+    }
+
+    /// Waits for the response over `used`. Returns an error if `used` delivers nothing while a
+    /// second connection can be opened.
+    ///
+    /// A slow server is slow on both connections, so the response arrives first. A connection that
+    /// died without a reset, for example behind a router that dropped its state, delivers nothing.
+    async fn await_response<T>(
+        &self,
+        used: &SharedConnection,
+        request: impl Future<Output = RedisResult<T>>,
+    ) -> RedisResult<T> {
+        let traffic = &*used.traffic;
+        let mut request = pin!(request);
+        let mut replaced = pin!(traffic.replaced.notified());
+        replaced.as_mut().enable();
+        loop {
+            let responses = traffic.responses.load(Ordering::Acquire);
+            let is_unresponsive = || traffic.responses.load(Ordering::Acquire) == responses;
+            tokio::select! {
+                biased;
+                response = &mut request => {
+                    if !response.as_ref().is_err_and(RedisError::is_timeout) {
+                        traffic.responses.fetch_add(1, Ordering::AcqRel);
+                    }
+                    return response;
+                }
+                () = &mut replaced => return Err(timed_out()),
+                () = sleep(self.probe_after) => {}
+            }
+            if !is_unresponsive() || traffic.is_comparing.swap(true, Ordering::AcqRel) {
+                continue;
+            }
+            let _comparison = ComparisonGuard(traffic);
+            let fresh = start_connecting(&self.connect_fn);
+            let fresh_result = tokio::select! {
+                biased;
+                response = &mut request => {
+                    traffic.responses.fetch_add(1, Ordering::AcqRel);
+                    return response;
+                }
+                () = &mut replaced => return Err(timed_out()),
+                result = fresh.connecting.clone() => result,
+            };
+            if fresh_result.is_ok() && is_unresponsive() && self.replace(used, || fresh) {
+                (self.on_replaced)();
+                traffic.replaced.notify_waiters();
+                return Err(timed_out());
+            }
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, SharedConnection> {
+        self.current.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn start_connecting(connect: &impl Fn(ClosedFlag) -> ConnectFuture) -> SharedConnection {
+    let closed = ClosedFlag::default();
+    SharedConnection {
+        connecting: connect(Arc::clone(&closed)).shared(),
+        closed,
+        traffic: Arc::default(),
+    }
+}
+
+fn timed_out() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+}
+
+/// Returns whether the connection is unusable after `error`. A connection that timed out may be
+/// dead without a reset.
+pub(super) fn is_connection_error(error: &RedisError) -> bool {
+    error.is_timeout() || error.is_io_error() || error.is_unrecoverable_error()
+}
+
+pub(super) fn is_noscript_error(error: &RedisError) -> bool {
+    error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript)
+}
+
+impl fmt::Debug for CommandConnection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CommandConnection").finish_non_exhaustive()
+    }
+}

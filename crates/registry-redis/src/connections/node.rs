@@ -1,0 +1,376 @@
+//! One server that holds locks: its command connections and its subscriber connection.
+
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use redis::{Cmd, PushInfo, PushKind, RedisResult, Value};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
+
+use super::command_connection::{
+    ClosedFlag, CommandConnection, ConnectFuture, is_connection_error, is_noscript_error,
+};
+use crate::config::{Durability, RedisConfig};
+use crate::invalidations::InvalidationForwarder;
+use crate::listener::{ChannelScheme, ReleaseListener};
+use crate::script::ScriptCall;
+
+/// Opens a connection to the server. The argument receives the server's push messages.
+pub(crate) type Connector = Arc<dyn Fn(PushHandler) -> ConnectFuture + Send + Sync>;
+
+/// Receives push messages.
+pub(crate) type PushHandler = Arc<dyn Fn(PushInfo) + Send + Sync>;
+
+pub(crate) struct RedisNode {
+    name: String,
+    commands: Arc<CommandConnection>,
+    reconnect_task: JoinHandle<()>,
+    last_reset_at: Mutex<Option<Instant>>,
+    /// Connections for scripts that wait for replicas or disks. `WAIT` blocks all later commands on
+    /// its connection.
+    durable_connections: Vec<CommandConnection>,
+    next_durable: AtomicUsize,
+    durability: Durability,
+    pub(crate) listener: ReleaseListener,
+    invalidations: InvalidationForwarder,
+}
+
+impl RedisNode {
+    /// Creates the node that `connector` reaches; `name` appears in messages.
+    pub(crate) fn new(
+        name: String,
+        connector: Connector,
+        config: &RedisConfig,
+        channel_scheme: ChannelScheme,
+        invalidations: &InvalidationForwarder,
+    ) -> Self {
+        let connection_lost = Arc::new(Notify::new());
+        let probe_after = PROBE_AFTER.min(config.response_timeout);
+        let connection = |probe_after| {
+            let (connector, invalidations, invalidations_missed) =
+                (Arc::clone(&connector), invalidations.clone(), invalidations.clone());
+            let (connection_lost, connection_replaced) =
+                (Arc::clone(&connection_lost), Arc::clone(&connection_lost));
+            CommandConnection::new(
+                move |closed| {
+                    connect_with_tracking(
+                        Arc::clone(&connector),
+                        invalidations.clone(),
+                        closed,
+                        Arc::clone(&connection_lost),
+                    )
+                },
+                // Invalidations are missed from now on.
+                move || {
+                    invalidations_missed.notify_all();
+                    connection_replaced.notify_one();
+                },
+                probe_after,
+            )
+        };
+        let commands = Arc::new(connection(probe_after));
+        let reconnect_task = tokio::spawn(reconnect_after_loss(
+            Arc::clone(&commands),
+            invalidations.clone(),
+            Arc::clone(&connection_lost),
+        ));
+        let durable_count = if config.durability.is_required() { DURABLE_CONNECTIONS } else { 0 };
+        Self {
+            name,
+            commands,
+            reconnect_task,
+            last_reset_at: Mutex::default(),
+            // The server may take this long to wait for its replicas.
+            durable_connections: (0..durable_count)
+                .map(|_| connection(probe_after + config.durability.limit))
+                .collect(),
+            next_durable: AtomicUsize::new(0),
+            durability: config.durability,
+            listener: ReleaseListener::new(Arc::clone(&connector), channel_scheme),
+            invalidations: invalidations.clone(),
+        }
+    }
+
+    /// Returns the server's address, for messages.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Connects, unless it is connected.
+    pub(crate) async fn connect(&self) -> RedisResult<()> {
+        self.commands.connect().await
+    }
+
+    /// Replaces all connections, because another server has replaced this one.
+    pub(crate) fn reset_connections(&self) {
+        self.commands.reset();
+        for connection in &self.durable_connections {
+            connection.reset();
+        }
+        self.listener.reset();
+        // Locks that the new server does not have are lost. It sends no invalidations for the
+        // others until tracking is enabled for them.
+        self.invalidations.notify_all();
+    }
+
+    /// Calls [`reset_connections`](Self::reset_connections) unless that happened within
+    /// [`RESET_INTERVAL_MIN`]: the name then still leads to a replica.
+    pub(crate) fn reset_connections_throttled(&self) {
+        let now = Instant::now();
+        {
+            let mut last_reset_at =
+                self.last_reset_at.lock().unwrap_or_else(PoisonError::into_inner);
+            if last_reset_at.is_some_and(|at| now.duration_since(at) < RESET_INTERVAL_MIN) {
+                return;
+            }
+            *last_reset_at = Some(now);
+        }
+        self.reset_connections();
+    }
+
+    /// Sends a command.
+    pub(crate) async fn send_command(&self, command: &Cmd) -> RedisResult<Value> {
+        self.commands.send(command).await
+    }
+
+    /// Runs a script. `is_asking`: the slot of its keys is still migrating to this server.
+    pub(crate) async fn run(&self, call: &ScriptCall<'_>, is_asking: bool) -> RedisResult<Value> {
+        let prefix = self.prefix(call, is_asking);
+        if prefix.is_none() {
+            return self.commands.run(call).await;
+        }
+        let mut responses = self.run_pipelined(&self.commands, call, prefix, None).await?;
+        responses.swap_remove(1).extract_error()
+    }
+
+    /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply to
+    /// the very next command, so only one of them is possible. While a slot migrates, its locks are
+    /// therefore not tracked, and are verified at short intervals instead.
+    fn prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
+        if is_asking {
+            if call.is_tracked() {
+                self.invalidations.notify_soon(call.keys());
+            }
+            return Some(Prefix::Asking);
+        }
+        (call.is_tracked() && self.invalidations.is_tracking()).then_some(Prefix::Caching)
+    }
+
+    /// Runs a script between other commands. Returns their responses in order.
+    async fn run_pipelined(
+        &self,
+        connection: &CommandConnection,
+        call: &ScriptCall<'_>,
+        prefix: Option<Prefix>,
+        suffix: Option<Cmd>,
+    ) -> RedisResult<Vec<Value>> {
+        let all = |command: &Cmd| {
+            let mut all = redis::pipe();
+            match prefix {
+                Some(Prefix::Asking) => drop(all.cmd("ASKING")),
+                Some(Prefix::Caching) => drop(all.cmd("CLIENT").arg("CACHING").arg("YES")),
+                None => {}
+            }
+            all.add_command(command.clone());
+            if let Some(suffix) = &suffix {
+                all.add_command(suffix.clone());
+            }
+            all
+        };
+        let at = usize::from(prefix.is_some());
+        let count = at + 1 + usize::from(suffix.is_some());
+        let mut responses = connection.send_all(&all(call.evalsha())).await?;
+        if responses.get(at).is_some_and(is_noscript_response) {
+            responses = connection.send_all(&all(&call.eval())).await?;
+        }
+        if responses.len() != count {
+            return Err((redis::ErrorKind::UnexpectedReturnType, "a response is missing").into());
+        }
+        if prefix == Some(Prefix::Caching)
+            && matches!(responses.first(), Some(Value::ServerError(_)))
+        {
+            // This user may not run the command. Losses are detected at the next renewal.
+            self.invalidations.set_tracking(false);
+        }
+        Ok(responses)
+    }
+
+    /// Runs a script and waits until its writes have the configured durability.
+    pub(crate) async fn run_durably(
+        &self,
+        call: &ScriptCall<'_>,
+        is_asking: bool,
+    ) -> RedisResult<DurableResponse> {
+        // Scripts that enable tracking all use the first connection. The server regards writes on
+        // another connection as changes by another client, and each renewal would trigger a
+        // verification.
+        let others = self.durable_connections.len().saturating_sub(1).max(1);
+        let connection = if call.is_tracked() {
+            &self.durable_connections[0]
+        } else {
+            &self.durable_connections
+                [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
+        };
+        let prefix = self.prefix(call, is_asking);
+        let responses =
+            self.run_pipelined(connection, call, prefix, Some(self.wait_command())).await?;
+        let mut responses = responses.into_iter().skip(usize::from(prefix.is_some()));
+        let mut next = || responses.next().unwrap_or(Value::Nil).extract_error();
+        let response = next()?;
+        let reached = next().map(|reached| self.shortfall(&reached));
+        Ok(DurableResponse {
+            response,
+            shortfall: reached.unwrap_or_else(|error| Some(error.to_string())),
+        })
+    }
+
+    /// Runs the durability command once, without a pending write and with a 1 ms limit, to find out
+    /// whether the server supports it.
+    pub(crate) async fn check_durability(&self) -> RedisResult<()> {
+        if !self.durability.is_required() {
+            return Ok(());
+        }
+        let command = if self.durability.fsync {
+            redis::cmd("WAITAOF").arg(1).arg(0).arg(1).to_owned()
+        } else {
+            redis::cmd("WAIT").arg(0).arg(1).to_owned()
+        };
+        self.commands.send(&command).await.map(drop)
+    }
+
+    fn wait_command(&self) -> Cmd {
+        let limit = u64::try_from(self.durability.limit.as_millis()).unwrap_or(u64::MAX);
+        let mut command = redis::cmd(if self.durability.fsync { "WAITAOF" } else { "WAIT" });
+        if self.durability.fsync {
+            command.arg(1);
+        }
+        command.arg(self.durability.replicas).arg(limit);
+        command
+    }
+
+    /// Returns what is missing of the configured durability.
+    fn shortfall(&self, reached: &Value) -> Option<String> {
+        let wanted = i64::from(self.durability.replicas);
+        let (disk, replicas) = match reached {
+            Value::Int(replicas) => (true, *replicas),
+            Value::Array(both) => match both[..] {
+                [Value::Int(disk), Value::Int(replicas)] => (disk > 0, replicas),
+                _ => (false, 0),
+            },
+            _ => (false, 0),
+        };
+        if replicas < wanted {
+            return Some(format!("{replicas} of {wanted} replicas have received it"));
+        }
+        (!disk).then(|| "the server has not written it to disk".to_owned())
+    }
+}
+
+/// A script's response, and what is missing of the configured durability.
+pub(crate) struct DurableResponse {
+    pub(crate) response: Value,
+    pub(crate) shortfall: Option<String>,
+}
+
+/// The command that precedes a script.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Prefix {
+    /// `ASKING`: the slot is migrating to this server.
+    Asking,
+    /// `CLIENT CACHING YES`: the server tracks the keys that the script reads.
+    Caching,
+}
+
+fn is_noscript_response(response: &Value) -> bool {
+    matches!(response, Value::ServerError(error) if is_noscript_error(&error.clone().into()))
+}
+
+impl Drop for RedisNode {
+    fn drop(&mut self) {
+        self.reconnect_task.abort();
+    }
+}
+
+/// Reconnects after a connection loss, so that holders verify their claims as soon as the server is
+/// available.
+async fn reconnect_after_loss(
+    commands: Arc<CommandConnection>,
+    invalidations: InvalidationForwarder,
+    connection_lost: Arc<Notify>,
+) {
+    loop {
+        connection_lost.notified().await;
+        let started_at = Instant::now();
+        let mut was_down = false;
+        // Without a registry there is no holder. After the limit, the leases are over.
+        while invalidations.has_subscribers() && started_at.elapsed() < RECONNECT_LIMIT {
+            if commands.connect().await.is_ok() {
+                break;
+            }
+            was_down = true;
+            sleep((started_at.elapsed() / 10).clamp(RECONNECT_MIN, RECONNECT_MAX)).await;
+        }
+        if was_down {
+            // Verifications during the outage failed, and the next ones would follow only after a
+            // pause.
+            invalidations.notify_all();
+        }
+    }
+}
+
+/// Opens a connection with client tracking in the `OPTIN` mode: only keys of scripts after
+/// [`Prefix::Caching`] are tracked.
+fn connect_with_tracking(
+    connector: Connector,
+    invalidations: InvalidationForwarder,
+    closed: ClosedFlag,
+    connection_lost: Arc<Notify>,
+) -> ConnectFuture {
+    Box::pin(async move {
+        let on_push: PushHandler = Arc::new({
+            let invalidations = invalidations.clone();
+            move |push| match push.kind {
+                PushKind::Invalidate => invalidations.forward(&push.data),
+                // Invalidations are missed from now on. The verification that follows needs a new
+                // connection.
+                PushKind::Disconnection => {
+                    closed.store(true, Ordering::Release);
+                    invalidations.notify_all();
+                    connection_lost.notify_one();
+                }
+                _ => {}
+            }
+        });
+        let mut connection = connector(on_push).await?;
+        // NOLOOP: changes over this connection are those of this client. If the server or the user
+        // does not support tracking, losses are detected at the next renewal.
+        let track =
+            redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("OPTIN").arg("NOLOOP").to_owned();
+        match connection.send_packed_command(&track).await.and_then(Value::extract_error) {
+            Err(error) if is_connection_error(&error) => return Err(error),
+            tracked => invalidations.set_tracking(tracked.is_ok()),
+        }
+        Ok(connection)
+    })
+}
+
+impl fmt::Debug for RedisNode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Node").field(&self.name).finish()
+    }
+}
+
+const DURABLE_CONNECTIONS: usize = 4;
+/// How long a command may wait without any response before a second connection is tried. Short
+/// enough for a lease of 5 s.
+const PROBE_AFTER: Duration = Duration::from_secs(1);
+/// The minimum time between two replacements of all connections to a server that reports to be a
+/// replica.
+const RESET_INTERVAL_MIN: Duration = Duration::from_secs(1);
+/// The limits of the pause between connection attempts, which is a tenth of the outage.
+const RECONNECT_MIN: Duration = Duration::from_millis(20);
+const RECONNECT_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_LIMIT: Duration = Duration::from_secs(300);

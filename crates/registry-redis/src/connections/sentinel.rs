@@ -1,0 +1,291 @@
+//! Follows a master through failovers: the sentinels report its address.
+//!
+//! All sentinels are queried concurrently, and the response with the newest configuration epoch
+//! counts. A sentinel that is partitioned from the others may still report an old master. The
+//! sentinels are queried after each of their `+switch-master` messages, at regular intervals, and
+//! after each error that an old master may cause.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use super::command_connection::{CommandConnection, ConnectFuture, is_connection_error};
+use super::{Connector, ErrorAction, RedisNode, Topology, connector, redact_credentials};
+use crate::config::{RedisConfig, ServerAddress};
+use crate::invalidations::InvalidationForwarder;
+use crate::listener::ChannelScheme;
+
+/// The interval between regular queries.
+const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
+/// The time limit for a sentinel's response.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The minimum pause between two rounds of queries.
+const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(50);
+
+pub(super) struct SentinelTopology {
+    node: Arc<RedisNode>,
+    state: Arc<SentinelState>,
+    task: JoinHandle<()>,
+}
+
+struct SentinelState {
+    service: String,
+    sentinels: Vec<Sentinel>,
+    /// The master that connections lead to, once it is known.
+    master: Mutex<Option<ServerAddress>>,
+    refresh: Notify,
+}
+
+struct Sentinel {
+    connection: CommandConnection,
+    client: redis::Client,
+}
+
+impl SentinelTopology {
+    pub(super) fn new(
+        config: &RedisConfig,
+        sentinels: &[ServerAddress],
+        service: &str,
+        channel_scheme: ChannelScheme,
+        invalidations: &InvalidationForwarder,
+    ) -> RedisResult<Self> {
+        let sentinel = |address| {
+            let client = config.connection.sentinel_client(address)?;
+            let (own_client, connect_timeout) = (client.clone(), config.connect_timeout);
+            let connect = move |_| -> ConnectFuture {
+                let client = own_client.clone();
+                let settings = redis::AsyncConnectionConfig::new()
+                    .set_connection_timeout(Some(connect_timeout))
+                    .set_response_timeout(Some(RESPONSE_TIMEOUT));
+                Box::pin(async move {
+                    let connecting = client.get_multiplexed_async_connection_with_config(&settings);
+                    connecting.await.map_err(|error| redact_credentials(&client, error))
+                })
+            };
+            let connection = CommandConnection::new(connect, || {}, RESPONSE_TIMEOUT);
+            Ok(Sentinel { connection, client })
+        };
+        let state = Arc::new(SentinelState {
+            service: service.to_owned(),
+            sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
+            master: Mutex::default(),
+            refresh: Notify::new(),
+        });
+        let connector = master_connector(config.clone(), Arc::clone(&state));
+        let node = Arc::new(RedisNode::new(
+            format!("master of {service}"),
+            connector,
+            config,
+            channel_scheme,
+            invalidations,
+        ));
+        let task = tokio::spawn(follow_master(Arc::clone(&state), Arc::clone(&node)));
+        Ok(Self { node, state, task })
+    }
+}
+
+impl Drop for SentinelTopology {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[async_trait]
+impl Topology for SentinelTopology {
+    async fn resolve_node(&self, _slot: u16) -> RedisResult<Arc<RedisNode>> {
+        Ok(Arc::clone(&self.node))
+    }
+
+    fn known_node(&self, _slot: u16) -> Option<Arc<RedisNode>> {
+        Some(Arc::clone(&self.node))
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<RedisNode>>> {
+        Ok(vec![Arc::clone(&self.node)])
+    }
+
+    async fn on_error(&self, _node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
+        let demotion_errors = [
+            ErrorKind::Server(ServerErrorKind::ReadOnly),
+            ErrorKind::Server(ServerErrorKind::MasterDown),
+            ErrorKind::Server(ServerErrorKind::BusyLoading),
+        ];
+        if is_connection_error(error)
+            || demotion_errors.contains(&error.kind())
+            || error.code() == Some("UNBLOCKED")
+        {
+            if demotion_errors.contains(&error.kind()) {
+                // The connection is intact, but its server is no longer the master.
+                self.node.reset_connections();
+            }
+            self.state.refresh.notify_one();
+        }
+        ErrorAction::Fail
+    }
+}
+
+impl SentinelState {
+    /// Queries all sentinels for the master's address.
+    async fn resolve_master(&self) -> RedisResult<ServerAddress> {
+        let command = redis::cmd("SENTINEL").arg("MASTER").arg(&self.service).to_owned();
+        let responses = join_all(self.sentinels.iter().map(async |sentinel| {
+            let response = timeout(RESPONSE_TIMEOUT, sentinel.connection.send(&command)).await;
+            let timed_out = || Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+            parse_master(&response.unwrap_or_else(|_| timed_out())?)
+        }))
+        .await;
+        let mut newest: Option<(u64, ServerAddress)> = None;
+        let mut last_error = None;
+        for response in responses {
+            match response {
+                Ok((epoch, address))
+                    if newest.as_ref().is_none_or(|(newest, _)| epoch > *newest) =>
+                {
+                    newest = Some((epoch, address));
+                }
+                Ok(_) => {}
+                // The response of a sentinel explains more than the failure to reach another one.
+                Err(error) if is_connection_error(&error) => _ = last_error.get_or_insert(error),
+                Err(error) => last_error = Some(translate_sentinel_error(error)),
+            }
+        }
+        let no_sentinel = || (ErrorKind::Client, "no sentinel is configured").into();
+        newest.map(|(_, address)| address).ok_or_else(|| last_error.unwrap_or_else(no_sentinel))
+    }
+
+    /// Records the master and returns whether it replaces another one.
+    fn set_master(&self, address: &ServerAddress) -> bool {
+        let mut master = self.master();
+        let other = master.as_ref().is_some_and(|master| master != address);
+        *master = Some(address.clone());
+        other
+    }
+
+    fn master(&self) -> std::sync::MutexGuard<'_, Option<ServerAddress>> {
+        self.master.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Translates an error that a sentinel returned.
+fn translate_sentinel_error(error: RedisError) -> RedisError {
+    let text = error.to_string();
+    let message = if text.contains("No such master") {
+        "the sentinels monitor no service of this name"
+    } else if text.contains("unknown command") {
+        "the server is not a sentinel"
+    } else if matches!(error.code(), Some("NOAUTH" | "WRONGPASS"))
+        || error.kind() == ErrorKind::AuthenticationFailed
+    {
+        return (ErrorKind::AuthenticationFailed, "a sentinel requires its own password").into();
+    } else {
+        return error;
+    };
+    (ErrorKind::InvalidClientConfig, message).into()
+}
+
+fn parse_master(response: &Value) -> RedisResult<(u64, ServerAddress)> {
+    let fields: std::collections::HashMap<String, String> = redis::from_redis_value_ref(response)?;
+    let field = |name: &str| fields.get(name).filter(|value| !value.is_empty());
+    let unexpected_response =
+        || RedisError::from((ErrorKind::UnexpectedReturnType, "not a sentinel's response"));
+    let host = field("ip").ok_or_else(unexpected_response)?.clone();
+    let port = field("port").and_then(|port| port.parse().ok()).ok_or_else(unexpected_response)?;
+    let epoch = field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+    Ok((epoch, ServerAddress::Tcp { host, port }))
+}
+
+/// Returns a function that connects to the current master and verifies its role.
+fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector {
+    let config = Arc::new(config);
+    Arc::new(move |on_push| {
+        let (config, state) = (Arc::clone(&config), Arc::clone(&state));
+        Box::pin(async move {
+            let address = state.resolve_master().await?;
+            // Only `refresh_master` records a change of master, because it must also replace the
+            // other connections.
+            state.master().get_or_insert_with(|| address.clone());
+            let mut connection = connector(&config, &address)?(on_push).await?;
+            let role =
+                connection.send_packed_command(&redis::cmd("ROLE")).await?.extract_error()?;
+            let is_master = matches!(
+                &role,
+                Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master")
+            );
+            if is_master {
+                return Ok(connection);
+            }
+            // A failover is in progress.
+            state.refresh.notify_one();
+            Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
+                .into())
+        })
+    })
+}
+
+/// Checks for a new master until aborted.
+async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
+    let mut sentinel = 0;
+    loop {
+        let messages = match state.sentinels.get(sentinel) {
+            Some(sentinel) => subscribe_to_failovers(&sentinel.client).await,
+            None => return,
+        };
+        match messages {
+            Some(messages) => {
+                let mut messages = messages.into_on_message();
+                loop {
+                    refresh_master(&state, &node).await;
+                    sleep(REFRESH_PAUSE_MIN).await;
+                    let is_subscribed = tokio::select! {
+                        message = messages.next() => message.is_some(),
+                        () = state.refresh.notified() => true,
+                        () = sleep(REFRESH_INTERVAL) => true,
+                    };
+                    if !is_subscribed {
+                        break;
+                    }
+                }
+            }
+            None => {
+                refresh_master(&state, &node).await;
+                sleep(REFRESH_PAUSE_MIN * 5).await;
+            }
+        }
+        // Another sentinel may be reachable.
+        sentinel = (sentinel + 1) % state.sentinels.len();
+    }
+}
+
+async fn subscribe_to_failovers(sentinel: &redis::Client) -> Option<redis::aio::PubSub> {
+    let listening = async {
+        let mut messages = sentinel.get_async_pubsub().await?;
+        messages.subscribe("+switch-master").await?;
+        RedisResult::Ok(messages)
+    };
+    timeout(RESPONSE_TIMEOUT, listening).await.ok()?.ok()
+}
+
+async fn refresh_master(state: &SentinelState, node: &RedisNode) {
+    if let Ok(address) = state.resolve_master().await
+        && state.set_master(&address)
+    {
+        node.reset_connections();
+    }
+}
+
+impl fmt::Debug for SentinelTopology {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SentinelTopology")
+            .field("service", &self.state.service)
+            .field("master", &*self.state.master())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,119 @@
+//! Forwards the servers' invalidation messages (`CLIENT TRACKING`) to the registries that may hold
+//! the locks. `RedisNode` reports the messages; the engine then verifies the claims.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use redis::Value;
+use registry_core::{Invalidations, Key};
+
+use crate::names::RedisKeyNames;
+
+/// The subscribed registries, and whether the servers send invalidations.
+#[derive(Clone)]
+pub(crate) struct InvalidationForwarder(Arc<ForwarderState>);
+
+struct ForwarderState {
+    names: RedisKeyNames,
+    /// A server refused client tracking.
+    is_tracking_refused: AtomicBool,
+    registries: Mutex<Vec<Invalidations>>,
+    /// Keys of migrating slots, for which no server sends invalidations.
+    untracked_keys: Mutex<BTreeSet<Key>>,
+}
+
+/// How soon a key is verified if the server could not enable tracking for it.
+const UNTRACKED_KEY_DELAY: Duration = Duration::from_millis(250);
+
+impl InvalidationForwarder {
+    pub(crate) fn new(names: RedisKeyNames) -> Self {
+        Self(Arc::new(ForwarderState {
+            names,
+            is_tracking_refused: AtomicBool::new(false),
+            registries: Mutex::default(),
+            untracked_keys: Mutex::default(),
+        }))
+    }
+
+    /// Subscribes a registry.
+    pub(crate) fn subscribe(&self, registry: Invalidations) {
+        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
+        registries.retain(Invalidations::is_live);
+        registries.push(registry);
+    }
+
+    /// Returns whether any open registry is subscribed.
+    pub(crate) fn has_subscribers(&self) -> bool {
+        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
+        registries.retain(Invalidations::is_live);
+        !registries.is_empty()
+    }
+
+    /// Records whether a server sends invalidations.
+    pub(crate) fn set_tracking(&self, is_tracking: bool) {
+        self.0.is_tracking_refused.store(!is_tracking, Ordering::Release);
+    }
+
+    /// Returns whether the servers send invalidations.
+    pub(crate) fn is_tracking(&self) -> bool {
+        !self.0.is_tracking_refused.load(Ordering::Acquire)
+    }
+
+    /// Forwards the keys of an invalidation message. A message without a list invalidates all keys.
+    pub(crate) fn forward(&self, data: &[Value]) {
+        let Some(Value::Array(names)) = data.first() else { return self.notify_all() };
+        for name in names {
+            let Value::BulkString(name) = name else { continue };
+            if let Some(key) = self.parse_key(name) {
+                self.for_each_registry(|registry| registry.notify(&key));
+            }
+        }
+    }
+
+    /// Invalidates these keys after [`UNTRACKED_KEY_DELAY`], because the server sends no
+    /// invalidations for them.
+    pub(crate) fn notify_soon<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
+        let mut keys = self.0.untracked_keys.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_idle = keys.is_empty();
+        keys.extend(names.filter_map(|name| self.parse_key(name)));
+        if is_idle && !keys.is_empty() {
+            let invalidations = self.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(UNTRACKED_KEY_DELAY).await;
+                let untracked_keys = &invalidations.0.untracked_keys;
+                let keys = std::mem::take(
+                    &mut *untracked_keys.lock().unwrap_or_else(PoisonError::into_inner),
+                );
+                for key in keys {
+                    invalidations.for_each_registry(|registry| registry.notify(&key));
+                }
+            });
+        }
+    }
+
+    fn parse_key(&self, name: &[u8]) -> Option<Key> {
+        self.0.names.key(std::str::from_utf8(name).ok()?)
+    }
+
+    /// Invalidates all keys.
+    pub(crate) fn notify_all(&self) {
+        self.for_each_registry(Invalidations::notify_all);
+    }
+
+    fn for_each_registry(&self, notify: impl Fn(&Invalidations)) {
+        let registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        registries.iter().for_each(notify);
+    }
+}
+
+// Written manually: the derived form would print only names.
+impl fmt::Debug for InvalidationForwarder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InvalidationForwarder")
+            .field("tracking", &self.is_tracking())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,431 @@
+//! Receives release messages: one subscriber connection and one task per server, and one
+//! subscription per awaited lock. This module handles channels and does not interpret locks.
+//! A `RedisNode` owns one [`ReleaseListener`].
+//!
+//! A message may be lost with its connection, so every reconnect wakes all waiters. The engine also
+//! polls, so no waiter depends on messages alone. Commands never use this connection, because a
+//! push message could be mistaken for the response to a command.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use redis::aio::MultiplexedConnection;
+use redis::{ErrorKind, PushInfo, PushKind, ServerErrorKind, Value};
+use tokio::sync::{Notify, mpsc};
+use tokio::task::JoinHandle;
+use tokio::time::timeout;
+
+use crate::connections::{Connector, PushHandler};
+use crate::names::RedisKeyNames;
+
+/// How long an unused channel stays subscribed. A caller that waited once often waits again.
+const UNUSED_CHANNEL_LIFETIME: Duration = Duration::from_secs(1);
+
+/// The limits of the pause between connection attempts.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// The channels on which releases are published.
+#[derive(Debug, Clone)]
+pub(crate) struct ChannelScheme {
+    pub(crate) names: RedisKeyNames,
+    /// Sharded Pub/Sub: each channel belongs to a hash slot.
+    pub(crate) sharded: bool,
+}
+
+/// All subscribed channels of one server.
+pub(crate) struct ReleaseListener {
+    table: Arc<ChannelTable>,
+    subscribe_requests: mpsc::UnboundedSender<Arc<str>>,
+    task: JoinHandle<()>,
+}
+
+struct ChannelTable {
+    scheme: ChannelScheme,
+    channels: Mutex<HashMap<Arc<str>, Arc<ReleaseChannel>>>,
+    /// Notified when another server has replaced this one.
+    reset_requested: Notify,
+}
+
+/// One channel.
+struct ReleaseChannel {
+    /// The value of [`CHANGES`] at the last change; zero until the server confirms the
+    /// subscription.
+    changed_at: AtomicU64,
+    /// The server has confirmed the subscription on the current connection.
+    is_subscribed: AtomicBool,
+    changed: Notify,
+    waiters: AtomicU64,
+    /// A caller has waited since the last search for idle channels. A waiter that is between two
+    /// attempts waits again soon.
+    is_recent: AtomicBool,
+}
+
+/// Numbers the changes of all channels of all servers. A channel that was dropped and subscribed
+/// again, or that moved to another server, therefore never counts as unchanged.
+static CHANGES: AtomicU64 = AtomicU64::new(1);
+
+/// Returns the current change number, for [`ReleaseListener::wait`]. Read it before a
+/// request whose response a later change may make obsolete.
+pub(crate) fn current_mark() -> u64 {
+    CHANGES.load(Ordering::Acquire)
+}
+
+impl ReleaseListener {
+    /// Starts the task, which opens connections with `connector`. The first one is opened
+    /// when a caller first waits.
+    pub(crate) fn new(connector: Connector, scheme: ChannelScheme) -> Self {
+        let table = Arc::new(ChannelTable {
+            scheme,
+            channels: Mutex::default(),
+            reset_requested: Notify::new(),
+        });
+        let (subscribe_requests, requests) = mpsc::unbounded_channel();
+        let task = tokio::spawn(run(Arc::clone(&table), connector, requests));
+        Self { table, subscribe_requests, task }
+    }
+
+    /// Waits until the channel `name` has changed after `mark`. If the channel was not subscribed
+    /// at `mark`, waits until it is.
+    pub(crate) async fn wait(&self, name: &str, mark: u64) {
+        let waiter = self.table.add_waiter(name, &self.subscribe_requests);
+        let channel = &waiter.0;
+        loop {
+            let changed = channel.changed.notified();
+            tokio::pin!(changed);
+            // Registers before the check, so that no change between the two is missed.
+            changed.as_mut().enable();
+            if channel.changed_at.load(Ordering::Acquire) > mark {
+                return;
+            }
+            changed.await;
+        }
+    }
+
+    /// Returns whether a message on this channel would arrive: the subscription is confirmed on a
+    /// connection that responds.
+    pub(crate) fn is_confirmed(&self, name: &str) -> bool {
+        let channels = self.table.channels();
+        channels.get(name).is_some_and(|channel| channel.is_subscribed.load(Ordering::Acquire))
+    }
+
+    /// Replaces the connection, because another server has replaced this one.
+    pub(crate) fn reset(&self) {
+        self.table.reset_requested.notify_one();
+    }
+
+    /// Closes the connection. Running waits receive no more messages.
+    pub(crate) fn close(&self) {
+        self.task.abort();
+    }
+}
+
+impl Drop for ReleaseListener {
+    fn drop(&mut self) {
+        self.close();
+        // The waiters must attempt again, possibly at another server.
+        self.table.mark_all_changed();
+    }
+}
+
+impl fmt::Debug for ReleaseListener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReleaseListener")
+            .field("channels", &self.table.channels().len())
+            .finish_non_exhaustive()
+    }
+}
+
+impl ChannelTable {
+    fn add_waiter(
+        &self,
+        name: &str,
+        subscribe_requests: &mpsc::UnboundedSender<Arc<str>>,
+    ) -> ChannelWaiter {
+        let mut channels = self.channels();
+        if let Some(channel) = channels.get(name) {
+            channel.waiters.fetch_add(1, Ordering::AcqRel);
+            channel.is_recent.store(true, Ordering::Release);
+            return ChannelWaiter(Arc::clone(channel));
+        }
+        let name: Arc<str> = name.into();
+        let channel = Arc::new(ReleaseChannel {
+            changed_at: AtomicU64::new(0),
+            is_subscribed: AtomicBool::new(false),
+            changed: Notify::new(),
+            waiters: AtomicU64::new(1),
+            is_recent: AtomicBool::new(true),
+        });
+        channels.insert(Arc::clone(&name), Arc::clone(&channel));
+        // Without the task no message arrives; the engine polls.
+        let _ = subscribe_requests.send(name);
+        ChannelWaiter(channel)
+    }
+
+    fn names(&self) -> Vec<Arc<str>> {
+        self.channels().keys().cloned().collect()
+    }
+
+    /// Records a possible change on `name`.
+    fn mark_changed(&self, name: &str) {
+        if let Some(channel) = self.channels().get(name) {
+            record_change(channel);
+        }
+    }
+
+    /// Records that messages on `name` arrive from now on.
+    fn confirm(&self, name: &str) {
+        if let Some(channel) = self.channels().get(name) {
+            channel.is_subscribed.store(true, Ordering::Release);
+            record_change(channel);
+        }
+    }
+
+    /// Removes a channel that has moved to another server and wakes its waiters.
+    fn remove_moved(&self, name: &str) {
+        if let Some(channel) = self.channels().remove(name) {
+            record_change(&channel);
+        }
+    }
+
+    fn contains(&self, name: &str) -> bool {
+        self.channels().contains_key(name)
+    }
+
+    /// Marks all channels as changed, because messages may have been missed.
+    fn mark_all_changed(&self) {
+        self.channels().values().for_each(|channel| record_change(channel));
+    }
+
+    /// Marks all channels as unsubscribed, because the connection is closed.
+    fn unsubscribe_all(&self) {
+        for channel in self.channels().values() {
+            channel.is_subscribed.store(false, Ordering::Release);
+        }
+    }
+
+    /// Removes and returns the channels without a waiter since the last call.
+    fn remove_idle(&self) -> Vec<Arc<str>> {
+        let mut channels = self.channels();
+        let idle = |channel: &ReleaseChannel| {
+            let is_recent = channel.is_recent.swap(false, Ordering::AcqRel);
+            channel.waiters.load(Ordering::Acquire) == 0 && !is_recent
+        };
+        channels.extract_if(|_, channel| idle(channel)).map(|(name, _)| name).collect()
+    }
+
+    fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<ReleaseChannel>>> {
+        self.channels.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn record_change(channel: &ReleaseChannel) {
+    channel.changed_at.store(CHANGES.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Release);
+    channel.changed.notify_waiters();
+}
+
+/// Counts one waiter of a channel.
+struct ChannelWaiter(Arc<ReleaseChannel>);
+
+impl Drop for ChannelWaiter {
+    fn drop(&mut self) {
+        self.0.waiters.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+async fn run(
+    table: Arc<ChannelTable>,
+    connector: Connector,
+    mut subscribe_requests: mpsc::UnboundedReceiver<Arc<str>>,
+) {
+    let mut pause = RETRY_MIN;
+    loop {
+        // The first waiter triggers the first connection.
+        if table.names().is_empty() && subscribe_requests.recv().await.is_none() {
+            return;
+        }
+        let (push_sender, pushes) = mpsc::unbounded_channel();
+        let on_push: PushHandler = Arc::new(move |push| _ = push_sender.send(push));
+        if let Ok(connection) = connector(on_push).await {
+            let reason = serve(&table, connection, pushes, &mut subscribe_requests).await;
+            table.unsubscribe_all();
+            match reason {
+                // The pause keeps growing: some servers accept the connection but refuse every
+                // subscription.
+                DisconnectReason::NotSubscribed => {}
+                // The connection was in use, so this failure is a new one.
+                DisconnectReason::ConnectionLost => pause = RETRY_MIN,
+                DisconnectReason::ListenerDropped => return,
+            }
+        }
+        table.remove_idle();
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(RETRY_MAX);
+    }
+}
+
+/// Why a connection ended.
+enum DisconnectReason {
+    /// The first subscriptions received no response.
+    NotSubscribed,
+    ConnectionLost,
+    ListenerDropped,
+}
+
+/// Serves subscriptions until the connection breaks, or the listener is dropped.
+async fn serve(
+    table: &ChannelTable,
+    mut connection: MultiplexedConnection,
+    mut pushes: mpsc::UnboundedReceiver<PushInfo>,
+    subscribe_requests: &mut mpsc::UnboundedReceiver<Arc<str>>,
+) -> DisconnectReason {
+    // Earlier requests are in the table already, or their channels have been dropped again.
+    while subscribe_requests.try_recv().is_ok() {}
+    if let Some(common) = table.scheme.names.common_channel()
+        && !send_for_all(&mut connection, "SUBSCRIBE", &[common.into()]).await
+    {
+        return DisconnectReason::NotSubscribed;
+    }
+    if !subscribe(table, &mut connection, &table.names()).await {
+        return DisconnectReason::NotSubscribed;
+    }
+    let mut cleanup = tokio::time::interval(UNUSED_CHANNEL_LIFETIME);
+    cleanup.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut ticks = 0_u32;
+    loop {
+        let is_usable = tokio::select! {
+            biased;
+            push = pushes.recv() => push.is_some_and(|push| handle_push(table, push)),
+            request = subscribe_requests.recv() => {
+                let Some(name) = request else { return DisconnectReason::ListenerDropped };
+                let mut names = vec![name];
+                while names.len() < CHANNELS_PER_PIPELINE && let Ok(name) = subscribe_requests.try_recv() {
+                    names.push(name);
+                }
+                // The channel may have been dropped since the request. Subscribing it now would
+                // leave it subscribed forever.
+                names.retain(|name| table.contains(name));
+                subscribe(table, &mut connection, &names).await
+            }
+            () = table.reset_requested.notified() => false,
+            _ = cleanup.tick() => {
+                ticks = ticks.wrapping_add(1);
+                let idle = table.remove_idle();
+                let verb = if table.scheme.sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
+                let is_sent = send_for_all(&mut connection, verb, &idle).await;
+                // A connection that died without a reset does not respond to PING.
+                is_sent && (!ticks.is_multiple_of(PING_TICKS) || ping_succeeds(&mut connection).await)
+            }
+        };
+        if !is_usable {
+            // Messages are lost until the next connection, whose first subscriptions wake all
+            // waiters.
+            return DisconnectReason::ConnectionLost;
+        }
+    }
+}
+
+/// Handles a push message. Returns false if the connection is no longer usable.
+fn handle_push(table: &ChannelTable, push: PushInfo) -> bool {
+    let text = |value: Option<&Value>| match value {
+        Some(Value::BulkString(text)) => String::from_utf8(text.clone()).ok(),
+        _ => None,
+    };
+    match push.kind {
+        PushKind::Message | PushKind::SMessage => {
+            let channel = text(push.data.first());
+            let names = &table.scheme.names;
+            let released_channel = match (channel.as_deref(), push.data.get(1)) {
+                (Some(channel), Some(Value::BulkString(message)))
+                    if Some(channel) == names.common_channel() =>
+                {
+                    names.channel_of_message(message)
+                }
+                _ => channel,
+            };
+            if let Some(channel) = released_channel {
+                table.mark_changed(&channel);
+            }
+            true
+        }
+        // An unsubscription that was not requested means that the slot has moved. The client may
+        // have mistaken it for the response to another command.
+        PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.contains(&name)),
+        PushKind::Disconnection => false,
+        _ => true,
+    }
+}
+
+/// Subscribes to channels and records a possible change of each. Returns false if the connection is
+/// no longer usable.
+async fn subscribe(
+    table: &ChannelTable,
+    connection: &mut MultiplexedConnection,
+    names: &[Arc<str>],
+) -> bool {
+    let verb = if table.scheme.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
+    for names in names.chunks(CHANNELS_PER_PIPELINE) {
+        let Some(responses) = pipeline(connection, verb, names).await else { return false };
+        for (name, response) in names.iter().zip(responses) {
+            match response.extract_error() {
+                Ok(_) => table.confirm(name),
+                Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::Moved) => {
+                    table.remove_moved(name);
+                }
+                // The channel stays unconfirmed and its waiters poll. The next connection tries
+                // again, as does a new wait after the channel was dropped as idle.
+                Err(_) => {}
+            }
+        }
+    }
+    true
+}
+
+/// Sends the same command for each name. Returns false if the connection is no longer usable.
+async fn send_for_all(
+    connection: &mut MultiplexedConnection,
+    verb: &str,
+    names: &[Arc<str>],
+) -> bool {
+    for names in names.chunks(CHANNELS_PER_PIPELINE) {
+        if pipeline(connection, verb, names).await.is_none() {
+            return false;
+        }
+    }
+    true
+}
+
+/// Returns the responses to the same command for each name. Channels of different slots must not
+/// share one command.
+async fn pipeline(
+    connection: &mut MultiplexedConnection,
+    verb: &str,
+    names: &[Arc<str>],
+) -> Option<Vec<Value>> {
+    if names.is_empty() {
+        return Some(Vec::new());
+    }
+    let mut commands = redis::pipe();
+    for name in names {
+        commands.cmd(verb).arg(&**name);
+    }
+    let sent = connection.send_packed_commands(&commands, 0, names.len());
+    timeout(RESPONSE_TIMEOUT, sent).await.ok()?.ok()
+}
+
+async fn ping_succeeds(connection: &mut MultiplexedConnection) -> bool {
+    let ping = redis::cmd("PING");
+    matches!(timeout(RESPONSE_TIMEOUT, connection.send_packed_command(&ping)).await, Ok(Ok(_)))
+}
+
+/// The number of ticks between two PINGs.
+const PING_TICKS: u32 = 5;
+
+/// The time limit for a response of the server.
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// The number of channels per pipeline.
+const CHANNELS_PER_PIPELINE: usize = 500;

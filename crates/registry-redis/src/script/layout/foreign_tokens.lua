@@ -1,0 +1,12 @@
+-- The record contains no token, so the token key also stores the first token and the claim.
+local function memory(last, first, claim)
+  return last .. ' ' .. first .. ' ' .. claim
+end
+
+local function first_token(record, tokens)
+  return string.match(redis.call('GETEX', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%W', '%%%0') .. '$')
+end
+
+-- This layout does not support a quorum.
+local function restamp()
+end

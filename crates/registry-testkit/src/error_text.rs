@@ -1,0 +1,49 @@
+//! Collects all text of an error that a program may display, for tests that search it for a reason
+//! or a password.
+
+use std::error::Error;
+
+/// Returns the `Debug` text, the pretty `Debug` text and the `Display` text of `error` and of its
+/// sources.
+#[must_use]
+pub fn error_text(error: &dyn Error) -> String {
+    let mut text = format!("{error:?}");
+    let mut next = Some(error);
+    while let Some(error) = next {
+        text = format!("{text}\n{error}\n{error:#?}");
+        next = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt;
+    use std::io;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Outer(io::Error);
+
+    impl fmt::Display for Outer {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("the outer one")
+        }
+    }
+
+    impl Error for Outer {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn error_text_contains_every_form_of_an_error_and_its_sources() {
+        let inner = io::Error::new(io::ErrorKind::NotFound, "the inner one");
+        let text = error_text(&Outer(inner));
+        for part in ["the outer one", "the inner one", "Outer(", "NotFound"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+    }
+}

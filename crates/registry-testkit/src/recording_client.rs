@@ -1,0 +1,132 @@
+//! Locks with a recorder: guards of the engine whose operations are recorded in a history.
+
+use std::fmt;
+use std::ops::Deref;
+
+use registry_core::{DistributedLock, LockError, LockGuard, LockOptions};
+
+use crate::history::{HoldRecord, Recorder};
+
+/// Acquires locks for one client and records the operations.
+#[derive(Debug, Clone)]
+pub struct RecordingClient {
+    recorder: Recorder,
+    client: u32,
+}
+
+impl RecordingClient {
+    /// Creates a client that records its operations under the number `client`. The recorder must
+    /// use the clock that the engine uses: tokio's clock in simulations, otherwise the host's
+    /// clock.
+    #[must_use]
+    pub fn new(recorder: &Recorder, client: u32) -> Self {
+        Self { recorder: recorder.clone(), client }
+    }
+
+    /// Acquires `lock` as [`DistributedLock::lock_with`] does. Not for an owner that already holds
+    /// the lock: a re-entry is not a separate grant.
+    ///
+    /// # Errors
+    /// Returns the errors of the lock. They are recorded as an unknown outcome, because the store
+    /// may have granted the lock.
+    ///
+    /// # Cancel safety
+    /// As the lock's. A dropped acquisition is recorded as unknown.
+    pub async fn lock_with(
+        &self,
+        lock: &DistributedLock,
+        options: LockOptions,
+    ) -> Result<Option<RecordedGuard>, LockError> {
+        let acquire_record = self.recorder.acquire(self.client, lock.key());
+        match lock.lock_with(options).await {
+            Ok(Some(guard)) => {
+                let hold_record =
+                    acquire_record.granted(guard.fencing_token(), || guard.valid_for());
+                Ok(Some(RecordedGuard { recorded: Some((guard, hold_record)) }))
+            }
+            Ok(None) => {
+                acquire_record.busy();
+                Ok(None)
+            }
+            Err(error) => {
+                acquire_record.failed();
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A guard whose operations are recorded. It dereferences to the inner guard, but has its own
+/// `unlock`.
+#[must_use = "dropping the guard releases the lock"]
+pub struct RecordedGuard {
+    /// `None` only while a consuming method or `Drop` runs.
+    recorded: Option<(LockGuard, HoldRecord)>,
+}
+
+impl RecordedGuard {
+    /// Records how long the guard is valid, or that it is lost. A release records this as well.
+    /// Call this method where earlier renewals should count, or where a loss is noticed.
+    pub fn record_state(&self) {
+        let (guard, hold_record) = self.recorded();
+        record_state(guard, hold_record);
+    }
+
+    /// Releases the lock as [`LockGuard::unlock`] does. Do not use it while guards of a re-entry
+    /// remain or a `min_hold` has not passed: both keep the lock longer than the record states.
+    ///
+    /// # Errors
+    /// Returns the errors of the guard.
+    ///
+    /// # Cancel safety
+    /// As the guard's. A dropped release is recorded as unknown.
+    pub async fn unlock(mut self) -> Result<(), LockError> {
+        let Some((guard, hold_record)) = self.recorded.take() else { return Ok(()) };
+        record_state(&guard, &hold_record);
+        let release_record = hold_record.release();
+        let outcome = guard.unlock().await;
+        match &outcome {
+            Ok(()) => release_record.freed(),
+            Err(LockError::Lost { .. }) => release_record.not_held(),
+            Err(_) => release_record.failed(),
+        }
+        outcome
+    }
+
+    fn recorded(&self) -> &(LockGuard, HoldRecord) {
+        self.recorded.as_ref().expect("a guard has its record until it is consumed")
+    }
+}
+
+fn record_state(guard: &LockGuard, hold_record: &HoldRecord) {
+    if guard.is_held() {
+        hold_record.valid_for(|| guard.valid_for());
+    } else {
+        hold_record.lost();
+    }
+}
+
+impl Deref for RecordedGuard {
+    type Target = LockGuard;
+
+    fn deref(&self) -> &LockGuard {
+        &self.recorded().0
+    }
+}
+
+impl Drop for RecordedGuard {
+    fn drop(&mut self) {
+        let Some((guard, hold_record)) = self.recorded.take() else { return };
+        record_state(&guard, &hold_record);
+        // Recorded before the guard is dropped, because the next holder may acquire the lock
+        // immediately. The outcome stays unknown.
+        drop(hold_record.release());
+        drop(guard);
+    }
+}
+
+impl fmt::Debug for RecordedGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RecordedGuard").field(&self.recorded).finish()
+    }
+}

@@ -1,0 +1,185 @@
+//! The result of a workload: the checks of `check`, the timeliness of loss notifications, and the
+//! reasons for rejected writes.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use registry_core::LostReason;
+
+use super::RecordedLoss;
+use crate::check::{Checked, check_queued};
+use crate::history::{History, RecordedGrant, ReleaseResult, Window, WriteResult};
+
+/// The maximum delay, in nanoseconds, with which a holder on a loaded machine may notice the end of
+/// its lease.
+const LOSS_TOLERANCE: u64 = 2_000_000_000;
+/// The minimum number of grants, and of writes. A workload with fewer of them proves nothing.
+const MIN_OPERATIONS: usize = 20;
+
+/// The result of a workload.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct WorkloadOutcome {
+    /// The complete recorded history.
+    pub history: History,
+    /// The locks that were lost while held, in the order in which their holders were notified.
+    pub losses: Vec<RecordedLoss>,
+    /// The errors that callers received.
+    pub errors: Vec<String>,
+    /// The time that the newcomer took to acquire all keys, one after the other.
+    pub acquired_after: Duration,
+    pub(super) steady: Vec<String>,
+    pub(super) paused_keys: Vec<String>,
+}
+
+impl WorkloadOutcome {
+    /// Records that holders of `key` were paused. They may report a loss only after they resume.
+    #[must_use]
+    pub fn with_paused_holders_of(mut self, key: &str) -> Self {
+        self.paused_keys.push(key.to_owned());
+        self
+    }
+
+    /// Asserts that all promises were kept:
+    ///
+    /// - Tokens increase.
+    /// - No two guards of a key are valid at the same time.
+    /// - Fenced writes are safe.
+    /// - Every holder that lost a lock was notified in time.
+    /// - The resource rejected a write only if a newer token existed.
+    ///
+    /// # Panics
+    /// Panics with the first broken promise, or if the history has too few grants or writes.
+    pub fn assert_guarantees(&self) -> Checked {
+        self.assert_losses_were_reported();
+        self.assert_rejections_were_justified();
+        let checked = check_queued(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
+        let is_enough = checked.grants >= MIN_OPERATIONS && checked.writes >= MIN_OPERATIONS;
+        assert!(is_enough, "too few grants or writes: {checked:?}");
+        checked
+    }
+
+    /// Asserts that all promises were kept, except that guards of a key may overlap within one of
+    /// `windows`. Each overlap must begin and end within the window. Returns the overlaps.
+    ///
+    /// # Panics
+    /// Panics with the first broken promise.
+    pub fn assert_guarantees_except_in(mut self, windows: &[Window]) -> Vec<ValidityOverlap> {
+        // A grant that overlaps a window may have released a lock that it no longer held, so its
+        // release proves nothing.
+        for grant in &mut self.history.grants {
+            let (called, end) = (grant.acquire.from, valid(grant).to);
+            if let Some(release) = &mut grant.release
+                && windows.iter().any(|window| called <= window.to && end >= window.from)
+            {
+                release.ending = ReleaseResult::Unknown;
+            }
+        }
+        let overlaps = overlaps(&self.history);
+        for overlap in &overlaps {
+            let first = &mut self.history.grants[overlap.first];
+            let at = overlap.at;
+            let is_excused = windows.iter().any(|w| at.from >= w.from && at.to <= w.to);
+            assert!(is_excused, "{overlap:?} is not in {windows:?}: {first:?}");
+            // From this time on, the earlier grant counts as lost.
+            first.lost = Some(first.lost.map_or(at.from, |lost| lost.min(at.from)));
+        }
+        self.assert_guarantees();
+        overlaps
+    }
+
+    /// Returns the reasons for which permanent holders lost their locks.
+    #[must_use]
+    pub fn steady_losses(&self) -> Vec<LostReason> {
+        let steady = self.losses.iter().filter(|loss| self.steady.contains(&loss.key));
+        steady.map(|loss| loss.reason).collect()
+    }
+
+    /// Asserts that each holder that lost a lock noticed it by the end of its lease, plus a
+    /// tolerance.
+    fn assert_losses_were_reported(&self) {
+        let is_paused =
+            |grant: &&RecordedGrant| self.paused_keys.iter().any(|key| **key == *grant.key);
+        for grant in self.history.grants.iter().filter(|grant| !is_paused(grant)) {
+            let until =
+                grant.valid_until.map_or(u64::MAX, |until| until.saturating_add(LOSS_TOLERANCE));
+            let released = grant.release.map_or(u64::MAX, |release| release.window.from);
+            let end = released.min(grant.lost.unwrap_or(u64::MAX));
+            assert!(end <= until, "the loss was not reported in time: {grant:?}");
+        }
+    }
+
+    /// Asserts that the resource rejected a write only if a newer token existed.
+    fn assert_rejections_were_justified(&self) {
+        for write in &self.history.writes {
+            let newer = |grant: &RecordedGrant| {
+                grant.key == write.key
+                    && grant.token > Some(write.token)
+                    && grant.acquire.from < write.window.to
+            };
+            assert!(
+                write.answer != WriteResult::Rejected || self.history.grants.iter().any(newer),
+                "{write:?} was rejected, and no grant has a newer token"
+            );
+        }
+    }
+}
+
+/// Two guards of one key that were valid at the same time.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ValidityOverlap {
+    /// The key.
+    pub key: String,
+    /// The time of the overlap.
+    pub at: Window,
+    /// The index of the earlier grant in the history.
+    first: usize,
+}
+
+/// Returns the window in which the holder could believe that it held the lock.
+fn valid(grant: &RecordedGrant) -> Window {
+    let released = grant.release.map(|release| release.window.from);
+    let ends = [released, grant.lost, grant.valid_until];
+    let from = grant.acquire.to;
+    Window::new(from, ends.into_iter().flatten().min().unwrap_or(u64::MAX).max(from))
+}
+
+/// Returns all pairs of guards that were valid at the same time.
+fn overlaps(history: &History) -> Vec<ValidityOverlap> {
+    let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (number, grant) in history.grants.iter().enumerate() {
+        by_key.entry(&grant.key).or_default().push(number);
+    }
+    let mut found = Vec::new();
+    for (key, mut grants) in by_key {
+        grants.sort_by_key(|grant| valid(&history.grants[*grant]).from);
+        for (at, &first) in grants.iter().enumerate() {
+            let end = valid(&history.grants[first]).to;
+            let later = grants[at + 1..].iter().map(|&later| valid(&history.grants[later]));
+            let overlapping = later.take_while(|later| later.from < end);
+            let overlapping = overlapping.filter(|later| later.from < later.to);
+            found.extend(overlapping.map(|later| ValidityOverlap {
+                key: key.to_owned(),
+                at: Window::new(later.from, end.min(later.to)),
+                first,
+            }));
+        }
+    }
+    found
+}
+
+/// Formats the figures on one line.
+impl fmt::Display for WorkloadOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} grants, {} losses, {} errors, all keys acquired after {:?}",
+            self.history.grants.len(),
+            self.losses.len(),
+            self.errors.len(),
+            self.acquired_after,
+        )
+    }
+}

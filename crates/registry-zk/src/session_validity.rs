@@ -1,0 +1,159 @@
+//! Computes until when a session is certain to exist. Arithmetic on times; no I/O. Called by
+//! `session`.
+//!
+//! The leader expires a session after it has learned of no activity for the session time-out. Other
+//! servers report the activity of their clients to the leader in batches, twice per tick. A
+//! response therefore proves nothing about its own request. It proves that the leader knows of
+//! earlier requests: those that were answered at least [`report_delay_max`] before this request was
+//! sent. That delay covers any tick, because the shortest session that servers grant by default is
+//! two ticks.
+//!
+//! The arrival time of a request is unknown; it only precedes the response. The delay therefore
+//! counts from the response. A network or a server can delay requests so that they arrive together;
+//! such requests prove nothing about each other.
+//!
+//! A partitioned leader continues to answer for a while, and the other servers may have elected
+//! another leader. Only writes that a majority has committed count here. Any later leader starts
+//! after them, and grants each session its full time-out from then on.
+
+use std::time::Duration;
+
+use registry_core::Moment;
+
+/// The known validity of one session.
+#[derive(Debug)]
+pub(crate) struct SessionValidity {
+    timeout: Duration,
+    /// Writes that a majority has committed, oldest first.
+    committed_writes: Vec<CommittedWrite>,
+    /// The leader learned of activity in the session at this time or later.
+    confirmed_at: Moment,
+}
+
+/// A write that a majority has committed.
+#[derive(Debug)]
+struct CommittedWrite {
+    sent_at: Moment,
+    response_at: Moment,
+}
+
+/// Returns the maximum delay until the leader learns of activity in a session of this time-out: at
+/// least half a tick.
+fn report_delay_max(timeout: Duration) -> Duration {
+    timeout / 4
+}
+
+impl SessionValidity {
+    /// Returns the validity of a session that was requested at `requested_at`. The leader creates
+    /// the session itself, so it knows of it from then on.
+    pub(crate) fn new(timeout: Duration, requested_at: Moment) -> Self {
+        Self { timeout, committed_writes: Vec::new(), confirmed_at: requested_at }
+    }
+
+    /// Records that a majority has committed a write sent at `sent_at`, whose response arrived at
+    /// `response_at`.
+    pub(crate) fn record_commit(&mut self, sent_at: Moment, response_at: Moment) {
+        let report_delay_max = report_delay_max(self.timeout);
+        let is_reported =
+            |write: &CommittedWrite| write.response_at.after(report_delay_max) <= sent_at;
+        if let Some(reported) = self.committed_writes.iter().rposition(is_reported) {
+            self.confirmed_at = self.confirmed_at.max(self.committed_writes[reported].sent_at);
+            // Older writes prove nothing more.
+            self.committed_writes.drain(..=reported);
+        }
+        let spacing = self.timeout / WRITE_SPACING;
+        // Skips writes that follow closely, which keeps the list short.
+        if self.committed_writes.last().is_none_or(|last| last.sent_at.after(spacing) <= sent_at) {
+            self.committed_writes.push(CommittedWrite { sent_at, response_at });
+        }
+    }
+
+    /// Returns how long after `now` the session is certain to exist.
+    pub(crate) fn remaining(&self, now: Moment) -> Duration {
+        self.confirmed_at.after(self.timeout).since(now)
+    }
+}
+
+/// Writes closer together than this fraction of the time-out count as one.
+const WRITE_SPACING: u32 = 40;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(20);
+
+    fn secs(secs: u64) -> Duration {
+        Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn a_new_session_is_valid_from_its_request() {
+        let start = Moment::now();
+        let validity = SessionValidity::new(TIMEOUT, start);
+        assert_eq!(validity.remaining(start.after(secs(1))), secs(19));
+        assert_eq!(validity.remaining(start.after(secs(21))), Duration::ZERO);
+    }
+
+    #[test]
+    fn a_response_proves_the_writes_that_were_reported_before_it() {
+        let start = Moment::now();
+        let mut validity = SessionValidity::new(TIMEOUT, start);
+        let at = |n: u64| start.after(secs(n));
+        validity.record_commit(at(4), at(4));
+        assert_eq!(
+            validity.remaining(at(4)),
+            secs(16),
+            "a response proves nothing about its own request"
+        );
+        validity.record_commit(at(8), at(8));
+        assert_eq!(validity.remaining(at(8)), secs(12), "4 s are too close");
+        validity.record_commit(at(9), at(9));
+        assert_eq!(validity.remaining(at(9)), secs(15), "the leader knows of the request of 4 s");
+        validity.record_commit(at(7), at(9));
+        assert_eq!(
+            validity.remaining(at(9)),
+            secs(15),
+            "an older request does not shorten the validity"
+        );
+    }
+
+    #[test]
+    fn requests_that_arrived_together_prove_nothing_about_each_other() {
+        let start = Moment::now();
+        let mut validity = SessionValidity::new(TIMEOUT, start);
+        let at = |n: u64| start.after(secs(n));
+        // Delayed by the network: a server may have received all of them at 8 s and reported none
+        // yet.
+        for sent_at in [1, 3, 5, 7] {
+            validity.record_commit(at(sent_at), at(8));
+        }
+        assert_eq!(validity.remaining(at(8)), secs(12), "from the request of the session");
+        validity.record_commit(at(12), at(12));
+        assert_eq!(validity.remaining(at(12)), secs(8), "4 s are too close");
+        validity.record_commit(at(13), at(13));
+        assert_eq!(validity.remaining(at(13)), secs(14), "the leader knows of the request of 7 s");
+    }
+
+    #[test]
+    fn regular_writes_keep_more_than_half_of_the_time_out_valid() {
+        let start = Moment::now();
+        let mut validity = SessionValidity::new(TIMEOUT, start);
+        for round in 1..500_u64 {
+            let now = start.after(secs(2 * round));
+            // A response takes a twentieth of the time-out.
+            let response = |sent_at: Moment| sent_at.after(secs(1));
+            assert!(
+                validity.remaining(response(now)) > TIMEOUT / 2,
+                "{:?}",
+                validity.remaining(response(now))
+            );
+            // Further writes in between have no effect.
+            for n in 0..200 {
+                let sent_at = now.after(Duration::from_millis(n));
+                validity.record_commit(sent_at, response(sent_at));
+            }
+            assert!(validity.committed_writes.len() <= 12, "{}", validity.committed_writes.len());
+        }
+    }
+}

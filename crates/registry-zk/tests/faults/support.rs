@@ -1,0 +1,78 @@
+//! Registries for the tests, and their settings.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::Registry;
+use registry_testkit::workload::{Workload, WorkloadOutcome};
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_zk::{ZkBackend, ZkConfig};
+use zookeeper_client::Client;
+
+/// Short, so that a test of an expiring session is fast.
+pub(crate) const SESSION: Duration = Duration::from_secs(4);
+/// Survives every short fault, even on a loaded machine.
+pub(crate) const LONG_SESSION: Duration = Duration::from_secs(20);
+/// So long that a server can take half a minute to restart without ending a hold, even on a loaded
+/// machine.
+pub(crate) const MINUTE_SESSION: Duration = Duration::from_secs(60);
+/// Time limit for one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// Number of clients.
+const CLIENTS: usize = 3;
+
+pub(crate) fn config(url: &str, session: Duration) -> ZkConfig {
+    let config = ZkConfig::new(url.strip_prefix("zk://").unwrap()).unwrap();
+    config.with_session_timeout(session).with_request_timeout(REQUEST_TIMEOUT)
+}
+
+/// Returns a store with its own session.
+pub(crate) async fn backend(url: &str, session: Duration) -> Arc<ZkBackend> {
+    Arc::new(ZkBackend::open(config(url, session)).await.unwrap())
+}
+
+/// Returns a registry over `backend`, with the longest leases that the session allows.
+pub(crate) fn registry_over(backend: &Arc<ZkBackend>) -> Registry {
+    let lease = backend.session_timeout() / 2;
+    let builder = Registry::builder(Arc::clone(backend) as Arc<_>).lease(lease);
+    builder.timeout(REQUEST_TIMEOUT).build().unwrap()
+}
+
+/// Returns a registry with its own session, like that of another process.
+pub(crate) async fn registry(url: &str, session: Duration) -> Registry {
+    registry_over(&backend(url, session).await)
+}
+
+/// Starts contending clients that all use the same servers.
+pub(crate) async fn start_workload(url: &str, session: Duration) -> Workload {
+    start_workload_at(&vec![url.to_owned(); CLIENTS], session).await
+}
+
+/// Starts contending clients, one for each of `urls`.
+pub(crate) async fn start_workload_at(urls: &[String], session: Duration) -> Workload {
+    let mut registries = Vec::new();
+    for url in urls {
+        registries.push(registry(url, session).await);
+    }
+    Workload::begin(registries).await
+}
+
+/// Ends a workload after all faults have ended.
+pub(crate) async fn finish(workload: Workload, url: &str) -> WorkloadOutcome {
+    let new_client = registry(url, SESSION).await;
+    // Nodes of abandoned sessions exist until those sessions end.
+    let outcome =
+        workload.end(new_client, MINUTE_SESSION + Duration::from_secs(20), Vec::new()).await;
+    println!("{outcome}");
+    outcome
+}
+
+/// Returns a client without a registry, for the actions of operators and other programs.
+pub(crate) async fn operator(server: &ZooKeeperServer) -> Client {
+    let connector = Client::connector().with_session_timeout(LONG_SESSION);
+    connector.connect(&server.addr().to_string()).await.unwrap()
+}
+
+pub(crate) fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}

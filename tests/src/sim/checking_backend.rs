@@ -1,0 +1,220 @@
+//! Records every request from one process to the store, and rejects those that violate I8.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use fastrand::Rng;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey,
+    Invalidations, Key, LockBackend, LockEvent, Observer, Release, Renewal,
+};
+
+use super::FaultProfile;
+
+/// Sits between the engine of one process and its network.
+#[derive(Debug)]
+pub(super) struct CheckingBackend {
+    inner: Arc<dyn LockBackend>,
+    is_calm: bool,
+    requests: Mutex<RequestLog>,
+    invalidations: Mutex<InvalidationSource>,
+}
+
+/// Sends invalidations, true or false. Some of them report this process's own changes.
+#[derive(Debug)]
+struct InvalidationSource {
+    rng: Rng,
+    registry: Option<Invalidations>,
+}
+
+#[derive(Debug, Default)]
+struct RequestLog {
+    /// Requests for a key that are unanswered so far.
+    acquiring: HashMap<Key, usize>,
+    /// First releases of held claims that are unanswered so far.
+    releasing: HashMap<Key, usize>,
+    /// The claims that this process holds, as far as it can know.
+    held: HashMap<Key, ClaimId>,
+    /// Claims that were lost. The engine releases them in the background, without the local
+    /// callers.
+    lost: HashSet<ClaimId>,
+}
+
+impl CheckingBackend {
+    pub(super) fn new(
+        inner: Arc<dyn LockBackend>,
+        fault_profile: FaultProfile,
+        rng: Rng,
+    ) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            is_calm: fault_profile == FaultProfile::Calm,
+            requests: Mutex::default(),
+            invalidations: Mutex::new(InvalidationSource { rng, registry: None }),
+        })
+    }
+
+    /// Sometimes sends an invalidation for `key` or for all keys.
+    fn maybe_invalidate(&self, key: &Key) {
+        let mut invalidations = self.invalidations.lock().unwrap_or_else(PoisonError::into_inner);
+        let draw = invalidations.rng.u8(..);
+        match &invalidations.registry {
+            Some(registry) if !self.is_calm && draw < 20 => registry.notify(key),
+            Some(registry) if !self.is_calm && draw == 20 => registry.notify_all(),
+            _ => {}
+        }
+    }
+
+    fn requests(&self) -> MutexGuard<'_, RequestLog> {
+        self.requests.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Receives losses before the engine acts on them.
+impl Observer for CheckingBackend {
+    fn on(&self, event: &LockEvent<'_>) {
+        if let LockEvent::Lost { key, .. } = event {
+            let mut requests = self.requests();
+            if let Some(claim) = Key::new(key).ok().and_then(|key| requests.held.remove(&key)) {
+                requests.lost.insert(claim);
+            }
+        }
+    }
+}
+
+#[async_trait]
+#[deny(clippy::missing_trait_methods)]
+impl LockBackend for CheckingBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
+        self.inner.check_key(key)
+    }
+
+    fn shard(&self, claim: &Claim) -> u32 {
+        self.inner.shard(claim)
+    }
+
+    // The synchronous path would bypass the faults of the network.
+    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
+        None
+    }
+
+    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
+        None
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let key = claim.key();
+        {
+            let mut requests = self.requests();
+            if let Some(held) = requests.held.get(key) {
+                assert_eq!(*held, claim.id(), "I8: a process contends for {key:?} that it holds");
+            }
+            let acquiring = requests.acquiring.entry(key.clone()).or_default();
+            *acquiring += 1;
+            assert!(
+                !self.is_calm || *acquiring == 1,
+                "I8: two contenders of one process for {key:?}"
+            );
+            let releasing = requests.releasing.get(key).copied().unwrap_or_default();
+            assert!(
+                !self.is_calm || releasing == 0,
+                "I8: a process contends for {key:?} before its release was answered"
+            );
+        }
+        self.maybe_invalidate(key);
+        let answer = self.inner.try_acquire(claim).await;
+        self.maybe_invalidate(key);
+        let mut requests = self.requests();
+        *requests.acquiring.entry(key.clone()).or_default() -= 1;
+        answer
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        claims.iter().for_each(|claim| self.maybe_invalidate(claim.key()));
+        let answers = self.inner.renew(claims).await;
+        claims.iter().for_each(|claim| self.maybe_invalidate(claim.key()));
+        answers
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let key = claim.key();
+        let is_tracked = {
+            let mut requests = self.requests();
+            if requests.held.get(key) == Some(&claim.id()) {
+                requests.held.remove(key);
+            }
+            let is_tracked = !requests.lost.contains(&claim.id());
+            if is_tracked {
+                *requests.releasing.entry(key.clone()).or_default() += 1;
+            }
+            is_tracked
+        };
+        self.maybe_invalidate(key);
+        let answer = self.inner.release(claim).await;
+        self.maybe_invalidate(key);
+        if is_tracked {
+            *self.requests().releasing.entry(key.clone()).or_default() -= 1;
+        }
+        answer
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.inner.wait(claim, busy).await;
+    }
+
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+        self.inner.wakes_confirmed(claim, busy)
+    }
+
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        let mut invalidations = self.invalidations.lock().unwrap_or_else(PoisonError::into_inner);
+        invalidations.registry = Some(hints.clone());
+        drop(invalidations);
+        self.inner.subscribe_invalidations(hints);
+    }
+
+    fn renewals_max(&self) -> usize {
+        self.inner.renewals_max()
+    }
+
+    fn verify_after(&self) -> Option<Duration> {
+        self.inner.verify_after()
+    }
+
+    fn renews_together(&self) -> bool {
+        self.inner.renews_together()
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        self.inner.inspect(key).await
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.inner.list().await
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        self.inner.force_release(key).await
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.inner.diagnose().await
+    }
+
+    async fn close(&self) {
+        self.inner.close().await;
+    }
+}
+
+impl CheckingBackend {
+    /// Records that a client of this process has a guard of this claim.
+    pub(super) fn record_hold(&self, claim: &Claim) {
+        self.requests().held.insert(claim.key().clone(), claim.id());
+    }
+}

@@ -1,0 +1,110 @@
+//! Processes that compete for one key receive fair shares of it on stores without a queue. Each is
+//! a real process.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::print_stdout, reason = "the test prints its measurements")]
+
+use std::env;
+use std::io::Write as _;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, serve};
+use registry_testkit::redis::RedisServer;
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(300);
+const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
+
+/// How long the processes compete.
+const SPAN: Duration = Duration::from_secs(8);
+/// How long a process keeps local hand-overs going before it has detected another process.
+const HAND_OVER_SPAN: Duration = Duration::from_secs(1);
+
+/// The result of one process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct ProcessShare {
+    grants: u32,
+    longest_wait: Duration,
+}
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn the_other_process() {
+    let Ok(url) = env::var(URL_VARIABLE) else { return };
+    // Ends the line that the test harness has begun.
+    _ = writeln!(std::io::stdout());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let registry = lock_registry::connect(&url).await.unwrap();
+        serve(Arc::new(registry), &HolderOptions::new("url")).await;
+    });
+    // Exits at once: the test harness must not print its summary.
+    std::process::exit(0);
+}
+
+#[tokio::test]
+async fn eight_processes_share_a_key_of_sqlite_although_one_has_eight_tasks() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = format!("sqlite:{}", folder.path().join("locks.db").display());
+    let hold = Duration::from_millis(50);
+    let shares = shares(&url, &[8, 1, 1, 1, 1, 1, 1, 1], hold).await;
+    check(&shares, hold);
+}
+
+#[tokio::test]
+async fn twenty_processes_share_a_key_in_the_layout_of_spring() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let url = format!("{}?layout=spring&namespace=locks", server.url());
+    let hold = Duration::from_millis(5);
+    let shares = shares(&url, &[1; 20], hold).await;
+    check(&shares, hold);
+}
+
+/// Checks that no process has more than four times the median of the grants, or less than an
+/// eighth. The longest wait must be below the bound.
+fn check(shares: &[ProcessShare], hold: Duration) {
+    let mut sorted = shares.to_vec();
+    sorted.sort_unstable();
+    println!("{sorted:?}");
+    let median = sorted[sorted.len() / 2].grants;
+    let processes = u32::try_from(sorted.len()).unwrap();
+    let bound = (HAND_OVER_SPAN + hold) * processes * 2;
+    for share in &sorted {
+        assert!(share.grants <= 4 * median, "{share:?} of a median of {median}: {sorted:?}");
+        assert!(8 * share.grants >= median, "{share:?} of a median of {median}: {sorted:?}");
+        assert!(share.longest_wait <= bound, "{share:?} beyond {bound:?}: {sorted:?}");
+    }
+}
+
+/// Runs one process for each number of tasks, all on one key. Returns their shares.
+async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<ProcessShare> {
+    let mut processes = join_all(tasks.iter().map(async |_| {
+        let mut program = Command::new(env::current_exe().unwrap());
+        program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
+        program.env(URL_VARIABLE, url);
+        LockHolder::spawn_command(program).await.unwrap()
+    }))
+    .await;
+    for (process, tasks) in processes.iter_mut().zip(tasks) {
+        let [hold_ms, for_ms] = [hold, SPAN].map(|span| u64::try_from(span.as_millis()).unwrap());
+        let key = "orders/42".to_owned();
+        process
+            .send_command(&HolderCommand::Contend { key, tasks: *tasks, hold_ms, for_ms })
+            .unwrap();
+    }
+    join_all(processes.iter_mut().map(async |process| {
+        let shared = process.report(LONG, |report| match report {
+            HolderReport::Contended { grants, longest_wait_ms, .. } => Some(ProcessShare {
+                grants: *grants,
+                longest_wait: Duration::from_millis(*longest_wait_ms),
+            }),
+            HolderReport::Failed { problem, .. } => panic!("{problem}"),
+            _ => None,
+        });
+        shared.await.unwrap()
+    }))
+    .await
+}
