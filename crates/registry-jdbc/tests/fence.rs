@@ -2,14 +2,20 @@
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
+use std::error::Error;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_core::{LockBackend, LockError, LockGuard, LockOptions, LockRegistry, Registry};
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
+use registry_testkit::holder::{
+    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
+    run_child_process, serve_with_writer,
+};
 use tempfile::TempDir;
 use tokio::time::timeout;
 
@@ -331,4 +337,65 @@ async fn a_fence_checks_the_namespace_of_its_lock() {
     let mut data = shop.data().await;
     sell(&guard, &mut data).await.unwrap();
     assert!(matches!(sell(&other_guard, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+}
+
+/// Writes in a fenced transaction. If the fence refuses, writes with the token alone, so that the
+/// table's comparison of tokens must refuse as well.
+#[derive(Debug)]
+struct StockTable(PathBuf);
+
+#[async_trait]
+impl FencedWriter for StockTable {
+    async fn write(
+        &self,
+        guard: &LockGuard,
+        value: &str,
+    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let token = i64::from(guard.fencing_token().unwrap());
+        let update = || {
+            sqlx::query("UPDATE stock SET value = ?, token = ? WHERE token <= ?")
+                .bind(value.to_owned())
+                .bind(token)
+                .bind(token)
+        };
+        let mut connection = connect(&self.0).await;
+        let mut transaction = connection.begin().await?;
+        let fenced = guard.fence(&mut transaction).await;
+        if fenced.is_ok() {
+            assert_eq!(update().execute(&mut *transaction).await?.rows_affected(), 1);
+            return Ok(transaction.commit().await?);
+        }
+        transaction.rollback().await?;
+        let changed = update().execute(&mut connection).await?.rows_affected();
+        if changed == 0 { Ok(fenced?) } else { Ok(()) }
+    }
+}
+
+#[test]
+#[ignore = "started by the other test, as another process"]
+fn a_holder_process() {
+    run_child_process(async |path| {
+        let path = PathBuf::from(path);
+        let backend = SqliteBackend::open(SqliteConfig::new(&path)).await.unwrap();
+        let registry = Registry::builder(Arc::new(backend)).lease(Duration::from_secs(3)).build();
+        let options = HolderOptions::new("sqlite");
+        let writer = Arc::new(StockTable(path));
+        serve_with_writer(Arc::new(registry.unwrap()), &options, Some(writer)).await;
+    });
+}
+
+#[tokio::test]
+async fn a_paused_holder_cannot_write() {
+    let shop = SqliteShop::new().await;
+    let mut data = shop.data().await;
+    data.execute("CREATE TABLE stock (value TEXT, token INTEGER)").await.unwrap();
+    data.execute("INSERT INTO stock VALUES ('', 0)").await.unwrap();
+    let path = shop.path.to_str().unwrap();
+    let holder = async || LockHolder::spawn_test("a_holder_process", path).await.unwrap();
+    let read = async || {
+        let mut data = shop.data().await;
+        sqlx::query("SELECT value FROM stock").fetch_one(&mut data).await.unwrap().get(0)
+    };
+    let (paused, successor) = (holder().await, holder().await);
+    assert_a_paused_holder_cannot_write(paused, successor, TIMEOUT, read).await.unwrap();
 }

@@ -4,11 +4,12 @@
 //! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
 //! is the handle in the test. [`serve`] is the implementation, for programs over other stores.
 
+mod paused;
 mod program;
 mod protocol;
 mod serve;
 
-use std::io;
+use std::io::{self, Write as _};
 use std::process::Command;
 use std::time::Duration;
 
@@ -17,12 +18,28 @@ use registry_core::FencingToken;
 use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
+pub use paused::assert_a_paused_holder_cannot_write;
 pub use program::{PROGRAM_VARIABLE, program};
 pub use protocol::{HolderCommand, HolderOptions, HolderReport};
-pub use serve::{serve, write_report};
+pub use serve::{FencedWriter, serve, serve_with_writer, write_report};
 
 /// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
+
+/// Passes a URL to a test that [`LockHolder::spawn_test`] starts.
+const URL_VARIABLE: &str = "TESTKIT_CHILD_PROCESS_URL";
+
+/// Runs `program` with the URL that [`LockHolder::spawn_test`] passed, in a runtime of its own, and
+/// ends the process. Returns at once if this test was not started by `spawn_test`.
+pub fn run_child_process(program: impl AsyncFnOnce(String)) {
+    let Ok(url) = std::env::var(URL_VARIABLE) else { return };
+    // Ends the line that the test harness has begun.
+    _ = writeln!(io::stdout());
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build();
+    runtime.expect("a runtime can be created").block_on(program(url));
+    // Exits at once, so that the test harness prints nothing more.
+    std::process::exit(0);
+}
 
 /// A lock that the other process holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,6 +103,20 @@ impl LockHolder {
             })
             .await??;
         Ok(holder)
+    }
+
+    /// Starts this test program again, with only the ignored test `test`, which must call
+    /// [`run_child_process`]. `url` is passed to it.
+    ///
+    /// # Errors
+    /// Returns an error if the program cannot be started, or cannot open its store.
+    ///
+    /// # Cancel safety
+    /// Dropping the future kills the process.
+    pub async fn spawn_test(test: &str, url: &str) -> io::Result<Self> {
+        let mut program = Command::new(std::env::current_exe()?);
+        program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
+        Self::spawn_command(program).await
     }
 
     /// Returns the handle of the process, to pause it, kill it or wait for it.
@@ -206,6 +237,22 @@ impl LockHolder {
             {
                 Some(Ok(()))
             }
+            _ => failure_of(key, report).map(Err),
+        })
+        .await?
+    }
+
+    /// Sends a command to write `value` under the lock of `key`, and waits for the outcome.
+    ///
+    /// # Errors
+    /// Returns `TimedOut` if `limit` expires. Returns `Other` if the write was refused.
+    ///
+    /// # Cancel safety
+    /// The command stays in force.
+    pub async fn write(&mut self, key: &str, value: &str, limit: Duration) -> io::Result<()> {
+        self.send_command(&HolderCommand::Write { key: key.into(), value: value.into() })?;
+        self.report(limit, |report| match report {
+            HolderReport::Written { key: of } if of == key => Some(Ok(())),
             _ => failure_of(key, report).map(Err),
         })
         .await?

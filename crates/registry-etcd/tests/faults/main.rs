@@ -11,6 +11,7 @@
 mod cluster;
 mod follower;
 mod one;
+mod paused_holder;
 mod tombstones;
 
 mod workload;

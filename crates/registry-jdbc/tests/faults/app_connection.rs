@@ -22,13 +22,14 @@ pub(crate) enum AppTransaction<'c> {
 
 impl AppConnection {
     pub(crate) async fn connect(server: &Server) -> Self {
-        match server {
-            Server::Postgres(server) => {
-                Self::Postgres(PgConnection::connect(&server.url()).await.unwrap())
-            }
-            Server::MariaDb(server) => {
-                Self::MySql(MySqlConnection::connect(&server.url()).await.unwrap())
-            }
+        Self::connect_to(&server.url()).await
+    }
+
+    pub(crate) async fn connect_to(url: &str) -> Self {
+        if url.starts_with("postgres") {
+            Self::Postgres(PgConnection::connect(url).await.unwrap())
+        } else {
+            Self::MySql(MySqlConnection::connect(url).await.unwrap())
         }
     }
 
@@ -63,6 +64,19 @@ impl AppTransaction<'_> {
         match self {
             Self::Postgres(transaction) => drop(transaction.execute(statement).await.unwrap()),
             Self::MySql(transaction) => drop(transaction.execute(statement).await.unwrap()),
+        }
+    }
+
+    /// Runs an update, and returns the number of changed rows.
+    pub(crate) async fn update(&mut self, statement: String) -> u64 {
+        let statement = AssertSqlSafe(statement);
+        match self {
+            Self::Postgres(transaction) => {
+                transaction.execute(statement).await.unwrap().rows_affected()
+            }
+            Self::MySql(transaction) => {
+                transaction.execute(statement).await.unwrap().rows_affected()
+            }
         }
     }
 

@@ -51,4 +51,5 @@ mod standby;
 mod delayed_requests;
 mod successors;
 mod outcome;
+mod paused_holder;
 mod waiting;

@@ -14,6 +14,7 @@ mod cluster;
 mod quorum;
 mod invalidations;
 mod loss_rates;
+mod paused_holder;
 
 mod workload;
 mod outcome;

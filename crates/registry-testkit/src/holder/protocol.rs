@@ -123,6 +123,15 @@ pub enum HolderCommand {
         /// The lock's key.
         key: String,
     },
+    /// Write to the data that the lock protects, with the token of the held lock. Answered by
+    /// `written`, or by `failed` if the write was refused. The program must have a
+    /// [`FencedWriter`](super::FencedWriter).
+    Write {
+        /// The lock's key.
+        key: String,
+        /// The value to write.
+        value: String,
+    },
     /// Acquire and release the lock repeatedly, in sequence. Answered by `repeated` after the last
     /// round, or by `failed`.
     Repeat {
@@ -222,6 +231,11 @@ pub enum HolderReport {
         token: Option<u64>,
         /// How long the guard is still valid, in milliseconds.
         valid_for_ms: u64,
+    },
+    /// The write was applied.
+    Written {
+        /// The lock's key.
+        key: String,
     },
     /// All rounds of a `repeat` command are complete.
     Repeated {

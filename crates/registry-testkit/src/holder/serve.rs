@@ -2,12 +2,15 @@
 //! task, so a command that waits delays no other command.
 
 use std::collections::HashMap;
+use std::error::Error;
+use std::fmt::Debug;
 use std::io::{self, BufRead, Write};
 use std::process;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_core::{DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, LostReason};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -30,6 +33,18 @@ const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.
 pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
+    serve_with_writer(registry, options, None).await;
+}
+
+/// Executes the commands as [`serve`] does, and `write` commands with `writer`.
+///
+/// # Cancel safety
+/// Dropping the future drops all guards and stops reading the input.
+pub async fn serve_with_writer(
+    registry: Arc<dyn LockRegistry>,
+    options: &HolderOptions,
+    writer: Option<Arc<dyn FencedWriter>>,
+) {
     let history = options.history;
     let recorder = Recorder::forwarding(host_clock(), process::id(), move |event| {
         if history {
@@ -51,16 +66,15 @@ pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
                 // sees its channel closed and drops its guard.
                 locks.insert(key.clone(), commands);
                 let options = lock_options(wait_ms, lease_ms, renew);
-                tasks.spawn(hold(
-                    recording_client.clone(),
-                    registry.obtain(&key),
-                    options,
-                    command_receiver,
-                ));
+                let (client, lock) = (recording_client.clone(), registry.obtain(&key));
+                tasks.spawn(hold(client, lock, options, command_receiver, writer.clone()));
             }
             HolderCommand::Unlock { key } => forward(&mut locks, key, LockCommand::Unlock),
             HolderCommand::Drop { key } => forward(&mut locks, key, LockCommand::Drop),
             HolderCommand::Status { key } => forward(&mut locks, key, LockCommand::Status),
+            HolderCommand::Write { key, value } => {
+                forward(&mut locks, key, LockCommand::Write(value));
+            }
             HolderCommand::Repeat { key, rounds, hold_ms } => {
                 let hold = Duration::from_millis(hold_ms);
                 tasks.spawn(repeat(recording_client.clone(), registry.obtain(&key), rounds, hold));
@@ -123,12 +137,27 @@ fn lock_options(wait_ms: Option<u64>, lease_ms: Option<u64>, renew: Option<bool>
     options
 }
 
+/// Writes to data that a lock protects.
+#[async_trait]
+pub trait FencedWriter: Debug + Send + Sync {
+    /// Writes `value` with the token, or the claim, of `guard`, whether the lock is held or lost.
+    ///
+    /// # Errors
+    /// If the write was refused, or its outcome is unknown.
+    async fn write(
+        &self,
+        guard: &LockGuard,
+        value: &str,
+    ) -> Result<(), Box<dyn Error + Send + Sync>>;
+}
+
 /// A command to the task of one lock.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 enum LockCommand {
     Unlock,
     Drop,
     Status,
+    Write(String),
 }
 
 fn forward(
@@ -136,7 +165,11 @@ fn forward(
     key: String,
     command: LockCommand,
 ) {
-    if locks.get(&key).is_none_or(|lock| lock.send(command).is_err()) {
+    let unsent = match locks.get(&key) {
+        Some(lock) => lock.send(command).err().map(|unsent| unsent.0),
+        None => Some(command),
+    };
+    if let Some(command) = unsent {
         locks.remove(&key);
         answer_without_lock(key, command);
     }
@@ -145,11 +178,13 @@ fn forward(
 fn answer_without_lock(key: String, command: LockCommand) {
     match command {
         LockCommand::Status => write_report(&status(key, None)),
-        LockCommand::Unlock | LockCommand::Drop => write_report(&HolderReport::Failed {
-            key: Some(key),
-            doing: "release".into(),
-            problem: "the lock was not requested".into(),
-        }),
+        LockCommand::Unlock | LockCommand::Drop | LockCommand::Write(_) => {
+            write_report(&HolderReport::Failed {
+                key: Some(key),
+                doing: "use the lock".into(),
+                problem: "the lock was not requested".into(),
+            })
+        }
     }
 }
 
@@ -159,8 +194,9 @@ async fn hold(
     lock: DistributedLock,
     options: LockOptions,
     mut commands: mpsc::UnboundedReceiver<LockCommand>,
+    writer: Option<Arc<dyn FencedWriter>>,
 ) {
-    acquire_and_hold(&recording_client, &lock, options, &mut commands).await;
+    acquire_and_hold(&recording_client, &lock, options, &mut commands, writer.as_deref()).await;
     // A command that arrived during the last one is answered as well.
     commands.close();
     while let Some(command) = commands.recv().await {
@@ -173,6 +209,7 @@ async fn acquire_and_hold(
     lock: &DistributedLock,
     options: LockOptions,
     commands: &mut mpsc::UnboundedReceiver<LockCommand>,
+    writer: Option<&dyn FencedWriter>,
 ) {
     let key = lock.key().to_owned();
     // The block drops the acquisition before `cancelled` is reported.
@@ -184,6 +221,9 @@ async fn acquire_and_hold(
                 acquired = &mut acquiring => break Some(acquired),
                 command = commands.recv() => match command {
                     Some(LockCommand::Status) => write_report(&status(key.clone(), None)),
+                    Some(command @ LockCommand::Write(_)) => {
+                        answer_without_lock(key.clone(), command);
+                    }
                     None | Some(LockCommand::Unlock | LockCommand::Drop) => break None,
                 },
             }
@@ -192,7 +232,7 @@ async fn acquire_and_hold(
     match acquired {
         Some(Ok(Some(guard))) => {
             write_report(&held(key, &guard));
-            hold_until_command(guard, commands).await;
+            hold_until_command(guard, commands, writer).await;
         }
         Some(Ok(None)) => write_report(&HolderReport::Busy { key }),
         Some(Err(error)) => write_report(&HolderReport::failed(Some(key), "acquire", &error)),
@@ -203,6 +243,7 @@ async fn acquire_and_hold(
 async fn hold_until_command(
     guard: RecordedGuard,
     commands: &mut mpsc::UnboundedReceiver<LockCommand>,
+    writer: Option<&dyn FencedWriter>,
 ) {
     let key = guard.key().to_owned();
     let lost = guard.lost();
@@ -218,6 +259,9 @@ async fn hold_until_command(
             }
             command = commands.recv() => match command {
                 Some(LockCommand::Status) => write_report(&status(key.clone(), Some(&guard))),
+                Some(LockCommand::Write(value)) => {
+                    write_report(&write(writer, &guard, &value).await);
+                }
                 Some(LockCommand::Unlock) => {
                     return match guard.unlock().await {
                         Ok(()) => write_report(&HolderReport::Released { key }),
@@ -230,6 +274,18 @@ async fn hold_until_command(
                 }
             },
         }
+    }
+}
+
+async fn write(writer: Option<&dyn FencedWriter>, guard: &LockGuard, value: &str) -> HolderReport {
+    let key = guard.key().to_owned();
+    let written = match writer {
+        Some(writer) => writer.write(guard, value).await,
+        None => Err("this program has no writer".into()),
+    };
+    match written {
+        Ok(()) => HolderReport::Written { key },
+        Err(error) => HolderReport::failed(Some(key), "write", &*error),
     }
 }
 

@@ -18,6 +18,7 @@ mod session_size;
 mod reconnect;
 mod nodes;
 mod fenced_writes;
+mod paused_holder;
 
 mod other_process;
 mod support;

@@ -1,0 +1,75 @@
+//! A holder that is paused for longer than its lease, and then writes.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::LockGuard;
+use registry_testkit::holder::{
+    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
+    run_child_process, serve_with_writer,
+};
+
+use crate::app_connection::AppConnection;
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
+
+const LEASE: Duration = Duration::from_secs(3);
+
+/// Writes in a fenced transaction. If the fence refuses, writes with the token alone, so that the
+/// table's comparison of tokens must refuse as well.
+#[derive(Debug)]
+struct StockTable(String);
+
+#[async_trait]
+impl FencedWriter for StockTable {
+    async fn write(
+        &self,
+        guard: &LockGuard,
+        value: &str,
+    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+        let token = guard.fencing_token().unwrap();
+        let update =
+            format!("UPDATE stock SET value = '{value}', token = {token} WHERE token <= {token}");
+        let mut connection = AppConnection::connect_to(&self.0).await;
+        let mut transaction = connection.begin().await;
+        let fenced = transaction.fence(guard).await;
+        if fenced.is_ok() {
+            assert_eq!(transaction.update(update).await, 1);
+            transaction.commit().await;
+            return Ok(());
+        }
+        transaction.rollback().await;
+        let mut transaction = connection.begin().await;
+        let changed = transaction.update(update).await;
+        transaction.commit().await;
+        if changed == 0 { Ok(fenced?) } else { Ok(()) }
+    }
+}
+
+#[test]
+#[ignore = "started by the other test, as another process"]
+fn a_holder_process() {
+    run_child_process(async |url| {
+        let registry = registry_in(&url, LEASE, LockMode::Lease).await;
+        let writer = Arc::new(StockTable(url));
+        let options = HolderOptions::new("sql");
+        serve_with_writer(Arc::new(registry), &options, Some(writer)).await;
+    });
+}
+
+async fn a_paused_holder_cannot_write(kind: ServerKind) {
+    let server = kind.start().await;
+    server.sql("CREATE TABLE stock (value varchar(40), token bigint)").await.unwrap();
+    server.sql("INSERT INTO stock VALUES ('', 0)").await.unwrap();
+    let holder = async || {
+        LockHolder::spawn_test("paused_holder::a_holder_process", &server.url()).await.unwrap()
+    };
+    let read = async || server.sql("SELECT value FROM stock").await.unwrap().trim().to_owned();
+    let (paused, successor) = (holder().await, holder().await);
+    assert_a_paused_holder_cannot_write(paused, successor, TEST_TIMEOUT, read).await.unwrap();
+}
+
+on_both_servers! {
+    a_paused_holder_cannot_write,
+}

@@ -1,0 +1,49 @@
+//! The promise that fencing tokens exist for, over two real processes.
+
+use std::io;
+use std::time::Duration;
+
+use super::LockHolder;
+
+const KEY: &str = "stock/42";
+
+/// Proves that a holder that is paused for longer than its lease cannot write afterwards.
+///
+/// Both processes must have a [`FencedWriter`](super::FencedWriter) for the same data. `paused`
+/// locks and writes, and is stopped with `SIGSTOP`. `successor` acquires the lock after the lease,
+/// and writes. Then `paused` continues, and writes with its own token. `read` returns the value in
+/// the store.
+///
+/// # Errors
+/// If a process does not do what it is asked within `limit`.
+///
+/// # Cancel safety
+/// Dropping the future ends both processes.
+///
+/// # Panics
+/// If the paused holder's write was applied, or an allowed write was not.
+pub async fn assert_a_paused_holder_cannot_write(
+    mut paused: LockHolder,
+    mut successor: LockHolder,
+    limit: Duration,
+    read: impl AsyncFn() -> String,
+) -> io::Result<()> {
+    let first = paused.lock(KEY, limit).await?;
+    paused.write(KEY, "by the first holder", limit).await?;
+    assert_eq!(read().await, "by the first holder");
+
+    paused.process().pause().await?;
+    let next = successor.lock(KEY, limit).await?;
+    assert!(next.token > first.token, "{next:?} after {first:?}");
+    successor.write(KEY, "by the successor", limit).await?;
+
+    paused.process().resume()?;
+    let written = paused.write(KEY, "by the paused holder", limit).await;
+    assert!(written.is_err(), "the write of the paused holder was not refused");
+    assert_eq!(read().await, "by the successor");
+
+    assert!(successor.status(KEY, limit).await?.is_some(), "the successor keeps its lock");
+    successor.write(KEY, "by the successor again", limit).await?;
+    assert_eq!(read().await, "by the successor again");
+    successor.unlock(KEY, limit).await
+}
