@@ -78,8 +78,8 @@ impl TableBackend {
         self.requests
             .send(request(reply))
             .await
-            // The request was not sent, so the table did not change. `as_refused` informs the engine
-            // that no clean-up is needed.
+            // The request was not sent, so the table did not change. `as_refused` informs the
+            // engine that no clean-up is needed.
             .map_err(|_| BackendError::transient("the table was dropped").as_refused())?;
         // The request was sent without a reply, so the table may have executed it. The engine
         // then repeats or releases the claim.

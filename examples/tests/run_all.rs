@@ -50,7 +50,7 @@ programs! {
         "did you mean \"sqlite\"?",
         "did you mean \"lease\"?",
         "which has no unit",
-        "has a path, which means nothing in etcd",
+        "contains a path, which etcd does not support",
     ],
     code [] [] says ["held as Some(\"nightly report\")", "still locked: true", "free: true"],
     leases [] [] says [

@@ -68,7 +68,7 @@ fn check_returns_every_error_that_needs_no_io() {
         ("zk://h/a/../b", "chroot"),
         ("zk://h?root=a", "root"),
         ("zk://h?acl=creator", "login"),
-        ("zk://h?acl=world:anyone:r", "rights"),
+        ("zk://h?acl=world:anyone:r", "must grant"),
         ("etcd://h?namespace=", "namespace"),
         ("etcd://h?lease=1999ms", "lease"),
     ] {

@@ -135,7 +135,7 @@ async fn an_invalid_combination_of_options_is_refused_before_any_io() {
         ("auth=canary", "SCHEME:CREDENTIALS"),
         ("acl=canary", "SCHEME:ID:RIGHTS"),
         // Without a login, the creator has no identity.
-        ("acl=creator", "need a login"),
+        ("acl=creator", "requires a login"),
         ("ca=x.pem", "encrypted"),
         ("purge_after=1h", "option of sqlite"),
     ] {

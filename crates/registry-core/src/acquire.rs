@@ -22,8 +22,8 @@ use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::watch::Suspension;
 
-/// Acquires the lock of `local_lock`. Returns `None` if the lock was held until the deadline, according
-/// to the last response.
+/// Acquires the lock of `local_lock`. Returns `None` if the lock was held until the deadline,
+/// according to the last response.
 pub(crate) async fn acquire(
     local_lock: &Arc<LocalLock>,
     options: &LockOptions,

@@ -134,8 +134,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// Each registry over this backend calls this once, when it is built and before its first
     /// request. A store that receives change notifications keeps the handle as long as it is
-    /// [live](Invalidations::is_live), in addition to those of other registries. It declares this in
-    /// [`Capabilities::reports_invalidations`].
+    /// [live](Invalidations::is_live), in addition to those of other registries. It declares this
+    /// in [`Capabilities::reports_invalidations`].
     ///
     /// A change that this client makes to its own claims is not a change by another client. Like a
     /// wake-up, a hint may be unfounded or missing: the next renewal detects the loss in any case.
@@ -145,10 +145,10 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Returns how long after its grant a claim that is still held is verified for the first time.
     /// A verification is an early renewal.
     ///
-    /// For a store that [reports](Self::subscribe_invalidations) changes only to records that this client has
-    /// read, if a renewal counts as a read and an acquisition does not. The delay keeps this free
-    /// for locks that are held only briefly. Called at each grant. The default, `None`, adds no
-    /// verification to the renewals.
+    /// For a store that [reports](Self::subscribe_invalidations) changes only to records that this
+    /// client has read, if a renewal counts as a read and an acquisition does not. The delay keeps
+    /// this free for locks that are held only briefly. Called at each grant. The default, `None`,
+    /// adds no verification to the renewals.
     fn verify_after(&self) -> Option<Duration> {
         None
     }
@@ -180,7 +180,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     }
 
     /// Ends the grant of `key`, whichever client holds it, and wakes waiters. The holder is
-    /// notified at its next renewal, or at once if the store [reports losses](Self::subscribe_invalidations).
+    /// notified at its next renewal, or at once if the store [reports
+    /// losses](Self::subscribe_invalidations).
     ///
     /// # Errors
     /// [`BackendError`] for a store error. Called only if [`Capabilities::inspect`] is true.

@@ -150,9 +150,10 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`reports_invalidations`](Self::reports_invalidations): the backend notifies the registries that it got
-    /// by [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations) when another client has
-    /// removed a record.
+    /// Sets [`reports_invalidations`](Self::reports_invalidations): the backend notifies the
+    /// registries that it got by
+    /// [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations) when
+    /// another client has removed a record.
     #[must_use]
     pub const fn with_invalidations(mut self) -> Self {
         self.reports_invalidations = true;

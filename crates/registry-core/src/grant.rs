@@ -1,8 +1,8 @@
 //! One active grant: its lease, its local holder, and its end.
 //!
-//! It ends exactly once: by the last guard ([`ActiveGrant::end`]) or by loss ([`ActiveGrant::lose`]),
-//! whichever comes first. A hand-over reverts the end and passes the claim to the next local
-//! caller.
+//! It ends exactly once: by the last guard ([`ActiveGrant::end`]) or by loss
+//! ([`ActiveGrant::lose`]), whichever comes first. A hand-over reverts the end and passes the
+//! claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};

@@ -567,8 +567,8 @@ async fn invalidated_before(
     }
 }
 
-/// One holder's use of a grant: its token, its owner, its guards. A grant has one hold at a time, and
-/// each hand-over begins a new one.
+/// One holder's use of a grant: its token, its owner, its guards. A grant has one hold at a time,
+/// and each hand-over begins a new one.
 #[derive(Debug)]
 pub(crate) struct Hold {
     held: Arc<ActiveGrant>,

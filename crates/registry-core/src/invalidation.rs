@@ -15,9 +15,10 @@ use crate::key::Key;
 /// The handle by which a backend notifies one registry that the record of a key may have changed.
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
-/// A backend receives it through [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations).
-/// Clones notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait
-/// and never panic. They may come from any thread, inside or outside a runtime, at any rate.
+/// A backend receives it through
+/// [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations). Clones
+/// notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait and
+/// never panic. They may come from any thread, inside or outside a runtime, at any rate.
 ///
 /// A hint by itself ends no lock: the store's response to the following verification does. A
 /// verification is an early renewal. If the response is that the claim is gone, the lock is lost;

@@ -1,10 +1,10 @@
 //! The local half of a lock: one local lock per key and registry, with one local permit and a FIFO
 //! wait queue.
 //!
-//! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`]) may
-//! compete for the key in the store; dropping the permit passes it to the next caller in the queue.
-//! A local lock lives as long as a handle, guard or waiter of its key, so none is evicted while it
-//! is in use. [`acquire`](crate::acquire) enters it; releases and hand-overs end here.
+//! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`])
+//! may compete for the key in the store; dropping the permit passes it to the next caller in the
+//! queue. A local lock lives as long as a handle, guard or waiter of its key, so none is evicted
+//! while it is in use. [`acquire`](crate::acquire) enters it; releases and hand-overs end here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -150,7 +150,8 @@ pub(crate) struct LocalLock {
     wait_queue: Mutex<WaitQueue>,
     /// False only if no caller waits, or one has only just joined the queue.
     has_waiters: AtomicBool,
-    /// False only if [`WaitQueue::store_error`] is `None`. Written by the caller that has the local permit.
+    /// False only if [`WaitQueue::store_error`] is `None`. Written by the caller that has the
+    /// local permit.
     has_store_error: AtomicBool,
     /// The invalidation epoch of this key.
     epoch: AtomicU32,

@@ -19,9 +19,9 @@ impl Registry {
     /// Waits up to `wait` for the local permit of `key`, then runs `attempts`
     /// and returns its output.
     ///
-    /// A backend uses this for a lock that it acquires without the engine. Without a permit, such an
-    /// acquisition would compete with local callers that hand the claim over without a request to
-    /// the store.
+    /// A backend uses this for a lock that it acquires without the engine. Without a permit, such
+    /// an acquisition would compete with local callers that hand the claim over without a request
+    /// to the store.
     ///
     /// If the permit has not come after one second, `attempts` also runs while the caller waits for
     /// it: the caller in front may wait for something that this caller has locked already, which

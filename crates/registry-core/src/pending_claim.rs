@@ -76,8 +76,8 @@ impl PendingClaim {
         self.local_lock().engine()
     }
 
-    /// Returns the contention between this process and others for the key. `None` if the store needs
-    /// no fairness between processes.
+    /// Returns the contention between this process and others for the key. `None` if the store
+    /// needs no fairness between processes.
     pub(crate) fn contention(&mut self) -> Option<&mut Contention> {
         let parts = self.parts.as_mut().expect("the permit is here until a grant is taken");
         parts.0.contention.as_deref_mut()

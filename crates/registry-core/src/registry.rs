@@ -219,8 +219,8 @@ impl Registry {
     /// fencing token is outdated from the next grant on.
     ///
     /// A holder in any registry over this backend is notified at once. A holder elsewhere is
-    /// notified at once if the store [reports losses](Capabilities::reports_invalidations), and otherwise at
-    /// its next renewal.
+    /// notified at once if the store [reports losses](Capabilities::reports_invalidations), and
+    /// otherwise at its next renewal.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot force a release; [`LockError::InvalidKey`];

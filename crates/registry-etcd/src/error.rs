@@ -88,7 +88,8 @@ pub(crate) fn classify(status: &Status) -> CallError {
             Transient,
             "the members have no space for writes (alarm NOSPACE); compact and defragment them",
         ),
-        Code::ResourceExhausted if has("too many requests") => {
+        // Some requests get this error without its code.
+        Code::ResourceExhausted | Code::Unknown if has("etcdserver: too many requests") => {
             refused(Transient, "the members are overloaded: too many requests")
         }
         // The request may still be executed: a lost leader may have replicated it.
@@ -140,6 +141,7 @@ mod tests {
             (Code::Unknown, "h2 protocol error", Transient, false),
             (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded", Transient, true),
             (Code::ResourceExhausted, "etcdserver: too many requests", Transient, true),
+            (Code::Unknown, "etcdserver: too many requests", Transient, true),
             (Code::PermissionDenied, "etcdserver: permission denied", Denied, true),
             (
                 Code::InvalidArgument,

@@ -6,13 +6,16 @@
 //! ```java
 //! @Bean
 //! RedisLockRegistry locks(RedisConnectionFactory redis) {
-//!     var locks = new RedisLockRegistry(redis, "invoices", 60_000); // the registry key is our namespace
-//!     locks.setRedisLockType(RedisLockRegistry.RedisLockType.PUB_SUB_LOCK); // publishes each release
+//!     // The registry key is our namespace.
+//!     var locks = new RedisLockRegistry(redis, "invoices", 60_000);
+//!     // Publishes each release.
+//!     locks.setRedisLockType(RedisLockRegistry.RedisLockType.PUB_SUB_LOCK);
 //!     return locks;
 //! }
 //!
 //! void send(String customer) throws Exception {
-//!     locks.executeLocked("customer/" + customer, () -> mailer.send(customer)); // the key is used unchanged
+//!     // The key is used unchanged.
+//!     locks.executeLocked("customer/" + customer, () -> mailer.send(customer));
 //! }
 //! ```
 

@@ -1,5 +1,6 @@
--- The tables of lock-registry's MariaDB and MySQL store, version 1. They are created in the database of the connection.
--- The script may be run repeatedly. `MySqlBackend::open` runs it unless the tables exist.
+-- The tables of lock-registry's MariaDB and MySQL store, version 1. They are created in the
+-- database of the connection. The script may be run repeatedly. `MySqlBackend::open` runs it
+-- unless the tables exist.
 --
 -- Locking needs these rights:
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;

@@ -1,5 +1,6 @@
--- The tables of lock-registry's PostgreSQL store, version 1. They are created in the first schema of the
--- search_path. The script may be run repeatedly. `PostgresBackend::open` runs it unless the tables exist.
+-- The tables of lock-registry's PostgreSQL store, version 1. They are created in the first schema
+-- of the search_path. The script may be run repeatedly. `PostgresBackend::open` runs it unless the
+-- tables exist.
 --
 -- Locking needs these rights:
 --   GRANT USAGE ON SCHEMA … TO …;

@@ -304,8 +304,8 @@ async fn a_suspended_holder_is_replaced_and_notified() {
     outcome.await.without_split_votes().assert_correct();
 }
 
-/// Three of five masters have one lock, and all have the other. An unresponsive master decides about
-/// the first lock.
+/// Three of five masters have one lock, and all have the other. An unresponsive master decides
+/// about the first lock.
 #[tokio::test]
 async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
     let (mut quorum, config) = quorum().await;
