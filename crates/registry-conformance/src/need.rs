@@ -87,7 +87,7 @@ impl Need {
 
     /// Returns whether a store with these capabilities has the feature, or `None` if the
     /// capabilities do not determine it.
-    pub(crate) fn from_capabilities(self, capabilities: &Capabilities) -> Option<bool> {
+    pub(crate) fn stated_by(self, capabilities: &Capabilities) -> Option<bool> {
         match self {
             Self::Fencing => Some(capabilities.fencing),
             Self::Fair => Some(capabilities.fair),
@@ -107,7 +107,7 @@ impl Need {
     /// capabilities do not determine it.
     pub(crate) async fn is_met_by(self, harness: &dyn Harness) -> bool {
         let context = TestContext::open(harness).await;
-        if let Some(known) = self.from_capabilities(context.capabilities()) {
+        if let Some(known) = self.stated_by(context.capabilities()) {
             return known;
         }
         match self {

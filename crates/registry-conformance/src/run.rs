@@ -69,7 +69,7 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
         let known = match need {
             Need::Faithful => Some(context.store().faithful()),
             Need::Roaming => Some(context.store().roams()),
-            need => need.from_capabilities(context.capabilities()),
+            need => need.stated_by(context.capabilities()),
         };
         // The clause itself checks what the capabilities do not determine.
         assert!(known != Some(false), "the store has no {need}: list it in `without`");

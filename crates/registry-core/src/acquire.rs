@@ -29,7 +29,7 @@ pub(crate) async fn acquire(
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
     // Yields when the task's coop budget is used up: a store that responds without waiting must not
-    // block the other tasks of this thread. Nothing needs clean-up yet.
+    // block the other tasks of this thread. This future owns nothing yet, so it may be dropped here.
     tokio::task::coop::consume_budget().await;
     let engine = local_lock.engine();
     engine.check_open()?;
@@ -46,8 +46,8 @@ pub(crate) async fn acquire(
     // One deadline for the local queue and the store together.
     let deadline = options.wait.map(|wait| started_at.after(wait));
 
-    // Terminates: each further round means that an entry's lease ended on the way, or that this
-    // caller was not polled for a lease.
+    // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
+    // the time of a lease.
     loop {
         // 1. The local permit, among the callers of this process.
         let permit = match local_lock.enter(owner.as_ref(), terms, deadline).await {
@@ -98,7 +98,7 @@ fn timed_out(local_lock: &LocalLock, started_at: Moment) -> Option<LockGuard> {
 
 /// The reason why an acquisition ended without a result.
 enum Stopped {
-    /// This caller was not polled for a lease: its claim and its local permit are released.
+    /// This caller was not polled for the time of a lease: its claim and its local permit are released.
     Abandoned,
     Failed(LockError),
 }
@@ -139,7 +139,7 @@ impl Acquisition<'_> {
         self.check_open()?;
         let mut sent = pending.send(self.engine).await;
         if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = sent {
-            self.local_lock.answered();
+            self.local_lock.record_response();
             let token = grant.token;
             match pending.take(grant, sent_at) {
                 Ok(held) => return self.guard(held, token, owner, 1).map(Some),
@@ -166,8 +166,8 @@ impl Acquisition<'_> {
             Suspension::new(self.engine.background.watch(), self.terms.lease.length);
         let mut attempts = 0;
         let mut failures = Failures::default();
-        let mut early_wakes = EarlyWakes::new();
-        let mut quiet_since = Moment::now();
+        let mut wake_limiter = WakeRateLimiter::new();
+        let mut holder_changed_at = Moment::now();
         let mut last_token = None;
         if let Some(end) = pause_end {
             (pending, ()) = suspension.during(pending, self.pause(end)).await?;
@@ -187,7 +187,7 @@ impl Acquisition<'_> {
             (pending, answer) = pending.answer(sent, self.engine, &mut suspension).await?;
             let error = match answer {
                 AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant))) => {
-                    self.local_lock.answered();
+                    self.local_lock.record_response();
                     let token = grant.token;
                     match pending.take(grant, sent_at) {
                         Ok(held) => return self.guard(held, token, owner, attempts).map(Some),
@@ -197,7 +197,7 @@ impl Acquisition<'_> {
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
-                    self.local_lock.answered();
+                    self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
                         contention.on_busy();
                     }
@@ -208,15 +208,15 @@ impl Acquisition<'_> {
                     let token = busy.holder.as_ref().and_then(|holder| holder.token);
                     // In a queue, a new holder in front does not concern the claims behind.
                     if token != last_token && !self.engine.capabilities.fair {
-                        quiet_since = Moment::now();
+                        holder_changed_at = Moment::now();
                     }
                     last_token = token;
-                    let wait = self.wait(pending.claim().clone(), busy, quiet_since);
+                    let wait = self.wait(pending.claim().clone(), busy, holder_changed_at);
                     let woken;
                     (pending, woken) = suspension.during(pending, wait).await?;
-                    if woken? == Woken::Early {
+                    if woken? == Woken::ByStore {
                         let delay = pending.contention().map(|it| it.delay_after_wake());
-                        let pause = early_wakes.take().max(delay.unwrap_or_default());
+                        let pause = wake_limiter.take().max(delay.unwrap_or_default());
                         if !pause.is_zero() {
                             let end = Moment::now().after(pause);
                             let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
@@ -226,13 +226,13 @@ impl Acquisition<'_> {
                     continue;
                 }
                 AttemptOutcome::Responded(_, Err(error)) => error,
-                AttemptOutcome::Unknown => self.engine.unanswered(),
+                AttemptOutcome::Unknown => self.engine.no_response_error(),
             };
             let pause = self.retry_or_fail(key, &mut failures, error);
             let outcome;
             (pending, outcome) = suspension.during(pending, pause).await?;
             outcome?;
-            // The background releaser completes a request without a response.
+            // The background releaser has a claim without a response; a new claim follows.
             pending.replace_unresolved(|| self.fresh_claim(key));
         }
     }
@@ -249,7 +249,7 @@ impl Acquisition<'_> {
         // If the registry is closing, it is too late to return a guard. Dropping it releases the
         // claim.
         self.check_open()?;
-        self.local_lock.held_by(guard.hold());
+        self.local_lock.record_hold(guard.hold());
         self.engine.emit(|| LockEvent::Granted {
             key: self.local_lock.key().as_str(),
             token,
@@ -296,13 +296,13 @@ impl Acquisition<'_> {
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense. `quiet_since` is when the holder last changed, as
+    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last changed, as
     /// far as this process knows.
     async fn wait(
         &self,
         claim: Claim,
         busy: Busy,
-        quiet_since: Moment,
+        holder_changed_at: Moment,
     ) -> Result<Woken, LockError> {
         let engine = self.engine;
         let now = Moment::now();
@@ -313,11 +313,12 @@ impl Acquisition<'_> {
         };
         // One last attempt is made at the deadline, so that a lock that became free in time is not
         // missed.
-        let last_look = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // A wake-up can be lost in spite of the confirmation. This limits the cost to the time
-        // waited so far.
-        let confirmed_until =
-            now.after(jittered(now.since(quiet_since).min(CONFIRMED_POLL_MAX))).min(last_look);
+        let last_attempt_at = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
+        // A wake-up can be lost although the backend confirms wake-ups. A poll after as long again
+        // as already waited at most doubles the wait.
+        let recheck_at = now
+            .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
+            .min(last_attempt_at);
         let wake = engine.backend.wait(&claim, &busy);
         tokio::pin!(wake);
         loop {
@@ -327,10 +328,10 @@ impl Acquisition<'_> {
             tokio::select! {
                 biased;
                 () = engine.closing.wait() => return Err(LockError::Closed),
-                () = &mut wake => return Ok(Woken::Early),
-                () = engine.sleep_until(poll.min(last_look)) => {}
+                () = &mut wake => return Ok(Woken::ByStore),
+                () = engine.sleep_until(poll.min(last_attempt_at)) => {}
             }
-            if Moment::now() >= confirmed_until || !engine.backend.wakes_confirmed(&claim, &busy) {
+            if Moment::now() >= recheck_at || !engine.backend.wakes_confirmed(&claim, &busy) {
                 return Ok(Woken::ByTime);
             }
         }
@@ -345,7 +346,7 @@ impl Acquisition<'_> {
     ) -> Result<(), LockError> {
         let engine = self.engine;
         engine.emit(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
-        self.local_lock.failed(&error);
+        self.local_lock.record_store_error(&error);
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);
         // Without a deadline, store errors are retried for the length of a lease. By then a
@@ -386,19 +387,19 @@ struct Failures {
 #[derive(Debug, PartialEq, Eq)]
 enum Woken {
     /// By a wake-up from the store.
-    Early,
+    ByStore,
     /// By the poll interval, the end of the holder's lease, or the deadline.
     ByTime,
 }
 
 /// A token bucket that limits how often wake-ups lead to attempts. Without it, superfluous
 /// wake-ups, or other processes that are faster each time, would make this process a busy loop.
-struct EarlyWakes {
+struct WakeRateLimiter {
     left: u32,
     counted_at: Moment,
 }
 
-impl EarlyWakes {
+impl WakeRateLimiter {
     fn new() -> Self {
         Self { left: EARLY_WAKES_BURST, counted_at: Moment::now() }
     }
@@ -434,6 +435,7 @@ const AFTER_LEASE: Duration = Duration::from_millis(1);
 /// default lease, so that 2,000 waiters send fewer than 100 requests a second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
-/// The number of wake-ups that are followed without a pause, and the pause for each one after that.
+/// The number of wake-ups that an attempt follows at once, and the pause before each attempt after
+/// that.
 const EARLY_WAKES_BURST: u32 = 64;
 const EARLY_WAKES_PAUSE: Duration = Duration::from_millis(1);

@@ -15,7 +15,7 @@ use futures_util::stream::{FuturesUnordered, Stream as _};
 use tokio::sync::mpsc;
 
 use crate::active_count::ActiveCount;
-use crate::contained::{contain, discard};
+use crate::contained::{catch_panic, discard};
 use crate::watch::Watch;
 
 /// A future that must complete even if its caller is gone.
@@ -117,7 +117,7 @@ impl Drop for CountedJob {
     fn drop(&mut self) {
         // The job is dropped, with all that it holds, before `idle` sees it as done.
         let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
-        contain(|| drop(job));
+        catch_panic(|| drop(job));
         if let Some(claims) = &self.claims {
             claims.leave();
         }

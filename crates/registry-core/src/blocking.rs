@@ -63,7 +63,7 @@ impl Home {
 /// Shuts the runtime down once the registry's pending releases are complete, or after the operation
 /// time-out.
 fn end(runtime: Runtime, registry: &Registry) {
-    let limit = registry.answer_limit();
+    let limit = registry.operation_timeout();
     // Not `block_on`: it panics in a thread-local destructor, and hangs if the runtime's thread
     // hangs.
     let done = Arc::new((Mutex::new(false), Condvar::new()));

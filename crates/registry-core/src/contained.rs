@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::task::{Context, Wake, Waker};
 
 /// Runs `work`. Returns `None` if it panicked.
-pub(crate) fn contain<T>(work: impl FnOnce() -> T) -> Option<T> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(work)).map_err(discard).ok()
 }
 
@@ -35,15 +35,15 @@ pub(crate) fn wake(waker: Waker) {
         let mut waker = Some(waker);
         let _ = QUEUED.try_with(|queued| queued.borrow_mut().extend(waker.take()));
         if let Some(waker) = waker {
-            contain(|| waker.wake());
+            catch_panic(|| waker.wake());
         }
         return;
     }
     let _ = DEPTH.try_with(|own| own.set(depth + 1));
-    contain(|| waker.wake());
+    catch_panic(|| waker.wake());
     if depth + 1 == NESTED_MAX {
         while let Ok(Some(next)) = QUEUED.try_with(|queued| queued.borrow_mut().pop()) {
-            contain(|| next.wake());
+            catch_panic(|| next.wake());
         }
     }
     let _ = DEPTH.try_with(|own| own.set(depth));
@@ -94,8 +94,8 @@ mod tests {
 
     #[test]
     fn a_payload_that_panics_when_dropped_is_contained() {
-        assert_eq!(contain(|| std::panic::panic_any(PanicsOnDrop)), None::<()>);
-        assert_eq!(contain(|| 1), Some(1));
+        assert_eq!(catch_panic(|| std::panic::panic_any(PanicsOnDrop)), None::<()>);
+        assert_eq!(catch_panic(|| 1), Some(1));
     }
 
     struct Chain(usize, Arc<std::sync::atomic::AtomicUsize>);

@@ -15,7 +15,7 @@ use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
-use crate::contained::{contain, discard};
+use crate::contained::{catch_panic, discard};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
 use crate::fairness::Fairness;
@@ -38,7 +38,7 @@ pub(crate) struct Engine {
     pub(crate) invalidations: Arc<InvalidationQueue>,
     pub(crate) background: BackgroundReleaser,
     /// The claims that are held now.
-    pub(crate) held: ActiveCount,
+    pub(crate) active_grants: ActiveCount,
     /// The callers that have or may have a request in flight.
     pub(crate) pending_claims: ActiveCount,
     /// The registry is closing and starts nothing new.
@@ -50,7 +50,7 @@ pub(crate) struct Engine {
     /// The number of claims that only the end of their lease frees.
     pub(crate) left_to_lease: AtomicUsize,
     /// The number of those that their holder had released.
-    pub(crate) endings_left: AtomicUsize,
+    pub(crate) unreleased_claims: AtomicUsize,
     pub(crate) sibling: Arc<Sibling>,
 }
 
@@ -128,7 +128,7 @@ impl Engine {
     /// Returns how long after a grant the store wants its claim verified.
     pub(crate) fn verify_after(&self) -> Option<Duration> {
         // The grant has not reached its holder yet; a panic of the backend must not lose it.
-        contain(|| self.backend.verify_after()).unwrap_or_default()
+        catch_panic(|| self.backend.verify_after()).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {
@@ -149,10 +149,10 @@ impl Engine {
         key: &str,
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
-        let limit = self.defaults.answer_limit;
+        let limit = self.defaults.operation_timeout;
         let answer = self.call(future).answer_to_caller_within(limit, limit).await;
         answer
-            .unwrap_or_else(|| Err(self.unanswered()))
+            .unwrap_or_else(|| Err(self.no_response_error()))
             .map_err(|source| store_error(operation, key, source))
     }
 
@@ -161,10 +161,10 @@ impl Engine {
     }
 
     /// Returns the error of a call without a response.
-    pub(crate) fn unanswered(&self) -> BackendError {
+    pub(crate) fn no_response_error(&self) -> BackendError {
         BackendError::transient(format!(
             "the {} store did not answer within {:?}",
-            self.capabilities.store, self.defaults.answer_limit
+            self.capabilities.store, self.defaults.operation_timeout
         ))
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::Busy;
-use crate::contained::contain;
+use crate::contained::catch_panic;
 use crate::error::{BackendError, LostReason};
 use crate::fencing::FencingToken;
 
@@ -92,7 +92,7 @@ impl Observers {
     pub(crate) fn emit(&self, event: &LockEvent<'_>) {
         for observer in &self.0 {
             // A panic in an observer must not end the lock operation that emits the event.
-            contain(|| observer.on(event));
+            catch_panic(|| observer.on(event));
         }
     }
 }

@@ -1,8 +1,8 @@
 //! One active grant: its lease, its local holder, and its end.
 //!
-//! It ends exactly once: by the last guard ([`ActiveGrant::end`]) or by loss
-//! ([`ActiveGrant::lose`]), whichever comes first. A hand-over reverts the end and passes the
-//! claim to the next local caller.
+//! It ends by the last guard ([`ActiveGrant::end`]) or by loss
+//! ([`ActiveGrant::lose`]), whichever comes first. A hand-over reverts an end by the last
+//! guard, and passes the claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -42,8 +42,8 @@ pub(crate) struct ActiveGrant {
     /// The number of attempts of this claim with an unknown outcome. One of them may still reach
     /// the store after the release.
     unknown_attempts: u32,
-    /// The end of the lease, for readers that must not lock `state`. `PAST` once the lease has
-    /// ended.
+    /// The end of the lease, for readers that must not lock `state`. `PAST` once the
+    /// claim is lost.
     valid_until: AtomicI64,
     lost: Notify,
     /// A future waits for the loss.
@@ -57,7 +57,7 @@ struct GrantState {
     /// Present while the claim is held. Ending the claim takes it.
     permit: Option<LocalPermit>,
     timer: Option<TimerKey>,
-    handovers: u32,
+    hand_overs: u32,
     /// A fenced write may be open. The store cannot distinguish it from a write of the next local
     /// holder.
     fenced: bool,
@@ -92,7 +92,7 @@ impl ActiveGrant {
         if let Some(after) = permit.local_lock().engine().verify_after() {
             lease.verify_first_at(now.after(after));
         }
-        permit.taken(now);
+        permit.on_granted(now);
         let local_lock = Arc::clone(permit.local_lock());
         let held = Arc::new(Self {
             claim,
@@ -109,13 +109,13 @@ impl ActiveGrant {
                 lease,
                 permit: Some(permit),
                 timer: None,
-                handovers: 0,
+                hand_overs: 0,
                 fenced: false,
                 gone: false,
             }),
             local_lock,
         });
-        held.engine().held.enter();
+        held.engine().active_grants.enter();
         held.set_timer(&mut held.state(), now);
         // After scheduling: an invalidation that arrives from here on finds the claim in the
         // schedule.
@@ -131,7 +131,7 @@ impl ActiveGrant {
 
     /// Returns the claim for its release, with the number of tokens that its holders have used.
     pub(crate) fn claim_to_release(&self) -> Claim {
-        let used = self.state().handovers.saturating_add(1);
+        let used = self.state().hand_overs.saturating_add(1);
         self.claim.clone().with_token_block(used)
     }
 
@@ -151,8 +151,8 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns how many attempts of this claim the release may have to free, including the granted
-    /// one. Zero if the granted one is the only one.
+    /// Returns the number of attempts that the release may have to free: those of unknown outcome
+    /// and the granted one. Zero if no outcome is unknown.
     pub(crate) fn unknown_attempts_at_release(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
@@ -187,18 +187,18 @@ impl ActiveGrant {
 
     /// Resolves whenever the claim may have been lost; the caller then checks [`loss`](Self::loss).
     /// First enable the future, then call [`announce_watcher`](Self::announce_watcher).
-    pub(crate) fn lost_hint(&self) -> tokio::sync::futures::Notified<'_> {
+    pub(crate) fn loss_notified(&self) -> tokio::sync::futures::Notified<'_> {
         self.lost.notified()
     }
 
-    /// Requests a notification of a loss. If the swap in `hint_loss` comes first, the caller's next
-    /// check sees the loss. Otherwise `hint_loss` sees this swap and notifies.
+    /// Requests a notification of a loss. If the swap in `notify_loss` comes first, the caller's next
+    /// check sees the loss. Otherwise `notify_loss` sees this swap and notifies.
     pub(crate) fn announce_watcher(&self) {
         self.watched.swap(true, Ordering::AcqRel);
     }
 
     /// Notifies the futures that wait for a loss.
-    pub(crate) fn hint_loss(&self) {
+    pub(crate) fn notify_loss(&self) {
         if self.watched.swap(false, Ordering::AcqRel) {
             self.lost.notify_waiters();
         }
@@ -219,7 +219,7 @@ impl ActiveGrant {
             self.cancel_timer(&mut state);
             (state.permit.take(), state.lease.length(), state.fenced)
         };
-        self.hint_loss();
+        self.notify_loss();
         let engine = self.engine();
         engine.lost.fetch_add(1, Ordering::AcqRel);
         engine.emit(|| LockEvent::Lost {
@@ -251,7 +251,7 @@ impl ActiveGrant {
         }
         // After the job is submitted: closing waits first for held claims, then for the background
         // releaser.
-        engine.held.leave();
+        engine.active_grants.leave();
         true
     }
 
@@ -283,7 +283,7 @@ impl ActiveGrant {
     }
 
     /// Excludes the claim from hand-over until it ends. Fails if the claim has ended or is ending.
-    /// The end decides about a hand-over under the same mutex.
+    /// The hand-over is decided under the same mutex.
     pub(crate) fn exclude_from_hand_over(self: &Arc<Self>) -> Result<(), LostReason> {
         if let Some(reason) = self.loss() {
             return Err(reason);
@@ -292,8 +292,8 @@ impl ActiveGrant {
         match state.phase {
             GrantPhase::Held => state.fenced = true,
             GrantPhase::Lost(reason) => return Err(reason),
-            // A guard keeps its hold from ending, so only a guard of an earlier hold could reach
-            // this.
+            // Unreachable for a guard of the current hold: the hold cannot end while that guard
+            // lives.
             GrantPhase::Ending => return Err(LostReason::Gone),
         }
         Ok(())
@@ -306,14 +306,13 @@ impl ActiveGrant {
         !state.gone
             && !state.fenced
             && !state.lease.is_suspect()
-            && engine.defaults.handoffs.allow_another(state.handovers, held_for, self.contended)
+            && engine.defaults.handoffs.allow_another(state.hand_overs, held_for, self.contended)
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
             && self.terms.lease.renews
             && state.lease.length() == self.terms.lease.length
             && held_for >= self.terms.min_hold
-            // Enough of the lease must remain for the next holder to start before the lease
-            // renewer's next try.
+            // The receiver must start before the lease renewer's next try.
             && self.valid_until().since(now) > self.terms.lease.length / 3
     }
 
@@ -332,11 +331,11 @@ impl ActiveGrant {
         }
         state.phase = GrantPhase::Held;
         state.permit = permit.take();
-        state.handovers += 1;
+        state.hand_overs += 1;
         if state.timer.is_none() {
             self.set_timer(&mut state, now);
         }
-        let steps = u64::from(state.handovers);
+        let steps = u64::from(state.hand_overs);
         let token = self.first_token.and_then(|first| first.checked_add(steps));
         drop(state);
         Some(Hold::first_guard(Arc::clone(self), token, owner))
@@ -463,12 +462,12 @@ impl Renewable for ActiveGrant {
             }
             due @ (Due::Renew(requested) | Due::Verify(requested)) => {
                 // Several tries must fit between the first renewal and the end of the lease.
-                let answer_limit =
-                    self.engine().defaults.answer_limit.min(state.lease.length() / 6);
+                let operation_timeout =
+                    self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
                 let unanswered = if matches!(due, Due::Renew(_)) {
-                    state.lease.renewal_sent(now, answer_limit)
+                    state.lease.renewal_sent(now, operation_timeout)
                 } else {
-                    state.lease.verification_sent(now, answer_limit)
+                    state.lease.verification_sent(now, operation_timeout)
                 };
                 self.set_timer(&mut state, now);
                 RenewerAction::Renew {
@@ -480,14 +479,15 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn join(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
+    fn renew_early(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;
         }
         let requested = state.lease.joins(now, together)?;
-        let answer_limit = self.engine().defaults.answer_limit.min(state.lease.length() / 6);
-        state.lease.renewal_sent(now, answer_limit);
+        let operation_timeout =
+            self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
+        state.lease.renewal_sent(now, operation_timeout);
         self.cancel_timer(&mut state);
         self.set_timer(&mut state, now);
         Some(requested)
@@ -531,13 +531,13 @@ impl Renewable for ActiveGrant {
     fn renewal_unanswered(&self, now: Moment) {
         if self.terms.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
-            self.emit_renew_failed(&self.engine().unanswered(), left);
+            self.emit_renew_failed(&self.engine().no_response_error(), left);
         }
     }
 }
 
-/// A pending release: a claim that its holder has released, with its local permit. The claim counts
-/// as held until this is dropped, so that closing waits for it.
+/// A claim that its holder has released, with its local permit, until it is handed over or released
+/// in the store. The claim counts as active until this is dropped, so that closing waits for it.
 #[derive(Debug)]
 pub(crate) struct EndingGrant {
     held: Option<Arc<ActiveGrant>>,
@@ -581,11 +581,11 @@ impl EndingGrant {
         self.settled = true;
     }
 
-    /// Records that only the lease frees the claim. The caller has already emitted the event for
-    /// this.
+    /// Records that the claim could not be released: the end of its lease frees it. The caller has
+    /// already emitted the event.
     pub(crate) fn left_to_lease(&mut self) {
         self.settled = true;
-        self.held().engine().endings_left.fetch_add(1, Ordering::AcqRel);
+        self.held().engine().unreleased_claims.fetch_add(1, Ordering::AcqRel);
     }
 
     pub(crate) fn held(&self) -> &Arc<ActiveGrant> {
@@ -595,8 +595,8 @@ impl EndingGrant {
 
 impl Drop for EndingGrant {
     fn drop(&mut self) {
-        // Reached unless the claim was handed over. Usually it has been released; without a
-        // runtime, only its lease frees it.
+        // Not reached after a hand-over. Usually the claim has been released. Without a runtime, the
+        // end of its lease frees it.
         if let Some(held) = self.held.take() {
             if self.has_timer {
                 held.cancel_timer_for_good();
@@ -605,9 +605,9 @@ impl Drop for EndingGrant {
             if !self.settled {
                 // The backend has panicked, or the runtime is gone.
                 engine.leave_to_lease(held.claim.key());
-                engine.endings_left.fetch_add(1, Ordering::AcqRel);
+                engine.unreleased_claims.fetch_add(1, Ordering::AcqRel);
             }
-            engine.held.leave();
+            engine.active_grants.leave();
         }
     }
 }

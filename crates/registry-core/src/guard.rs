@@ -102,7 +102,7 @@ impl LockGuard {
         let hold = Arc::clone(self.hold());
         async move {
             loop {
-                let hint = hold.held().lost_hint();
+                let hint = hold.held().loss_notified();
                 tokio::pin!(hint);
                 // Enabled before the check; a loss in between would be missed otherwise.
                 hint.as_mut().enable();
@@ -174,9 +174,9 @@ impl LockGuard {
         let sent_at = Moment::now();
         let key = held.claim().key();
         let claim = held.claim().clone().with_lease(lease);
-        let limit = engine.defaults.answer_limit;
+        let limit = engine.defaults.operation_timeout;
         let answer = engine.renew(claim).answer_to_caller_within(limit, lease).await;
-        match answer.unwrap_or_else(|| Err(engine.unanswered())) {
+        match answer.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 held.set_lease_length(lease);
                 held.renewed(sent_at, granted);
@@ -394,13 +394,13 @@ async fn outcome(
     key: &Key,
     patience: Duration,
 ) -> Result<(), LockError> {
-    let limit = engine.defaults.answer_limit;
+    let limit = engine.defaults.operation_timeout;
     match job.answer_to_caller_within(limit, patience).await {
         Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
         Some(ReleaseOutcome::NotHeld) => Err(lost(key, LostReason::Gone)),
         Some(ReleaseOutcome::Unknown(error)) => Err(store_error("release", key.as_str(), error)),
-        None => Err(store_error("release", key.as_str(), engine.unanswered())),
+        None => Err(store_error("release", key.as_str(), engine.no_response_error())),
     }
 }
 
@@ -408,7 +408,7 @@ async fn outcome(
 /// that this needs, because the key must stay locked even if this process ends right after.
 async fn keep(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
     let (secured, is_secured) = oneshot::channel();
-    let (limit, patience) = (engine.defaults.answer_limit, ending.held().lease_length());
+    let (limit, patience) = (engine.defaults.operation_timeout, ending.held().lease_length());
     let job = release_call(engine, release_grant(ending, None, Some(secured), None));
     tokio::select! {
         biased;
@@ -511,7 +511,7 @@ async fn keep_until(held: &ActiveGrant, engine: &Engine, end: Moment, secured: O
             // The store limits the length of a lease, so one renewal may not be enough.
             let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
             let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
-            let pause = match renewal.answer_within(engine.defaults.answer_limit).await {
+            let pause = match renewal.answer_within(engine.defaults.operation_timeout).await {
                 Some(Ok(Renewal::Renewed(granted))) => {
                     failures = 0;
                     until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));
@@ -641,7 +641,7 @@ impl Hold {
         let hold_state =
             ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
         self.hold_state.store(hold_state.code(), Ordering::Release);
-        self.held.hint_loss();
+        self.held.notify_loss();
         Some(ended)
     }
 

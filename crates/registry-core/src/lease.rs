@@ -241,29 +241,29 @@ impl Lease {
 
     /// Records a renewal sent at `now`, and when to retry it without a response. Returns true if
     /// the previous one had no response.
-    pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
+    pub(crate) fn renewal_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
         self.unanswered += 1;
-        self.renew_at = now.after(answer_limit);
-        self.request_sent(now, answer_limit, false);
+        self.renew_at = now.after(operation_timeout);
+        self.request_sent(now, operation_timeout, false);
         self.unanswered > 1
     }
 
     /// Records a verification sent at `now`, as [`renewal_sent`](Self::renewal_sent) does for a
     /// renewal. The next renewal is due as before.
-    pub(crate) fn verification_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
+    pub(crate) fn verification_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
         self.unanswered_verifications += 1;
-        self.request_sent(now, answer_limit, true);
+        self.request_sent(now, operation_timeout, true);
         self.unanswered_verifications > 1
     }
 
-    fn request_sent(&mut self, now: Moment, answer_limit: Duration, is_verification: bool) {
+    fn request_sent(&mut self, now: Moment, operation_timeout: Duration, is_verification: bool) {
         if self.suspect == Suspect::Invalidated {
             self.suspect = Suspect::Sent;
         }
         self.last_is_verification = is_verification;
         self.last_failed = false;
         self.last_sent_at = now;
-        self.quiet = Pause::starting(now, answer_limit);
+        self.quiet = Pause::starting(now, operation_timeout);
     }
 
     /// Records an invalidation. Returns true if the claim must be rescheduled.

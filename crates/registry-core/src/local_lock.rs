@@ -4,7 +4,7 @@
 //! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`])
 //! may compete for the key in the store; dropping the permit passes it to the next caller in the
 //! queue. A local lock lives as long as a handle, guard or waiter of its key, so none is evicted
-//! while it is in use. [`acquire`](crate::acquire) enters it; releases and hand-overs end here.
+//! while it is in use. Called by [`acquire`](crate::acquire), and by releases and hand-overs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -21,7 +21,7 @@ use crate::error::BackendError;
 use crate::fairness::Contention;
 use crate::guard::Hold;
 use crate::guard::LockGuard;
-use crate::interleave::{Mutex, MutexGuard, point};
+use crate::interleave::{Mutex, MutexGuard, interleaving_point};
 use crate::invalidation::Epoch;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
@@ -58,15 +58,15 @@ impl LocalLocks {
         self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Returns whether this registry has a local lock for `key`. Does not upgrade the reference,
-    /// because dropping the last one might end the registry.
+    /// Returns whether this registry has a local lock for `key`. Checks the key only: an upgraded
+    /// reference could become the last one, and its drop could end the registry.
     pub(crate) fn has(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
 
     /// Returns the local lock of `key`, or `None` if there is none yet.
     pub(crate) fn get(&self, key: &str) -> Option<Arc<LocalLock>> {
-        point();
+        interleaving_point();
         self.local_locks.get(key)?.upgrade()
     }
 
@@ -76,7 +76,7 @@ impl LocalLocks {
         key: Key,
         make: impl FnOnce(Key) -> Arc<LocalLock>,
     ) -> Arc<LocalLock> {
-        point();
+        interleaving_point();
         match self.local_locks.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(local_lock) => local_lock,
@@ -110,8 +110,8 @@ impl LocalLocks {
         }
     }
 
-    /// Frees memory if less than a quarter of the table is used. Moves about one entry per removal
-    /// since the last check.
+    /// Frees memory if less than a quarter of the table is used. Amortised cost: about one moved
+    /// entry per removal.
     fn shrink(&self) {
         self.removed.store(0, Ordering::Relaxed);
         let (alive, capacity) = (self.local_locks.len(), self.local_locks.capacity());
@@ -148,7 +148,7 @@ pub(crate) struct LocalLock {
     /// The table that this local lock is in.
     table: Arc<LocalLocks>,
     wait_queue: Mutex<WaitQueue>,
-    /// False only if no caller waits, or one has only just joined the queue.
+    /// False only if no caller waits, or the only waiter is just joining the queue.
     has_waiters: AtomicBool,
     /// False only if [`WaitQueue::store_error`] is `None`. Written by the caller that has the
     /// local permit.
@@ -178,8 +178,8 @@ struct WaitQueue {
     /// The re-entrant guards sent to waiters of the current owner, which may have received them
     /// already.
     last_reentered: Vec<Sent>,
-    /// The ticket and the patience with which the registry's watch checks this local lock, while a
-    /// caller waits.
+    /// The id of the registration with the registry's watch, and the time for which a waiter may
+    /// go unpolled. `None` if there is nothing to check.
     watched: Option<(u64, Duration)>,
     closed: bool,
 }
@@ -192,7 +192,7 @@ struct Waiter {
     delivery: Arc<Delivery>,
 }
 
-/// An entry that was sent to a waiter.
+/// An admission that was sent to a waiter.
 struct Sent {
     delivery: Arc<Delivery>,
     patience: Duration,
@@ -201,14 +201,15 @@ struct Sent {
 }
 
 impl Sent {
-    /// Returns whether the waiter has not received its entry within its patience.
+    /// Returns whether the waiter has left its admission unreceived for `patience` since the first
+    /// check.
     fn is_overdue(&mut self, now: Moment) -> bool {
         let since = *self.since.get_or_insert(now);
         now.since(since) >= self.patience
     }
 }
 
-/// The one-value channel through which a waiter receives its entry.
+/// The one-value channel through which a waiter receives its admission.
 struct Delivery(Mutex<DeliveryState>);
 
 enum DeliveryState {
@@ -303,7 +304,8 @@ impl Delivery {
     }
 }
 
-/// What a caller receives at the front of the queue.
+/// What a caller receives when it is admitted: at the front of the queue, or at once if its owner
+/// holds the lock.
 #[derive(Debug)]
 pub(crate) enum Admission {
     /// The local permit, with which the caller may compete for the key in the store.
@@ -314,13 +316,13 @@ pub(crate) enum Admission {
     HandedOver(LockGuard),
 }
 
-/// The reason why a caller received no entry.
+/// The reason why a caller was not admitted.
 #[derive(Debug)]
 pub(crate) enum NotAdmitted {
     /// The deadline passed. Contains the last store error of the caller in front, if its last
     /// request failed.
     TimedOut(Option<BackendError>),
-    /// The caller was at the front but was not polled for a lease. It must wait again.
+    /// The caller was at the front but was not polled for the time of a lease. It must wait again.
     PassedOn,
     /// The registry is closing.
     Closed,
@@ -430,14 +432,14 @@ impl LocalLock {
     }
 
     /// Records a store error of the caller with the local permit.
-    pub(crate) fn failed(&self, error: &BackendError) {
+    pub(crate) fn record_store_error(&self, error: &BackendError) {
         let mut wait_queue = self.wait_queue();
         wait_queue.store_error = Some(error.clone());
         self.has_store_error.store(true, Ordering::Relaxed);
     }
 
     /// Records that the store responded to the caller with the local permit.
-    pub(crate) fn answered(&self) {
+    pub(crate) fn record_response(&self) {
         if self.has_store_error.load(Ordering::Relaxed) {
             self.wait_queue().clear_store_error(&self.has_store_error);
         }
@@ -445,7 +447,7 @@ impl LocalLock {
 
     /// Records `hold` as the current hold, and sends guards to the waiters of the same owner. The
     /// caller still has the first guard of `hold`.
-    pub(crate) fn held_by(&self, hold: &Arc<Hold>) {
+    pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
         }
@@ -648,7 +650,7 @@ impl Drop for LocalLock {
             self.engine.background.watch().deregister(ticket);
         }
         // At this point the local lock is dead but still in the table.
-        point();
+        interleaving_point();
         self.table.remove_dead(&self.key);
     }
 }
@@ -677,7 +679,7 @@ impl LocalPermit {
     }
 
     /// Records that the store has granted the claim of this permit.
-    pub(crate) fn taken(&mut self, now: Moment) {
+    pub(crate) fn on_granted(&mut self, now: Moment) {
         self.granted_at = Some(now);
         if let (Some(local_lock), Some(contention)) = (&self.local_lock, &mut self.contention) {
             local_lock.engine.fairness.on_grant(contention);
@@ -691,7 +693,7 @@ impl LocalPermit {
 
 impl PassedOnAfterRelease for LocalPermit {
     fn record_error(&self, error: &BackendError) {
-        self.local_lock().failed(error);
+        self.local_lock().record_store_error(error);
     }
 }
 

@@ -132,7 +132,7 @@ pub(crate) struct Defaults {
     pub(crate) poll: Duration,
     pub(crate) handoffs: Handoffs,
     /// How long a store operation may take before its outcome counts as unknown.
-    pub(crate) answer_limit: Duration,
+    pub(crate) operation_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
 }
 

@@ -16,7 +16,7 @@ use futures_util::future::FutureExt as _;
 use crate::backend::{Attempt, Claim, Grant};
 use crate::call::{Call, CallFuture, first_poll};
 use crate::clock::{Moment, sleep};
-use crate::contained::{contain, discard};
+use crate::contained::{catch_panic, discard};
 use crate::engine::Engine;
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
@@ -148,7 +148,7 @@ impl PendingClaim {
         if let Some(answer) = sent {
             return Ok((self, answer));
         }
-        let mut end = pin!(sleep(engine.defaults.answer_limit));
+        let mut end = pin!(sleep(engine.defaults.operation_timeout));
         let answered = suspension.run(self, |pending, cx| {
             if let Some(call) = pending.in_flight.as_mut()
                 && let Poll::Ready(answer) = Pin::new(call).poll(cx)
@@ -285,7 +285,7 @@ impl Parked for PendingClaim {
     type Replacement = Abandoned;
 
     fn abandon(self, cell: &Arc<Suspended<Self>>) {
-        contain(|| drop(self));
+        catch_panic(|| drop(self));
         cell.leave(Abandoned);
     }
 }
@@ -296,7 +296,7 @@ async fn finish_and_release(
     mut pending_release: PendingRelease,
     queued: bool,
 ) {
-    let limit = pending_release.engine.defaults.answer_limit;
+    let limit = pending_release.engine.defaults.operation_timeout;
     // If the backend panicked while its caller polled it, it panics here again. The outcome is then
     // unknown.
     let call = AssertUnwindSafe(call).catch_unwind();

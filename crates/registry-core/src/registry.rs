@@ -140,7 +140,7 @@ struct Start {
     held: usize,
     lost: usize,
     left_to_lease: usize,
-    endings_left: usize,
+    unreleased_claims: usize,
 }
 
 impl Registry {
@@ -156,7 +156,7 @@ impl Registry {
                 renew: true,
                 poll: Defaults::POLL,
                 handoffs: Defaults::HANDOFFS,
-                answer_limit: Defaults::ANSWER_LIMIT,
+                operation_timeout: Defaults::ANSWER_LIMIT,
                 label: None,
             },
             observers: Observers::default(),
@@ -196,7 +196,7 @@ impl Registry {
     /// Returns the number of locks that this registry holds now.
     #[must_use]
     pub fn held(&self) -> usize {
-        self.engine.held.alive()
+        self.engine.active_grants.alive()
     }
 
     /// Returns the holders of all locked keys, of this and all other clients, sorted by key.
@@ -270,8 +270,8 @@ impl Registry {
 impl Registry {
     /// Returns how long a store operation may take before its outcome counts as unknown.
     #[cfg(feature = "blocking")]
-    pub(crate) fn answer_limit(&self) -> Duration {
-        self.engine.defaults.answer_limit
+    pub(crate) fn operation_timeout(&self) -> Duration {
+        self.engine.defaults.operation_timeout
     }
 
     /// Returns the local lock of `key`, which all callers in this registry share.
@@ -297,7 +297,7 @@ impl Registry {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         // A claim that is still counted here is being released by its own caller.
-        engine.held.none_left().await;
+        engine.active_grants.none_left().await;
         engine.background.drained().await;
     }
 }
@@ -322,10 +322,10 @@ impl LockRegistry for Registry {
         let engine = &self.engine;
         let closing = &self.closing;
         let start = *closing.start.get_or_init(|| Start {
-            held: engine.held.alive(),
+            held: engine.active_grants.alive(),
             lost: engine.lost.load(Ordering::Acquire),
             left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
-            endings_left: engine.endings_left.load(Ordering::Acquire),
+            unreleased_claims: engine.unreleased_claims.load(Ordering::Acquire),
         });
         if begin_to_close(engine, &self.local_locks) {
             engine.emit(|| LockEvent::Closing);
@@ -334,29 +334,30 @@ impl LockRegistry for Registry {
             // The order matters: an acquisition may become a held claim, and a holder may leave a
             // job to the background releaser.
             engine.pending_claims.none_left().await;
-            engine.held.none_left().await;
+            engine.active_grants.none_left().await;
             engine.background.drained().await;
         };
         let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
         if !in_order {
             // The holders' time is over. The store still gets the operation time-out to respond.
             engine.out_of_time.set();
-            let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
+            let _ = tokio::time::timeout(engine.defaults.operation_timeout, self.lose_all()).await;
         }
         let lost = engine.lost.load(Ordering::Acquire) - start.lost;
         // A claim that is being released counts both as held and as a job of the releaser, hence
         // `max`. A caller that gets its local permit only now is counted briefly but sends no
         // request.
-        let held = engine.held.alive();
+        let held = engine.active_grants.alive();
         let in_flight = if in_order {
             0
         } else {
             held.max(engine.background.claims()) + engine.pending_claims.alive()
         };
         let left = engine.left_to_lease.load(Ordering::Acquire) - start.left_to_lease;
-        let endings_left = engine.endings_left.load(Ordering::Acquire) - start.endings_left;
+        let unreleased_claims =
+            engine.unreleased_claims.load(Ordering::Acquire) - start.unreleased_claims;
         let report = CloseReport {
-            released: start.held.saturating_sub(lost + held + endings_left),
+            released: start.held.saturating_sub(lost + held + unreleased_claims),
             lost,
             abandoned: in_flight + left,
         };
@@ -440,7 +441,7 @@ impl RegistryBuilder {
     /// as unknown. Default: 3 s. Between [`TIMEOUT_MIN`](Self::TIMEOUT_MIN) and
     /// [`TIMEOUT_MAX`](Self::TIMEOUT_MAX).
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.defaults.answer_limit = timeout;
+        self.defaults.operation_timeout = timeout;
         self
     }
 
@@ -466,7 +467,7 @@ impl RegistryBuilder {
         let Self { backend, defaults, observers } = self;
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, Self::POLL_MIN, Self::POLL_MAX)?;
-        check_range("timeout", defaults.answer_limit, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
+        check_range("timeout", defaults.operation_timeout, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
         if defaults.handoffs.max > Self::HANDOFF_MAX {
             return Err(ConfigError::Invalid(format!(
                 "handoff {} is larger than the limit of {}: each hand-over reserves a fencing token, and tokens must not \
@@ -500,13 +501,13 @@ impl RegistryBuilder {
             schedule,
             invalidations,
             background,
-            held: ActiveCount::default(),
+            active_grants: ActiveCount::default(),
             pending_claims: ActiveCount::default(),
             closing: OneShotEvent::default(),
             out_of_time: OneShotEvent::default(),
             lost: 0.into(),
             left_to_lease: 0.into(),
-            endings_left: 0.into(),
+            unreleased_claims: 0.into(),
             sibling,
         });
         engine.backend.subscribe_invalidations(Invalidations::new(&engine.invalidations));
@@ -540,7 +541,7 @@ fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
 
 /// Waits for the lease renewer's task, closes the backend, and emits the last event.
 async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
-    let limit = engine.defaults.answer_limit;
+    let limit = engine.defaults.operation_timeout;
     if let Some(renewer) = renewer {
         // Renewals in flight complete first, so that the backend is not closed during a call.
         let _ = within(limit, renewer).await;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use crate::backend::{Claim, LockBackend, Renewal};
 use crate::clock::Moment;
-use crate::contained::{contain, discard};
+use crate::contained::{catch_panic, discard};
 use crate::error::{BackendError, LostReason};
 use crate::invalidation::{Invalidated, InvalidationQueue};
 use crate::local_lock::LocalLocks;
@@ -65,7 +65,7 @@ impl LeaseRenewer {
                 for held in schedule.next_renewals(room) {
                     let batches = renewals.get_mut(&shard(&**backend, held.claim()));
                     if let Some(batches) = batches.filter(|batches| batches.room(batch_max) > 0)
-                        && let Some(requested) = Arc::clone(&held).join(now, together)
+                        && let Some(requested) = Arc::clone(&held).renew_early(now, together)
                     {
                         batches.add(&held, requested, batch_max);
                     }
@@ -89,7 +89,7 @@ impl LeaseRenewer {
                 biased;
                 batch = poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)), if !calls.is_empty() => {
                     if let Some(batch) = batch {
-                        settle(batch);
+                        apply_results(batch);
                     }
                 }
                 () = schedule.changed.notified() => {}
@@ -102,19 +102,19 @@ impl LeaseRenewer {
     }
     /// Passes queued invalidations to their claims. Returns false if there were none.
     fn invalidate(&self, now: Moment) -> bool {
-        let about = match self.invalidations.take() {
+        let affected = match self.invalidations.take() {
             Invalidated::None => return false,
             Invalidated::Of(keys) => {
-                let mut about = Vec::new();
+                let mut affected = Vec::new();
                 for key in keys {
                     if let Some(local_lock) = self.local_locks.get(key.as_str()) {
                         // Before the lookup: a claim that is not in the schedule yet compares the
                         // epoch when it is added.
                         local_lock.invalidate();
-                        about.extend(self.schedule.find(&local_lock.timer));
+                        affected.extend(self.schedule.find(&local_lock.timer));
                     }
                 }
-                about
+                affected
             }
             Invalidated::OfAll => {
                 // Before the lookup, for the same reason.
@@ -122,7 +122,7 @@ impl LeaseRenewer {
                 self.schedule.all()
             }
         };
-        for held in about {
+        for held in affected {
             held.invalidate(now);
         }
         true
@@ -181,18 +181,18 @@ fn renew(
 }
 
 fn renews_together(backend: &dyn LockBackend) -> bool {
-    contain(|| backend.renews_together()).unwrap_or_default()
+    catch_panic(|| backend.renews_together()).unwrap_or_default()
 }
 
 fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
-    contain(|| backend.shard(claim)).unwrap_or_default()
+    catch_panic(|| backend.shard(claim)).unwrap_or_default()
 }
 
 fn renewals_max(backend: &dyn LockBackend) -> usize {
-    contain(|| backend.renewals_max()).unwrap_or_default().max(1)
+    catch_panic(|| backend.renewals_max()).unwrap_or_default().max(1)
 }
 
-fn settle(batch: Batch) {
+fn apply_results(batch: Batch) {
     let mut answers = batch.answers.into_iter();
     for held in batch.grants {
         let answer = answers.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));

@@ -27,7 +27,7 @@ pub(crate) trait Renewable: Send + Sync {
 
     /// Returns the lease to request now, in a call that renews other claims. `together` means that
     /// one more claim costs nothing. Returns `None` if this claim is not to be renewed now.
-    fn join(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration>;
+    fn renew_early(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration>;
 
     /// Records an invalidation of the key, and schedules a verification of the claim.
     fn invalidate(self: Arc<Self>, now: Moment);

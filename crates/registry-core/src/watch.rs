@@ -16,7 +16,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::clock::Moment;
-use crate::contained::{contain, wake};
+use crate::contained::{catch_panic, wake};
 use crate::mutant::{Mutant, mutated};
 
 /// An object that the task checks.
@@ -133,7 +133,7 @@ async fn work(watch: Watch) {
         }
         let now = Moment::now();
         for (n, (ticket, watched)) in watch.due(now).into_iter().enumerate() {
-            let goes_on = watched.upgrade().and_then(|watched| contain(|| watched.check(now)));
+            let goes_on = watched.upgrade().and_then(|watched| catch_panic(|| watched.check(now)));
             if goes_on != Some(true) {
                 watch.deregister(ticket);
             }

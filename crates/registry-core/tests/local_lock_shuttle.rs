@@ -3,7 +3,7 @@
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
 //!
-//! The code under test is the engine's own. At each [point](../src/interleave.rs), the checker
+//! The code under test is the engine's own. At each [interleaving_point](../src/interleave.rs), the checker
 //! chooses the thread that continues. The store grants every claim, so that only the local locks
 //! keep callers apart. A failure prints a schedule that `shuttle::replay` repeats.
 #![cfg(shuttle)]

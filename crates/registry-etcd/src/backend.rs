@@ -19,7 +19,7 @@ use crate::names::{KeyNames, prefix_end};
 use crate::pool::LeasePool;
 use crate::proto::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 use crate::record;
-use crate::tombstones::Tombstones;
+use crate::tombstones::TombstoneLeases;
 use crate::txn::{self, TxnResults};
 use crate::watcher::Watcher;
 
@@ -46,7 +46,7 @@ pub struct EtcdBackend {
     pub(crate) keep_alive: KeepAlive,
     pub(crate) watcher: Watcher,
     pub(crate) pool: LeasePool,
-    pub(crate) tombstones: Tombstones,
+    pub(crate) tombstones: TombstoneLeases,
     pub(crate) claims: ClaimCache,
 }
 
@@ -69,7 +69,7 @@ impl EtcdBackend {
             keep_alive: KeepAlive::new(client.clone()),
             watcher: Watcher::new(client.clone()),
             pool: LeasePool::new(client.clone()),
-            tombstones: Tombstones::default(),
+            tombstones: TombstoneLeases::default(),
             claims: ClaimCache::default(),
             client,
             names,

@@ -110,7 +110,7 @@ pub(crate) enum KeepAliveOutcome {
     /// The lease lasts at least for its full duration from this time on.
     Extended(Moment),
     /// The member does not know the lease.
-    Unknown,
+    LeaseNotFound,
 }
 
 impl PendingKeepAlive {
@@ -120,7 +120,7 @@ impl PendingKeepAlive {
         Some(if response.ttl > 0 {
             KeepAliveOutcome::Extended(response.sent_at)
         } else {
-            KeepAliveOutcome::Unknown
+            KeepAliveOutcome::LeaseNotFound
         })
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! A claim that joins a queue also writes a tombstone next to the queue, under another lease. A
 //! release deletes both. A claim that is first in the queue may find a tombstone whose entry no
-//! longer exists. The holder of that entry may not have detected yet that its lock is lost.
+//! longer exists. The holder of that entry may not have detected yet that its lock is lost. The
+//! first claim therefore waits for `GRANT_DELAY` and then deletes the tombstone.
 //!
 //! The leases of tombstones last longer than those of entries. Otherwise a leader that was
 //! suspended could expire both at once when it resumes.
@@ -20,7 +21,7 @@ use crate::pool::LeasePool;
 
 /// The leases of tombstones: one lease for all entries whose own leases have the same duration.
 #[derive(Debug, Default)]
-pub(crate) struct Tombstones {
+pub(crate) struct TombstoneLeases {
     leases: Mutex<HashMap<i64, TombstoneLease>>,
     /// The lease requests in progress. All callers that need the same lease await one response.
     pending_grants: Mutex<HashMap<i64, PendingGrant>>,
@@ -37,7 +38,7 @@ struct TombstoneLease {
     pending: Option<PendingKeepAlive>,
 }
 
-impl Tombstones {
+impl TombstoneLeases {
     /// Returns the lease for the tombstone of an entry whose own lease lasts `ttl_seconds`.
     /// Requests a new lease if none exists.
     pub(crate) async fn lease_or_grant(
@@ -76,7 +77,7 @@ impl Tombstones {
     /// Returns the tombstone lease for entries of this duration, if it exists. Requests its
     /// extension if that is due.
     pub(crate) fn existing_lease(&self, ttl_seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
-        let period = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
+        let entry_ttl = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
         let now = Moment::now();
         let mut all = self.leases();
         let tombstone_lease = all.get_mut(&ttl_seconds)?;
@@ -88,12 +89,13 @@ impl Tombstones {
             }
             // Another client has ended the lease. The next renewal of each entry writes a new
             // tombstone.
-            Some(KeepAliveOutcome::Unknown) => true,
+            Some(KeepAliveOutcome::LeaseNotFound) => true,
             None => false,
         };
         let age = now.since(tombstone_lease.extended_at);
-        if has_ended || age >= period * 2 {
-            // The lease has ended, or may end at any time.
+        if has_ended || age >= entry_ttl * 2 {
+            // The lease has ended, or a tombstone written now could end before its entry: less than
+            // one of the lease's `TTL_FACTOR` entry durations is left.
             all.remove(&ttl_seconds);
             return None;
         }
@@ -101,16 +103,16 @@ impl Tombstones {
             .pending
             .as_ref()
             .map_or(tombstone_lease.extended_at, |pending| pending.sent_at);
-        if now.since(last_request) >= period / 3 {
+        if now.since(last_request) >= entry_ttl / 3 {
             // No caller awaits the outcome: the lease lasts long enough for further attempts.
-            let expires_at = tombstone_lease.extended_at.after(period * 2);
+            let expires_at = tombstone_lease.extended_at.after(entry_ttl * 2);
             tombstone_lease.pending =
-                Some(keep_alive.request(tombstone_lease.id, expires_at, period / 6));
+                Some(keep_alive.request(tombstone_lease.id, expires_at, entry_ttl / 6));
         }
         Some(tombstone_lease.id)
     }
 
-    /// Removes this lease, which the members do not know.
+    /// Forgets a lease that etcd reports as not found.
     pub(crate) fn remove(&self, lease: i64) {
         self.leases().retain(|_, tombstone_lease| tombstone_lease.id != lease);
     }

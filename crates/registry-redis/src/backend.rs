@@ -123,8 +123,8 @@ impl LockBackend for RedisBackend {
                 // The engine must not rely on a longer lease than it requested.
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
-            AcquireResult::Busy { remaining, holder, mark } => {
-                let busy = Busy::new().with_mark(mark).with_holder(holder);
+            AcquireResult::Busy { remaining, holder, position } => {
+                let busy = Busy::new().with_mark(position).with_holder(holder);
                 Attempt::Busy(match remaining {
                     Some(remaining) => busy.with_retry_after(remaining),
                     None => busy,

@@ -137,7 +137,7 @@ impl RedisStore {
 
     /// Returns for how long another client has observed the process `run_id` of a single server, at
     /// minimum.
-    pub(crate) async fn stored_age(&self, run_id: &str) -> Result<Duration, BackendError> {
+    pub(crate) async fn load_uptime(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(Duration::ZERO) };
         let command = redis::cmd("GETEX").arg(self.names.age_key()).to_owned();
         let text: Option<String> =
@@ -150,7 +150,11 @@ impl RedisStore {
     }
 
     /// Stores that this client has observed the process `run_id` of a single server for `age`.
-    pub(crate) async fn store_age(&self, run_id: &str, age: Duration) -> Result<(), BackendError> {
+    pub(crate) async fn save_uptime(
+        &self,
+        run_id: &str,
+        age: Duration,
+    ) -> Result<(), BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(()) };
         let value = format!("{run_id} {}", age.as_millis());
         let mut command = redis::cmd("SET");

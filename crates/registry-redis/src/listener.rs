@@ -70,7 +70,7 @@ static CHANGES: AtomicU64 = AtomicU64::new(1);
 
 /// Returns the current change number, for [`ReleaseListener::wait`]. Read it before a
 /// request whose response a later change may make obsolete.
-pub(crate) fn current_mark() -> u64 {
+pub(crate) fn current_position() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
@@ -88,9 +88,9 @@ impl ReleaseListener {
         Self { table, subscribe_requests, task }
     }
 
-    /// Waits until the channel `name` has changed after `mark`. If the channel was not subscribed
-    /// at `mark`, waits until it is.
-    pub(crate) async fn wait(&self, name: &str, mark: u64) {
+    /// Waits until the channel `name` has changed after `position`. If the channel was not
+    /// subscribed at `position`, waits until it is.
+    pub(crate) async fn wait(&self, name: &str, position: u64) {
         let waiter = self.table.add_waiter(name, &self.subscribe_requests);
         let channel = &waiter.0;
         loop {
@@ -98,7 +98,7 @@ impl ReleaseListener {
             tokio::pin!(changed);
             // Registers before the check, so that no change between the two is missed.
             changed.as_mut().enable();
-            if channel.changed_at.load(Ordering::Acquire) > mark {
+            if channel.changed_at.load(Ordering::Acquire) > position {
                 return;
             }
             changed.await;

@@ -3,14 +3,14 @@
 //! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
 //! the lease is counted from before the first request, on a monotonic clock; the engine does this
 //! for every store. Second, a grant has a fencing token: the largest one that the granting majority
-//! returned. It is written back to a majority that still has the claim before the grant counts. Any
-//! later grant shares a master with that majority, so its token is larger, unless that master lost
-//! its data and its clock is behind.
+//! returned. Before the grant counts, this token is written back to a majority that still has the
+//! claim. Any later grant shares a master with that majority, so its token is larger, unless that
+//! master lost its data and its clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, they are awaited for twice the time that the majority took.
-//! Requests to the remaining masters continue in the background. A late grant of a held claim
-//! counts for its renewals; a late grant of a failed or released claim is withdrawn.
+//! Requests to the remaining masters continue in the background. If a master grants late, the claim
+//! keeps that vote for renewals if still held; otherwise the grant is withdrawn.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,7 +31,7 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
-use crate::listener::current_mark;
+use crate::listener::current_position;
 use crate::store::{AcquireResult, ClaimHolder, RedisStore};
 
 pub(crate) struct Quorum {
@@ -44,7 +44,8 @@ struct QuorumMaster {
     store: RedisStore,
     restart_guard: Duration,
     release_retries: Semaphore,
-    /// The process id that this address first led to; empty if this user may not read it.
+    /// The `run_id` of the process that this address first led to; empty if this user may not read
+    /// it.
     identity: OnceLock<String>,
     /// The process that responds now, for [`restart_guard`](RedisConfig::with_restart_guard).
     observed_process: Mutex<Option<ObservedProcess>>,
@@ -178,14 +179,14 @@ impl Quorum {
         granted: usize,
         first_error: Option<BackendError>,
         busy: Vec<(Option<Duration>, Holder)>,
-        mark: u64,
+        position: u64,
     ) -> Result<RoundOutcome, BackendError> {
         // An outage must not be reported as a holder: the lock may be free on the unresponsive
         // masters.
         if granted + busy.len() < self.majority() || busy.is_empty() {
             return Err(self.no_majority(first_error));
         }
-        Ok(busy_outcome(busy, mark))
+        Ok(busy_outcome(busy, position))
     }
 
     /// Returns the error for a missing majority, with one master's error as an example.
@@ -210,7 +211,7 @@ impl Quorum {
         let started_at = Instant::now();
         let mut split = None;
         for _ in 0..ROUNDS_MAX {
-            // The engine limits the duration of an attempt and retries.
+            // The engine has its own time limit per attempt, and will call again.
             if split.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
@@ -333,9 +334,9 @@ impl Quorum {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Waits until a majority may have been released after `mark`.
-    pub(crate) async fn wait(&self, key: &Key, mark: u64) {
-        let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, mark)));
+    /// Waits until a majority of the masters may have released the key after `position`.
+    pub(crate) async fn wait(&self, key: &Key, position: u64) {
+        let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, position)));
         let mut waits: Vec<_> = waits.collect();
         for _ in 0..self.majority() {
             let ((), _, others) = select_all(waits).await;
@@ -362,7 +363,8 @@ impl Quorum {
             .await
     }
 
-    /// Returns the holders that a majority of the masters agrees on.
+    /// Returns the holders that a majority of the masters reports. An unresponsive master counts as
+    /// reporting each of them.
     async fn agreed_holders(
         &self,
         mut requests: PendingResponses<Vec<ClaimHolder>>,
@@ -387,7 +389,7 @@ impl Quorum {
         if responded < self.majority() {
             return Err(self.no_majority(first_error));
         }
-        // Any unresponsive master may agree.
+        // Any unresponsive master may have the claim.
         let missing = self.masters.len() - responded;
         let agreed = claims.into_values().filter(|held| held.len() + missing >= self.majority());
         Ok(agreed.filter_map(merge_holders).collect())
@@ -449,14 +451,14 @@ impl Quorum {
     }
 }
 
-/// Determines which server process the master `index` is. Returns an error if an earlier address
-/// leads to the same process.
+/// Determines the `run_id` of the master `index`. Returns an error if an earlier address leads to
+/// the same process.
 async fn identify(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
     if master.identity.get().is_none() {
         let id = match master.store.run_id().await {
             Ok(id) => id,
-            // The server responds but does not disclose its process id.
+            // The server responds but does not disclose its `run_id`.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
             Err(error) => return Err(error),
         };
@@ -516,8 +518,8 @@ impl QuorumMaster {
         if age >= self.restart_guard || self.was_past_restart_guard(&run_id) {
             // A hint for other clients. Without the right to write it, they wait for the full time
             // themselves.
-            let _ = self.store.store_age(&run_id, self.restart_guard).await;
-        } else if self.store.stored_age(&run_id).await? < self.restart_guard {
+            let _ = self.store.save_uptime(&run_id, self.restart_guard).await;
+        } else if self.store.load_uptime(&run_id).await? < self.restart_guard {
             return Ok(false);
         }
         if let Some(process) =
@@ -558,7 +560,7 @@ impl QuorumMaster {
         if state.is_cancelled.load(Ordering::Acquire) {
             return Err(BackendError::transient("redis: the attempt was cancelled").as_refused());
         }
-        self.store.try_acquire(claim, Some(&state.attempt)).await
+        self.store.try_acquire(claim, Some(&state.round_id)).await
     }
 
     /// Releases the claim, retrying until the server responds or the lease ends. If the claim
@@ -588,8 +590,8 @@ impl QuorumMaster {
         }
     }
 
-    /// Withdraws one attempt's grant from this master, and a grant that may still arrive if the
-    /// master's response is unknown.
+    /// Withdraws this attempt's grant. If the master's response is unknown, repeats this in case
+    /// the grant arrives later.
     async fn withdraw(&self, claim: &Claim, state: &RoundState, index: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = RETRY_PAUSE_MIN;
@@ -600,7 +602,7 @@ impl QuorumMaster {
             if master_result == RESULT_NOT_GRANTED {
                 return;
             }
-            match self.store.withdraw(claim, &state.attempt).await {
+            match self.store.withdraw(claim, &state.round_id).await {
                 Ok(Release::Freed) => return,
                 Ok(Release::NotHeld) if master_result == RESULT_GRANTED => return,
                 _ if Instant::now() + pause >= until => return,
@@ -631,9 +633,9 @@ type PendingRounds = Arc<Mutex<HashMap<ClaimId, Weak<RoundState>>>>;
 /// The shared state of one round's requests. Lives until all masters have responded.
 struct RoundState {
     claim: ClaimId,
-    /// Larger than all earlier ones, so that a late request of an earlier attempt does not change a
+    /// Larger than all earlier ones, so that a late request of an earlier round does not change a
     /// later grant.
-    attempt: String,
+    round_id: String,
     /// Each master's result.
     results: Box<[AtomicU8]>,
     /// The round has failed or its claim was released: requests that are not yet sent must not be
@@ -662,7 +664,7 @@ impl<'a> QuorumRound<'a> {
     fn new(quorum: &'a Quorum, claim: &'a Claim) -> Self {
         let state = Arc::new(RoundState {
             claim: claim.id(),
-            attempt: format!("{:016x}", ATTEMPTS.fetch_add(1, Ordering::Relaxed)),
+            round_id: format!("{:016x}", NEXT_ROUND_ID.fetch_add(1, Ordering::Relaxed)),
             results: quorum.masters.iter().map(|_| AtomicU8::new(RESULT_UNKNOWN)).collect(),
             is_cancelled: AtomicBool::new(false),
             pending_rounds: Arc::clone(&quorum.pending_rounds),
@@ -673,7 +675,7 @@ impl<'a> QuorumRound<'a> {
 
     async fn run(&mut self) -> Result<RoundOutcome, BackendError> {
         let quorum = self.quorum;
-        let mark = current_mark();
+        let position = current_position();
         let mut requests = quorum.send_to_all(|index, master| {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
             let masters = Arc::clone(&quorum.masters);
@@ -756,10 +758,10 @@ impl<'a> QuorumRound<'a> {
         let token = agreed_token(&granted, quorum.majority()).or(largest);
         let lease = granted.iter().map(|(.., lease)| *lease).min();
         let (Some(token), Some(lease)) = (token, lease) else {
-            return quorum.not_granted(0, first_error, busy, mark);
+            return quorum.not_granted(0, first_error, busy, position);
         };
         if granted.len() < quorum.majority() {
-            return quorum.not_granted(granted.len(), first_error, busy, mark);
+            return quorum.not_granted(granted.len(), first_error, busy, position);
         }
         self.write_token(token).await.map(|is_confirmed| {
             if is_confirmed {
@@ -778,7 +780,7 @@ impl<'a> QuorumRound<'a> {
         // the same connection.
         let mut requests = quorum.send_to_all(|_, master| {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
-            async move { master.store.store_token(&claim, &state.attempt, token).await }
+            async move { master.store.store_token(&claim, &state.round_id, token).await }
         });
         let (mut held, mut others, mut failed) = (0, 0, 0);
         let (mut first_error, mut is_shortened) = (None, false);
@@ -835,8 +837,8 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// Several attempts blocked each other, possibly those of one claim. The next round may
-    /// succeed.
+    /// No attempt got a majority; an older attempt of the same claim may still be in flight. The
+    /// next round may succeed.
     Split(Option<AcquireResult>),
 }
 
@@ -897,7 +899,7 @@ impl Votes {
 }
 
 /// Returns the result of a round that other holders blocked.
-fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, mark: u64) -> RoundOutcome {
+fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOutcome {
     // Several masters return the same token only after a majority agreed on it. Otherwise several
     // attempts may have blocked each other. If these waited for messages, all would wake at the
     // same time and block each other again.
@@ -906,12 +908,12 @@ fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, mark: u64) -> RoundOutcom
         .position(|(_, one)| busy.iter().filter(|(_, other)| one.token == other.token).count() > 1);
     match busy.into_iter().nth(agreed.unwrap_or(0)) {
         Some((remaining, holder)) if agreed.is_some() => {
-            RoundOutcome::Busy(AcquireResult::Busy { remaining, holder, mark })
+            RoundOutcome::Busy(AcquireResult::Busy { remaining, holder, position })
         }
         Some((_, holder)) => RoundOutcome::Split(Some(AcquireResult::Busy {
             remaining: Some(jitter()),
             holder,
-            mark: u64::MAX,
+            position: u64::MAX,
         })),
         None => RoundOutcome::Split(None),
     }
@@ -942,7 +944,7 @@ fn jitter() -> Duration {
 }
 
 /// Combines the masters' reports of one holder. The token is the most frequent one. The remaining
-/// lease is one that a majority has at minimum.
+/// lease is the median report: at least half of the reports are as long.
 fn merge_holders(mut held: Vec<Holder>) -> Option<Holder> {
     let votes = |holder: &Holder| held.iter().filter(|other| other.token == holder.token).count();
     let token = held.iter().max_by_key(|holder| votes(holder))?.token;
@@ -957,14 +959,14 @@ struct PendingResponses<T> {
     calls: FuturesUnordered<JoinHandle<Result<T, BackendError>>>,
     started_at: Instant,
     deadline: Pin<Box<Sleep>>,
-    /// False once the time limit for more responses than necessary is over.
+    /// False after the deadline: from then on stop as soon as a majority has responded.
     is_before_deadline: bool,
 }
 
 /// The next event of running requests.
 enum ResponseEvent<T> {
     Response(Result<T, BackendError>),
-    /// The time limit is over: from now on, the necessary responses must suffice.
+    /// The deadline has passed: from now on stop as soon as a majority has responded.
     DeadlineReached,
     AllReceived,
 }
@@ -1007,9 +1009,10 @@ impl fmt::Debug for Quorum {
     }
 }
 
-/// The limit of immediate retries after attempts blocked each other.
+/// The maximum number of rounds per call, including the first. A [`jitter`] pause of 5 to 60 ms
+/// precedes each further one.
 const ROUNDS_MAX: u32 = 8;
-/// The time limit of these retries.
+/// After this time, no further round starts if a round has found another holder.
 const ROUNDS_TIMEOUT: Duration = Duration::from_millis(300);
 /// A master's result of an attempt.
 const RESULT_UNKNOWN: u8 = 0;
@@ -1028,9 +1031,8 @@ const EXTRA_WAIT_MIN: Duration = Duration::from_millis(5);
 const MAJORITY_WAIT: Duration = Duration::from_millis(500);
 /// The limit for renewals, where giving up too early loses a lock.
 const RENEWAL_WAIT_MAX: Duration = Duration::from_secs(1);
-/// The next attempt's number. Only attempts of one claim are compared, and a claim belongs to one
-/// process.
-static ATTEMPTS: AtomicU64 = AtomicU64::new(1);
+/// The next round's id. Only rounds of one claim are compared, and a claim belongs to one process.
+static NEXT_ROUND_ID: AtomicU64 = AtomicU64::new(1);
 const CLOCK_SKEW_MAX_US: i64 = 500_000;
 
 #[cfg(test)]

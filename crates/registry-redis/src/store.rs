@@ -18,7 +18,7 @@ use crate::config::{Durability, Layout, Publish, RedisConfig, ServerAddress, Ser
 use crate::connections::{RedisConnections, RedisNode};
 use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
-use crate::listener::{ChannelScheme, current_mark};
+use crate::listener::{ChannelScheme, current_position};
 use crate::names::RedisKeyNames;
 use crate::record::{LockRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
@@ -35,7 +35,7 @@ pub(crate) enum AcquireResult {
     Busy {
         remaining: Option<Duration>,
         holder: Holder,
-        mark: u64,
+        position: u64,
     },
 }
 
@@ -124,7 +124,7 @@ impl RedisStore {
     ) -> Result<AcquireResult, BackendError> {
         let lock = self.names.lock(claim.key());
         // Read before the request: a later message may make the response obsolete.
-        let mark = current_mark();
+        let position = current_position();
         let mut call = self
             .scripts
             .acquire
@@ -139,10 +139,10 @@ impl RedisStore {
         }
         let slot = self.slot(&lock);
         if !self.durability.is_required() {
-            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), mark);
+            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), position);
         }
         let durable = self.connections.run_durably(slot, &call).await?;
-        let response = parse_attempt(durable.response, claim.key(), mark)?;
+        let response = parse_attempt(durable.response, claim.key(), position)?;
         match (response, durable.shortfall) {
             (AcquireResult::Granted { .. }, Some(shortfall)) => {
                 let store_error =
@@ -287,11 +287,11 @@ impl RedisStore {
         Ok(stored == 1)
     }
 
-    /// Waits until `key` may have been released after `mark`.
-    pub(crate) async fn wait(&self, key: &Key, mark: u64) {
+    /// Waits until `key` may have been released after `position`.
+    pub(crate) async fn wait(&self, key: &Key, position: u64) {
         let lock = self.names.lock(key);
         match self.connections.known_node(self.slot(&lock)) {
-            Some(node) => node.listener.wait(&self.names.channel(&lock), mark).await,
+            Some(node) => node.listener.wait(&self.names.channel(&lock), position).await,
             // No server is known for the slot; the engine polls.
             None => std::future::pending().await,
         }
@@ -427,7 +427,7 @@ pub(crate) fn names(config: &RedisConfig) -> RedisKeyNames {
     RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }
 
-fn parse_attempt(response: Value, key: &Key, mark: u64) -> Result<AcquireResult, BackendError> {
+fn parse_attempt(response: Value, key: &Key, position: u64) -> Result<AcquireResult, BackendError> {
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
@@ -448,7 +448,7 @@ fn parse_attempt(response: Value, key: &Key, mark: u64) -> Result<AcquireResult,
                 now,
                 *remaining,
             );
-            Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, mark })
+            Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position })
         }
         _ => Err(unexpected_response()),
     }

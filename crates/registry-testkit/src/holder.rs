@@ -31,6 +31,9 @@ const URL_VARIABLE: &str = "TESTKIT_CHILD_PROCESS_URL";
 
 /// Runs `program` with the URL that [`LockHolder::spawn_test`] passed, in a runtime of its own, and
 /// ends the process. Returns at once if this test was not started by `spawn_test`.
+///
+/// # Panics
+/// If no runtime can be created.
 pub fn run_child_process(program: impl AsyncFnOnce(String)) {
     let Ok(url) = std::env::var(URL_VARIABLE) else { return };
     // Ends the line that the test harness has begun.

@@ -24,7 +24,7 @@ struct CachedHead {
 impl HeadCache {
     /// Returns whether `name` has been the known head of the queue at `dir` for `max_age` since it
     /// was first seen or confirmed.
-    pub(crate) fn is_stale(&mut self, dir: &str, name: &str, max_age: Duration) -> bool {
+    pub(crate) fn needs_confirmation(&mut self, dir: &str, name: &str, max_age: Duration) -> bool {
         let (queue, name) = (self.hasher.hash_one(dir), self.hasher.hash_one(name));
         let now = Moment::now();
         if let Some(head) = self.by_queue.get(&queue)
@@ -59,29 +59,29 @@ mod tests {
     const MAX_AGE: Duration = Duration::from_secs(30);
 
     #[tokio::test(start_paused = true)]
-    async fn a_head_is_stale_without_a_confirmation_for_the_maximum_age() {
+    async fn a_head_needs_confirmation_after_the_maximum_age() {
         let mut head_cache = HeadCache::default();
-        assert!(!head_cache.is_stale("/k", "a", MAX_AGE));
+        assert!(!head_cache.needs_confirmation("/k", "a", MAX_AGE));
         tokio::time::advance(MAX_AGE).await;
-        assert!(head_cache.is_stale("/k", "a", MAX_AGE));
-        assert!(head_cache.is_stale("/k", "a", MAX_AGE), "until it is confirmed");
+        assert!(head_cache.needs_confirmation("/k", "a", MAX_AGE));
+        assert!(head_cache.needs_confirmation("/k", "a", MAX_AGE), "until it is confirmed");
         head_cache.confirm("/k");
-        assert!(!head_cache.is_stale("/k", "a", MAX_AGE));
+        assert!(!head_cache.needs_confirmation("/k", "a", MAX_AGE));
         tokio::time::advance(MAX_AGE).await;
-        assert!(!head_cache.is_stale("/k", "b", MAX_AGE), "another head");
-        assert!(!head_cache.is_stale("/other", "a", MAX_AGE), "another queue");
+        assert!(!head_cache.needs_confirmation("/k", "b", MAX_AGE), "another head");
+        assert!(!head_cache.needs_confirmation("/other", "a", MAX_AGE), "another queue");
     }
 
     #[tokio::test(start_paused = true)]
     async fn the_cache_is_limited_and_evicts_stale_heads() {
         let mut head_cache = HeadCache::default();
         for queue in 0..QUEUES_MAX * 2 {
-            head_cache.is_stale(&queue.to_string(), "a", MAX_AGE);
+            head_cache.needs_confirmation(&queue.to_string(), "a", MAX_AGE);
         }
         assert_eq!(head_cache.by_queue.len(), QUEUES_MAX);
         tokio::time::advance(MAX_AGE * 2).await;
-        assert!(head_cache.is_stale("0", "a", MAX_AGE));
-        head_cache.is_stale("new", "a", MAX_AGE);
+        assert!(head_cache.needs_confirmation("0", "a", MAX_AGE));
+        head_cache.needs_confirmation("new", "a", MAX_AGE);
         assert_eq!(head_cache.by_queue.len(), 1);
     }
 }

@@ -39,7 +39,7 @@ pub(crate) async fn try_acquire(
         }
         let mut state = entry.state.lock().await;
         if state.is_removed {
-            // Dequeued while this call waited for the mutex. Another entry exists or follows.
+            // Retry: `entry_for` returns the current entry or creates one.
             continue;
         }
         entry.mark_active();
@@ -68,7 +68,7 @@ async fn run_attempt(
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut had_predecessor = false;
+    let mut saw_predecessor_vanish = false;
     for _ in 0..ATTEMPTS_MAX {
         if state.is_creation_unresolved {
             resolve_creation(session, entry, state, claim).await?;
@@ -103,10 +103,10 @@ async fn run_attempt(
         };
         let path = format!("{}/{predecessor_name}", entry.dir);
         if is_predecessor_head
-            && is_unconfirmed(session, &entry.dir, predecessor_name, &path).await?
+            && is_phantom_head(session, &entry.dir, predecessor_name, &path).await?
         {
             state.unconfirmed_nodes.push(predecessor_name.to_owned());
-            (state.predecessor, had_predecessor) = (None, true);
+            (state.predecessor, saw_predecessor_vanish) = (None, true);
             continue;
         }
         if !claim.queue() {
@@ -133,12 +133,12 @@ async fn run_attempt(
                 }));
             }
             // Already deleted: list again.
-            Err(Error::NoNode) => (state.predecessor, had_predecessor) = (None, true),
+            Err(Error::NoNode) => (state.predecessor, saw_predecessor_vanish) = (None, true),
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
     }
     state.predecessor = None;
-    if !had_predecessor {
+    if !saw_predecessor_vanish {
         // Not contention: in each attempt, the connection broke, or the node or its parent was
         // missing.
         let message = format!(
@@ -183,7 +183,7 @@ async fn create_node(
                 Some(stat.czxid)
             };
             state.node = czxid.map(|czxid| ClaimNode { path, czxid });
-            session.record_commit(sent_at);
+            session.record_majority_response(sent_at);
         }
         Err(Error::NoNode) => {
             state.is_creation_unresolved = false;
@@ -207,10 +207,9 @@ async fn create_node(
 
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
-/// Requests of this session are executed in order, and a leader rejects those of an earlier
-/// connection once it knows of a later one. A node that does not exist now is therefore never
-/// created later. This holds only for the current leader's state, so a majority confirms the
-/// session first: a replaced leader would not know of the node.
+/// Requests of a session run in order, and a leader that knows a later connection rejects those of
+/// an earlier one. A node that is missing now cannot appear later. A deposed leader could miss it,
+/// so a majority confirms the session first.
 async fn resolve_creation(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -262,8 +261,8 @@ async fn is_predecessor_unchanged(
             session.wait_until_connected().await?;
             Ok(false)
         }
-        caught_up = session.catch_up() => {
-            caught_up?;
+        synced = session.sync_shared() => {
+            synced?;
             Ok(!watch.has_fired())
         }
     }
@@ -279,16 +278,16 @@ pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
 }
 
 /// Returns whether the head of a queue exists only on the connected server. A waiter would wait
-/// forever for a node that this server kept and the others deleted. A majority therefore confirms a
-/// head that stays for a session time-out. The same majority decides all writes, also those
-/// of a holder.
-async fn is_unconfirmed(
+/// forever for a node that this server kept and the others deleted. So if the same node stays at
+/// the head for one session time-out, check it with a majority, which also decides every write of
+/// a holder.
+async fn is_phantom_head(
     session: &ZkSession,
     dir: &str,
     name: &str,
     path: &str,
 ) -> Result<bool, BackendError> {
-    if !lock(session.head_cache()).is_stale(dir, name, session.timeout()) {
+    if !lock(session.head_cache()).needs_confirmation(dir, name, session.timeout()) {
         return Ok(false);
     }
     let exists = session.exists_on_majority(path).await.map_err(BackendError::as_unknown)?;
@@ -539,8 +538,9 @@ pub(crate) async fn wait(entry: &QueueEntry) {
     }
 }
 
-/// Waits without a queue entry until the current holder of `dir` is gone. Returns early if that
-/// cannot be determined.
+/// Waits without a queue entry until the current holder of `dir` is gone, or the session's client
+/// is stopped. Returns at once if there is no holder or a request fails. Without a watch it never
+/// returns; the engine polls.
 pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str) {
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
@@ -641,8 +641,8 @@ async fn release_abandoned_claim(
 /// Attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
 
-/// After this many session time-outs, a waiter lists the whole queue even if its watch has not
-/// fired: its own node may have been deleted.
+/// After this multiple of the session time-out, at most `RELIST_AFTER_MAX`, a waiter lists the
+/// whole queue even if its watch has not fired: its own node may have been deleted.
 const RELIST_AFTER: u32 = 3;
 const RELIST_AFTER_MAX: Duration = Duration::from_secs(60);
 

@@ -552,7 +552,7 @@ impl ZkSession {
         sent_at: Moment,
     ) {
         self.connection.send_replace(Arc::new(connection));
-        self.record_commit(sent_at);
+        self.record_majority_response(sent_at);
         self.on_reconnect(sessions);
         self.start_keep_alive(sessions);
     }
@@ -614,8 +614,8 @@ impl ZkSession {
     }
 
     /// Records that a majority has just confirmed a write that was sent at `sent_at`.
-    pub(crate) fn record_commit(&self, sent_at: Moment) {
-        lock(&self.validity).record_commit(sent_at, Moment::now());
+    pub(crate) fn record_majority_response(&self, sent_at: Moment) {
+        lock(&self.validity).record_majority_response(sent_at, Moment::now());
     }
 
     /// Waits until the client is connected. A request sent without a connection might be executed
@@ -694,7 +694,7 @@ impl ZkSession {
 
     /// Waits until this client has seen all changes that the leader had before this call. Waiters
     /// that call within [`LEADER_PAUSE`] after a request to the leader share the next one.
-    pub(crate) async fn catch_up(self: &Arc<Self>) -> Result<(), BackendError> {
+    pub(crate) async fn sync_shared(self: &Arc<Self>) -> Result<(), BackendError> {
         let next = lock(&self.leader_requested_at).after(LEADER_PAUSE);
         // The pause is part of an attempt, which the engine's operation time-out limits.
         let pause = next.since(Moment::now()).min(self.config.request_timeout / 5);
@@ -721,7 +721,7 @@ impl ZkSession {
             let path = session.config.chroot.as_deref().unwrap_or("/");
             let written = session.write_check(path).await;
             if written.is_ok() {
-                session.record_commit(sent_at);
+                session.record_majority_response(sent_at);
             }
             // The receiver may have timed out.
             drop(sender.send(written.map(drop)));

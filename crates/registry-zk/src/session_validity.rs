@@ -52,7 +52,7 @@ impl SessionValidity {
 
     /// Records that a majority has committed a write sent at `sent_at`, whose response arrived at
     /// `response_at`.
-    pub(crate) fn record_commit(&mut self, sent_at: Moment, response_at: Moment) {
+    pub(crate) fn record_majority_response(&mut self, sent_at: Moment, response_at: Moment) {
         let report_delay_max = report_delay_max(self.timeout);
         let is_reported =
             |write: &CommittedWrite| write.response_at.after(report_delay_max) <= sent_at;
@@ -100,17 +100,17 @@ mod tests {
         let start = Moment::now();
         let mut validity = SessionValidity::new(TIMEOUT, start);
         let at = |n: u64| start.after(secs(n));
-        validity.record_commit(at(4), at(4));
+        validity.record_majority_response(at(4), at(4));
         assert_eq!(
             validity.remaining(at(4)),
             secs(16),
             "a response proves nothing about its own request"
         );
-        validity.record_commit(at(8), at(8));
+        validity.record_majority_response(at(8), at(8));
         assert_eq!(validity.remaining(at(8)), secs(12), "4 s are too close");
-        validity.record_commit(at(9), at(9));
+        validity.record_majority_response(at(9), at(9));
         assert_eq!(validity.remaining(at(9)), secs(15), "the leader knows of the request of 4 s");
-        validity.record_commit(at(7), at(9));
+        validity.record_majority_response(at(7), at(9));
         assert_eq!(
             validity.remaining(at(9)),
             secs(15),
@@ -126,12 +126,12 @@ mod tests {
         // Delayed by the network: a server may have received all of them at 8 s and reported none
         // yet.
         for sent_at in [1, 3, 5, 7] {
-            validity.record_commit(at(sent_at), at(8));
+            validity.record_majority_response(at(sent_at), at(8));
         }
         assert_eq!(validity.remaining(at(8)), secs(12), "from the request of the session");
-        validity.record_commit(at(12), at(12));
+        validity.record_majority_response(at(12), at(12));
         assert_eq!(validity.remaining(at(12)), secs(8), "4 s are too close");
-        validity.record_commit(at(13), at(13));
+        validity.record_majority_response(at(13), at(13));
         assert_eq!(validity.remaining(at(13)), secs(14), "the leader knows of the request of 7 s");
     }
 
@@ -151,7 +151,7 @@ mod tests {
             // Further writes in between have no effect.
             for n in 0..200 {
                 let sent_at = now.after(Duration::from_millis(n));
-                validity.record_commit(sent_at, response(sent_at));
+                validity.record_majority_response(sent_at, response(sent_at));
             }
             assert!(validity.committed_writes.len() <= 12, "{}", validity.committed_writes.len());
         }

@@ -209,7 +209,8 @@ impl MySqlSessionProtocol {
             return Ok(Some(granted));
         }
         let is_consecutive = seen.is_some();
-        let grant = self.statements.session_write_claim(claim, plan.block(is_consecutive));
+        let grant =
+            self.statements.session_write_claim(claim, plan.tokens_to_write(is_consecutive));
         let done = grant.execute(&mut connected.connection).await;
         let token = done.map_err(|error| self.client.failure(error))?.last_insert_id();
         if token == 0 {

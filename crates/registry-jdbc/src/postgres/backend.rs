@@ -220,7 +220,7 @@ impl PostgresBackend {
         self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await
     }
 
-    /// Returns the parameters of a release notification: channel, message, mark.
+    /// Returns the parameters of a release notification: channel, message, presence lock.
     pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
         notification_params(&self.channel, id)
     }
@@ -260,15 +260,15 @@ pub(super) struct SessionStatements {
 }
 
 impl SessionStatements {
-    /// Returns the parameters of a release notification: channel, message, mark.
+    /// Returns the parameters of a release notification: channel, message, presence lock.
     pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
         notification_params(&self.channel, id)
     }
 }
 
 fn notification_params(channel: &NotificationChannel, id: RowId) -> [PgParam; 3] {
-    let mark = PgParam::Number(channel.mark(id.notification_id()));
-    [PgParam::Identifier(channel.name().to_owned()), PostgresBackend::message(id), mark]
+    let presence_lock = PgParam::Number(channel.presence_lock(id.notification_id()));
+    [PgParam::Identifier(channel.name().to_owned()), PostgresBackend::message(id), presence_lock]
 }
 
 #[async_trait]
@@ -322,9 +322,9 @@ impl LockBackend for PostgresBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
-        let [channel, message, mark] = self.notification_params(id);
+        let [channel, message, presence_lock] = self.notification_params(id);
         let used = PgParam::Number(i64::from(claim.token_block()));
-        let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark, used];
+        let values = [bytes(id.bytes()), claim_id(claim), channel, message, presence_lock, used];
         let statement = BoundStatement::new(&self.texts.release, values).at_most_one();
         // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
         let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await?;

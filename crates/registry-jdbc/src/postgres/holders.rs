@@ -44,7 +44,7 @@ impl PostgresBackend {
     /// Frees `key`: ends a lease, or the connection that has the row locked for a claim.
     pub(super) async fn force_release_key(&self, key: &Key) -> Result<Release, BackendError> {
         let id = self.row_id(key);
-        let [channel, message, mark] = self.notification_params(id);
+        let [channel, message, presence_lock] = self.notification_params(id);
         let values = [bytes(id.bytes()), channel.clone(), message.clone()];
         let statement = BoundStatement::new(&self.texts.force_release, values);
         let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await?;
@@ -61,7 +61,7 @@ impl PostgresBackend {
             Some(row) if column(row, 0)? => {
                 // The ended transaction was not committed, so it has sent no notification.
                 let statement =
-                    BoundStatement::new(&self.texts.row_notify, [channel, message, mark]);
+                    BoundStatement::new(&self.texts.row_notify, [channel, message, presence_lock]);
                 self.client.rows(ConnectionUse::Release, &statement, Resend::Allowed).await?;
                 Ok(Release::Freed)
             }

@@ -1,9 +1,10 @@
 //! The listener: wakes waiting callers when a release notification arrives. It has one connection
-//! and one task while callers wait, and knows nothing of locks.
+//! and one task while callers wait. It neither acquires nor releases registry locks; its advisory
+//! locks only show that it exists.
 //!
 //! A notification can be lost with its connection, so every reconnect wakes all waiting callers.
 //! The engine also polls, so no wait relies on notifications alone. The listener receives all
-//! releases of a namespace and remembers the latest. So it does not miss a release between the
+//! releases of a namespace and remembers the last 1024. So it does not miss a release between the
 //! answer "busy" and the wait.
 //!
 //! A notification costs the server more than the rest of a release, because the server serialises
@@ -26,53 +27,56 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::error;
 
-/// The lock that a notification is about.
-type NotificationId = [u8; 16];
+/// Identifies a lock in notifications.
+type LockId = [u8; 16];
 
-/// The notification channel of one namespace, and the advisory locks (marks) that show whether
-/// anything listens.
+/// The notification channel of one namespace, and its presence locks: advisory locks that show
+/// whether a listener exists.
 ///
-/// A listener's session holds all marks of the channel in shared mode. A release tries to take one
-/// mark exclusively until its transaction ends. If that fails, a listener exists. If it succeeds, a
-/// new listener obtains its marks only after the release is visible, and its waiting callers then
-/// check the lock. Two simultaneous releases may each detect the other as a listener, which costs
-/// one notification. Several marks make that rare.
+/// A listener's session holds all presence locks of the channel in shared mode. A release tries to
+/// take one exclusively until its transaction ends. If it succeeds, no listener existed. One that
+/// starts now waits for this transaction, and its callers check the lock afterwards.
+///
+/// If it fails, a listener exists, or another release holds the presence lock. The second case
+/// costs one needless notification. Several presence locks make it rare.
 #[derive(Debug, Clone)]
 pub(super) struct NotificationChannel {
     name: String,
-    first_mark: i64,
+    first_presence_lock: i64,
 }
 
 impl NotificationChannel {
-    /// Returns the channel of the part of the store with this hash.
-    pub(super) fn new(part: [u8; 8]) -> Self {
-        // The name contains all eight bytes, the marks all but the last bits.
-        let first_mark = i64::from_be_bytes(part) & !(MARKS - 1);
-        Self { name: format!("lock_registry_{}", hex(&part)), first_mark }
+    /// Returns the channel of the namespace with this hash.
+    pub(super) fn new(namespace_hash: [u8; 8]) -> Self {
+        // The name contains the whole hash; the lock ids use the hash with its low bits
+        // cleared.
+        let first_presence_lock = i64::from_be_bytes(namespace_hash) & !(PRESENCE_LOCKS - 1);
+        Self { name: format!("lock_registry_{}", hex(&namespace_hash)), first_presence_lock }
     }
 
     pub(super) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Returns the mark that a release of this lock tries to take exclusively.
-    pub(super) fn mark(&self, lock: NotificationId) -> i64 {
-        self.first_mark + i64::from(lock[0]) % MARKS
+    /// Returns the presence lock that a release of this lock tries to take exclusively.
+    pub(super) fn presence_lock(&self, lock: LockId) -> i64 {
+        self.first_presence_lock + i64::from(lock[0]) % PRESENCE_LOCKS
     }
 
-    /// Listens to the channel, and takes the marks for this session.
+    /// Listens to the channel, and takes the presence locks for this session.
     async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
         listener.listen(&self.name).await?;
-        let marks =
+        let acquire_all =
             "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
-        let marks = sqlx::query(marks).bind(self.first_mark).bind(MARKS);
-        listener.execute(marks).await.map(drop)
+        let acquire_all =
+            sqlx::query(acquire_all).bind(self.first_presence_lock).bind(PRESENCE_LOCKS);
+        listener.execute(acquire_all).await.map(drop)
     }
 }
 
-/// The number of marks, a power of two. Each listener takes as many entries in the server's lock
-/// table.
-const MARKS: i64 = 16;
+/// The number of presence locks, a power of two. Each listener takes as many entries in the
+/// server's lock table.
+const PRESENCE_LOCKS: i64 = 16;
 
 pub(super) struct PgReleaseListener {
     server: PgConnectOptions,
@@ -89,7 +93,7 @@ struct ListenerShared {
 #[derive(Default)]
 struct ListenerState {
     /// The sequence number of the last notification or start of listening.
-    count: u64,
+    last_sequence: u64,
     /// The number since which no notification was missed. `None` while the listener is not
     /// connected.
     complete_since: Option<u64>,
@@ -97,8 +101,8 @@ struct ListenerState {
     /// does.
     is_verified: bool,
     /// The latest releases with their sequence numbers.
-    releases: VecDeque<(u64, NotificationId)>,
-    waiters: HashMap<NotificationId, LockWaiters>,
+    releases: VecDeque<(u64, LockId)>,
+    waiters: HashMap<LockId, LockWaiters>,
     /// A task runs that has not yet decided to end.
     has_task: bool,
 }
@@ -116,15 +120,15 @@ impl PgReleaseListener {
         Self { server, channel, shared: Arc::default(), task: Mutex::default() }
     }
 
-    /// Returns the current position, for [`wait`](Self::wait). Read it before a query whose answer
-    /// a release may make obsolete.
+    /// Returns the current position, for [`wait`](Self::wait). Read it before querying the
+    /// lock; pass it to `wait`, which then also sees releases since the query.
     pub(super) fn position(&self) -> u64 {
-        self.shared.state().count
+        self.shared.state().last_sequence
     }
 
-    /// Returns when the lock may have been released after `position`. If the listener was not
-    /// connected then, returns as soon as it is.
-    pub(super) async fn wait(&self, lock: NotificationId, position: u64) {
+    /// Returns when the lock may have been released after `position`. If the listener was
+    /// disconnected at `position`, returns once it has connected.
+    pub(super) async fn wait(&self, lock: LockId, position: u64) {
         let waiter = self.shared.register(lock);
         loop {
             let notified = waiter.notify.notified();
@@ -217,7 +221,7 @@ impl ListenerShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn register(&self, lock: NotificationId) -> NotificationWaiter<'_> {
+    fn register(&self, lock: LockId) -> NotificationWaiter<'_> {
         let mut state = self.state();
         let waiters = state.waiters.entry(lock).or_default();
         waiters.count += 1;
@@ -228,8 +232,8 @@ impl ListenerShared {
     fn mark_connected(&self) {
         {
             let mut state = self.state();
-            state.count += 1;
-            state.complete_since = Some(state.count);
+            state.last_sequence += 1;
+            state.complete_since = Some(state.last_sequence);
             state.releases.clear();
         }
         self.wake_all();
@@ -248,11 +252,11 @@ impl ListenerShared {
         state.is_verified = false;
     }
 
-    fn on_release(&self, lock: NotificationId) {
+    fn on_release(&self, lock: LockId) {
         let notify = {
             let mut state = self.state();
-            state.count += 1;
-            let number = state.count;
+            state.last_sequence += 1;
+            let number = state.last_sequence;
             state.releases.push_back((number, lock));
             if state.releases.len() > RELEASES_MAX
                 && let Some((dropped, _)) = state.releases.pop_front()
@@ -271,8 +275,8 @@ impl ListenerShared {
         !self.state().waiters.is_empty()
     }
 
-    /// Ends the task's duty unless a caller waits. Under the lock, so that no caller can start to
-    /// wait in between and rely on the task.
+    /// Clears `has_task` if no caller waits. Done under the mutex so that no new caller relies on
+    /// an ending task.
     fn try_stop(&self) -> bool {
         let mut state = self.state();
         let idle = state.waiters.is_empty();
@@ -282,9 +286,9 @@ impl ListenerShared {
 }
 
 impl ListenerState {
-    fn may_have_been_released(&self, lock: &NotificationId, position: u64) -> bool {
+    fn may_have_been_released(&self, lock: &LockId, position: u64) -> bool {
         let Some(complete_since) = self.complete_since else { return false };
-        let after = |(number, _): &&(u64, NotificationId)| *number > position;
+        let after = |(number, _): &&(u64, LockId)| *number > position;
         complete_since > position
             || self.releases.iter().rev().take_while(after).any(|(_, released)| released == lock)
     }
@@ -293,7 +297,7 @@ impl ListenerState {
 /// The registration of one waiting caller.
 struct NotificationWaiter<'a> {
     shared: &'a ListenerShared,
-    lock: NotificationId,
+    lock: LockId,
     notify: Arc<Notify>,
 }
 
@@ -400,7 +404,7 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
-fn parse_id(message: &str) -> Option<NotificationId> {
+fn parse_id(message: &str) -> Option<LockId> {
     u128::from_str_radix(message, 16).ok().map(u128::to_be_bytes)
 }
 
@@ -418,11 +422,12 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 /// The interval between checks of the connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The number of checks without a waiting caller after which the connection is closed.
+/// The maximum number of consecutive checks without a waiting caller. One more closes the
+/// connection.
 const IDLE_CHECKS_MAX: u32 = 6;
 
-/// The time limit of a trial for connecting, and again for receiving. It is shorter than the
-/// engine's own time-out.
+/// The time limit of each of the two steps of `self_test`: connecting and receiving. It is shorter
+/// than the engine's own time-out.
 const SELF_TEST_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The time limit for the server's answer.
@@ -432,50 +437,50 @@ const RESPONSE_TIMEOUT: Duration = Duration::from_secs(5);
 mod tests {
     use super::*;
 
-    const A: NotificationId = [1; 16];
-    const B: NotificationId = [2; 16];
+    const A: LockId = [1; 16];
+    const B: LockId = [2; 16];
 
     #[test]
     fn a_release_between_the_query_and_the_wait_is_not_missed() {
         let shared = ListenerShared::default();
         shared.mark_connected();
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         assert!(!shared.state().may_have_been_released(&A, position));
         shared.on_release(B);
         assert!(!shared.state().may_have_been_released(&A, position));
         shared.on_release(A);
         assert!(shared.state().may_have_been_released(&A, position));
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         assert!(!shared.state().may_have_been_released(&A, position));
     }
 
     #[test]
-    fn a_waiter_that_may_have_missed_a_release_polls() {
+    fn a_wait_that_may_have_missed_a_release_returns() {
         let shared = ListenerShared::default();
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         assert!(
             !shared.state().may_have_been_released(&A, position),
             "no listener is connected yet"
         );
         shared.mark_connected();
         assert!(shared.state().may_have_been_released(&A, position));
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         shared.mark_disconnected();
         shared.mark_connected();
         assert!(shared.state().may_have_been_released(&A, position));
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         (0..=RELEASES_MAX).for_each(|_| shared.on_release(B));
         assert!(
             shared.state().may_have_been_released(&A, position),
             "more releases than can be remembered"
         );
-        let position = shared.state().count;
+        let position = shared.state().last_sequence;
         assert!(!shared.state().may_have_been_released(&A, position));
     }
 
     #[test]
     fn notification_payloads_round_trip() {
-        let lock: NotificationId = std::array::from_fn(|n| u8::try_from(n * 17).unwrap());
+        let lock: LockId = std::array::from_fn(|n| u8::try_from(n * 17).unwrap());
         assert_eq!(parse_id(&hex(&lock)), Some(lock));
         assert_eq!(parse_id("another payload"), None);
     }

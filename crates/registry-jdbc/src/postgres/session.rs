@@ -286,7 +286,7 @@ impl PgSessionProtocol {
                 bytes(self.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
-                PgParam::Number(plan.block(is_consecutive)),
+                PgParam::Number(plan.tokens_to_write(is_consecutive)),
                 PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
                 PgParam::Number(id.advisory_lock_key()),
                 PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
@@ -370,8 +370,8 @@ impl SessionProtocol for PgSessionProtocol {
         key: &Key,
     ) -> Result<(), SessionFailure> {
         let id = self.row_id(key);
-        let [channel, message, mark] = self.rows.notification_params(id);
-        let values = [PgParam::Number(id.advisory_lock_key()), channel, message, mark];
+        let [channel, message, presence_lock] = self.rows.notification_params(id);
+        let values = [PgParam::Number(id.advisory_lock_key()), channel, message, presence_lock];
         let statement = BoundStatement::new(&self.rows.texts.session_unlock, values).at_most_one();
         self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
     }

@@ -285,7 +285,7 @@ const RENEW: &str = "\
 ///
 /// Unused tokens of the block become available again, so that tokens do not overtake the clock.
 ///
-/// Parameters: id, claim, channel, message, mark, tokens used
+/// Parameters: id, claim, channel, message, presence lock, tokens used
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = least(block, $6::bigint) \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
@@ -456,11 +456,11 @@ const SESSION_TRY_LOCK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Releases an advisory lock, and notifies the listeners if there are any; see
-/// [`NotificationChannel`](super::listener::NotificationChannel). The transaction keeps the mark
-/// until the lock is visibly free, whichever call runs first. `synchronous_commit` is set only with
-/// a notification, because nothing else would be flushed.
+/// [`NotificationChannel`](super::listener::NotificationChannel). The transaction keeps the
+/// presence lock until the lock is visibly free, whichever call runs first. `synchronous_commit` is
+/// set only with a notification, because nothing else would be flushed.
 ///
-/// Parameters: number, channel, message, mark
+/// Parameters: number, channel, message, presence lock
 const SESSION_UNLOCK: &str = "\
     SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint), \
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
@@ -557,7 +557,7 @@ const ROW_LOCK: &str = "\
 /// Notifies the listeners, if there are any, when the transaction is committed; see
 /// [`NotificationChannel`](super::listener::NotificationChannel).
 ///
-/// Parameters: channel, message, mark
+/// Parameters: channel, message, presence lock
 const ROW_NOTIFY: &str = "\
     SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 

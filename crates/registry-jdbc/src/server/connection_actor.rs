@@ -3,8 +3,8 @@
 //!
 //! If the state is free, a caller runs its command itself, which saves a message to the actor's
 //! task and one back. The task runs everything else: commands of concurrent callers, scheduled
-//! work, and commands that a caller has not finished. For the latter, a command is stored where the
-//! task can reach it. So no caller waits for another one that was dropped or is not polled.
+//! work, and commands that a caller has not finished. An unfinished command is stored where the
+//! task can reach it, so a dropped or unpolled caller blocks no other caller.
 //!
 //! Commands run in the task's runtime, whichever task polls them. Their timers and connections
 //! belong to that runtime, and last as long as the task.
@@ -45,8 +45,8 @@ pub(super) struct ConnectionActor<S: ActorState> {
 
 struct Inner<S: ActorState> {
     state: StateSlot<S>,
-    /// The number of the latest command that a caller runs.
-    command_count: u64,
+    /// The id of the last command that a caller started.
+    last_command_id: u64,
     /// When the task next runs without being woken.
     wake_at: Option<Instant>,
     /// Whether a caller used the state since the task last did.
@@ -56,7 +56,7 @@ struct Inner<S: ActorState> {
 enum StateSlot<S: ActorState> {
     Idle(Box<S>),
     InCaller {
-        number: u64,
+        command_id: u64,
         future: RunningCommand<S>,
         caller: Option<Waker>,
     },
@@ -79,7 +79,7 @@ impl<S: ActorState> ConnectionActor<S> {
     /// Creates an actor for `state`. The caller then starts its task in `runtime`.
     pub(super) fn new(state: S, runtime: Handle) -> Self {
         let state = StateSlot::Idle(Box::new(state));
-        let inner = Inner { state, command_count: 0, wake_at: None, was_used: false };
+        let inner = Inner { state, last_command_id: 0, wake_at: None, was_used: false };
         let inner = Mutex::new(inner);
         Self {
             inner,
@@ -103,13 +103,13 @@ impl<S: ActorState> ConnectionActor<S> {
         };
         match mem::replace(&mut inner.state, StateSlot::Closed) {
             StateSlot::Idle(state) => {
-                inner.command_count += 1;
-                let number = inner.command_count;
+                inner.last_command_id += 1;
+                let command_id = inner.last_command_id;
                 inner.state =
-                    StateSlot::InCaller { number, future: run(state, command), caller: None };
+                    StateSlot::InCaller { command_id, future: run(state, command), caller: None };
                 StartOutcome::Inline(InlineCommand {
                     actor: Arc::clone(self),
-                    number,
+                    command_id,
                     is_done: false,
                 })
             }
@@ -127,7 +127,7 @@ impl<S: ActorState> ConnectionActor<S> {
         match self.take_slot() {
             StateSlot::Idle(state) => Some((state, None)),
             StateSlot::InCaller { future, caller, .. } => {
-                // The caller of the command must now wait for its reply channel.
+                // From now on the caller gets its response through its reply channel.
                 if let Some(caller) = caller {
                     caller.wake();
                 }
@@ -150,8 +150,8 @@ impl<S: ActorState> ConnectionActor<S> {
     pub(super) fn return_state(&self, state: Box<S>) {
         let mut inner = self.lock();
         let was_used = mem::take(&mut inner.was_used);
-        // A recent caller will probably return. While the task stays scheduled, that caller need
-        // not wake it.
+        // After recent use, keep a wake-up scheduled: if the caller returns soon, it need not
+        // notify the task.
         let soon = was_used.then(|| Instant::now() + TASK_DELAY);
         inner.wake_at = state.next_due().into_iter().chain(soon).min();
         inner.state = StateSlot::Idle(state);
@@ -203,7 +203,7 @@ impl<S: ActorState> ConnectionActor<S> {
 /// A command that its caller runs. Dropping it unfinished leaves the command to the task.
 pub(super) struct InlineCommand<S: ActorState> {
     actor: Arc<ConnectionActor<S>>,
-    number: u64,
+    command_id: u64,
     is_done: bool,
 }
 
@@ -216,7 +216,7 @@ impl<S: ActorState> InlineCommand<S> {
         // A command wakes no caller, so no foreign code runs under this lock.
         let mut inner = actor.lock();
         let (mut future, mut caller) = match mem::replace(&mut inner.state, StateSlot::Closed) {
-            StateSlot::InCaller { number, future, caller } if number == self.number => {
+            StateSlot::InCaller { command_id, future, caller } if command_id == self.command_id => {
                 (future, caller)
             }
             other => {
@@ -235,9 +235,10 @@ impl<S: ActorState> InlineCommand<S> {
                 Some(caller) => caller.clone_from(cx.waker()),
                 none => *none = Some(cx.waker().clone()),
             }
-            inner.state = StateSlot::InCaller { number: self.number, future, caller };
-            // If the caller stops polling, the command may be complete on the server without a
-            // response. So the task takes over after [`TASK_DELAY`].
+            inner.state = StateSlot::InCaller { command_id: self.command_id, future, caller };
+            // The caller may stop polling while the server completes the command. So the task takes
+            // over after [`TASK_DELAY`], or at an earlier `wake_at`. Later polls do not restart
+            // the delay.
             actor.schedule(inner, Instant::now() + TASK_DELAY);
             return Poll::Pending;
         };
@@ -263,8 +264,8 @@ impl<S: ActorState> Drop for InlineCommand<S> {
     }
 }
 
-/// How long the task stays scheduled after a caller's command, and how long a caller may leave its
-/// command unpolled.
+/// The maximum delay until the task takes over an unfinished command, from the first poll on. Also
+/// the delay of the task's next wake-up after the state was used. An earlier `wake_at` wins.
 const TASK_DELAY: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
@@ -374,7 +375,7 @@ mod tests {
         assert_eq!(actor.take_state().await.unwrap().1, Some(1));
     }
 
-    /// Not even for a command that runs on the same thread.
+    /// Also if the dropping code runs inside another command, with the mutex locked.
     #[tokio::test]
     async fn dropping_a_command_does_not_block() {
         let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(1)));
@@ -407,7 +408,7 @@ mod tests {
         assert_eq!(poll_fn(|cx| future.poll(cx)).await, Some(0));
         timeout(HOUR, idle).await.unwrap();
         assert_eq!(Instant::now(), due);
-        // The task stays scheduled once more for a repeated use.
+        // Because the state was used, the task wakes once more after `TASK_DELAY`.
         let (mut state, _) = actor.take_state().await.unwrap();
         state.due = None;
         actor.return_state(state);

@@ -1,14 +1,16 @@
 //! Repeated grants of one key to the same session, some of which need no write. Contains no
 //! connection and no SQL. Used by `session`.
 //!
-//! A grant changes the key's row, so that tokens grow and fences hold. If no other client was
+//! A grant normally updates the key's row, so that the next token is larger. If no other client was
 //! granted the key since, the row still contains this session's claim, and reading it is enough.
-//! For that, a write reserves the tokens of some time ahead. A reserved token is issued only when
-//! the server's clock has reached it. A crash may lose a row with its reserved tokens; later
-//! tokens, taken from the clock, exceed every issued one, unless the clock is set back.
 //!
-//! Other clients must skip the unused tokens of a reservation, and are then ahead of the clock. So
-//! a session reserves only a part of the time during which no other client has requested the key.
+//! Tokens are server times in us. A write therefore reserves all tokens up to a time slightly
+//! ahead. A reserved token is issued only when the server's clock has reached it. A crash may lose
+//! a row with its reservation. This is safe: new tokens come from the clock and exceed every
+//! issued token, unless the clock was set back.
+//!
+//! After a reservation, another client's first token may lie beyond the clock. To limit this, a
+//! session reserves only a fraction of its uninterrupted series.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -31,7 +33,7 @@ pub(crate) struct TokenPlan {
     /// What the row contains, if no other client was granted the key since.
     pub(crate) last: Option<RowState>,
     /// The number of tokens that the grant itself needs.
-    own: i64,
+    block_size: i64,
     /// The number of tokens to reserve in addition, if the row is unchanged.
     reserve: i64,
 }
@@ -40,7 +42,7 @@ pub(crate) struct TokenPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SessionGrant {
     pub(crate) token: FencingToken,
-    /// The current content of the row, with the tokens that this grant leaves.
+    /// The row as of this grant; `tokens` are the reserved tokens still unused after it.
     pub(crate) row: RowState,
     /// Whether no other client was granted the key since this session's last grant.
     pub(crate) is_consecutive: bool,
@@ -48,19 +50,19 @@ pub(crate) struct SessionGrant {
 
 impl TokenPlan {
     /// Returns the number of tokens to write to the row.
-    pub(crate) const fn block(&self, is_consecutive: bool) -> i64 {
-        if is_consecutive { self.own.saturating_add(self.reserve) } else { self.own }
+    pub(crate) const fn tokens_to_write(&self, is_consecutive: bool) -> i64 {
+        if is_consecutive { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
 
     /// Returns the grant without a change of the row, if the clock has reached a reserved token
     /// that is not used yet.
     pub(crate) fn grant_from_reservation(&self, now: i64) -> Option<SessionGrant> {
         let last = self.last.as_ref()?;
-        let rest = now.checked_add(self.own)?;
-        if now < last.tokens.start || last.tokens.end < rest {
+        let next_unused = now.checked_add(self.block_size)?;
+        if now < last.tokens.start || last.tokens.end < next_unused {
             return None;
         }
-        let row = RowState { claim: last.claim, tokens: rest..last.tokens.end };
+        let row = RowState { claim: last.claim, tokens: next_unused..last.tokens.end };
         Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
     }
 
@@ -71,7 +73,8 @@ impl TokenPlan {
         token: i64,
         is_consecutive: bool,
     ) -> Option<SessionGrant> {
-        let tokens = token.checked_add(self.own)?..token.checked_add(self.block(is_consecutive))?;
+        let tokens = token.checked_add(self.block_size)?
+            ..token.checked_add(self.tokens_to_write(is_consecutive))?;
         let row = RowState { claim: claim.id(), tokens };
         Some(SessionGrant { token: FencingToken::try_from(token).ok()?, row, is_consecutive })
     }
@@ -111,7 +114,7 @@ impl TokenReservations {
         let reserve = series.map_or(Duration::ZERO, |series| series.reserve(now));
         TokenPlan {
             last: series.map(|series| series.row.clone()),
-            own: i64::from(claim.token_block()),
+            block_size: i64::from(claim.token_block()),
             // The clock's unit is a microsecond.
             reserve: i64::try_from(reserve.as_micros()).unwrap_or(0),
         }
@@ -181,19 +184,19 @@ mod tests {
     fn a_reservation_is_a_part_of_the_time_without_other_grants() {
         let (reservations, claim, now) = series_of(Duration::from_millis(80));
         let plan = reservations.plan(NAME, &claim, now);
-        assert_eq!((plan.block(true), plan.block(false)), (3 + 10_000, 3));
+        assert_eq!((plan.tokens_to_write(true), plan.tokens_to_write(false)), (3 + 10_000, 3));
         // Rare grants reserve nothing, and the reservation has a limit.
         let later = reservations.plan(NAME, &claim, now + Duration::from_millis(40));
-        assert_eq!(later.block(true), 3);
+        assert_eq!(later.tokens_to_write(true), 3);
         let (reservations, claim, now) = series_of(Duration::from_secs(3_600));
-        assert_eq!(reservations.plan(NAME, &claim, now).block(true), 3 + 1_000_000);
+        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(true), 3 + 1_000_000);
         assert_eq!(reservations.plan(NAME, &claim, now + RESERVE_MAX).last, None);
         // After another client's grant a new series starts.
         let mut reservations = reservations;
         let granted =
             reservations.plan(NAME, &claim, now).grant_from_write(&claim, 500, false).unwrap();
         reservations.record_grant(NAME, &granted, now);
-        assert_eq!(reservations.plan(NAME, &claim, now).block(true), 3);
+        assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(true), 3);
     }
 
     #[test]

@@ -382,8 +382,15 @@ mod tests {
     async fn a_low_priority_call_waits_for_normal_calls() {
         let (executor, worker) = executor();
         let low = |n| executor.call(Priority::Low, async move |mut recorded| recorded.push(n));
-        let _ = tokio::join!(record(&executor, &worker, 1), low(4), low(5), async {
-            tokio::join!(record(&executor, &worker, 2), record(&executor, &worker, 3))
+        // The first call ends once all others are queued.
+        let (release, released) = oneshot::channel::<()>();
+        let first = executor.call(Priority::Normal, async move |mut recorded| {
+            released.await.unwrap();
+            recorded.push(1);
+        });
+        let (second, third) = (record(&executor, &worker, 2), record(&executor, &worker, 3));
+        let _ = tokio::join!(first, low(4), low(5), second, third, async {
+            release.send(()).unwrap();
         });
         assert_eq!(recorded(&executor).await, [1, 2, 3, 4, 5]);
     }

@@ -252,7 +252,7 @@ impl RedisServer {
     ///
     /// # Errors
     /// Returns the connection's error. An error reply is returned as `Ok`; see
-    /// [`RedisReply::granted`].
+    /// [`RedisReply::into_result`].
     ///
     /// # Cancel safety
     /// The server may have executed the command.

@@ -88,8 +88,8 @@ impl ZooKeeperEnsemble {
         Ok(started)
     }
 
-    /// Like [`start`](Self::start), with one member for each of these options. Members can be [cut
-    /// off](Self::cut_off) from the others.
+    /// Like [`start`](Self::start), with one member for each of these options. Members can be
+    /// [isolated](Self::isolate) from the others.
     ///
     /// The second member leads, because the members start in sequence. Do not kill a member: after
     /// a restart, it cannot connect to members with larger numbers.
