@@ -10,10 +10,7 @@ use std::time::Duration;
 use registry_core::{LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
 use tokio::sync::oneshot;
 
-#[path = "panicking/backend.rs"]
-mod backend;
-
-use backend::PanickingBackend;
+use super::panicking_backend::PanickingBackend;
 
 /// Beyond the default lease.
 const LONG: Duration = Duration::from_secs(60);

@@ -19,16 +19,9 @@ use registry_core::{
     DistributedLock, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _, Owner,
 };
 
-#[path = "sweep/environments.rs"]
 mod environments;
-
-#[path = "sweep/faults.rs"]
 mod faults;
-
-#[path = "sweep/remote_store.rs"]
 mod remote_store;
-
-#[path = "sweep/fair_store.rs"]
 mod fair_store;
 
 use environments::{Environment, KEY, Scenario, TestSetup};

@@ -13,7 +13,6 @@ use registry_core::{
     Attempt, BackendError, Capabilities, Claim, LockBackend, LockError, LockGuard, LockRegistry,
     LostReason, MemoryBackend, Registry, Release, Renewal,
 };
-use registry_testkit::redis::RedisServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
 
@@ -154,15 +153,4 @@ fn a_dropped_guard_is_released_once_its_runtime_is_driven_again() {
     registry_runtime.block_on(local.idle());
     let taken = other_runtime.block_on(remote.obtain("k").try_lock()).unwrap();
     assert!(taken.is_some(), "the key stays locked");
-}
-
-#[test]
-fn a_call_to_a_server_whose_runtime_is_not_driven_fails() {
-    let (registry_runtime, other_runtime) = (undriven_runtime(), runtime());
-    let server = other_runtime.block_on(RedisServer::start(&[])).unwrap();
-    let local = registry_runtime.block_on(lock_registry::connect(&server.url())).unwrap();
-    let outcome =
-        other_runtime.block_on(async { timeout(LONG, local.obtain("k").try_lock()).await });
-    let outcome = outcome.expect("the call never returns");
-    assert!(matches!(outcome, Err(LockError::Backend { .. })), "{outcome:?}");
 }

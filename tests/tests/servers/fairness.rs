@@ -83,7 +83,7 @@ fn check(shares: &[ProcessShare], hold: Duration) {
 async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<ProcessShare> {
     let mut processes = join_all(tasks.iter().map(async |_| {
         let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
+        program.args(["fairness::the_other_process", "--exact", "--ignored", "--nocapture"]);
         program.env(URL_VARIABLE, url);
         LockHolder::spawn_command(program).await.unwrap()
     }))

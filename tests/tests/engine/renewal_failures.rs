@@ -13,10 +13,7 @@ use registry_core::{
     MemoryBackend, Observer, Registry, Release, Renewal,
 };
 
-#[path = "panicking/backend.rs"]
-mod backend;
-
-use backend::PanickingBackend;
+use super::panicking_backend::PanickingBackend;
 
 /// One in this many renewals receives no reply.
 const UNANSWERED_EVERY: usize = 10;

@@ -17,9 +17,9 @@ use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use crate::fair_store::FairBackend;
-use crate::faults::{LATE, chance, delays, lasting_losses, passing_losses};
-use crate::remote_store::RemoteStore;
+use super::fair_store::FairBackend;
+use super::faults::{LATE, chance, delays, lasting_losses, passing_losses};
+use super::remote_store::RemoteStore;
 
 /// The one key that all callers compete for.
 pub(crate) const KEY: &str = "orders/42";

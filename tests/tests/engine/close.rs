@@ -13,10 +13,7 @@ use registry_core::{
 use tokio::sync::Notify;
 use tokio::time::{advance, timeout};
 
-#[path = "panicking/backend.rs"]
-mod backend;
-
-use backend::PanickingBackend;
+use super::panicking_backend::PanickingBackend;
 
 /// An `unlock` in flight is neither held any more nor queued at the background releaser. `close`
 /// must not close the store before it completes.
