@@ -29,7 +29,7 @@ pub(crate) async fn acquire(
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
     // Yields when the task's coop budget is used up: a store that responds without waiting must not
-    // block the other tasks of this thread. This future owns nothing yet, so it may be dropped here.
+    // block the other tasks of this thread. This future owns nothing yet, so it may be dropped.
     tokio::task::coop::consume_budget().await;
     let engine = local_lock.engine();
     engine.check_open()?;
@@ -98,7 +98,8 @@ fn timed_out(local_lock: &LocalLock, started_at: Moment) -> Option<LockGuard> {
 
 /// The reason why an acquisition ended without a result.
 enum Stopped {
-    /// This caller was not polled for the time of a lease: its claim and its local permit are released.
+    /// This caller was not polled for the time of a lease. Its claim and its local permit are
+    /// released.
     Abandoned,
     Failed(LockError),
 }
@@ -296,8 +297,8 @@ impl Acquisition<'_> {
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last changed, as
-    /// far as this process knows.
+    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last changed,
+    /// as far as this process knows.
     async fn wait(
         &self,
         claim: Claim,

@@ -191,8 +191,8 @@ impl ActiveGrant {
         self.lost.notified()
     }
 
-    /// Requests a notification of a loss. If the swap in `notify_loss` comes first, the caller's next
-    /// check sees the loss. Otherwise `notify_loss` sees this swap and notifies.
+    /// Requests a notification of a loss. If the swap in `notify_loss` comes first, the caller's
+    /// next check sees the loss. Otherwise `notify_loss` sees this swap and notifies.
     pub(crate) fn announce_watcher(&self) {
         self.watched.swap(true, Ordering::AcqRel);
     }
@@ -595,8 +595,8 @@ impl EndingGrant {
 
 impl Drop for EndingGrant {
     fn drop(&mut self) {
-        // Not reached after a hand-over. Usually the claim has been released. Without a runtime, the
-        // end of its lease frees it.
+        // Not reached after a hand-over. Usually the claim has been released. Without a runtime,
+        // the end of its lease frees it.
         if let Some(held) = self.held.take() {
             if self.has_timer {
                 held.cancel_timer_for_good();

@@ -2,9 +2,9 @@
 //! empty function.
 //!
 //! Built with `--cfg shuttle`, the local half of a lock runs under shuttle, which can switch only
-//! at its own mutex. [`interleaving_point`] marks the other places where threads interact. No point may be
-//! inside an access to the table of local locks or under a std mutex. The checker does not see
-//! those, so the next thread to request one would hang.
+//! at its own mutex. [`interleaving_point`] marks the other places where threads interact. No point
+//! may be inside an access to the table of local locks or under a std mutex. The checker does not
+//! see those, so the next thread to request one would hang.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard};

@@ -3,9 +3,9 @@
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
 //!
-//! The code under test is the engine's own. At each [interleaving_point](../src/interleave.rs), the checker
-//! chooses the thread that continues. The store grants every claim, so that only the local locks
-//! keep callers apart. A failure prints a schedule that `shuttle::replay` repeats.
+//! The code under test is the engine's own. At each [interleaving_point](../src/interleave.rs), the
+//! checker chooses the thread that continues. The store grants every claim, so that only the local
+//! locks keep callers apart. A failure prints a schedule that `shuttle::replay` repeats.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 

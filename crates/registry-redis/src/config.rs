@@ -705,7 +705,7 @@ mod tests {
         RedisConfig::new("h", 1).with_layout(Layout::Redisson).check().unwrap();
     }
 
-    #[cfg(feature = "tls")]
+    #[cfg(all(feature = "tls", feature = "server-tests"))]
     #[tokio::test]
     async fn a_server_without_tls_causes_an_error_and_no_panic() {
         let server = registry_testkit::redis::RedisServer::start(&[]).await.unwrap();

@@ -199,7 +199,7 @@ mod tests {
 
     use super::*;
 
-    // Ignores the environment variable; `tests/seeds.rs` covers it.
+    // Ignores the environment variable; `tests/it/seeds.rs` covers it.
     fn run(seeds: &Seeds, trial: impl Fn(Seed) + Sync) -> u64 {
         seeds.run_range(0..=seeds.count - 1, &trial)
     }

@@ -1,5 +1,5 @@
 //! Whole systems: real servers, several processes, and programs of other libraries that share locks
-//! with this one. Needs the feature `servers`.
+//! with this one. Needs the feature `server-tests`.
 
 mod fairness;
 mod many_callers;

@@ -147,7 +147,7 @@ fn a_refused_connection_is_retried_within_the_wait_and_the_error_names_the_addre
     assert!(done.stderr.contains(&address) && done.stderr.contains("refused"), "{done:?}");
 }
 
-#[cfg(feature = "redis")]
+#[cfg(all(feature = "redis", feature = "server-tests"))]
 #[test]
 fn a_server_that_starts_during_the_wait_is_used() {
     use registry_testkit::redis::RedisServer;

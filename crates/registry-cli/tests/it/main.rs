@@ -10,13 +10,13 @@ mod exclusion;
 mod gate;
 mod loss;
 mod output;
-#[cfg(feature = "redis")]
+#[cfg(all(feature = "redis", feature = "server-tests"))]
 mod redis;
 mod run;
 mod secrets;
-#[cfg(any(feature = "mysql", feature = "postgres"))]
+#[cfg(all(any(feature = "mysql", feature = "postgres"), feature = "server-tests"))]
 mod sql;
 mod terminal;
 mod watchdog;
-#[cfg(feature = "zk")]
+#[cfg(all(feature = "zk", feature = "server-tests"))]
 mod zk;

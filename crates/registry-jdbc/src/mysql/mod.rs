@@ -38,5 +38,5 @@ pub use row::MySqlRowBackend;
 pub use session::MySqlSessionBackend;
 pub use spring::MySqlSpringBackend;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "server-tests"))]
 mod tests;

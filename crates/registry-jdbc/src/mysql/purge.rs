@@ -33,7 +33,7 @@ impl MySqlBackend {
     }
 
     /// Purges the batch that starts at `start`. Returns the number of deleted rows.
-    #[cfg(test)]
+    #[cfg(all(test, feature = "server-tests"))]
     pub(super) async fn purge_batch_at(&self, start: [u8; 32]) -> Result<u64, BackendError> {
         purge_batch(&self.client, &self.statements.texts, self.config.purge_after, start).await
     }

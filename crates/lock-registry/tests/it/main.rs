@@ -1,0 +1,17 @@
+//! Configuration of each store by URL, environment, file and code.
+
+mod config;
+mod tower;
+
+#[cfg(feature = "server-tests")]
+mod etcd;
+#[cfg(feature = "server-tests")]
+mod modes;
+#[cfg(feature = "server-tests")]
+mod mysql;
+#[cfg(feature = "server-tests")]
+mod postgres;
+#[cfg(feature = "server-tests")]
+mod redis;
+#[cfg(feature = "server-tests")]
+mod zk;

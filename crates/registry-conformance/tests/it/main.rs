@@ -1,0 +1,10 @@
+//! The suite over the in-process store, over faulty stores and over stores with planted defects.
+
+mod broken;
+mod faulty;
+mod faulty_memory;
+mod list;
+mod memory;
+mod skips;
+mod sweep;
+mod tiny;

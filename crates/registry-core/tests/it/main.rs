@@ -1,0 +1,8 @@
+//! The engine through its public API.
+
+mod engine;
+mod invalidations;
+mod local_permit;
+mod renewals;
+mod user_code;
+mod waiting;

@@ -1,0 +1,228 @@
+//! A cluster whose slots fail over, migrate, and become unavailable. A fault of one master affects
+//! only the locks in its slots.
+
+use std::time::Duration;
+
+use registry_core::{LockRegistry as _, LostReason, Registry};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::redis::{RedisCluster, RedisServer, ServerOptions};
+use registry_testkit::{eventually, within};
+use tokio::time::{Instant, sleep};
+
+use super::workload::{LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs};
+
+/// Returns the slot of a lock, which depends on its name.
+fn slot_of(key: &str) -> u16 {
+    RedisCluster::slot_of(format!("lock-registry:{{{key}}}"))
+}
+
+/// Returns a key of this kind that is initially on the given master.
+fn key_on(master: u16, kind: &str) -> String {
+    let mut keys = (0..).map(|number| format!("{kind}/{number}"));
+    keys.find(|key| slot_of(key) / 5_462 == master).unwrap()
+}
+
+/// Returns one key of each kind on each master.
+fn keys() -> WorkloadKeys {
+    let keys = |kind| (0..3).map(|master| key_on(master, kind)).collect();
+    WorkloadKeys { contested: keys("contested"), steady: keys("steady") }
+}
+
+async fn start_workload(cluster: &RedisCluster, lease: Duration) -> Workload {
+    let config = config(cluster);
+    Workload::start_with(&vec![config.clone(); 3], &config, keys(), lease).await
+}
+
+fn config(cluster: &RedisCluster) -> RedisConfig {
+    RedisConfig::from_url(&cluster.url()).unwrap()
+}
+
+/// Returns the servers that hold locks.
+async fn masters(cluster: &RedisCluster) -> Vec<&RedisServer> {
+    let mut masters = Vec::new();
+    for slot in [0, 8_000, 16_000] {
+        masters.push(cluster.node(cluster.master_of(slot).await.unwrap()));
+    }
+    masters
+}
+
+#[tokio::test]
+async fn a_failover_of_a_healthy_master_loses_no_lock_and_creates_no_second_holder() {
+    let cluster = RedisCluster::start().await.unwrap();
+    let workload = start_workload(&cluster, secs(6)).await;
+    for slot in [0, 8_000, 16_000] {
+        workload.wait_for_grants().await;
+        cluster.failover(slot).await.unwrap();
+    }
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&masters(&cluster).await).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_correct();
+}
+
+#[tokio::test]
+async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_keep_growing() {
+    let mut cluster = RedisCluster::start().await.unwrap();
+    let workload = start_workload(&cluster, LEASE).await;
+    workload.wait_for_grants().await;
+    let (slot, begin) = (slot_of(&key_on(0, "contested")), workload.now());
+    let old = cluster.kill_master_of(slot).await.unwrap();
+    cluster.wait_for_new_master_of(slot, old).await.unwrap();
+    let failover_at = Instant::now();
+    let end = workload.after(LEASE);
+    workload.wait_for_grants().await;
+    println!("all keys granted again {:?} after the failover", failover_at.elapsed());
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&masters(&cluster).await).await;
+    outcome.assert_correct_outside(&[(begin, end)]);
+}
+
+/// The slot migrates with its locks and channels while clients hold, await, acquire and release
+/// them.
+#[tokio::test]
+async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
+    let cluster = RedisCluster::start().await.unwrap();
+    let workload = start_workload(&cluster, secs(6)).await;
+    for kind in ["steady", "contested"] {
+        for (from, to) in [(0, 8_000), (1, 16_000)] {
+            workload.wait_for_grants().await;
+            let key = key_on(from, kind);
+            let to = cluster.master_of(to).await.unwrap();
+            let migration = cluster.begin_migration(slot_of(&key), to).await.unwrap();
+            // As long as the migration of a large slot takes.
+            sleep(millis(200)).await;
+            let lock = format!("lock-registry:{{{key}}}");
+            cluster.migrate_key(&migration, &lock).await.unwrap();
+            sleep(millis(200)).await;
+            cluster.migrate_key(&migration, format!("{lock}:token")).await.unwrap();
+            // From now on the servers redirect each command to the new master (`ASK`).
+            sleep(millis(500)).await;
+            cluster.finish_migration(migration).await.unwrap();
+        }
+    }
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&masters(&cluster).await).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_correct();
+}
+
+/// A waiter on a channel that migrates with its slot must subscribe at the new master.
+#[tokio::test]
+async fn a_waiter_whose_slot_migrates_is_woken_by_the_release() {
+    let cluster = RedisCluster::start().await.unwrap();
+    let (registry_a, registry_b) =
+        (open_without_polling(&cluster).await, open_without_polling(&cluster).await);
+    let key = key_on(0, "k");
+    for to in [8_000, 0] {
+        let guard = registry_a.obtain(&key).lock().await.unwrap();
+        let waiter = spawn_waiter(&registry_b, &cluster, &key).await;
+        let to = cluster.master_of(to).await.unwrap();
+        cluster.migrate(slot_of(&key), to).await.unwrap();
+        assert!(guard.is_held());
+        guard.unlock().await.unwrap();
+        within(LONG, waiter).await.unwrap();
+    }
+}
+
+/// Returns a registry whose waiters poll too rarely to notice a release.
+async fn open_without_polling(cluster: &RedisCluster) -> Registry {
+    let backend = RedisBackend::open(config(cluster)).await.unwrap();
+    let builder = Registry::builder(std::sync::Arc::new(backend));
+    builder.lease(secs(300)).poll(secs(3_600)).build().unwrap()
+}
+
+/// Starts a waiter for `key` and returns once its master has the subscription.
+async fn spawn_waiter(
+    registry: &Registry,
+    cluster: &RedisCluster,
+    key: &str,
+) -> tokio::task::JoinHandle<()> {
+    let lock = registry.obtain(key);
+    let waiter = tokio::spawn(async move {
+        lock.lock().await.unwrap().unlock().await.unwrap();
+    });
+    let master = cluster.node(cluster.master_of(slot_of(key)).await.unwrap());
+    let command = format!("PUBSUB SHARDNUMSUB lock-registry:{{{key}}}");
+    eventually(LONG, async || master.send_command(&command).await.unwrap().contains(":1")).await;
+    waiter
+}
+
+/// How a shard fails.
+#[derive(Clone, Copy, PartialEq)]
+enum ShardFault {
+    Suspended,
+    Crashed,
+}
+
+#[tokio::test]
+async fn a_suspended_shard_delays_no_lock_of_the_others() {
+    a_failed_shard_delays_no_lock_of_the_others(ShardFault::Suspended).await;
+}
+
+#[tokio::test]
+async fn a_crashed_shard_delays_no_lock_of_the_others() {
+    a_failed_shard_delays_no_lock_of_the_others(ShardFault::Crashed).await;
+}
+
+async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
+    let options = ServerOptions::new().args(&["--cluster-require-full-coverage", "no"]);
+    let mut cluster = RedisCluster::start_with(&options).await.unwrap();
+    let lease = LEASE * 2;
+    let workload = start_workload(&cluster, lease).await;
+    workload.wait_for_grants().await;
+    let WorkloadKeys { contested, steady } = keys();
+    // One lock on the failing shard and one on another shard.
+    let registry_a = registry(&config(&cluster), secs(60)).await;
+    let (failing_key, other_key) = (key_on(0, "mine"), key_on(1, "mine"));
+    let on_failing_shard = registry_a.obtain(&failing_key).lock().await.unwrap();
+    let on_other_shard = registry_a.obtain(&other_key).lock().await.unwrap();
+    let registry_b = open_without_polling(&cluster).await;
+    let waiter = spawn_waiter(&registry_b, &cluster, &other_key).await;
+    workload.wait_until_steady_held().await;
+
+    let slot = slot_of(&contested[0]);
+    let master = cluster.master_of(slot).await.unwrap();
+    let mut nodes = cluster.replicas_of(slot).await.unwrap();
+    nodes.push(master);
+    let begin = workload.now();
+    for node in &nodes {
+        match fault {
+            ShardFault::Suspended => cluster.pause(*node).unwrap(),
+            ShardFault::Crashed => cluster.node_mut(*node).kill(),
+        }
+    }
+    let others: Vec<_> = contested[1..].iter().collect();
+    for _ in 0..3 {
+        workload.wait_for_grants_of(&others).await;
+    }
+    on_other_shard.unlock().await.unwrap();
+    within(LONG, waiter).await.unwrap();
+    workload.wait_for_steady_losses(1).await;
+    // As long as a lease that is not renewed lasts.
+    sleep(lease).await;
+    workload.wait_for_grants_of(&others).await;
+    let losses = workload.losses();
+    let lost = losses.iter().filter(|loss| loss.key.starts_with("steady")).map(|loss| &loss.key);
+    assert_eq!(lost.collect::<Vec<_>>(), [&steady[0]], "the others were renewed in time");
+    assert!(losses.iter().all(|loss| loss.reason == LostReason::Expired), "{losses:?}");
+
+    for node in &nodes {
+        match fault {
+            ShardFault::Suspended => cluster.resume(*node).unwrap(),
+            ShardFault::Crashed => cluster.node_mut(*node).start_again().await.unwrap(),
+        }
+    }
+    workload.wait_for_grants().await;
+    let end = workload.after(lease);
+    println!("the long lease of the dead shard goes on: {}", on_failing_shard.is_held());
+    eventually(LONG, async || {
+        on_failing_shard.renew(secs(60)).await.is_ok() || !on_failing_shard.is_held()
+    })
+    .await;
+    drop(on_failing_shard);
+    registry_a.idle().await;
+    cluster.wait_until_consistent().await.unwrap();
+    let outcome = workload.end(&masters(&cluster).await).await;
+    // The replica may have taken over when the shard came back, without the master's last grants.
+    outcome.assert_correct_outside(&[(begin, end)]);
+}

@@ -1,0 +1,60 @@
+//! A holder that is paused for longer than its lease, and then writes.
+
+use std::error::Error;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use registry_core::LockGuard;
+use registry_redis::{Fenced, FencedWrites, RedisConfig};
+use registry_testkit::holder::{
+    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
+    run_child_process, serve_with_writer,
+};
+use registry_testkit::redis::RedisServer;
+
+use super::workload::{LEASE, LONG, registry};
+
+#[derive(Debug)]
+struct StockKey(FencedWrites);
+
+#[async_trait]
+impl FencedWriter for StockKey {
+    async fn write(
+        &self,
+        guard: &LockGuard,
+        value: &str,
+    ) -> Result<(), Box<dyn Error + Send + Sync>> {
+        match self.0.set(guard.fencing_token().unwrap(), "stock", value).await? {
+            Fenced::Written(()) => Ok(()),
+            stale => Err(format!("{stale:?}").into()),
+        }
+    }
+}
+
+#[test]
+#[ignore = "started by the other test, as another process"]
+fn a_holder_process() {
+    run_child_process(async |url| {
+        let config = RedisConfig::from_url(&url).unwrap();
+        let registry = registry(&config, LEASE).await;
+        let writer = Arc::new(StockKey(FencedWrites::open(config).await.unwrap()));
+        let options = HolderOptions::new("redis");
+        serve_with_writer(Arc::new(registry), &options, Some(writer)).await;
+    });
+}
+
+#[tokio::test]
+async fn a_paused_holder_cannot_write() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let holder = async || {
+        LockHolder::spawn_test("faults::paused_holder::a_holder_process", &server.url())
+            .await
+            .unwrap()
+    };
+    let read = async || {
+        let value = server.send_command("GET stock").await.unwrap();
+        value.trim().trim_matches('"').to_owned()
+    };
+    let (paused, successor) = (holder().await, holder().await);
+    assert_a_paused_holder_cannot_write(paused, successor, LONG, read).await.unwrap();
+}

@@ -1,0 +1,271 @@
+//! One server that writes to disk before it responds. While it keeps its data and its clock, faults
+//! cost only time.
+
+use std::time::Duration;
+
+use registry_core::{LockRegistry as _, LostReason};
+use registry_redis::RedisConfig;
+use registry_testkit::clock::ClockShim;
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
+use registry_testkit::redis::{RedisServer, ServerOptions};
+use registry_testkit::within;
+use tokio::time::{Instant, sleep};
+
+use super::remote_client;
+use super::workload::{LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs};
+
+async fn server() -> (RedisServer, RedisConfig) {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    (server, config)
+}
+
+#[tokio::test]
+async fn a_server_suspended_for_less_than_a_lease_loses_no_lock() {
+    let (server, config) = server().await;
+    // Long enough for a busy machine.
+    let lease = secs(6);
+    let client_configs = vec![config.clone(); 3];
+    let workload =
+        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), lease).await;
+    for _ in 0..2 {
+        workload.wait_for_grants().await;
+        server.pause().unwrap();
+        sleep(millis(1_500)).await;
+        server.resume().unwrap();
+    }
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&[&server]).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_correct();
+}
+
+#[tokio::test]
+async fn a_server_suspended_for_longer_than_a_lease_creates_no_second_holder() {
+    let (server, config) = server().await;
+    let workload = Workload::start(&config).await;
+    for round in 1..=2 {
+        workload.wait_for_grants().await;
+        workload.wait_until_steady_held().await;
+        server.pause().unwrap();
+        workload.wait_for_steady_losses(3 * round).await;
+        server.resume().unwrap();
+    }
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&[&server]).await;
+    let losses = outcome.steady_losses();
+    assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
+    outcome.assert_correct();
+}
+
+#[tokio::test]
+async fn crashes_of_a_durable_server_violate_no_guarantee() {
+    let (mut server, config) = server().await;
+    let workload = Workload::start(&config).await;
+    for down in [Duration::ZERO, LEASE / 2, LEASE * 3 / 2] {
+        workload.wait_for_grants().await;
+        server.kill();
+        sleep(down).await;
+        server.start_again().await.unwrap();
+    }
+    workload.wait_for_grants().await;
+    workload.end(&[&server]).await.assert_correct();
+}
+
+/// Locks whose records are lost are free. Two holders may therefore exist until the first one's
+/// next renewal detects the loss.
+#[tokio::test]
+async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_tokens_keep_growing() {
+    let (mut server, config) = server().await;
+    let workload = Workload::start(&config).await;
+    let mut windows = Vec::new();
+    for round in 1..=2 {
+        workload.wait_for_grants().await;
+        workload.wait_until_steady_held().await;
+        let begin = workload.now();
+        server.kill();
+        server.delete_data().unwrap();
+        server.start_again().await.unwrap();
+        windows.push((begin, workload.after(LEASE)));
+        workload.wait_for_grants().await;
+        workload.wait_for_steady_losses(3 * round).await;
+        let losses = workload.losses();
+        let delays = losses.iter().filter(|loss| loss.at > begin && loss.key.starts_with("steady"));
+        let delays = delays.map(|loss| Duration::from_nanos(loss.at - begin));
+        println!("notified after {:?}", delays.collect::<Vec<_>>());
+    }
+    let outcome = workload.end(&[&server]).await;
+    outcome.assert_correct_outside(&windows);
+}
+
+#[tokio::test]
+async fn flushed_scripts_and_closed_connections_lose_no_lock() {
+    let (server, config) = server().await;
+    let lease = secs(6);
+    let client_configs = vec![config.clone(); 3];
+    let workload =
+        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), lease).await;
+    for _ in 0..5 {
+        for command in ["SCRIPT FLUSH", "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"] {
+            server.send_command(command).await.unwrap();
+            workload.wait_for_grants().await;
+        }
+    }
+    let outcome = workload.end(&[&server]).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_correct();
+}
+
+#[tokio::test]
+async fn a_grant_whose_response_was_lost_is_used_or_released() {
+    let (server, config) = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    // So long that only a release can free the key in time.
+    let lease = secs(600);
+    let registry_b = registry(&config, lease).await;
+    for round in 0..20 {
+        let key = format!("reply/{round}");
+        // A new registry each time. Responses to an older registry's releases would be cut off
+        // instead.
+        let registry_a = registry(&behind, lease).await;
+        // From now on a connection exists on which the server has cached the script.
+        registry_a.obtain("before").lock().await.unwrap().unlock().await.unwrap();
+        proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
+        let lock = registry_a.obtain(&key);
+        let acquiring = tokio::spawn(async move { lock.lock().await });
+        // The server has granted the lock, but the response was lost.
+        let held =
+            async || server.send_command(&format!("EXISTS lock-registry:{{{key}}}")).await.unwrap();
+        registry_testkit::eventually(LONG, async || held().await == ":1\r\n").await;
+        if round % 2 == 0 {
+            proxy.set_mode(ProxyMode::Pass).await.unwrap();
+            let guard = within(LONG, acquiring).await.unwrap().unwrap();
+            guard.unlock().await.unwrap();
+        } else {
+            acquiring.abort();
+            proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        }
+        let started_at = Instant::now();
+        let next = within(LONG, registry_b.obtain(&key).lock()).await.unwrap();
+        println!("free after {:?}", started_at.elapsed());
+        next.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_release_whose_response_was_lost_frees_the_key() {
+    let (server, config) = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let (registry_a, registry_b) =
+        (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
+    // The server has cached the script from now on.
+    registry_a.obtain("before").lock().await.unwrap().unlock().await.unwrap();
+    for round in 0..20 {
+        let key = format!("reply/{round}");
+        let guard = registry_a.obtain(&key).lock().await.unwrap();
+        let token = guard.fencing_token();
+        proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
+        let releasing = tokio::spawn(async move { guard.unlock().await });
+        let next = within(LONG, registry_b.obtain(&key).lock()).await.unwrap();
+        assert!(next.fencing_token() > token);
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        // The release finds the key free, or its outcome is unknown. It never reports a loss.
+        let released = within(LONG, releasing).await.unwrap();
+        println!("{released:?}");
+        assert!(!matches!(released, Err(registry_core::LockError::Lost { .. })), "{released:?}");
+        registry_a.idle().await;
+        assert!(next.is_held());
+        next.renew(secs(600)).await.unwrap();
+        next.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn lost_truncated_or_late_responses_violate_no_guarantee() {
+    let (server, config) = server().await;
+    let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
+    let behind =
+        |proxy: &FaultProxy| RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let client_configs: Vec<_> = proxies.iter().map(behind).collect();
+    let workload =
+        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), LEASE).await;
+    let faults = [
+        ProxyMode::ResetAfterRequest,
+        ProxyMode::CutAfter { reply_bytes: 40 },
+        ProxyMode::DropReplies,
+        ProxyMode::HoldReplies,
+        ProxyMode::BlackHole,
+        ProxyMode::HalfClose,
+        ProxyMode::Refuse,
+        ProxyMode::Delay(millis(100)),
+    ];
+    for (number, fault) in faults.into_iter().enumerate() {
+        let proxy = &proxies[number % proxies.len()];
+        workload.wait_for_grants().await;
+        proxy.set_mode(fault).await.unwrap();
+        if fault == ProxyMode::Refuse {
+            proxy.cut_all().await;
+        }
+        // The other clients continue meanwhile.
+        workload.wait_for_grants().await;
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+    }
+    workload.wait_for_grants().await;
+    workload.end(&[&server]).await.assert_correct();
+}
+
+/// All leases end at once on the server, but not on the clients. Holders detect the loss at their
+/// next renewal.
+#[tokio::test]
+async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_keep_growing() {
+    let clock = ClockShim::new().unwrap();
+    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let workload = Workload::start(&config).await;
+    workload.wait_for_grants().await;
+    workload.wait_until_steady_held().await;
+    let begin = workload.now();
+    clock.jump_wall(61).unwrap();
+    let end = workload.after(LEASE);
+    workload.wait_for_steady_losses(3).await;
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&[&server]).await;
+    outcome.assert_correct_outside(&[(begin, end)]);
+}
+
+/// All leases last longer on the server, and no client relies on that. They are over once the clock
+/// is corrected.
+#[tokio::test]
+async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_next_renewal() {
+    let clock = ClockShim::new().unwrap();
+    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    // The server sends this user no invalidations.
+    server.send_command("ACL SETUSER plain on >p ~* &* +@all -client|tracking").await.unwrap();
+    let url = format!("redis://plain:p@{}", server.addr());
+    let config = RedisConfig::from_url(&url).unwrap();
+    let workload = Workload::start(&config).await;
+    workload.wait_until_steady_held().await;
+    clock.jump_wall(-61).unwrap();
+    workload.wait_for_grants().await;
+    // Every holder renews during this time.
+    sleep(LEASE * 3 / 2).await;
+    workload.wait_until_steady_held().await;
+    assert_eq!(workload.losses().len(), 0);
+    let begin = workload.now();
+    clock.jump_wall(61).unwrap();
+    let end = workload.after(LEASE);
+    workload.wait_for_steady_losses(3).await;
+    workload.wait_for_grants().await;
+    let outcome = workload.end(&[&server]).await;
+    outcome.assert_correct_outside(&[(begin, end)]);
+}
+
+#[tokio::test]
+async fn a_suspended_holder_is_replaced_and_notified() {
+    let (server, _) = server().await;
+    let (url, servers) = (server.url(), [&server]);
+    let outcome = remote_client::a_suspended_holder_is_replaced_and_notified(&url, &servers);
+    outcome.await.assert_correct();
+}

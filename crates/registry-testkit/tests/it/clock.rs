@@ -1,0 +1,62 @@
+//! Clocks that jump in a Rust program: the test starts itself again as that program.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+use std::io::stdin;
+use std::process::Command;
+use std::time::Duration;
+
+use nix::time::ClockId;
+use registry_testkit::clock::ClockShim;
+use registry_testkit::process::HelperProcess;
+
+/// Set in the child process.
+const CHILD: &str = "THE_PROGRAM_WITH_THE_CLOCK";
+/// Sufficient for the slowest machine. It costs time only when a test fails.
+const LIMIT: Duration = Duration::from_secs(60);
+/// The tolerance, in seconds: more than any delay of the machine, less than the jumps.
+const CLOSE: f64 = 300.0;
+
+/// Returns the wall clock, the monotonic clock and the time since boot, in seconds.
+fn seconds() -> [f64; 3] {
+    [ClockId::CLOCK_REALTIME, ClockId::CLOCK_MONOTONIC, ClockId::CLOCK_BOOTTIME]
+        .map(|clock| Duration::from(clock.now().unwrap()).as_secs_f64())
+}
+
+#[tokio::test]
+async fn a_program_sees_only_the_jumps_of_its_own_clock() {
+    if std::env::var_os(CHILD).is_some() {
+        println!();
+        for _ in stdin().lines() {
+            println!("seconds {:?}", seconds());
+        }
+        return;
+    }
+    let (clock, other) = (ClockShim::new().unwrap(), ClockShim::new().unwrap());
+    let mut program = Command::new(std::env::current_exe().unwrap());
+    program.args([
+        "clock::a_program_sees_only_the_jumps_of_its_own_clock",
+        "--exact",
+        "--nocapture",
+    ]);
+    program.env(CHILD, "yes").envs(clock.environment());
+    let mut program = HelperProcess::spawn(program).unwrap();
+    let steps = [(0, 0), (3_600, 0), (-7_200, 1_000), (3_600, -2_000)];
+    let mut ahead = [0.0; 3];
+    for (wall, monotonic) in steps {
+        clock.jump_wall(wall).unwrap();
+        clock.jump_monotonic(monotonic).unwrap();
+        other.jump_wall(1_000_000).unwrap();
+        ahead[0] += f64::from(i32::try_from(wall).unwrap());
+        ahead[1] += f64::from(i32::try_from(monotonic).unwrap());
+        program.write_line("now").unwrap();
+        let offset = program
+            .expect_map(|line| serde_json::from_str(line.strip_prefix("seconds ")?).ok(), LIMIT);
+        let offset: [f64; 3] = offset.await.unwrap();
+        for (clock, right) in seconds().into_iter().enumerate() {
+            let wrong = offset[clock] - right - ahead[clock];
+            assert!(wrong.abs() < CLOSE, "clock {clock} is {wrong} s off after {ahead:?}");
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! The sweep and the general search agree on histories of a simulated lock and on arbitrary
+//! histories. Each bug of the simulated lock is found by the check for it.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+mod simulated;
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use registry_testkit::check::{
+    Promise, SearchResult, busy_answers, check, fenced_writes, guarded_writes, search, token_order,
+    validity,
+};
+use registry_testkit::history::{History, HistoryEvent, HistoryEventKind};
+use registry_testkit::seed::{Seeds, replay};
+
+use simulated::{SimulatedBug, simulate};
+
+/// The time limit of one search. An undecided search fails the test.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Asserts that the sweep and the search agree, and returns whether they accept the history.
+fn agree(history: &History) -> bool {
+    match (token_order(history), search(history, LIMIT)) {
+        (Ok(_), SearchResult::Linearizable) => true,
+        (Err(_), SearchResult::NotLinearizable { .. }) => false,
+        (sweep, search) => panic!("the sweep says {sweep:?}, the search {search:?}: {history:#?}"),
+    }
+}
+
+/// The simple rule that is often considered sufficient.
+fn tokens_rise_in_real_time(history: &History) -> bool {
+    history.grants.iter().all(|earlier| {
+        history
+            .grants
+            .iter()
+            .all(|later| earlier.acquire.to >= later.acquire.from || earlier.token < later.token)
+    })
+}
+
+#[test]
+fn a_correct_lock_passes_every_check_and_the_search() {
+    let ran = Seeds::first(400).run(|seed| {
+        let history = simulate(seed, None);
+        let checked = check(&history).unwrap_or_else(|found| panic!("{found}"));
+        guarded_writes(&history).unwrap_or_else(|found| panic!("{found}"));
+        assert!(checked.tokens > 5 && agree(&history));
+    });
+    assert!(ran == 400 || ran == 1);
+}
+
+#[test]
+fn a_simulation_repeats_itself() {
+    Seeds::first(20).run(|seed| _ = replay(seed, |seed| simulate(seed, None).grants));
+}
+
+/// Runs a broken lock over many seeds. The sweep and the search must agree on each history. `found`
+/// counts the histories in which the check finds the bug.
+fn assert_found(
+    bug: SimulatedBug,
+    checker: impl Fn(&History) -> Option<Promise> + Sync,
+    expected: &[Promise],
+) {
+    let found = std::sync::atomic::AtomicU32::new(0);
+    let ran = Seeds::first(100).run(|seed| {
+        let history = simulate(seed, Some(bug));
+        agree(&history);
+        if let Some(promise) = checker(&history) {
+            assert!(expected.contains(&promise), "{bug:?} was taken for {promise:?}");
+            found.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+    });
+    let found = found.into_inner();
+    assert!(found >= 5 || ran == 1, "{bug:?} was found in {found} of {ran} histories");
+}
+
+macro_rules! seeded_bugs {
+    ($($name:ident: $bug:ident by $checker:ident as $($promise:ident)|+;)+) => {
+        $(#[test]
+        fn $name() {
+            let checker = |history: &History| $checker(history).err().map(|found| found.promise);
+            assert_found(SimulatedBug::$bug, checker, &[$(Promise::$promise),+]);
+        })+
+    };
+}
+
+seeded_bugs! {
+    a_split_brain_is_found_by_its_tokens:
+        TwoHolders by token_order as HoldersFollowTokens;
+    a_split_brain_is_found_by_its_guards:
+        TwoHolders by validity as OneValidGuard;
+    a_stolen_lock_is_found_by_its_guards:
+        GrantWhileHeld by validity as OneValidGuard;
+    a_lock_that_issues_a_token_twice_is_found:
+        DuplicateToken by token_order as TokensAreUnique;
+    a_lock_with_decreasing_tokens_is_found:
+        DecreasingTokens by token_order as HoldersFollowTokens | TokensAreUnique;
+    a_release_that_ignores_the_owner_is_found:
+        ReleaseWithoutOwner by token_order as HoldersFollowTokens;
+    a_release_that_swallows_the_loss_is_found:
+        ReleaseReportsSuccessAfterLoss by token_order as HoldersFollowTokens;
+    a_deadline_counted_from_the_reply_is_found:
+        LeaseCountedFromReply by validity as OneValidGuard;
+    a_resource_that_does_not_fence_is_found:
+        AcceptsEveryWrite by fenced_writes as WritesNeverGoBack;
+    a_resource_that_fences_by_the_newest_write_alone_is_not_guarded:
+        FencesByNewestWriteOnly by guarded_writes as ReplacedHoldersCannotWrite;
+    an_outage_reported_as_busy_is_found:
+        OutageReportedAsBusy by busy_answers as BusyMeansHeld;
+}
+
+#[test]
+fn a_resource_that_fences_by_the_newest_write_passes_its_own_check() {
+    Seeds::first(100).run(|seed| {
+        let history = simulate(seed, Some(SimulatedBug::FencesByNewestWriteOnly));
+        fenced_writes(&history).unwrap_or_else(|found| panic!("{found}"));
+    });
+}
+
+#[test]
+fn the_real_time_rule_misses_violations_that_the_sweep_finds() {
+    let missed = std::sync::atomic::AtomicU32::new(0);
+    Seeds::first(100).run(|seed| {
+        for bug in [
+            SimulatedBug::TwoHolders,
+            SimulatedBug::ReleaseWithoutOwner,
+            SimulatedBug::ReleaseReportsSuccessAfterLoss,
+        ] {
+            let history = simulate(seed, Some(bug));
+            if token_order(&history).is_err() && tokens_rise_in_real_time(&history) {
+                missed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+    });
+    assert!(missed.into_inner() > 0);
+}
+
+/// An arbitrary hold, with any windows and any token.
+#[derive(Debug, Clone)]
+struct AnyHold {
+    called: u64,
+    answered_after: u64,
+    token: u64,
+    kind: u8,
+    released_after: u64,
+    freed_after: u64,
+}
+
+fn any_hold() -> impl Strategy<Value = AnyHold> {
+    (0..40_u64, 0..15_u64, 1..12_u64, 0..8_u8, 0..15_u64, 0..15_u64).prop_map(
+        |(called, answered_after, token, kind, released_after, freed_after)| AnyHold {
+            called,
+            answered_after,
+            token,
+            kind,
+            released_after,
+            freed_after,
+        },
+    )
+}
+
+fn any_history(holds: &[AnyHold]) -> History {
+    let mut events = Vec::new();
+    for (op, hold) in holds.iter().enumerate() {
+        let mut record = |at, what| events.push(HistoryEvent::new(at, op as u64, op as u32, what));
+        record(hold.called, HistoryEventKind::AcquireCalled { key: "any".into() });
+        if hold.kind == 0 {
+            continue;
+        }
+        let mut at = hold.called + hold.answered_after;
+        record(at, HistoryEventKind::AcquireGranted { token: Some(hold.token), valid_until: None });
+        at += hold.released_after;
+        let freed_at = at + hold.freed_after;
+        match hold.kind {
+            1 => {}
+            2 => {
+                record(at, HistoryEventKind::ReleaseCalled);
+                record(freed_at, HistoryEventKind::ReleaseFailed);
+            }
+            _ => {
+                record(at, HistoryEventKind::ReleaseCalled);
+                record(freed_at, HistoryEventKind::ReleaseFreed);
+            }
+        }
+    }
+    History::from_events(events).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn sweep_and_search_agree_on_any_history(holds in prop::collection::vec(any_hold(), 0..7)) {
+        agree(&any_history(&holds));
+    }
+
+    #[test]
+    fn sweep_and_search_agree_when_tokens_are_unique(mut holds in prop::collection::vec(any_hold(), 0..7)) {
+        // Sorted by start, so that many of these histories have a linearization.
+        holds.sort_by_key(|hold| hold.called);
+        for (token, hold) in holds.iter_mut().enumerate() {
+            hold.token = token as u64;
+        }
+        agree(&any_history(&holds));
+    }
+}

@@ -1,0 +1,13 @@
+//! The test tools themselves.
+
+mod check;
+mod clock;
+mod holder;
+mod independent_checks;
+mod process;
+mod proxy;
+mod recording_client;
+mod redis;
+mod seeds;
+mod sql_servers;
+mod zookeeper;
