@@ -1,12 +1,13 @@
-//! A million grants in a thousand seeded trials; no trial violates a property.
+//! Seeded trials; no trial violates a property. A million grants with the feature `server-tests`,
+//! as `.ci/test` runs it; a short form without.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lock_registry_tests::sim::{fault_profile, run};
 use registry_testkit::seed::{Seed, Seeds, replay};
 
-/// The number of trials, and the grants of each. Together they exceed a million.
-const SEEDS: u64 = 1_200;
+/// The number of trials, and the grants of each. The long form exceeds a million grants.
+const SEEDS: u64 = if cfg!(feature = "server-tests") { 1_200 } else { 100 };
 const GRANTS: u64 = 900;
 
 #[test]
@@ -26,7 +27,7 @@ fn no_trial_violates_a_property() {
     println!("{seeds} seeds, {grants} grants, {lost} lost, {dropped} dropped, {faults} faults");
     // The totals of a single replayed seed are not meaningful.
     if seeds == SEEDS {
-        assert!(grants >= 1_000_000, "only {grants} grants");
+        assert!(grants >= SEEDS * GRANTS * 95 / 100, "only {grants} grants");
         assert!(
             lost > grants / 100 && dropped > grants / 100 && faults > grants,
             "the fault profile injects too few faults"

@@ -52,8 +52,9 @@ async fn a_paused_holder_cannot_write() {
             .unwrap()
     };
     let read = async || {
-        let value = server.send_command("GET stock").await.unwrap();
-        value.trim().trim_matches('"').to_owned()
+        // A bulk string: its length in bytes, then its text.
+        let reply = server.send_command("GET stock").await.unwrap();
+        reply.split_once("\r\n").map_or("", |(_length, text)| text).trim().to_owned()
     };
     let (paused, successor) = (holder().await, holder().await);
     assert_a_paused_holder_cannot_write(paused, successor, LONG, read).await.unwrap();
