@@ -34,7 +34,7 @@ fn run_child_test(seed: Option<&str>) -> (bool, String) {
 fn a_failing_seed_is_printed_with_its_replay_command() {
     let (passed, text) = run_child_test(None);
     assert!(!passed, "{text}");
-    let replay = format!("{VARIABLE}=17 cargo test a_trial_that_fails_at_seed_17");
+    let replay = format!("{VARIABLE}=17 cargo test seeds::a_trial_that_fails_at_seed_17");
     assert!(text.contains(&replay), "{text}");
 }
 
