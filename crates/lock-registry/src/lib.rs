@@ -41,10 +41,10 @@ pub use registry_core::observe;
 pub use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
     CloseReport, ConfigError, DistributedLock, Executed, FencingToken, Finding, Grant,
-    GuaranteeClass, Holder, InvalidKey, InvalidOption, Invalidations, Key, LockBackend, LockError,
-    LockEvent, LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend,
-    Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
-    RoutingRegistry, Severity,
+    GuaranteeClass, Holder, InvalidKey, InvalidOption, Invalidations, Key, LockAdmin, LockBackend,
+    LockError, LockEvent, LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason,
+    MemoryBackend, Observer, Owner, PassThroughBackend, Queueing, Reach, Registry, RegistryBuilder,
+    Release, Renewal, RenewalPolicy, RoutingRegistry, Severity, WakeCheck,
 };
 #[cfg(feature = "etcd")]
 pub use registry_etcd::{

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, LockError,
-    LockGuard, LockRegistry as _, Registry, RegistryBuilder, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockAdmin, LockBackend,
+    LockError, LockGuard, LockRegistry as _, Registry, RegistryBuilder, Release, Renewal,
 };
 use tokio::time::{Instant, sleep};
 
@@ -206,7 +206,7 @@ impl TestContext {
         }
         let limit = claim.lease() * 4 + self.max_wait();
         self.within(limit, "an unrenewed grant ends with its lease", async || {
-            client.inspect(claim.key()).await.expect("inspect answers").is_none()
+            admin(client).inspect(claim.key()).await.expect("inspect answers").is_none()
         })
         .await;
     }
@@ -233,6 +233,11 @@ impl TestContext {
 /// Returns `text` as a key.
 pub(crate) fn key(text: &str) -> Key {
     Key::new(text).expect("the clause's key is valid")
+}
+
+/// Returns the operations for operators of a store that can be inspected.
+pub(crate) fn admin(client: &dyn LockBackend) -> &dyn LockAdmin {
+    client.admin().expect("a store that can be inspected has an admin")
 }
 
 /// Returns whether a new claim acquires the key, and releases it again.

@@ -10,11 +10,13 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
-    InvalidKey, Invalidations, Key, LockBackend, Release, Renewal,
+    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
+
+use crate::context::admin;
 
 mod plan;
 
@@ -219,20 +221,17 @@ impl LockBackend for FaultyBackend {
         self.inner.shard(claim)
     }
 
-    // The faults apply to asynchronous requests only, so no request may bypass them.
-    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
-        None
-    }
-
-    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
-        None
-    }
-
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let claim = claim.clone();
         self.call(Operation::Acquire, Err, move |inner| {
             let claim = claim.clone();
-            async move { inner.try_acquire(&claim).await }
+            async move {
+                Ok(match inner.try_acquire(&claim).await? {
+                    // The plan may lose or delay wake-ups.
+                    Attempt::Busy(busy) => Attempt::Busy(busy.without_wake_check()),
+                    granted => granted,
+                })
+            }
         })
         .await
     }
@@ -280,56 +279,47 @@ impl LockBackend for FaultyBackend {
         }
     }
 
-    // The plan may lose or delay wake-ups.
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        false
-    }
-
     // Notifications need no request, so no fault applies to them.
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.inner.subscribe_invalidations(hints);
+    fn subscribe(&self, hints: Invalidations) {
+        self.inner.subscribe(hints);
     }
 
-    fn renewals_max(&self) -> usize {
-        self.inner.renewals_max()
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        self.inner.admin().map(|_| self as &dyn LockAdmin)
     }
 
-    fn verify_after(&self) -> Option<Duration> {
-        self.inner.verify_after()
+    async fn close(&self) {
+        self.wait_for_late_requests().await;
+        self.inner.close().await;
     }
+}
 
-    fn renews_together(&self) -> bool {
-        self.inner.renews_together()
-    }
-
+#[async_trait]
+impl LockAdmin for FaultyBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let key = key.clone();
         self.call(Operation::Inspect, Err, move |inner| {
             let key = key.clone();
-            async move { inner.inspect(&key).await }
+            async move { admin(&*inner).inspect(&key).await }
         })
         .await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.call(Operation::List, Err, |inner| async move { inner.list().await }).await
+        self.call(Operation::List, Err, |inner| async move { admin(&*inner).list().await }).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let key = key.clone();
         self.call(Operation::ForceRelease, Err, move |inner| {
             let key = key.clone();
-            async move { inner.force_release(&key).await }
+            async move { admin(&*inner).force_release(&key).await }
         })
         .await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.call(Operation::Diagnose, Err, |inner| async move { inner.diagnose().await }).await
-    }
-
-    async fn close(&self) {
-        self.wait_for_late_requests().await;
-        self.inner.close().await;
+        self.call(Operation::Diagnose, Err, |inner| async move { admin(&*inner).diagnose().await })
+            .await
     }
 }

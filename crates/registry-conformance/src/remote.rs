@@ -36,7 +36,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key, LockAdmin,
     LockBackend, Release, Renewal,
 };
 use tokio::sync::oneshot;
@@ -213,6 +213,20 @@ impl LockBackend for RemoteBackend {
         }
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        self.local.admin().map(|_| self as &dyn LockAdmin)
+    }
+
+    async fn close(&self) {
+        // A process that has ended needs no closing.
+        let _ = self.request(RemoteRequest::Close).await;
+        *locked(&self.stdin) = None;
+        self.local.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for RemoteBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         match self.request(RemoteRequest::Inspect(key.clone())).await? {
             RemoteReply::Holders(mut holders) => Ok(holders.pop()),
@@ -239,13 +253,6 @@ impl LockBackend for RemoteBackend {
             RemoteReply::Findings(notes) => Ok(notes.into_iter().map(Finding::note).collect()),
             other => Err(unexpected_reply(&other)),
         }
-    }
-
-    async fn close(&self) {
-        // A process that has ended needs no closing.
-        let _ = self.request(RemoteRequest::Close).await;
-        *locked(&self.stdin) = None;
-        self.local.close().await;
     }
 }
 

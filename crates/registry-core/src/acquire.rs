@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Attempt, Busy, Claim};
+use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
 use crate::error::{BackendError, LockError};
@@ -291,9 +291,10 @@ impl Acquisition<'_> {
 
     fn fresh_claim(&self, key: &Key) -> Claim {
         let engine = self.engine;
+        let queues = engine.capabilities.fair && !self.deadline_passed(self.started_at);
         Claim::new(key.clone(), self.terms.lease.length)
             .with_label(self.terms.label.clone())
-            .with_queue(engine.capabilities.fair && !self.deadline_passed(self.started_at))
+            .with_queueing(if queues { Queueing::Join } else { Queueing::Skip })
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
@@ -332,7 +333,7 @@ impl Acquisition<'_> {
                 () = &mut wake => return Ok(Woken::ByStore),
                 () = engine.sleep_until(poll.min(last_attempt_at)) => {}
             }
-            if Moment::now() >= recheck_at || !engine.backend.wakes_confirmed(&claim, &busy) {
+            if Moment::now() >= recheck_at || !busy.wakes_confirmed(&claim) {
                 return Ok(Woken::ByTime);
             }
         }

@@ -1,8 +1,8 @@
-//! The trait that a lock store implements: four required methods, and defaults for the rest.
+//! The trait that a lock store implements: ten methods, four of them required.
 //!
 //! A backend grants, renews and releases single claims in its store, and classifies the store's
 //! errors. The engine does everything else: local queues, renewal, hand-over, loss notification,
-//! re-entry, retries and clean-up.
+//! re-entry, retries and clean-up. [`LockAdmin`] is the optional part for operators.
 
 use std::any::Any;
 use std::fmt;
@@ -41,12 +41,27 @@ use crate::key::{InvalidKey, Key};
 ///
 /// A backend responds in bounded time where it can. After the operation time-out, the engine stops
 /// waiting and treats the outcome as unknown.
+///
+/// # Required methods
+/// [`capabilities`](Self::capabilities), [`try_acquire`](Self::try_acquire),
+/// [`renew`](Self::renew) and [`release`](Self::release). Each other method has a default that is
+/// safe in every store: one shard, every key, polling, losses found by renewal, no [`LockAdmin`],
+/// nothing to close. A backend that wraps another one must forward all ten;
+/// `#[deny(clippy::missing_trait_methods)]` on the `impl` checks this.
+///
+/// # Cancel safety
+/// Only the future of [`wait`](Self::wait) must be cancel safe. The engine polls every other future
+/// until it is ready (clause 6).
 #[async_trait]
 pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Returns the functions and promises of this store.
+    ///
+    /// A registry reads them when it is built. It reads [`Capabilities::renewal`] again at each
+    /// grant and before each round of renewals, so this must be cheap and must not block.
     fn capabilities(&self) -> Capabilities;
 
-    /// Rejects a key that this store's layout cannot hold, before any I/O.
+    /// Rejects a key that this store's layout cannot hold, before any I/O. The default accepts all
+    /// keys.
     ///
     /// # Errors
     /// [`InvalidKey::Layout`] with the reason.
@@ -54,37 +69,42 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns the shard of the store in which `claim` lives.
+    /// Returns the shard of the store in which `claim` lives. The default is one shard.
     ///
     /// Claims of different shards are never renewed in one call, so that a failed shard delays no
-    /// other.
+    /// other. Must not block.
     fn shard(&self, _claim: &Claim) -> u32 {
         0
     }
 
     /// Tries to acquire the key for `claim`, without waiting for it.
     ///
+    /// The engine polls the future once before it sets a timer. A store that responds at its first
+    /// poll therefore needs no timer.
+    ///
     /// # Errors
     /// Only for store errors; if another claim holds the key, the result is [`Attempt::Busy`].
     /// After an error, the outcome counts as unknown unless [`BackendError::refused`] is true. The
     /// backend must not repeat a request with an unknown outcome, see clause 7.
+    ///
+    /// # Cancel safety
+    /// Need not be cancel safe.
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError>;
 
     /// Extends the lease of each claim to at least `claim.lease()` from now. Returns the results in
     /// the order of `claims`.
     ///
-    /// All claims are in one shard, and there are at most [`renewals_max`](Self::renewals_max) of
-    /// them. An error for one claim must not affect the others.
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
-
-    /// Returns the maximum number of claims in one call of [`renew`](Self::renew), at least one.
-    /// The default is 100.
+    /// All claims are in one shard, and there are at most [`RenewalPolicy::batch_max`] of them.
     ///
-    /// A larger number means fewer but longer calls, and a longer call delays other requests to the
-    /// store. A call with free space also renews claims that are due soon.
-    fn renewals_max(&self) -> usize {
-        100
-    }
+    /// # Errors
+    /// One result for each claim: an error for one claim must not affect the others. A claim that
+    /// holds nothing is not an error, but [`Renewal::Gone`].
+    ///
+    /// # Cancel safety
+    /// Need not be cancel safe.
+    ///
+    /// [`RenewalPolicy::batch_max`]: crate::RenewalPolicy::batch_max
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
 
     /// Ends the grant of `claim`, removes it from the store's queue, and wakes waiters.
     ///
@@ -93,40 +113,22 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Only for store errors; if the claim holds nothing, the result is [`Release::NotHeld`].
+    ///
+    /// # Cancel safety
+    /// Need not be cancel safe.
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError>;
 
-    /// Returns the result of [`try_acquire`](Self::try_acquire), for a store that can respond
-    /// without waiting. This saves the engine a future.
-    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
-        None
-    }
-
-    /// Returns the result of [`release`](Self::release), for a store that can respond without
-    /// waiting.
-    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
-        None
-    }
-
     /// Returns when the lock that was `busy` may be free. This is a hint: it may return early or
-    /// never.
+    /// never. The default never returns, so that waiters poll.
     ///
     /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] serves
-    /// this purpose. The default never returns, so that waiters poll.
+    /// this purpose. It has no errors: after a store error, it returns or stays pending, and the
+    /// next attempt returns the error.
+    ///
+    /// # Cancel safety
+    /// Must be cancel safe. The future is dropped at any time, and another call may follow.
     async fn wait(&self, _claim: &Claim, _busy: &Busy) {
         std::future::pending().await
-    }
-
-    /// Returns whether a release of the lock that was `busy` would make the running
-    /// [`wait`](Self::wait) return. The default, `false`, leaves every poll in place.
-    ///
-    /// Called while that `wait` runs, at each poll. If true, the engine skips the poll until the
-    /// holder's lease ends, or until the wait has doubled, or for 30 s, whichever comes first.
-    ///
-    /// Return true only if all of this holds: the server has confirmed the subscription, its
-    /// connection has responded recently, and no message since the `busy` response can have been
-    /// missed. Must not block.
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        false
     }
 
     /// Receives the handle that notifies a registry when another client has changed or removed the
@@ -139,68 +141,72 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// A change that this client makes to its own claims is not a change by another client. Like a
     /// wake-up, a hint may be unfounded or missing: the next renewal detects the loss in any case.
-    /// The default drops the handle.
-    fn subscribe_invalidations(&self, _hints: Invalidations) {}
+    /// The default drops the handle. Must not block.
+    fn subscribe(&self, _invalidations: Invalidations) {}
 
-    /// Returns how long after its grant a claim that is still held is verified for the first time.
-    /// A verification is an early renewal.
+    /// Returns the operations for operators, if the store has any. The default is `None`.
     ///
-    /// For a store that [reports](Self::subscribe_invalidations) changes only to records that this
-    /// client has read, if a renewal counts as a read and an acquisition does not. The delay keeps
-    /// this free for locks that are held only briefly. Called at each grant. The default, `None`,
-    /// adds no verification to the renewals.
-    fn verify_after(&self) -> Option<Duration> {
+    /// Always the same answer. If it is `None`, [`Capabilities::inspect`] is false.
+    fn admin(&self) -> Option<&dyn LockAdmin> {
         None
     }
 
-    /// Returns whether renewing one claim of a shard costs as much as renewing all of them. The
-    /// default is false.
+    /// Closes connections. Each registry that is closed calls this once, after the last release
+    /// that was answered in time. A registry that is only dropped does not call it. The default
+    /// does nothing.
     ///
-    /// If true, all of them are renewed whenever one is due, except those renewed within the last
-    /// twelfth of their lease. All of them are therefore soon due at the same time.
-    fn renews_together(&self) -> bool {
-        false
-    }
+    /// It has no errors: the store's clock ends what a failed close leaves.
+    ///
+    /// # Cancel safety
+    /// Need not be cancel safe.
+    async fn close(&self) {}
+}
 
-    /// Returns the holder of `key`, if there is one.
+/// The operations of a store for operators, from [`LockBackend::admin`].
+///
+/// [`inspect`](Self::inspect), [`list`](Self::list) and [`force_release`](Self::force_release)
+/// belong together: a store has all three and declares this in [`Capabilities::inspect`], or the
+/// engine calls none of them. [`diagnose`](Self::diagnose) is independent of that.
+///
+/// # Cancel safety
+/// No method needs to be cancel safe, as in [`LockBackend`].
+#[async_trait]
+pub trait LockAdmin: Send + Sync {
+    /// Returns the holder of `key`, if there is one. The default returns `None`.
     ///
     /// # Errors
-    /// [`BackendError`] for a store error. Called only if [`Capabilities::inspect`] is true; the
-    /// default returns `None`.
+    /// [`BackendError`] for a store error.
     async fn inspect(&self, _key: &Key) -> Result<Option<Holder>, BackendError> {
         Ok(None)
     }
 
-    /// Returns the holders of all locked keys in this backend's namespace, in any order.
+    /// Returns the holders of all locked keys in this backend's namespace, in any order. The
+    /// default returns none.
     ///
     /// # Errors
-    /// [`BackendError`] for a store error. Called only if [`Capabilities::inspect`] is true.
+    /// [`BackendError`] for a store error.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         Ok(Vec::new())
     }
 
     /// Ends the grant of `key`, whichever client holds it, and wakes waiters. The holder is
     /// notified at its next renewal, or at once if the store [reports
-    /// losses](Self::subscribe_invalidations).
+    /// losses](LockBackend::subscribe). The default releases nothing.
     ///
     /// # Errors
-    /// [`BackendError`] for a store error. Called only if [`Capabilities::inspect`] is true.
+    /// [`BackendError`] for a store error. The key may be free nevertheless.
     async fn force_release(&self, _key: &Key) -> Result<Release, BackendError> {
         Ok(Release::NotHeld)
     }
 
     /// Checks the store for problems, present or soon to come. An empty list means that none was
-    /// found.
+    /// found; this is the default.
     ///
     /// # Errors
     /// [`BackendError`] if the store cannot be reached.
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         Ok(Vec::new())
     }
-
-    /// Closes connections. Each registry that is closed calls this once, after the last release
-    /// that was answered in time. A registry that is only dropped does not call it.
-    async fn close(&self) {}
 }
 
 /// The right of one acquisition to a key, as the store records it.
@@ -213,7 +219,7 @@ pub struct Claim {
     id: ClaimId,
     lease: Duration,
     mode: ClaimMode,
-    queue: bool,
+    queueing: Queueing,
     fenced: bool,
     token_block: u32,
     label: Option<Arc<str>>,
@@ -229,7 +235,7 @@ impl Claim {
             id: ClaimId::random(),
             lease,
             mode: ClaimMode::Exclusive,
-            queue: false,
+            queueing: Queueing::Skip,
             fenced: false,
             token_block: 1,
             label: None,
@@ -257,11 +263,10 @@ impl Claim {
         self
     }
 
-    /// Returns the same claim, which stays in the store's queue while the key is held if `queue` is
-    /// true.
+    /// Returns the same claim, which joins or skips the store's queue.
     #[must_use]
-    pub fn with_queue(mut self, queue: bool) -> Self {
-        self.queue = queue;
+    pub fn with_queueing(mut self, queueing: Queueing) -> Self {
+        self.queueing = queueing;
         self
     }
 
@@ -298,7 +303,7 @@ impl Claim {
 
     /// Returns the same claim, which records whether a fenced write was begun under it.
     #[must_use]
-    pub fn with_fenced(mut self, fenced: bool) -> Self {
+    pub(crate) fn with_fenced(mut self, fenced: bool) -> Self {
         self.fenced = fenced;
         self
     }
@@ -311,11 +316,17 @@ impl Claim {
         self.fenced
     }
 
-    /// Returns whether the claim stays in the store's queue while the key is held. Stores without a
+    /// Returns whether the claim joins the store's queue while the key is held. Stores without a
     /// queue ignore this.
     #[must_use]
-    pub fn queue(&self) -> bool {
-        self.queue
+    pub fn queueing(&self) -> Queueing {
+        self.queueing
+    }
+
+    /// Returns whether the claim [joins](Queueing::Join) the store's queue.
+    #[must_use]
+    pub fn joins_queue(&self) -> bool {
+        self.queueing == Queueing::Join
     }
 
     /// Returns the number of tokens that a grant reserves. The granted token is the first of them;
@@ -384,6 +395,16 @@ pub enum ClaimMode {
     Exclusive,
 }
 
+/// Whether a claim stays in the store's queue while another claim holds the key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[expect(clippy::exhaustive_enums, reason = "a claim is in the queue or it is not")]
+pub enum Queueing {
+    /// The claim keeps a place in the queue until it is granted or released.
+    Join,
+    /// A busy claim leaves no record in the store.
+    Skip,
+}
+
 /// A store's response to an acquisition attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "a claim holds the key or another claim does")]
@@ -424,6 +445,7 @@ pub struct Busy {
     /// The version of the record that the backend saw, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
     pub mark: u64,
+    wake_check: WakeCheckRef,
 }
 
 impl Busy {
@@ -453,7 +475,69 @@ impl Busy {
         self.mark = mark;
         self
     }
+
+    /// Sets the check whether wake-ups arrive, so that the engine polls less often. Without it,
+    /// which is the default, waiters poll at their interval.
+    #[must_use]
+    pub fn with_wake_check(mut self, check: Arc<dyn WakeCheck>) -> Self {
+        self.wake_check = WakeCheckRef(Some(check));
+        self
+    }
+
+    /// Removes the check whether wake-ups arrive. For a wrapper that may lose or delay wake-ups.
+    #[must_use]
+    pub fn without_wake_check(mut self) -> Self {
+        self.wake_check = WakeCheckRef(None);
+        self
+    }
+
+    /// Returns whether the release of the lock would make the running wait of `claim` return. False
+    /// without a [`WakeCheck`].
+    #[must_use]
+    pub fn wakes_confirmed(&self, claim: &Claim) -> bool {
+        self.wake_check.0.as_ref().is_some_and(|check| check.wakes_confirmed(claim, self))
+    }
 }
+
+/// Whether a store's wake-ups arrive. For stores that can detect this; see
+/// [`Busy::with_wake_check`].
+///
+/// A backend implements this for the shared state of its waiters and adds a reference to each
+/// [`Busy`] response, which costs no allocation.
+pub trait WakeCheck: Send + Sync {
+    /// Returns whether a release of the lock that was `busy` would make the running
+    /// [`wait`](LockBackend::wait) of `claim` return.
+    ///
+    /// Called while that `wait` runs, at each poll. If true, the engine skips the poll until the
+    /// holder's lease ends, or until the wait has doubled, or for 30 s, whichever comes first.
+    ///
+    /// Return true only if all of this holds: the server has confirmed the subscription, its
+    /// connection has responded recently, and no message since the `busy` response can have been
+    /// missed. Must not block.
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool;
+}
+
+/// The check of a [`Busy`] response.
+#[derive(Clone, Default)]
+struct WakeCheckRef(Option<Arc<dyn WakeCheck>>);
+
+impl fmt::Debug for WakeCheckRef {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Some(_)" } else { "None" })
+    }
+}
+
+/// Two checks are equal if they are the same object.
+impl PartialEq for WakeCheckRef {
+    fn eq(&self, other: &Self) -> bool {
+        match (&self.0, &other.0) {
+            (Some(ours), Some(theirs)) => Arc::ptr_eq(ours, theirs),
+            (ours, theirs) => ours.is_none() && theirs.is_none(),
+        }
+    }
+}
+
+impl Eq for WakeCheckRef {}
 
 /// A store's response to a renewal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -524,7 +608,7 @@ impl Holder {
     }
 }
 
-/// A problem or a note that [`LockBackend::diagnose`] returns.
+/// A problem or a note that [`LockAdmin::diagnose`] returns.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]

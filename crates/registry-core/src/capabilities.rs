@@ -99,6 +99,78 @@ pub struct Capabilities {
     pub lease_min: Duration,
     /// The longest lease that the store accepts.
     pub lease_max: Duration,
+    /// How the engine renews claims. The engine reads it again at each grant and before each round
+    /// of renewals. All other values are read once, when a registry is built.
+    #[cfg_attr(feature = "serde", serde(skip))]
+    pub renewal: RenewalPolicy,
+}
+
+/// How the engine renews the claims of a store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RenewalPolicy {
+    /// The maximum number of claims in one call of
+    /// [`LockBackend::renew`](crate::LockBackend::renew), at least one. The default is 100.
+    ///
+    /// A larger number means fewer but longer calls, and a longer call delays other requests to the
+    /// store. A call with free space also renews claims that are due soon.
+    pub batch_max: usize,
+    /// Renewing one claim of a shard costs as much as renewing all of them. The default is false.
+    ///
+    /// If true, all of them are renewed whenever one is due, except those renewed within the last
+    /// twelfth of their lease. All of them are therefore soon due at the same time.
+    pub whole_shard: bool,
+    /// How long after its grant a claim that is still held is verified for the first time. A
+    /// verification is an early renewal. The default, `None`, adds no verification to the renewals.
+    ///
+    /// For a store that [reports](crate::LockBackend::subscribe) changes only to records that this
+    /// client has read, if a renewal counts as a read and an acquisition does not. The delay keeps
+    /// this free for locks that are held only briefly.
+    pub verify_after: Option<Duration>,
+}
+
+impl RenewalPolicy {
+    /// Returns the policy of a store that renews up to 100 claims in one call, each at its own
+    /// time.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { batch_max: 100, whole_shard: false, verify_after: None }
+    }
+
+    /// Sets [`batch_max`](Self::batch_max). Zero counts as one.
+    #[must_use]
+    pub const fn with_batch_max(mut self, claims: usize) -> Self {
+        self.batch_max = if claims == 0 { 1 } else { claims };
+        self
+    }
+
+    /// Sets [`whole_shard`](Self::whole_shard): all claims of a shard are renewed together.
+    #[must_use]
+    pub const fn with_whole_shard(mut self) -> Self {
+        self.whole_shard = true;
+        self
+    }
+
+    /// Sets [`verify_after`](Self::verify_after): a claim is verified this long after its grant.
+    #[must_use]
+    pub const fn with_verify_after(mut self, after: Duration) -> Self {
+        self.verify_after = Some(after);
+        self
+    }
+
+    fn meet(self, other: Self) -> Self {
+        Self {
+            batch_max: self.batch_max.min(other.batch_max),
+            whole_shard: self.whole_shard && other.whole_shard,
+            verify_after: self.verify_after.max(other.verify_after),
+        }
+    }
+}
+
+impl Default for RenewalPolicy {
+    fn default() -> Self {
+        Self::new()
+    }
 }
 
 impl Capabilities {
@@ -124,6 +196,7 @@ impl Capabilities {
             inspect: false,
             lease_min: Self::LEASE_MIN,
             lease_max: Self::LEASE_MAX,
+            renewal: RenewalPolicy::new(),
         }
     }
 
@@ -151,8 +224,7 @@ impl Capabilities {
     }
 
     /// Sets [`reports_invalidations`](Self::reports_invalidations): the backend notifies the
-    /// registries that it got by
-    /// [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations) when
+    /// registries that it got by [`LockBackend::subscribe`](crate::LockBackend::subscribe) when
     /// another client has removed a record.
     #[must_use]
     pub const fn with_invalidations(mut self) -> Self {
@@ -175,8 +247,8 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`inspect`](Self::inspect): the backend implements `inspect`, `list` and
-    /// `force_release`.
+    /// Sets [`inspect`](Self::inspect): [`LockBackend::admin`](crate::LockBackend::admin) returns a
+    /// [`LockAdmin`](crate::LockAdmin) with `inspect`, `list` and `force_release`.
     #[must_use]
     pub const fn with_inspect(mut self) -> Self {
         self.inspect = true;
@@ -188,6 +260,13 @@ impl Capabilities {
     pub const fn with_leases(mut self, min: Duration, max: Duration) -> Self {
         self.lease_min = min;
         self.lease_max = max;
+        self
+    }
+
+    /// Sets how the engine renews claims.
+    #[must_use]
+    pub const fn with_renewal(mut self, renewal: RenewalPolicy) -> Self {
+        self.renewal = renewal;
         self
     }
 
@@ -209,6 +288,7 @@ impl Capabilities {
             inspect: self.inspect && other.inspect,
             lease_min: self.lease_min.max(other.lease_min),
             lease_max: self.lease_max.min(other.lease_max),
+            renewal: self.renewal.meet(other.renewal),
         }
     }
 }

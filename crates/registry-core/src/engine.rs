@@ -91,7 +91,7 @@ impl Engine {
 
     /// Returns `Unsupported` if the store cannot report holders.
     pub(crate) fn require_inspect(&self) -> Result<(), LockError> {
-        if self.capabilities.inspect {
+        if self.capabilities.inspect && self.backend.admin().is_some() {
             return Ok(());
         }
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
@@ -128,7 +128,7 @@ impl Engine {
     /// Returns how long after a grant the store wants its claim verified.
     pub(crate) fn verify_after(&self) -> Option<Duration> {
         // The grant has not reached its holder yet; a panic of the backend must not lose it.
-        catch_panic(|| self.backend.verify_after()).unwrap_or_default()
+        catch_panic(|| self.backend.capabilities().renewal.verify_after).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {

@@ -323,10 +323,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
     }
     let claim = ending.claim();
-    let first = match engine.backend.release_at_once(&claim) {
-        Some(answer) => Ok(answer),
-        None => first_poll(engine.releasing(&claim)).await,
-    };
+    let first = first_poll(engine.releasing(&claim)).await;
     if let Ok(Ok(Release::Freed)) = first
         && ending.held().unknown_attempts_at_release() == 0
     {

@@ -15,8 +15,7 @@ use crate::key::Key;
 /// The handle by which a backend notifies one registry that the record of a key may have changed.
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
-/// A backend receives it through
-/// [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations). Clones
+/// A backend receives it through [`LockBackend::subscribe`](crate::LockBackend::subscribe). Clones
 /// notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait and
 /// never panic. They may come from any thread, inside or outside a runtime, at any rate.
 ///
@@ -43,7 +42,7 @@ use crate::key::Key;
 /// struct Listeners(Mutex<Vec<Invalidations>>);
 ///
 /// impl Listeners {
-///     // Called by `LockBackend::subscribe_invalidations`.
+///     // Called by `LockBackend::subscribe`.
 ///     fn add(&self, hints: Invalidations) {
 ///         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
 ///         all.retain(Invalidations::is_live);

@@ -66,10 +66,10 @@ pub mod blocking;
 pub mod observe;
 
 pub use backend::{
-    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, LockBackend, Release,
-    Renewal, Severity,
+    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, LockAdmin, LockBackend,
+    Queueing, Release, Renewal, Severity, WakeCheck,
 };
-pub use capabilities::{Capabilities, GuaranteeClass, Reach};
+pub use capabilities::{Capabilities, GuaranteeClass, Reach, RenewalPolicy};
 pub use clock::Moment;
 pub use error::{
     BackendError, BackendErrorKind, ConfigError, InvalidOption, LockError, LostReason,

@@ -153,7 +153,12 @@ impl DistributedLock {
         engine.require_inspect()?;
         engine.backend.check_key(local_lock.key())?;
         let (backend, key) = (Arc::clone(&engine.backend), local_lock.key().clone());
-        let inspected = Box::pin(async move { backend.inspect(&key).await });
+        let inspected = Box::pin(async move {
+            match backend.admin() {
+                Some(admin) => admin.inspect(&key).await,
+                None => Ok(None),
+            }
+        });
         engine.query("inspect", local_lock.key().as_str(), inspected).await
     }
 

@@ -11,7 +11,10 @@ use dashmap::DashMap;
 use dashmap::mapref::entry::Entry;
 use tokio::sync::Notify;
 
-use crate::backend::{Attempt, Busy, Claim, ClaimId, Grant, Holder, LockBackend, Release, Renewal};
+use crate::backend::{
+    Attempt, Busy, Claim, ClaimId, Grant, Holder, LockAdmin, LockBackend, Release, Renewal,
+    WakeCheck,
+};
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
 use crate::error::BackendError;
@@ -158,11 +161,10 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.0.acquire(claim)
-    }
-
-    fn acquire_at_once(&self, claim: &Claim) -> Option<Result<Attempt, BackendError>> {
-        Some(self.0.acquire(claim))
+        Ok(match self.0.acquire(claim)? {
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_wake_check(Arc::clone(&self.0) as _)),
+            granted => granted,
+        })
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -188,10 +190,6 @@ impl LockBackend for MemoryBackend {
         Ok(self.0.release(claim))
     }
 
-    fn release_at_once(&self, claim: &Claim) -> Option<Result<Release, BackendError>> {
-        Some(Ok(self.0.release(claim)))
-    }
-
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let ended = match self.0.held.get_mut(claim.key()) {
             Some(mut record)
@@ -207,19 +205,19 @@ impl LockBackend for MemoryBackend {
         ended.await;
     }
 
-    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
-        // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
-        // the end of the lease.
-        let record = self.0.held.get(claim.key());
-        record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
-    }
-
-    fn subscribe_invalidations(&self, hints: Invalidations) {
+    fn subscribe(&self, hints: Invalidations) {
         let mut listeners = self.0.listeners();
         listeners.retain(Invalidations::is_live);
         listeners.push(hints);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl LockAdmin for MemoryBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let now = Moment::now();
         let record = self.0.held.get(key);
@@ -247,6 +245,15 @@ impl LockBackend for MemoryBackend {
             }
             _ => Release::NotHeld,
         })
+    }
+}
+
+impl WakeCheck for Records {
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+        // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
+        // the end of the lease.
+        let record = self.held.get(claim.key());
+        record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
     }
 }
 

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 
-use crate::backend::{Attempt, Claim, Finding, Grant, LockBackend, Release, Renewal};
+use crate::backend::{Attempt, Claim, Finding, Grant, LockAdmin, LockBackend, Release, Renewal};
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::error::BackendError;
 
@@ -40,6 +40,13 @@ impl LockBackend for PassThroughBackend {
         Ok(Release::Freed)
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl LockAdmin for PassThroughBackend {
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         Ok(vec![Finding::warning("locking is turned off: this store grants every lock")])
     }

@@ -102,10 +102,7 @@ impl PendingClaim {
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
         self.unknown_attempts += 1;
-        let first = match engine.backend.acquire_at_once(self.claim()) {
-            Some(answer) => Ok(answer),
-            None => first_poll(engine.acquiring(self.claim())).await,
-        };
+        let first = first_poll(engine.acquiring(self.claim())).await;
         self.unknown_attempts -= 1;
         match first {
             Ok(answer) => Some(self.answered(answer)),
@@ -170,7 +167,7 @@ impl PendingClaim {
         self.in_flight = None;
         match &answer {
             Ok(Attempt::Granted(_)) => {}
-            Ok(Attempt::Busy(_)) => self.queued |= self.claim().queue(),
+            Ok(Attempt::Busy(_)) => self.queued |= self.claim().joins_queue(),
             Err(error) if error.refused() => {}
             Err(_) => self.unknown_attempts += 1,
         }
@@ -241,7 +238,7 @@ impl PendingClaim {
         }
         if let Some(call) = in_flight {
             let background = engine.background.clone();
-            let queued = self.queued || claim.queue();
+            let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
                 engine,
                 lease: claim.lease(),

@@ -209,8 +209,13 @@ impl Registry {
     pub async fn list(&self) -> Result<Vec<Holder>, LockError> {
         self.engine.require_inspect()?;
         let backend = Arc::clone(&self.engine.backend);
-        let mut holders =
-            self.engine.query("list", "*", Box::pin(async move { backend.list().await })).await?;
+        let listed = Box::pin(async move {
+            match backend.admin() {
+                Some(admin) => admin.list().await,
+                None => Ok(Vec::new()),
+            }
+        });
+        let mut holders = self.engine.query("list", "*", listed).await?;
         holders.sort_by(|a, b| a.key.cmp(&b.key));
         Ok(holders)
     }
@@ -236,7 +241,10 @@ impl Registry {
             (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.sibling));
         let broken = key.clone();
         let freed = Box::pin(async move {
-            let freed = backend.force_release(&broken).await;
+            let freed = match backend.admin() {
+                Some(admin) => admin.force_release(&broken).await,
+                None => Ok(Release::NotHeld),
+            };
             // After an error too, because the key may be free. A store need not report a change to
             // the client that made it.
             if !mutated(Mutant::BrokenLockUnverified) {
@@ -256,7 +264,13 @@ impl Registry {
     /// Dropping the future has no effect.
     pub async fn diagnose(&self) -> Result<Vec<Finding>, LockError> {
         let backend = Arc::clone(&self.engine.backend);
-        self.engine.query("diagnose", "*", Box::pin(async move { backend.diagnose().await })).await
+        let diagnosed = Box::pin(async move {
+            match backend.admin() {
+                Some(admin) => admin.diagnose().await,
+                None => Ok(Vec::new()),
+            }
+        });
+        self.engine.query("diagnose", "*", diagnosed).await
     }
 
     /// Returns the backend if it is a `B`.
@@ -510,7 +524,7 @@ impl RegistryBuilder {
             unreleased_claims: 0.into(),
             sibling,
         });
-        engine.backend.subscribe_invalidations(Invalidations::new(&engine.invalidations));
+        engine.backend.subscribe(Invalidations::new(&engine.invalidations));
         let closing = Closing {
             renewer: Mutex::new(Some(runtime.spawn(renewer.run()))),
             finish: OnceLock::new(),

@@ -13,6 +13,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use crate::backend::{Claim, LockBackend, Renewal};
+use crate::capabilities::RenewalPolicy;
 use crate::clock::Moment;
 use crate::contained::{catch_panic, discard};
 use crate::error::{BackendError, LostReason};
@@ -42,7 +43,8 @@ impl LeaseRenewer {
                 break;
             };
             let mut renewals: BTreeMap<u32, Batches> = BTreeMap::new();
-            let batch_max = renewals_max(&**backend);
+            let policy = renewal_policy(&**backend);
+            let batch_max = policy.batch_max;
             let mut is_due = false;
             for (timer, held) in due {
                 match Arc::clone(&held).next_action(timer, now) {
@@ -59,13 +61,13 @@ impl LeaseRenewer {
                 }
             }
             if is_due {
-                let together = renews_together(&**backend);
                 let room = renewals.values().map(|batches| batches.room(batch_max));
                 let room = room.fold(0, usize::saturating_add);
                 for held in schedule.next_renewals(room) {
                     let batches = renewals.get_mut(&shard(&**backend, held.claim()));
                     if let Some(batches) = batches.filter(|batches| batches.room(batch_max) > 0)
-                        && let Some(requested) = Arc::clone(&held).renew_early(now, together)
+                        && let Some(requested) =
+                            Arc::clone(&held).renew_early(now, policy.whole_shard)
                     {
                         batches.add(&held, requested, batch_max);
                     }
@@ -180,16 +182,16 @@ fn renew(
     }))
 }
 
-fn renews_together(backend: &dyn LockBackend) -> bool {
-    catch_panic(|| backend.renews_together()).unwrap_or_default()
-}
-
 fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
     catch_panic(|| backend.shard(claim)).unwrap_or_default()
 }
 
-fn renewals_max(backend: &dyn LockBackend) -> usize {
-    catch_panic(|| backend.renewals_max()).unwrap_or_default().max(1)
+fn renewal_policy(backend: &dyn LockBackend) -> RenewalPolicy {
+    // If the backend panics, a batch of one claim is within every limit.
+    let policy = catch_panic(|| backend.capabilities().renewal)
+        .unwrap_or(RenewalPolicy::new().with_batch_max(1));
+    // The field may have been set to zero directly.
+    policy.with_batch_max(policy.batch_max)
 }
 
 fn apply_results(batch: Batch) {
@@ -219,7 +221,8 @@ mod tests {
     #[async_trait]
     impl LockBackend for VerifyingBackend {
         fn capabilities(&self) -> Capabilities {
-            self.0.capabilities()
+            let policy = RenewalPolicy::new().with_verify_after(Duration::from_millis(25));
+            self.0.capabilities().with_renewal(policy)
         }
 
         async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -232,10 +235,6 @@ mod tests {
 
         async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
             self.0.release(claim).await
-        }
-
-        fn verify_after(&self) -> Option<Duration> {
-            Some(Duration::from_millis(25))
         }
     }
 

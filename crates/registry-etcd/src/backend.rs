@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 
 use crate::claims::ClaimCache;
@@ -147,6 +147,7 @@ impl LockBackend for EtcdBackend {
             .with_labels()
             .with_inspect()
             .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
+            .with_renewal(RenewalPolicy::new().with_verify_after(WATCH_AFTER))
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
@@ -173,14 +174,27 @@ impl LockBackend for EtcdBackend {
         self.wait_for_predecessor(claim, busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.watcher.subscribe(invalidations);
     }
 
-    fn verify_after(&self) -> Option<Duration> {
-        Some(WATCH_AFTER)
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
     }
 
+    async fn close(&self) {
+        if self.watcher.has_subscribers() {
+            // Another registry still uses this backend.
+            return;
+        }
+        self.pool.close().await;
+        self.tombstones.close(&self.pool).await;
+        self.client.close();
+    }
+}
+
+#[async_trait]
+impl LockAdmin for EtcdBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         match self.first_entry(key).await? {
             Some(first) => self.holder_of(key.clone(), &first).await.map(Some),
@@ -245,16 +259,6 @@ impl LockBackend for EtcdBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.check_members().await
-    }
-
-    async fn close(&self) {
-        if self.watcher.has_subscribers() {
-            // Another registry still uses this backend.
-            return;
-        }
-        self.pool.close().await;
-        self.tombstones.close(&self.pool).await;
-        self.client.close();
     }
 }
 

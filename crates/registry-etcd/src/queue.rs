@@ -82,7 +82,7 @@ impl EtcdBackend {
         };
         let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
         let record = record::encode(claim, &self.host);
-        let enqueue = if claim.queue() { txn::enqueue } else { txn::enqueue_if_empty };
+        let enqueue = if claim.joins_queue() { txn::enqueue } else { txn::enqueue_if_empty };
         let enqueue = enqueue(&queue, &entry.name, record, entry.lease.id, tombstone);
         let mut results = match self.execute(enqueue).await {
             Ok(results) => results,
@@ -104,7 +104,7 @@ impl EtcdBackend {
             entry.create_revision = Some(revision);
             entry.tombstone_lease = tombstone_lease;
             results.skip()?;
-            if claim.queue() {
+            if claim.joins_queue() {
                 let predecessor =
                     results.next_keys()?.into_iter().find(|other| other.key != entry.name);
                 entry.predecessor =

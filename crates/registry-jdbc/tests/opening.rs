@@ -12,7 +12,8 @@ use std::time::Duration;
 
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Claim, Finding, Key, LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Claim, Finding, Key, LockAdmin, LockBackend, Release,
+    Renewal,
 };
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Executor, Row};

@@ -1,12 +1,14 @@
 //! The `LockBackend` implementation: delegates each operation to one `RedisStore` or to a `Quorum`.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, GuaranteeClass, Holder,
-    InvalidKey, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+    WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -33,7 +35,7 @@ use crate::store::{AcquireResult, RedisStore, names};
 /// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
-    storage: Storage,
+    storage: Arc<Storage>,
     invalidations: InvalidationForwarder,
 }
 
@@ -41,6 +43,15 @@ pub struct RedisBackend {
 enum Storage {
     Single(RedisStore),
     Quorum(Quorum),
+}
+
+impl WakeCheck for Storage {
+    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+        match self {
+            Self::Single(store) => store.is_wake_confirmed(claim.key()),
+            Self::Quorum(quorum) => quorum.is_wake_confirmed(claim.key()),
+        }
+    }
 }
 
 impl RedisBackend {
@@ -63,7 +74,7 @@ impl RedisBackend {
             }
             _ => Storage::Single(RedisStore::open(&config, &invalidations).await?),
         };
-        Ok(Self { config, storage, invalidations })
+        Ok(Self { config, storage: Arc::new(storage), invalidations })
     }
 
     /// Returns the namespace of this backend's locks.
@@ -94,27 +105,28 @@ impl LockBackend for RedisBackend {
             capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
         }
         if self.invalidations.is_tracking() {
-            capabilities = capabilities.with_invalidations();
+            let renewal = RenewalPolicy::new().with_verify_after(VERIFY_AFTER);
+            capabilities = capabilities.with_invalidations().with_renewal(renewal);
         }
         capabilities
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => store.names.check(key),
             Storage::Quorum(_) => Ok(()),
         }
     }
 
     fn shard(&self, claim: &Claim) -> u32 {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => store.shard(claim.key()),
             Storage::Quorum(_) => 0,
         }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let outcome = match &self.storage {
+        let outcome = match &*self.storage {
             Storage::Single(store) => store.try_acquire(claim, None).await?,
             Storage::Quorum(quorum) => quorum.try_acquire(claim).await?,
         };
@@ -124,7 +136,11 @@ impl LockBackend for RedisBackend {
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
             AcquireResult::Busy { remaining, holder, position } => {
-                let busy = Busy::new().with_mark(position).with_holder(holder);
+                let mut busy = Busy::new().with_mark(position).with_holder(holder);
+                // A peer that uses Spring's spin lock publishes nothing.
+                if self.config.layout != Layout::Spring {
+                    busy = busy.with_wake_check(Arc::clone(&self.storage) as _);
+                }
                 Attempt::Busy(match remaining {
                     Some(remaining) => busy.with_retry_after(remaining),
                     None => busy,
@@ -134,7 +150,7 @@ impl LockBackend for RedisBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut renewals = match &self.storage {
+        let mut renewals = match &*self.storage {
             Storage::Single(store) => store.renew(claims).await,
             Storage::Quorum(quorum) => quorum.renew(claims).await,
         };
@@ -149,38 +165,43 @@ impl LockBackend for RedisBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => store.release(claim).await,
             Storage::Quorum(quorum) => quorum.release(claim).await,
         }
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => store.wait(claim.key(), busy.mark).await,
             Storage::Quorum(quorum) => quorum.wait(claim.key(), busy.mark).await,
         }
     }
 
-    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
-        match &self.storage {
-            // A peer that uses Spring's spin lock publishes nothing.
-            _ if self.config.layout == Layout::Spring => false,
-            Storage::Single(store) => store.is_wake_confirmed(claim.key()),
-            Storage::Quorum(quorum) => quorum.is_wake_confirmed(claim.key()),
-        }
-    }
-
-    fn verify_after(&self) -> Option<Duration> {
-        self.invalidations.is_tracking().then_some(VERIFY_AFTER)
-    }
-
-    fn subscribe_invalidations(&self, registry: Invalidations) {
+    fn subscribe(&self, registry: Invalidations) {
         self.invalidations.subscribe(registry);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        if self.invalidations.has_subscribers() {
+            // Another registry still uses this backend's messages.
+            return;
+        }
+        match &*self.storage {
+            Storage::Single(store) => store.connections.close().await,
+            Storage::Quorum(quorum) => quorum.close().await,
+        }
+    }
+}
+
+#[async_trait]
+impl LockAdmin for RedisBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => {
                 let found = store.inspect_keys(std::slice::from_ref(key)).await?.pop();
                 Ok(found.map(|found| found.holder))
@@ -190,7 +211,7 @@ impl LockBackend for RedisBackend {
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => {
                 Ok(store.list().await?.into_iter().map(|found| found.holder).collect())
             }
@@ -199,14 +220,14 @@ impl LockBackend for RedisBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        match &self.storage {
+        match &*self.storage {
             Storage::Single(store) => store.force_release(key).await,
             Storage::Quorum(quorum) => quorum.force_release(key).await,
         }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = match &self.storage {
+        let mut findings = match &*self.storage {
             Storage::Single(store) => store.diagnose().await?,
             Storage::Quorum(quorum) => quorum.diagnose().await?,
         };
@@ -217,17 +238,6 @@ impl LockBackend for RedisBackend {
             ));
         }
         Ok(findings)
-    }
-
-    async fn close(&self) {
-        if self.invalidations.has_subscribers() {
-            // Another registry still uses this backend's messages.
-            return;
-        }
-        match &self.storage {
-            Storage::Single(store) => store.connections.close().await,
-            Storage::Quorum(quorum) => quorum.close().await,
-        }
     }
 }
 

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy, WakeCheck,
 };
 
 use crate::config::ZkConfig;
@@ -122,7 +122,13 @@ impl ZkBackend {
 #[async_trait]
 impl LockBackend for ZkBackend {
     fn capabilities(&self) -> Capabilities {
+        // One request renews the session, and so all its claims.
+        let renewal = RenewalPolicy::new()
+            .with_batch_max(RENEWALS_MAX)
+            .with_whole_shard()
+            .with_verify_after(VERIFY_AFTER);
         Capabilities::new("zookeeper", GuaranteeClass::A, Reach::Network)
+            .with_renewal(renewal)
             .with_fencing()
             .with_fair()
             .with_wakes()
@@ -144,7 +150,13 @@ impl LockBackend for ZkBackend {
             let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end";
             return Err(BackendError::transient(message).as_refused());
         }
-        recipe::try_acquire(&self.sessions, claim, || self.paths.node_path(claim.key())).await
+        let dir = || self.paths.node_path(claim.key());
+        Ok(match recipe::try_acquire(&self.sessions, claim, dir).await? {
+            Attempt::Busy(busy) => {
+                Attempt::Busy(busy.with_wake_check(Arc::clone(&self.sessions) as _))
+            }
+            granted => granted,
+        })
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -185,28 +197,24 @@ impl LockBackend for ZkBackend {
         }
     }
 
-    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
-        let found = self.sessions.find_entry(claim.id());
-        found.is_some_and(|(session, entry)| recipe::is_watched(&session, &entry))
-    }
-
-    fn verify_after(&self) -> Option<Duration> {
-        Some(VERIFY_AFTER)
-    }
-
-    fn renewals_max(&self) -> usize {
-        RENEWALS_MAX
-    }
-
-    /// One request renews the session, and so all its claims.
-    fn renews_together(&self) -> bool {
-        true
-    }
-
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.sessions.subscribers().add(invalidations);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        // The backend stays open while another registry uses it.
+        if !self.sessions.subscribers().has_live() {
+            self.sessions.close().await;
+        }
+    }
+}
+
+#[async_trait]
+impl LockAdmin for ZkBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.holder(key).await
     }
@@ -222,12 +230,12 @@ impl LockBackend for ZkBackend {
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.run_diagnostics().await
     }
+}
 
-    async fn close(&self) {
-        // The backend stays open while another registry uses it.
-        if !self.sessions.subscribers().has_live() {
-            self.sessions.close().await;
-        }
+impl WakeCheck for SessionPool {
+    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+        let found = self.find_entry(claim.id());
+        found.is_some_and(|(session, entry)| recipe::is_watched(&session, &entry))
     }
 }
 

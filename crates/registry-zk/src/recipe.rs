@@ -109,7 +109,7 @@ async fn run_attempt(
             (state.predecessor, saw_predecessor_vanish) = (None, true);
             continue;
         }
-        if !claim.queue() {
+        if !claim.joins_queue() {
             delete_own_node(session, state).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }

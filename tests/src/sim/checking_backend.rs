@@ -2,13 +2,12 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
 
 use async_trait::async_trait;
 use fastrand::Rng;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey,
-    Invalidations, Key, LockBackend, LockEvent, Observer, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, InvalidKey, Invalidations, Key,
+    LockAdmin, LockBackend, LockEvent, Observer, Release, Renewal,
 };
 
 use super::FaultProfile;
@@ -99,15 +98,6 @@ impl LockBackend for CheckingBackend {
         self.inner.shard(claim)
     }
 
-    // The synchronous path would bypass the faults of the network.
-    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
-        None
-    }
-
-    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
-        None
-    }
-
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let key = claim.key();
         {
@@ -168,43 +158,15 @@ impl LockBackend for CheckingBackend {
         self.inner.wait(claim, busy).await;
     }
 
-    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
-        self.inner.wakes_confirmed(claim, busy)
-    }
-
-    fn subscribe_invalidations(&self, hints: Invalidations) {
+    fn subscribe(&self, hints: Invalidations) {
         let mut invalidations = self.invalidations.lock().unwrap_or_else(PoisonError::into_inner);
         invalidations.registry = Some(hints.clone());
         drop(invalidations);
-        self.inner.subscribe_invalidations(hints);
+        self.inner.subscribe(hints);
     }
 
-    fn renewals_max(&self) -> usize {
-        self.inner.renewals_max()
-    }
-
-    fn verify_after(&self) -> Option<Duration> {
-        self.inner.verify_after()
-    }
-
-    fn renews_together(&self) -> bool {
-        self.inner.renews_together()
-    }
-
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.inner.inspect(key).await
-    }
-
-    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.inner.list().await
-    }
-
-    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.inner.force_release(key).await
-    }
-
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.inner.diagnose().await
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        self.inner.admin()
     }
 
     async fn close(&self) {

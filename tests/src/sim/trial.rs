@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    FencingToken, Key, LockBackend as _, LockGuard, LockRegistry as _, MemoryBackend, Registry,
+    FencingToken, Key, LockAdmin as _, LockGuard, LockRegistry as _, MemoryBackend, Registry,
 };
 use registry_testkit::history::{History, Recorder, tokio_clock};
 use registry_testkit::seed::Seed;

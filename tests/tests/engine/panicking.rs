@@ -57,9 +57,7 @@ async fn wait_until_idle(registry: &Registry) {
 async fn a_panic_reaches_only_its_caller() {
     for method in PanickingBackend::METHODS {
         // No caller invokes these methods, or another test covers them.
-        let without_a_caller =
-            ["capabilities", "shard", "renewals_max", "verify_after", "renews_together", "close"];
-        if without_a_caller.contains(method) {
+        if ["capabilities", "shard", "close"].contains(method) {
             continue;
         }
         let store = MemoryBackend::new();
@@ -177,7 +175,7 @@ async fn a_store_that_panics_in_capabilities_builds_no_registry() {
 #[tokio::test(start_paused = true)]
 async fn a_panic_after_a_grant_loses_no_grant() {
     let (local, backend) = over(&MemoryBackend::new());
-    backend.panic_once_in("verify_after");
+    backend.panic_once_in("capabilities");
     let guard = local.obtain("k").try_lock().await.unwrap().unwrap();
     assert!(backend.has_panicked());
     guard.unlock().await.unwrap();
@@ -186,7 +184,7 @@ async fn a_panic_after_a_grant_loses_no_grant() {
 
 #[tokio::test(start_paused = true)]
 async fn a_panic_while_renewals_are_batched_loses_no_lease() {
-    for method in ["shard", "renewals_max"] {
+    for method in ["shard", "capabilities"] {
         let (local, backend) = over(&MemoryBackend::new());
         let guard = local.obtain("k").lock().await.unwrap();
         backend.panic_once_in(method);

@@ -2,12 +2,11 @@
 #![deny(clippy::missing_trait_methods)]
 
 use std::sync::Mutex;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
-    Key, LockBackend, MemoryBackend, Release, Renewal,
+    Key, LockAdmin, LockBackend, MemoryBackend, Release, Renewal,
 };
 
 #[derive(Debug)]
@@ -24,9 +23,6 @@ impl PanickingBackend {
         "shard",
         "try_acquire",
         "try_acquire, done",
-        "verify_after",
-        "renews_together",
-        "renewals_max",
         "renew",
         "release",
         "release, done",
@@ -75,15 +71,6 @@ impl LockBackend for PanickingBackend {
         self.inner.shard(claim)
     }
 
-    // The synchronous path would bypass the panic.
-    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
-        None
-    }
-
-    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
-        None
-    }
-
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         self.pass("try_acquire");
         let attempt = self.inner.try_acquire(claim).await;
@@ -108,30 +95,23 @@ impl LockBackend for PanickingBackend {
         self.inner.wait(claim, busy).await;
     }
 
-    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
-        self.inner.wakes_confirmed(claim, busy)
+    fn subscribe(&self, hints: Invalidations) {
+        self.pass("subscribe");
+        self.inner.subscribe(hints);
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.pass("subscribe_invalidations");
-        self.inner.subscribe_invalidations(hints);
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
     }
 
-    fn renewals_max(&self) -> usize {
-        self.pass("renewals_max");
-        self.inner.renewals_max()
+    async fn close(&self) {
+        self.pass("close");
+        self.inner.close().await;
     }
+}
 
-    fn verify_after(&self) -> Option<Duration> {
-        self.pass("verify_after");
-        self.inner.verify_after()
-    }
-
-    fn renews_together(&self) -> bool {
-        self.pass("renews_together");
-        self.inner.renews_together()
-    }
-
+#[async_trait]
+impl LockAdmin for PanickingBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.pass("inspect");
         self.inner.inspect(key).await
@@ -150,10 +130,5 @@ impl LockBackend for PanickingBackend {
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.pass("diagnose");
         self.inner.diagnose().await
-    }
-
-    async fn close(&self) {
-        self.pass("close");
-        self.inner.close().await;
     }
 }

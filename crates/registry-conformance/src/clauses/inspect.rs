@@ -10,7 +10,7 @@ use registry_core::{
 use tokio::time::timeout;
 
 use crate::context::{
-    TestContext, attempt, busy, freed, granted, is_free, key, release, renew, renewed,
+    TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew, renewed,
 };
 
 /// `inspect` through another client returns the key of the holder, and its token if the store has
@@ -86,7 +86,7 @@ pub async fn inspect_returns_none_for_a_free_key(context: &TestContext) {
     granted(&*client, &claim).await;
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
-    assert_eq!(client.list().await.expect("list answers"), []);
+    assert_eq!(admin(&*client).list().await.expect("list answers"), []);
 }
 
 /// `inspect` and `list` neither lock a free key nor extend the lease of a held one.
@@ -94,7 +94,7 @@ pub async fn inspection_neither_locks_nor_extends(context: &TestContext) {
     let client = context.client().await;
     for _ in 0..3 {
         inspect(&*client, "orders:42").await;
-        client.list().await.expect("list answers");
+        admin(&*client).list().await.expect("list answers");
     }
     assert!(is_free(&*client, &key("orders:42")).await);
     let claim = Claim::new(key("orders:42"), context.short_lease());
@@ -108,7 +108,7 @@ pub async fn inspection_neither_locks_nor_extends(context: &TestContext) {
 /// other key.
 pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    assert_eq!(first.list().await.expect("list answers"), []);
+    assert_eq!(admin(&*first).list().await.expect("list answers"), []);
     let holding = |n: i32| if n % 2 == 0 { &*first } else { &*second };
     let mut held: HashMap<String, (Claim, Option<FencingToken>)> = HashMap::new();
     for n in 0..30 {
@@ -120,7 +120,7 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
         let (claim, _) = held.remove(&format!("orders:n{n}")).expect("the value was set");
         freed(holding(n), &claim).await;
     }
-    let listed = first.list().await.expect("list answers");
+    let listed = admin(&*first).list().await.expect("list answers");
     assert_eq!(listed.len(), held.len(), "{listed:?}");
     for holder in listed {
         let (_, token) =
@@ -222,10 +222,10 @@ pub async fn inspection_and_forced_release_do_not_cross_namespaces(context: &Tes
     let (local, remote) = (context.client().await, context.other_namespace().await);
     let claim = Claim::new(key("orders:42"), context.long_lease());
     granted(&*local, &claim).await;
-    assert_eq!(remote.list().await.expect("list answers"), []);
+    assert_eq!(admin(&*remote).list().await.expect("list answers"), []);
     assert_eq!(inspect(&*remote, "orders:42").await, None);
     assert_eq!(force_release(&*remote, "orders:42").await, Release::NotHeld);
-    assert_eq!(local.list().await.expect("list answers").len(), 1);
+    assert_eq!(admin(&*local).list().await.expect("list answers").len(), 1);
     freed(&*local, &claim).await;
 }
 
@@ -290,9 +290,9 @@ pub async fn a_waiter_acquires_the_lock_after_a_forced_release(context: &TestCon
 }
 
 async fn inspect(client: &dyn LockBackend, name: &str) -> Option<Holder> {
-    client.inspect(&key(name)).await.expect("inspect answers")
+    admin(client).inspect(&key(name)).await.expect("inspect answers")
 }
 
 async fn force_release(client: &dyn LockBackend, name: &str) -> Release {
-    client.force_release(&key(name)).await.expect("force_release answers")
+    admin(client).force_release(&key(name)).await.expect("force_release answers")
 }

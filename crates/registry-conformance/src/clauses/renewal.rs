@@ -359,7 +359,7 @@ pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) 
     let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
     // This early check is a renewal too, but it does not extend the lease.
-    let verifications = u64::from(faulty.verify_after().is_some());
+    let verifications = u64::from(faulty.capabilities().renewal.verify_after.is_some());
     while guard.is_held() {
         assert!(guard.valid_until() < until + context.short_lease() / 4);
         sleep(context.short_lease() / 20).await;

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, FencingToken, Grant, Holder,
-    Key, Release, Renewal,
+    Key, Queueing, Release, Renewal,
 };
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -194,7 +194,7 @@ impl LineWriter {
         self.text(claim.key().as_str())
             .word(&claim.id().to_string())
             .time(claim.lease())
-            .number(u64::from(claim.queue()))
+            .number(u64::from(claim.joins_queue()))
             .number(u64::from(claim.token_block()))
             .optional_text(claim.label())
     }
@@ -277,7 +277,9 @@ impl<'a> LineReader<'a> {
     fn claim(&mut self) -> Option<Claim> {
         let key = self.key()?;
         let id = ClaimId::from_bits(u128::from_str_radix(self.word()?, 16).ok()?);
-        let claim = Claim::new(key, self.time()?).with_id(id).with_queue(self.number()? == 1);
+        let lease = self.time()?;
+        let queueing = if self.number()? == 1 { Queueing::Join } else { Queueing::Skip };
+        let claim = Claim::new(key, lease).with_id(id).with_queueing(queueing);
         let claim = claim.with_token_block(u32::try_from(self.number()?).ok()?);
         Some(claim.with_label(self.optional_text()?.map(Arc::from)))
     }
@@ -323,7 +325,7 @@ mod tests {
         let claim = |key: &str| Claim::new(Key::new(key).unwrap(), Duration::from_millis(1_500));
         vec![
             claim("a b\n\0🔒").with_label(Some("".into())),
-            claim("=").with_queue(true).with_token_block(33),
+            claim("=").with_queueing(Queueing::Join).with_token_block(33),
             claim("-").with_label(Some("- =".into())),
         ]
     }

@@ -9,6 +9,7 @@ use tokio::sync::mpsc;
 use tokio::task::{AbortHandle, JoinSet};
 
 use super::protocol::{self, RemoteReply, RemoteRequest};
+use crate::context::admin;
 
 /// Executes through `backend` the requests of a [`RemoteBackend`](super::RemoteBackend) on this
 /// process's standard input, until the input ends or a request to close arrives.
@@ -64,15 +65,15 @@ async fn execute(backend: &dyn LockBackend, request: RemoteRequest) -> RemoteRep
             backend.wait(&claim, &Busy::new().with_mark(mark)).await;
             Ok(RemoteReply::Done)
         }
-        RemoteRequest::Inspect(key) => backend
+        RemoteRequest::Inspect(key) => admin(backend)
             .inspect(&key)
             .await
             .map(|holder| RemoteReply::Holders(holder.into_iter().collect())),
-        RemoteRequest::List => backend.list().await.map(RemoteReply::Holders),
+        RemoteRequest::List => admin(backend).list().await.map(RemoteReply::Holders),
         RemoteRequest::ForceRelease(key) => {
-            backend.force_release(&key).await.map(RemoteReply::Release)
+            admin(backend).force_release(&key).await.map(RemoteReply::Release)
         }
-        RemoteRequest::Diagnose => backend.diagnose().await.map(|findings| {
+        RemoteRequest::Diagnose => admin(backend).diagnose().await.map(|findings| {
             RemoteReply::Findings(findings.into_iter().map(|finding| finding.message).collect())
         }),
         RemoteRequest::Cancel | RemoteRequest::Close => Ok(RemoteReply::Done),

@@ -7,7 +7,8 @@ use std::time::Duration;
 use futures_util::poll;
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    Attempt, BackendErrorKind, Busy, Claim, Key, LockBackend, MemoryBackend, Release, Renewal,
+    Attempt, BackendErrorKind, Busy, Claim, Key, LockAdmin, LockBackend, MemoryBackend, Release,
+    Renewal,
 };
 use tokio::time::{Instant, timeout};
 

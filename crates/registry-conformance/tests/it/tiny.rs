@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use registry_conformance::{Clock, Harness, Store};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -382,7 +382,7 @@ impl LockBackend for TinyBackend {
         drop(releases.wait_for(|count| *count != busy.mark).await);
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
+    fn subscribe(&self, hints: Invalidations) {
         let mut registries = self.shared.registries.lock().unwrap();
         if self.bug == StoreBug::NotifiesLastRegistryOnly {
             registries.clear();
@@ -390,6 +390,13 @@ impl LockBackend for TinyBackend {
         registries.push(hints);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl LockAdmin for TinyBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let mut rows = self.shared.rows.lock().unwrap();
         let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(None) };

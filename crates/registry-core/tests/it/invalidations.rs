@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, Holder, Invalidations, Key, LockBackend, LockError,
-    LockOptions, LockRegistry, LostReason, MemoryBackend, Registry, Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, Holder, Invalidations, Key, LockAdmin, LockBackend,
+    LockError, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry, Release, Renewal,
 };
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -121,7 +121,7 @@ impl LockBackend for Store {
         self.inner.release(claim).await
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
+    fn subscribe(&self, hints: Invalidations) {
         assert!(hints.is_live());
         self.hints.lock().unwrap().push(hints);
     }
@@ -294,8 +294,8 @@ async fn a_store_that_reports_our_own_renewals_causes_few_renewals() {
             self.0.release(claim).await
         }
 
-        fn subscribe_invalidations(&self, hints: Invalidations) {
-            self.0.subscribe_invalidations(hints);
+        fn subscribe(&self, hints: Invalidations) {
+            self.0.subscribe(hints);
         }
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Capabilities, Claim, LockBackend, LockGuard, LockRegistry,
-    MemoryBackend, Registry, Release, Renewal,
+    MemoryBackend, Registry, Release, Renewal, RenewalPolicy,
 };
 use tokio::time::sleep;
 
@@ -20,13 +20,13 @@ const PERIOD: Duration = Duration::from_secs(4);
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
-    renewals_max: usize,
+    batch_max: usize,
     calls: Mutex<Vec<usize>>,
 }
 
 impl Store {
-    fn new(renewals_max: usize) -> Arc<Self> {
-        Arc::new(Self { inner: MemoryBackend::new(), renewals_max, calls: Mutex::default() })
+    fn new(batch_max: usize) -> Arc<Self> {
+        Arc::new(Self { inner: MemoryBackend::new(), batch_max, calls: Mutex::default() })
     }
 
     fn registry(self: &Arc<Self>) -> Registry {
@@ -41,7 +41,8 @@ impl Store {
 #[async_trait]
 impl LockBackend for Store {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        let renewal = RenewalPolicy::new().with_batch_max(self.batch_max);
+        self.inner.capabilities().with_renewal(renewal)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -51,10 +52,6 @@ impl LockBackend for Store {
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         self.calls.lock().unwrap().push(claims.len());
         self.inner.renew(claims).await
-    }
-
-    fn renewals_max(&self) -> usize {
-        self.renewals_max
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {

@@ -13,7 +13,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, Claim, Key, LockBackend, LockError, LockEvent, LockGuard, LockOptions,
+    Attempt, Claim, Key, LockAdmin, LockBackend, LockError, LockEvent, LockGuard, LockOptions,
     LockRegistry as _, LostReason, MemoryBackend, Observer, Owner, Registry,
 };
 use tokio::task::unconstrained;

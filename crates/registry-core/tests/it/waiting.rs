@@ -15,7 +15,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Holder, LockBackend,
-    LockOptions, LockRegistry as _, MemoryBackend, Reach, Registry, Release, Renewal,
+    LockOptions, LockRegistry as _, MemoryBackend, Reach, Registry, Release, Renewal, WakeCheck,
 };
 use tokio::time::Instant;
 
@@ -33,14 +33,24 @@ struct Store {
     /// The store wakes waiters at once, again and again, each time with the token of another
     /// holder.
     wakes_always: bool,
-    confirms: AtomicBool,
+    confirms: Arc<Confirms>,
     /// Other processes can reach the store.
     is_shared: bool,
 }
 
+/// Whether wake-ups are confirmed.
+#[derive(Debug, Default)]
+struct Confirms(AtomicBool);
+
+impl WakeCheck for Confirms {
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
 impl Store {
     fn new(confirms: bool) -> Self {
-        Self { confirms: confirms.into(), ..Self::default() }
+        Self { confirms: Arc::new(Confirms(confirms.into())), ..Self::default() }
     }
 
     fn attempts(&self) -> u64 {
@@ -62,11 +72,14 @@ impl LockBackend for Store {
         let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
         assert!(attempt < 100_000, "the waiter spins");
         match self.inner.try_acquire(claim).await? {
-            Attempt::Busy(busy) if self.wakes_always => {
-                let holder = Holder::new(claim.key().clone());
-                Ok(Attempt::Busy(busy.with_holder(holder.with_token(FencingToken::new(attempt)))))
+            Attempt::Busy(mut busy) => {
+                if self.wakes_always {
+                    let holder = Holder::new(claim.key().clone());
+                    busy = busy.with_holder(holder.with_token(FencingToken::new(attempt)));
+                }
+                Ok(Attempt::Busy(busy.with_wake_check(Arc::clone(&self.confirms) as _)))
             }
-            answer => Ok(answer),
+            granted => Ok(granted),
         }
     }
 
@@ -85,10 +98,6 @@ impl LockBackend for Store {
         if !self.wakes_always {
             self.inner.wait(claim, busy).await;
         }
-    }
-
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        self.confirms.load(Ordering::Relaxed)
     }
 }
 
@@ -139,7 +148,7 @@ async fn a_waiter_whose_wake_ups_stop_being_confirmed_polls_again_at_once() {
     let store = Store { loses_wakes: true, ..Store::new(true) };
     let (guard, waiting, store) = a_waiter(store).await;
     tokio::time::sleep(secs(60)).await;
-    store.confirms.store(false, Ordering::Relaxed);
+    store.confirms.0.store(false, Ordering::Relaxed);
     let freed_at = Instant::now();
     guard.unlock().await.unwrap();
     drop(waiting.await.unwrap());

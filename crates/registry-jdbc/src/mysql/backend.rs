@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{MySql, RawSql, Row};
@@ -251,11 +251,13 @@ struct StoredGrant {
 #[async_trait]
 impl LockBackend for MySqlBackend {
     fn capabilities(&self) -> Capabilities {
+        let renewal = RenewalPolicy::new().with_batch_max(sql::SIZES[sql::SIZES.len() - 1]);
         Capabilities::new("mysql", GuaranteeClass::A, Reach::Network)
             .with_fencing()
             .with_wakes()
             .with_labels()
             .with_inspect()
+            .with_renewal(renewal)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -280,19 +282,17 @@ impl LockBackend for MySqlBackend {
                 Busy::new()
                     .with_retry_after(held.lease_left)
                     .with_mark(held.token.get())
-                    .with_holder(held.holder),
+                    .with_holder(held.holder)
+                    .with_wake_check(self.waiters.wake_check()),
             ));
         }
         self.check_meta().await?;
-        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+        let busy = Busy::new().with_retry_after(Duration::ZERO);
+        Ok(Attempt::Busy(busy.with_wake_check(self.waiters.wake_check())))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         self.renew_in_chunks(claims).await
-    }
-
-    fn renewals_max(&self) -> usize {
-        sql::SIZES[sql::SIZES.len() - 1]
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
@@ -312,15 +312,22 @@ impl LockBackend for MySqlBackend {
         Ok(released)
     }
 
-    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
-        // The task polls rows, which do not show the end of a session that holds the key.
-        busy.retry_after.is_some() && self.waiters.is_confirmed()
-    }
-
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         self.waiters.wait(self.statements.row(claim.key()), busy.mark).await;
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        self.waiters.close();
+        self.client.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for MySqlBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.holder(key).await
     }
@@ -335,11 +342,6 @@ impl LockBackend for MySqlBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.check_store().await
-    }
-
-    async fn close(&self) {
-        self.waiters.close();
-        self.client.close().await;
     }
 }
 

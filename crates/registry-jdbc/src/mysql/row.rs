@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
 use tokio::time::{sleep, timeout};
@@ -150,10 +150,22 @@ impl LockBackend for MySqlRowBackend {
         waiters::poll_until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.sessions.subscribe_invalidations(invalidations);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        self.sessions.protocol().connections.close_idle();
+        self.rows.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for MySqlRowBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.rows.holder(key).await
     }
@@ -170,11 +182,6 @@ impl LockBackend for MySqlRowBackend {
         let mut findings = self.rows.diagnose().await?;
         findings.extend(self.rows.check_connection_limit(self.rows.config.row_locks).await?);
         Ok(findings)
-    }
-
-    async fn close(&self) {
-        self.sessions.protocol().connections.close_idle();
-        self.rows.close().await;
     }
 }
 

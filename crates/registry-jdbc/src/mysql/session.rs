@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    GuaranteeClass, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySqlConnection, Row, query};
@@ -128,17 +128,24 @@ impl LockBackend for MySqlSessionBackend {
         waiters::poll_until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.session.subscribe_invalidations(invalidations);
     }
 
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.rows.diagnose().await
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
     }
 
     async fn close(&self) {
         self.session.close().await;
         self.rows.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for MySqlSessionBackend {
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.rows.diagnose().await
     }
 }
 

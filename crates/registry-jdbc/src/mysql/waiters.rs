@@ -19,7 +19,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::{BackendError, Key};
+use registry_core::{BackendError, Busy, Claim, Key, WakeCheck};
 use sqlx::Row;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, oneshot};
@@ -96,11 +96,8 @@ impl MySqlWaiters {
         let _ = notified.await;
     }
 
-    /// Returns whether the task polls all awaited keys, and the server has answered it recently.
-    pub(super) fn is_confirmed(&self) -> bool {
-        let table = self.shared.table();
-        table.task.as_ref().is_some_and(|task| !task.is_finished())
-            && table.answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
+    pub(super) fn wake_check(&self) -> Arc<dyn WakeCheck> {
+        Arc::clone(&self.shared) as _
     }
 
     fn register(&self, waiter: PolledWaiter) -> WaiterRegistration<'_> {
@@ -171,6 +168,19 @@ impl Drop for WaiterRegistration<'_> {
         if table.waiters.is_empty() {
             self.shared.changed.notify_one();
         }
+    }
+}
+
+impl WakeCheck for PollerShared {
+    /// Returns whether the task polls all awaited keys, and the server has answered it recently.
+    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
+        // The task polls rows, which do not show the end of a session that holds the key.
+        if busy.retry_after.is_none() {
+            return false;
+        }
+        let table = self.table();
+        table.task.as_ref().is_some_and(|task| !task.is_finished())
+            && table.answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row};
@@ -210,9 +210,11 @@ impl PostgresBackend {
                 remaining.min(claim.lease()),
             ))));
         }
-        Ok(Some(Attempt::Busy(
-            Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder),
-        )))
+        let busy = Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder);
+        Ok(Some(Attempt::Busy(match &self.listener {
+            Some(listener) => busy.with_wake_check(listener.wake_check()),
+            None => busy,
+        })))
     }
 
     async fn fetch_grant(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
@@ -277,7 +279,8 @@ impl LockBackend for PostgresBackend {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::A, Reach::Network)
             .with_fencing()
             .with_labels()
-            .with_inspect();
+            .with_inspect()
+            .with_renewal(RenewalPolicy::new().with_batch_max(CLAIMS_MAX));
         if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
     }
 
@@ -316,10 +319,6 @@ impl LockBackend for PostgresBackend {
         self.renew_in_chunks(claims).await
     }
 
-    fn renewals_max(&self) -> usize {
-        CLAIMS_MAX
-    }
-
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
         let [channel, message, presence_lock] = self.notification_params(id);
@@ -336,12 +335,6 @@ impl LockBackend for PostgresBackend {
         Ok(released)
     }
 
-    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
-        // The end of a session that holds the key sends no notification.
-        busy.retry_after.is_some()
-            && self.listener.as_ref().is_some_and(|listener| listener.is_confirmed(busy.mark))
-    }
-
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let id = self.row_id(claim.key());
         // The row stays remembered if this future is dropped before it returns.
@@ -350,6 +343,20 @@ impl LockBackend for PostgresBackend {
         self.not_notified.remove(id);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        if let Some(listener) = &self.listener {
+            listener.close();
+        }
+        self.client.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for PostgresBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.holder(key).await
     }
@@ -364,13 +371,6 @@ impl LockBackend for PostgresBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.check_store().await
-    }
-
-    async fn close(&self) {
-        if let Some(listener) = &self.listener {
-            listener.close();
-        }
-        self.client.close().await;
     }
 }
 

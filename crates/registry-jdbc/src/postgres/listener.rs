@@ -18,7 +18,7 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::BackendError;
+use registry_core::{BackendError, Busy, Claim, WakeCheck};
 use sqlx::Executor as _;
 use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
 use tokio::sync::Notify;
@@ -143,12 +143,8 @@ impl PgReleaseListener {
         }
     }
 
-    /// Returns whether a release after `position` would be received: the connection answers, and
-    /// has received its own probe.
-    pub(super) fn is_confirmed(&self, position: u64) -> bool {
-        let state = self.shared.state();
-        state.is_verified
-            && state.complete_since.is_some_and(|complete_since| complete_since <= position)
+    pub(super) fn wake_check(&self) -> Arc<dyn WakeCheck> {
+        Arc::clone(&self.shared) as _
     }
 
     /// Listens on a new connection, runs `send_probe`, which sends `payload`, and returns whether
@@ -213,6 +209,16 @@ impl fmt::Debug for PgReleaseListener {
         f.debug_struct("PgReleaseListener")
             .field("channel", &self.channel.name)
             .finish_non_exhaustive()
+    }
+}
+
+impl WakeCheck for ListenerShared {
+    /// Returns whether a release after the attempt would be received: the connection answers, and
+    /// has received its own probe.
+    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
+        let state = self.state();
+        state.is_verified
+            && state.complete_since.is_some_and(|complete_since| complete_since <= busy.mark)
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
@@ -133,10 +133,22 @@ impl LockBackend for PostgresRowBackend {
         self.rows.wait_for_release(claim.key(), busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.sessions.subscribe_invalidations(invalidations);
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        self.sessions.protocol().connections.close_idle();
+        self.rows.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for PostgresRowBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.rows.holder(key).await
     }
@@ -153,11 +165,6 @@ impl LockBackend for PostgresRowBackend {
         let mut findings = self.rows.diagnose().await?;
         findings.extend(self.rows.check_connection_limit(self.rows.config.row_locks).await?);
         Ok(findings)
-    }
-
-    async fn close(&self) {
-        self.sessions.protocol().connections.close_idle();
-        self.rows.close().await;
     }
 }
 

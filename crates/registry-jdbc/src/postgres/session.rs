@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Invalidations, Key, LockBackend, Reach, Release, Renewal,
+    GuaranteeClass, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
@@ -119,17 +119,24 @@ impl LockBackend for PostgresSessionBackend {
         self.rows.wait_for_release(claim.key(), busy.mark).await;
     }
 
-    fn subscribe_invalidations(&self, invalidations: Invalidations) {
+    fn subscribe(&self, invalidations: Invalidations) {
         self.session.subscribe_invalidations(invalidations);
     }
 
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.rows.diagnose().await
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
     }
 
     async fn close(&self) {
         self.session.close().await;
         self.rows.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for PostgresSessionBackend {
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.rows.diagnose().await
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
-    Grant, GuaranteeClass, Holder, Key, LockBackend, Reach, Release, Renewal,
+    Grant, GuaranteeClass, Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -306,11 +306,13 @@ impl LockBackend for SqliteBackend {
                     Busy::new()
                         .with_retry_after(lease_left)
                         .with_mark(held.token.get())
-                        .with_holder(held.into_holder(now)),
+                        .with_holder(held.into_holder(now))
+                        .with_wake_check(self.waiters.wake_check()),
                 ));
             }
         }
-        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+        let busy = Busy::new().with_retry_after(Duration::ZERO);
+        Ok(Attempt::Busy(busy.with_wake_check(self.waiters.wake_check())))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -334,14 +336,23 @@ impl LockBackend for SqliteBackend {
         Ok(release_outcome(changes))
     }
 
-    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        self.waiters.is_confirmed()
-    }
-
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         self.waiters.wait(claim.key(), busy.mark).await;
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        self.waiters.close();
+        self.reader.close().await;
+        self.writer.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for SqliteBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let held = self.current_grant(key).await?;
         Ok(held.map(|held| held.into_holder(self.statements.clock.now())))
@@ -367,12 +378,6 @@ impl LockBackend for SqliteBackend {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         self.collect_findings().await
-    }
-
-    async fn close(&self) {
-        self.waiters.close();
-        self.reader.close().await;
-        self.writer.close().await;
     }
 }
 

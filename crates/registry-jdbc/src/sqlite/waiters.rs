@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::{BackendError, Key};
+use registry_core::{BackendError, Busy, Claim, Key, WakeCheck};
 use sqlx::Row;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
@@ -126,10 +126,8 @@ impl SqliteWaiters {
         }
     }
 
-    /// Returns whether a release would wake the waiters.
-    pub(super) fn is_confirmed(&self) -> bool {
-        let table = self.watcher.table();
-        table.is_confirmed && table.task.as_ref().is_some_and(|task| !task.is_finished())
+    pub(super) fn wake_check(&self) -> Arc<dyn WakeCheck> {
+        Arc::clone(&self.watcher) as _
     }
 
     fn register(&self, waiter: KeyWaiter) -> Option<SqliteWaiterRegistration<'_>> {
@@ -197,6 +195,14 @@ impl Drop for SqliteWaiterRegistration<'_> {
         if table.waiters.is_empty() {
             self.watcher.waiters_changed.notify_one();
         }
+    }
+}
+
+impl WakeCheck for ReleaseWatcher {
+    /// Returns whether a release would wake the waiters.
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        let table = self.table();
+        table.is_confirmed && table.task.as_ref().is_some_and(|task| !task.is_finished())
     }
 }
 

@@ -164,8 +164,9 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
     for _ in 0..PAUSES {
         let before = balance(server).await;
         eventually(TEST_TIMEOUT, async || balance(server).await > before).await;
-        let holder =
-            async || -> Option<usize> { watcher.inspect(&key).await.unwrap()?.label?.parse().ok() };
+        let holder = async || -> Option<usize> {
+            watcher.admin().unwrap().inspect(&key).await.unwrap()?.label?.parse().ok()
+        };
         // The holder may have released the lock before it was suspended. Then the next holder is
         // tried.
         let holder = eventually(TEST_TIMEOUT, async || {

@@ -53,17 +53,19 @@ async fn a_clock_that_is_set_back_prolongs_locks_of_dead_clients(kind: ServerKin
         panic!("busy")
     };
     clock.jump_wall(-HOUR).unwrap();
-    let left = first_registry.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
+    let left =
+        first_registry.admin().unwrap().inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
     assert!(left > Duration::from_secs(3_500), "{left:?}");
     let claim = Claim::new(key.clone(), LEASE);
     assert!(matches!(first_registry.try_acquire(&claim).await.unwrap(), Attempt::Busy(_)));
-    assert_eq!(first_registry.force_release(&key).await.unwrap(), Release::Freed);
+    assert_eq!(first_registry.admin().unwrap().force_release(&key).await.unwrap(), Release::Freed);
     let Attempt::Granted(after) = first_registry.try_acquire(&claim).await.unwrap() else {
         panic!("busy")
     };
     assert!(after.token > before.token, "{after:?} {before:?}");
     // A lease that started after the jump has its normal length.
-    let left = first_registry.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
+    let left =
+        first_registry.admin().unwrap().inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
     assert!(left <= LEASE, "{left:?}");
 }
 

@@ -47,7 +47,10 @@ async fn a_delayed_request_leaves_no_lock(server: &Server, second: SecondReply) 
     assert_eq!(proxy.deliver_withheld().await.unwrap(), 1, "{second:?}");
     proxy.set_mode(ProxyMode::Pass).await.unwrap();
     let key = Key::new(KEY).unwrap();
-    eventually(TEST_TIMEOUT, async || watcher.inspect(&key).await.unwrap().is_none()).await;
+    eventually(TEST_TIMEOUT, async || {
+        watcher.admin().unwrap().inspect(&key).await.unwrap().is_none()
+    })
+    .await;
     let next = within(TEST_TIMEOUT, second_registry.obtain(KEY).lock()).await.unwrap();
     next.unlock().await.unwrap();
 }

@@ -53,7 +53,7 @@ async fn a_call_that_is_dropped_at_any_poll_leaves_no_open_transaction(kind: Ser
         let renewed = polled(first_registry.renew(std::slice::from_ref(&claim)), times).await;
         let released = polled(first_registry.release(&claim), times).await;
         assert_committed_grant(&server, &*first_registry).await;
-        first_registry.force_release(claim.key()).await.unwrap();
+        first_registry.admin().unwrap().force_release(claim.key()).await.unwrap();
         if granted.is_some() && renewed.is_some() && released.is_some() {
             assert!(times > 1, "nothing was dropped");
             break;
@@ -75,7 +75,7 @@ async fn a_paused_server_has_no_open_transaction_afterwards(kind: ServerKind) {
         assert!(timeout(SHORT, first_registry.try_acquire(&claim)).await.is_err());
         server.resume();
         assert_committed_grant(&server, &*first_registry).await;
-        first_registry.force_release(claim.key()).await.unwrap();
+        first_registry.admin().unwrap().force_release(claim.key()).await.unwrap();
     }
     assert_eq!(server.open_transactions().await, "0");
 }

@@ -30,7 +30,10 @@ async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
         let taking = tokio::spawn(async move { lock.lock().await });
         // The server has granted the claim, but the reply was lost.
         let key = Key::new(&key).unwrap();
-        eventually(TEST_TIMEOUT, async || watcher.inspect(&key).await.unwrap().is_some()).await;
+        eventually(TEST_TIMEOUT, async || {
+            watcher.admin().unwrap().inspect(&key).await.unwrap().is_some()
+        })
+        .await;
         if round % 2 == 0 {
             proxy.set_mode(ProxyMode::Pass).await.unwrap();
             let guard = within(TEST_TIMEOUT, taking).await.unwrap().unwrap();
@@ -58,7 +61,10 @@ async fn an_attempt_that_may_have_been_executed_is_never_refused(kind: ServerKin
     let error = proxied.try_acquire(&held).await.unwrap_err();
     assert!(error.is_retryable() && !error.refused(), "{}", error_text(&error));
     proxy.set_mode(ProxyMode::Pass).await.unwrap();
-    assert!(proxied.inspect(held.key()).await.unwrap().is_some(), "the attempt had arrived");
+    assert!(
+        proxied.admin().unwrap().inspect(held.key()).await.unwrap().is_some(),
+        "the attempt had arrived"
+    );
     assert_eq!(proxied.release(&held).await.unwrap(), Release::Freed);
 }
 

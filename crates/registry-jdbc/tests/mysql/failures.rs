@@ -4,7 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_core::{
+    BackendErrorKind, LockAdmin, LockBackend, LockRegistry, Registry, Release, Renewal,
+};
 use registry_jdbc::{MySqlBackend, MySqlConfig};
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};

@@ -1,6 +1,6 @@
 //! Connecting to a store and creating its schema.
 
-use registry_core::{BackendErrorKind, LockBackend};
+use registry_core::{BackendErrorKind, LockAdmin, LockBackend};
 #[cfg(feature = "tls")]
 use registry_jdbc::Encryption;
 use registry_jdbc::{MySqlBackend, MySqlConfig};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use registry_core::{
-    Attempt, BackendErrorKind, Claim, GuaranteeClass, LockBackend, LockError, LockGuard,
+    Attempt, BackendErrorKind, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard,
     LockRegistry, Registry, Release, Renewal,
 };
 use registry_jdbc::sqlx::{Connection, Executor, MySqlConnection};

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendErrorKind, LockBackend, LockOptions, LockRegistry, Release, Renewal,
+    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, LockRegistry, Release, Renewal,
 };
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;

@@ -4,7 +4,9 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_core::{
+    BackendErrorKind, LockAdmin, LockBackend, LockRegistry, Registry, Release, Renewal,
+};
 use registry_jdbc::{PostgresBackend, PostgresConfig};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};

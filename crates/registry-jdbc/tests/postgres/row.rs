@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockBackend, LockError, LockGuard, LockRegistry, Registry,
-    Release, Renewal,
+    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard, LockRegistry,
+    Registry, Release, Renewal,
 };
 use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
 use registry_jdbc::{

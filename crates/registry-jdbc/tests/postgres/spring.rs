@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, LockBackend, Release, Renewal};
+use registry_core::{Attempt, Claim, LockAdmin, LockBackend, Release, Renewal};
 use registry_jdbc::sqlx::{Connection as _, Executor as _};
 use registry_jdbc::{Fence as _, FenceError, PostgresSpringBackend, SpringTable};
 use registry_testkit::eventually;

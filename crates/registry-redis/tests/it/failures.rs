@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Invalidations, LockBackend,
-    LockError, LockGuard, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry, Release,
-    Renewal,
+    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Invalidations, LockAdmin,
+    LockBackend, LockError, LockGuard, LockOptions, LockRegistry, LostReason, MemoryBackend,
+    Registry, Release, Renewal,
 };
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
@@ -175,8 +175,8 @@ impl LockBackend for CountingBackend {
         self.locks.release(claim).await
     }
 
-    fn subscribe_invalidations(&self, hints: Invalidations) {
-        self.redis.subscribe_invalidations(hints);
+    fn subscribe(&self, hints: Invalidations) {
+        self.redis.subscribe(hints);
     }
 }
 

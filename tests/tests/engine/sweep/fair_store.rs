@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Key, LockBackend, Reach, Release, Renewal,
+    Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use tokio::sync::Notify;
 use tokio::time::Instant;
@@ -89,7 +89,7 @@ impl LockBackend for FairBackend {
         }
         match entry {
             Some(entry) => state.queue[entry].until = until,
-            None if claim.queue() => {
+            None if claim.joins_queue() => {
                 state.queue.push_back(FairQueueEntry { claim: claim.id(), until })
             }
             None => {}
@@ -127,14 +127,8 @@ impl LockBackend for FairBackend {
         Ok(if held { Release::Freed } else { Release::NotHeld })
     }
 
-    async fn force_release(&self, _: &Key) -> Result<Release, BackendError> {
-        let mut state = self.0.key.lock().unwrap();
-        state.expire();
-        let freed = state.holder.take();
-        state.changes += 1;
-        drop(state);
-        self.0.changed.notify_waiters();
-        Ok(freed.map_or(Release::NotHeld, |_| Release::Freed))
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
     }
 
     async fn wait(&self, _: &Claim, busy: &Busy) {
@@ -144,5 +138,18 @@ impl LockBackend for FairBackend {
         if self.0.key.lock().unwrap().changes == busy.mark {
             changed.await;
         }
+    }
+}
+
+#[async_trait]
+impl LockAdmin for FairBackend {
+    async fn force_release(&self, _: &Key) -> Result<Release, BackendError> {
+        let mut state = self.0.key.lock().unwrap();
+        state.expire();
+        let freed = state.holder.take();
+        state.changes += 1;
+        drop(state);
+        self.0.changed.notify_waiters();
+        Ok(freed.map_or(Release::NotHeld, |_| Release::Freed))
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, Row, query, raw_sql};
@@ -387,6 +387,17 @@ impl LockBackend for MySqlSpringBackend {
         Ok(if release_outcome { Release::Freed } else { Release::NotHeld })
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        self.client.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for MySqlSpringBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         Ok(self.current_grant(key, ConnectionUse::Acquire).await?.map(|held| held.holder))
     }
@@ -421,10 +432,6 @@ impl LockBackend for MySqlSpringBackend {
         let mut findings = super::diagnose::check_server(&self.client).await?;
         findings.push(Finding::note(spring::CLOCK_WARNING));
         Ok(findings)
-    }
-
-    async fn close(&self) {
-        self.client.close().await;
     }
 }
 

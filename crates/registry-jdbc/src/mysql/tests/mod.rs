@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, Key, LockBackend};
+use registry_core::{Attempt, Claim, Key, LockAdmin, LockBackend};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use sqlx::{Connection as _, Executor as _, MySqlConnection, Row as _};

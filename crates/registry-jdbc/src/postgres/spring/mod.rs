@@ -11,7 +11,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::postgres::PgRow;
 
@@ -322,6 +322,20 @@ impl LockBackend for PostgresSpringBackend {
         }
     }
 
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        if let Some(listener) = &self.listener {
+            listener.close();
+        }
+        self.client.close().await;
+    }
+}
+
+#[async_trait]
+impl LockAdmin for PostgresSpringBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let lock_key = lock_key(key);
         let id = bytes(self.row_id(&lock_key).bytes());
@@ -372,13 +386,6 @@ impl LockBackend for PostgresSpringBackend {
         let mut findings = super::diagnose::check_server(&self.client, &self.config).await?;
         findings.push(Finding::note(spring::CLOCK_WARNING));
         Ok(findings)
-    }
-
-    async fn close(&self) {
-        if let Some(listener) = &self.listener {
-            listener.close();
-        }
-        self.client.close().await;
     }
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
+use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Release, Renewal};
 use sqlx::{ConnectOptions, Executor, SqliteConnection};
 
 use super::{TestFolder, busy, claim, grant, key};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use proptest::prelude::*;
-use registry_core::{Claim, Key, LockBackend, Release, Renewal};
+use registry_core::{Claim, Key, LockAdmin, LockBackend, Release, Renewal};
 
 use super::{LEASE, TestFolder, busy, claim, grant, key, token};
 use crate::sqlite::clock::ManualClock;

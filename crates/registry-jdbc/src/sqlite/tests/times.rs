@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
+use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Release, Renewal};
 
 use super::{LEASE, TestFolder, busy, claim, grant, key, token};
 use crate::sqlite::clock::{ManualClock, StoreClock};

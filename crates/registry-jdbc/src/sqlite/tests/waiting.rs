@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::LockBackend;
+use registry_core::{LockAdmin, LockBackend};
 use tokio::time::timeout;
 
 use super::{LEASE, TestFolder, busy, claim, grant, key};
@@ -88,10 +88,10 @@ async fn wake_ups_are_confirmed_while_a_waiter_waits_and_the_kernel_reports_comm
     let (claim_a, claim_b) = (claim("k"), claim("k"));
     grant(&a, &claim_a).await;
     let busy_reply = busy(&b, &claim_b).await;
-    assert!(!b.wakes_confirmed(&claim_b, &busy_reply), "no waiter exists yet");
+    assert!(!busy_reply.wakes_confirmed(&claim_b), "no waiter exists yet");
     let mut wait = std::pin::pin!(b.wait(&claim_b, &busy_reply));
     let confirmed = async {
-        while !b.wakes_confirmed(&claim_b, &busy_reply) {
+        while !busy_reply.wakes_confirmed(&claim_b) {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, LockRegistry as _, Release,
+    Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, LockRegistry as _, Queueing, Release,
 };
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
@@ -191,7 +191,7 @@ async fn a_release_deletes_the_nodes_of_a_claim_in_two_sessions() {
     let second = backend(&server.url(), LONG_SESSION).await;
     for round in 0..ROUNDS {
         let key = Key::new(&format!("two-{round}")).unwrap();
-        let claim = Claim::new(key, secs(5)).with_queue(true);
+        let claim = Claim::new(key, secs(5)).with_queueing(Queueing::Join);
         create_leftover_node(&operator, &claim).await;
         let attempt = first.try_acquire(&claim).await.unwrap();
         assert!(matches!(attempt, Attempt::Busy(_)), "its other node exists: {attempt:?}");
@@ -214,7 +214,7 @@ async fn a_lost_reply_is_resolved_despite_a_leftover_node_of_an_earlier_session(
     let client = backend(&url(proxy.addr()), session).await;
     for round in 0..ROUNDS {
         let key = Key::new(&format!("two-{round}")).unwrap();
-        let claim = Claim::new(key, secs(60)).with_queue(true);
+        let claim = Claim::new(key, secs(60)).with_queueing(Queueing::Join);
         create_leftover_node(&operator, &claim).await;
         let before = proxy.counts().reset;
         proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
