@@ -166,7 +166,8 @@ impl InvalidOption {
     }
 
     pub(crate) fn label_too_long(bytes: usize) -> Self {
-        let problem = format!("is longer than {} bytes", crate::LockOptions::LABEL_BYTES_MAX);
+        let problem =
+            format!("is longer than {} bytes; shorten it", crate::LockOptions::LABEL_BYTES_MAX);
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 }
@@ -308,7 +309,10 @@ impl BackendError {
 
     /// Creates the error of a claim for which the backend's `renew` returned no result.
     pub(crate) fn missing_renewal() -> Self {
-        Self::new(BackendErrorKind::Protocol, "the store's response to a renewal lacks this claim")
+        Self::new(
+            BackendErrorKind::Protocol,
+            "the store's response to a renewal lacks this claim; report this bug of the backend",
+        )
     }
 
     /// Returns whether a retry can help.

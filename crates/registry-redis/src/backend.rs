@@ -60,13 +60,16 @@ impl RedisBackend {
     /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         config.check()?;
-        let addresses = all_addresses(&config.servers).into();
+        let addresses: Arc<str> = all_addresses(&config.servers).into();
+        let with_address = |error: BackendError| error.with_address(Arc::clone(&addresses));
         let invalidations = InvalidationForwarder::new(names(&config));
         let storage = match &config.servers {
-            ServerAddresses::Quorum(masters) => {
-                Storage::Quorum(Quorum::open(masters, &config, &invalidations).await?)
-            }
-            _ => Storage::Single(RedisStore::open(&config, &invalidations).await?),
+            ServerAddresses::Quorum(masters) => Storage::Quorum(
+                Quorum::open(masters, &config, &invalidations).await.map_err(with_address)?,
+            ),
+            _ => Storage::Single(
+                RedisStore::open(&config, &invalidations).await.map_err(with_address)?,
+            ),
         };
         Ok(Self { config, addresses, storage, invalidations })
     }

@@ -53,9 +53,11 @@ impl ZkBackend {
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
         let paths = Paths::new(&config);
-        let addresses = config.servers().into();
+        let addresses: Arc<str> = config.servers().into();
         let sessions = SessionPool::new(config);
-        let timeout = sessions.get().await?.timeout();
+        let session = sessions.get().await;
+        let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
+        let timeout = session.timeout();
         Ok(Self { addresses, sessions, paths, timeout })
     }
 
