@@ -1,5 +1,5 @@
-//! The texts of errors: collects all text that a program may display, for tests that search it for a
-//! reason or a password, and checks the sentence of a failed acquisition.
+//! The texts of errors. Collects all text that a program may display, for tests that search it for
+//! a reason or a password. Checks the sentence of a failed acquisition.
 
 use std::error::Error;
 
