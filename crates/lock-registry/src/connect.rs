@@ -151,6 +151,10 @@ pub(crate) async fn open(
     let limit = limit.or(options.connect_timeout).unwrap_or(CONNECT_TIMEOUT);
     let backend = open_with_retries(limit, &store, &options).await?;
     let mut builder = Registry::builder(backend);
+    let address = store.address();
+    if !address.is_empty() {
+        builder = builder.address(address);
+    }
     #[cfg(feature = "metrics")]
     {
         builder = builder.observer(Arc::new(metrics));

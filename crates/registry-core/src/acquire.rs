@@ -376,7 +376,9 @@ impl Acquisition<'_> {
 /// That claim is being released. The next attempt has a claim with a new id, so that this release
 /// does not end its grant.
 fn late_grant() -> BackendError {
-    BackendError::transient("the store's grant arrived after its lease was over")
+    BackendError::transient(
+        "the store's grant arrived after its lease was over; use a longer lease",
+    )
 }
 
 /// Consecutive store errors.

@@ -162,10 +162,14 @@ impl Engine {
 
     /// Returns the error of a call without a response.
     pub(crate) fn no_response_error(&self) -> BackendError {
-        BackendError::transient(format!(
-            "the {} store did not answer within {:?}",
+        let error = BackendError::transient(format!(
+            "the {} store did not answer within {:?}; check its load and the network",
             self.capabilities.store, self.defaults.operation_timeout
-        ))
+        ));
+        match &self.defaults.address {
+            Some(address) => error.with_address(Arc::clone(address)),
+            None => error,
+        }
     }
 
     /// Waits until `deadline` on the engine's clock.

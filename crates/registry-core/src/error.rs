@@ -1,6 +1,7 @@
 //! Errors, classified by what the caller can do about them. "Busy" and "timed out" are values, not
 //! errors.
 
+use std::any::Any;
 use std::borrow::Cow;
 use std::error::Error as StdError;
 use std::fmt;
@@ -10,23 +11,24 @@ use std::time::Duration;
 use crate::key::InvalidKey;
 
 /// The reason why a lock operation failed.
-#[derive(Debug, Clone, thiserror::Error)]
+///
+/// `Display` shows one sentence: `OPERATION on "KEY" at HOST:PORT failed: CAUSE; HINT`.
+/// [`source`](StdError::source) returns the error of the client library, if there is one.
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum LockError {
     /// The store returned an error or did not respond. [`BackendError::is_retryable`] returns
     /// whether a retry can help.
-    #[error("{operation} of lock {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The operation: `acquire`, `renew`, `release`, `inspect`, …
         operation: &'static str,
-        /// The key.
+        /// The key; `*` for an operation on the whole store.
         key: String,
         /// The store error.
         source: BackendError,
     },
     /// The lock had been lost. Work done under it since then was not protected.
-    #[error("lock {key:?} was lost: {reason}")]
     #[non_exhaustive]
     Lost {
         /// The key.
@@ -35,13 +37,10 @@ pub enum LockError {
         reason: LostReason,
     },
     /// The text cannot be the key of a lock. Nothing was sent to the store.
-    #[error("invalid lock key")]
-    InvalidKey(#[from] InvalidKey),
+    InvalidKey(InvalidKey),
     /// An option is out of range. Nothing was sent to the store.
-    #[error("invalid lock options")]
-    InvalidOption(#[from] InvalidOption),
+    InvalidOption(InvalidOption),
     /// The store does not support the operation.
-    #[error("the {store} store has no {capability}")]
     #[non_exhaustive]
     Unsupported {
         /// The missing capability, as [`Capabilities`](crate::Capabilities) names it.
@@ -50,11 +49,9 @@ pub enum LockError {
         store: &'static str,
     },
     /// The registry was closed, or the runtime that opened it has shut down.
-    #[error("the lock registry is closed")]
     Closed,
     /// A blocking call was made on a thread that runs async tasks, where it would block all of
     /// them.
-    #[error("a blocking lock call was made inside an async runtime; use the async registry there")]
     InsideRuntime,
 }
 
@@ -63,6 +60,55 @@ impl LockError {
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Backend { source, .. } if source.is_retryable())
+    }
+}
+
+impl fmt::Display for LockError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Backend { operation, key, source } => {
+                write!(f, "{operation} on {key:?}")?;
+                if let Some(address) = source.address() {
+                    write!(f, " at {address}")?;
+                }
+                write!(f, " failed: {}", source.message())
+            }
+            Self::Lost { key, reason } => {
+                write!(f, "lock {key:?} was lost: {reason}; acquire it again")
+            },
+            Self::InvalidKey(invalid) => write!(f, "invalid lock key: {invalid}"),
+            Self::InvalidOption(invalid) => write!(f, "invalid lock option: {invalid}"),
+            Self::Unsupported { capability, store } => write!(
+                f,
+                "the {store} store does not support `{capability}`; check `capabilities()` first, or use another store"
+            ),
+            Self::Closed => f.write_str("the lock registry is closed; open another one"),
+            Self::InsideRuntime => f.write_str(
+                "a blocking lock call was made inside an async runtime; use the async registry there",
+            ),
+        }
+    }
+}
+
+impl StdError for LockError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            // The text of `source` itself is part of this error's text.
+            Self::Backend { source, .. } => source.source(),
+            _ => None,
+        }
+    }
+}
+
+impl From<InvalidKey> for LockError {
+    fn from(invalid: InvalidKey) -> Self {
+        Self::InvalidKey(invalid)
+    }
+}
+
+impl From<InvalidOption> for LockError {
+    fn from(invalid: InvalidOption) -> Self {
+        Self::InvalidOption(invalid)
     }
 }
 
@@ -120,19 +166,21 @@ impl InvalidOption {
     }
 
     pub(crate) fn label_too_long(bytes: usize) -> Self {
-        let problem = format!("is longer than {} bytes", crate::LockOptions::LABEL_BYTES_MAX);
+        let problem =
+            format!("is longer than {} bytes; shorten it", crate::LockOptions::LABEL_BYTES_MAX);
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 }
 
 /// A store error, classified by the backend.
 ///
-/// `Display` shows one fragment without the text of the source; see [`source`](StdError::source)
-/// for the rest.
+/// `Display` shows `ADDRESS: MESSAGE`, or the message alone if the address is unknown. It omits the
+/// text of the [source](StdError::source).
 #[derive(Debug, Clone)]
 pub struct BackendError {
     kind: BackendErrorKind,
     message: Cow<'static, str>,
+    address: Option<Arc<str>>,
     refused: bool,
     stale_connection: bool,
     blocked: bool,
@@ -162,6 +210,7 @@ impl BackendError {
         Self {
             kind,
             message: message.into(),
+            address: None,
             refused: false,
             stale_connection: false,
             blocked: false,
@@ -175,9 +224,31 @@ impl BackendError {
         Self::new(BackendErrorKind::Transient, message)
     }
 
-    /// Adds the error of the client library. Its text must contain no secret.
+    /// Adds the address of the server that caused the error, unless it has one:
+    /// the first call is closest to the cause.
+    ///
+    /// An address is `HOST:PORT`, several of these separated by commas, or the path of a socket or
+    /// file. It must contain no user, password or query.
     #[must_use]
-    pub fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
+    pub fn with_address(mut self, address: impl Into<Arc<str>>) -> Self {
+        let address = address.into();
+        if self.address.is_none() && !address.is_empty() {
+            self.address = Some(address);
+        }
+        self
+    }
+
+    /// Adds the error of the client library. Its text must contain no secret.
+    ///
+    /// If `source` is a `BackendError`, its address moves to this error unless the two differ, so
+    /// that it is printed once.
+    #[must_use]
+    pub fn with_source(mut self, mut source: impl StdError + Send + Sync + 'static) -> Self {
+        if let Some(inner) = (&mut source as &mut dyn Any).downcast_mut::<Self>()
+            && (self.address.is_none() || self.address == inner.address)
+        {
+            self.address = inner.address.take();
+        }
         self.source = Some(Arc::new(source));
         self
     }
@@ -224,9 +295,24 @@ impl BackendError {
         self.kind
     }
 
+    /// Returns the text without the address.
+    #[must_use]
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
+    /// Returns the address of the server that caused the error, if known. Contains no secret.
+    #[must_use]
+    pub fn address(&self) -> Option<&str> {
+        self.address.as_deref()
+    }
+
     /// Creates the error of a claim for which the backend's `renew` returned no result.
     pub(crate) fn missing_renewal() -> Self {
-        Self::new(BackendErrorKind::Protocol, "the store's response to a renewal lacks this claim")
+        Self::new(
+            BackendErrorKind::Protocol,
+            "the store's response to a renewal lacks this claim; report this bug of the backend",
+        )
     }
 
     /// Returns whether a retry can help.
@@ -257,6 +343,9 @@ impl BackendError {
 
 impl fmt::Display for BackendError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if let Some(address) = &self.address {
+            write!(f, "{address}: ")?;
+        }
         f.write_str(&self.message)
     }
 }
@@ -268,14 +357,15 @@ impl StdError for BackendError {
 }
 
 /// The reason why a registry could not be set up.
-#[derive(Debug, Clone, thiserror::Error)]
+///
+/// `Display` shows one sentence, for a store that could not be opened:
+/// `opening the STORE store at HOST:PORT failed: CAUSE; HINT`.
+#[derive(Debug, Clone)]
 #[non_exhaustive]
 pub enum ConfigError {
     /// A value or a combination of values is invalid. The message says how to correct it.
-    #[error("{0}")]
     Invalid(String),
     /// No option, variable, URL scheme or layout has this name.
-    #[error("unknown {what} {given:?} in {place}{}: {known}", suggestion(nearest.as_deref()))]
     #[non_exhaustive]
     Unknown {
         /// What kind of name it is: `option`, `variable`, `scheme`, `layout`.
@@ -290,7 +380,6 @@ pub enum ConfigError {
         known: String,
     },
     /// The store exists, but this program was built without it.
-    #[error("the {scheme} store is not built in: {remedy}")]
     #[non_exhaustive]
     NotBuiltIn {
         /// The scheme of its URLs.
@@ -301,7 +390,6 @@ pub enum ConfigError {
         remedy: String,
     },
     /// The store could not be opened.
-    #[error("cannot open the {store} store{}", at(address))]
     #[non_exhaustive]
     Open {
         /// The store.
@@ -314,7 +402,6 @@ pub enum ConfigError {
     },
     /// There is no tokio runtime with time enabled here, which a registry needs for its background
     /// tasks.
-    #[error("a lock registry must be opened inside a tokio runtime that has time enabled")]
     NoRuntime,
 }
 
@@ -355,13 +442,129 @@ impl ConfigError {
     }
 }
 
-fn suggestion(nearest: Option<&str>) -> String {
-    nearest.map_or_else(
-        || "; known are".to_owned(),
-        |nearest| format!(": did you mean {nearest:?}? Known are"),
-    )
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Invalid(message) => f.write_str(message),
+            Self::Unknown { what, given, place, nearest, known } => {
+                write!(f, "unknown {what} {given:?} in {place}")?;
+                match nearest {
+                    Some(nearest) => write!(f, ": did you mean {nearest:?}? Known are: {known}"),
+                    None => write!(f, "; known are: {known}"),
+                }
+            }
+            Self::NotBuiltIn { scheme, remedy, .. } => {
+                write!(f, "the {scheme} store is not built in: {remedy}")
+            }
+            Self::Open { store, address, source } => {
+                write!(f, "opening the {store} store")?;
+                // One server of several may have caused the error.
+                let address = source.address().unwrap_or(address);
+                if !address.is_empty() {
+                    write!(f, " at {address}")?;
+                }
+                write!(f, " failed: {}", source.message())
+            }
+            Self::NoRuntime => f.write_str(
+                "a lock registry must be opened inside a tokio runtime that has time enabled; \
+                 use `#[tokio::main]` or `Builder::enable_all`",
+            ),
+        }
+    }
 }
 
-fn at(address: &str) -> String {
-    if address.is_empty() { String::new() } else { format!(" at {address}") }
+impl StdError for ConfigError {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            // The text of `source` itself is part of this error's text.
+            Self::Open { source, .. } => source.source(),
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused() -> BackendError {
+        BackendError::transient("redis: the connection was refused; start the server")
+    }
+
+    #[test]
+    fn an_error_names_operation_key_and_address() {
+        let at = |error: BackendError| error.with_address("db.example:6379");
+        let lock_error = |operation, key: &str, source| LockError::Backend {
+            operation,
+            key: key.to_owned(),
+            source,
+        };
+        let io = || std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
+        for (error, text) in [
+            (
+                lock_error("acquire", "orders/42", at(refused())),
+                r#"acquire on "orders/42" at db.example:6379 failed: redis: the connection was refused; start the server"#,
+            ),
+            (
+                lock_error("release", "a\nb", refused()),
+                r#"release on "a\nb" failed: redis: the connection was refused; start the server"#,
+            ),
+            (
+                lock_error("acquire", "a", at(refused()).with_source(io())),
+                r#"acquire on "a" at db.example:6379 failed: redis: the connection was refused; start the server"#,
+            ),
+            (
+                lock_error("acquire", "a", at(refused()).with_address("a,b")),
+                r#"acquire on "a" at db.example:6379 failed: redis: the connection was refused; start the server"#,
+            ),
+            (
+                lock_error(
+                    "release",
+                    "a",
+                    BackendError::transient("postgres: a transaction is open; end it first")
+                        .with_source(at(refused())),
+                ),
+                r#"release on "a" at db.example:6379 failed: postgres: a transaction is open; end it first"#,
+            ),
+            (
+                LockError::InvalidKey(InvalidKey::Empty),
+                "invalid lock key: a lock key must not be empty",
+            ),
+        ] {
+            assert_eq!(error.to_string(), text);
+            let causes = std::iter::successors(error.source(), |cause| (*cause).source());
+            for cause in causes {
+                assert!(!cause.to_string().contains("db.example"), "{cause}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_error_of_opening_names_the_server_that_caused_it() {
+        let open = |source| ConfigError::open("redis", "a:1,b:2", source).to_string();
+        let cause = "failed: redis: the connection was refused; start the server";
+        assert_eq!(open(refused()), format!("opening the redis store at a:1,b:2 {cause}"));
+        assert_eq!(
+            open(refused().with_address("b:2")),
+            format!("opening the redis store at b:2 {cause}")
+        );
+        assert_eq!(
+            ConfigError::open("redis", "", refused()).to_string(),
+            format!("opening the redis store {cause}")
+        );
+    }
+
+    #[test]
+    fn a_store_error_shows_its_address_once() {
+        assert_eq!(refused().with_address("").address(), None);
+        let inner = refused().with_address("b:2");
+        let same = BackendError::transient("no majority").with_address("b:2").with_source(inner);
+        assert_eq!(same.to_string(), "b:2: no majority");
+        assert_eq!(same.source().unwrap().to_string(), refused().to_string());
+        let inner = refused().with_address("b:2");
+        let list = BackendError::transient("no majority").with_address("a:1,b:2");
+        let list = list.with_source(inner);
+        assert_eq!(list.to_string(), "a:1,b:2: no majority");
+        assert_eq!(list.source().unwrap().to_string(), format!("b:2: {}", refused()));
+    }
 }

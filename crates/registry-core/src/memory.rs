@@ -323,7 +323,7 @@ impl Records {
         let token = self.next_token().ok_or_else(|| {
             BackendError::new(
                 crate::BackendErrorKind::Protocol,
-                "the memory store has run out of fencing tokens",
+                "the memory store has run out of fencing tokens; open a new store",
             )
         })?;
         Ok(MemoryRecord {

@@ -134,6 +134,8 @@ pub(crate) struct Defaults {
     /// How long a store operation may take before its outcome counts as unknown.
     pub(crate) operation_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
+    /// The store's address, for errors of calls without a response.
+    pub(crate) address: Option<Arc<str>>,
 }
 
 impl Defaults {
@@ -205,7 +207,7 @@ impl Terms {
                     "max_hold",
                     max_hold,
                     format!(
-                        "is shorter than the shortest lease of this store, {:?}",
+                        "is shorter than the shortest lease of this store, {:?}; use a longer one",
                         store.lease_min
                     ),
                 ));
@@ -219,9 +221,11 @@ impl Terms {
                 "min_hold",
                 min_hold,
                 match options.max_hold {
-                    Some(max_hold) => format!("is longer than max_hold, {max_hold:?}"),
+                    Some(max_hold) => {
+                        format!("is longer than max_hold, {max_hold:?}; use a shorter one")
+                    }
                     None => format!(
-                        "is longer than the longest lease of this store, {:?}",
+                        "is longer than the longest lease of this store, {:?}; use a shorter one",
                         store.lease_max
                     ),
                 },
@@ -256,7 +260,10 @@ pub(crate) fn check_lease(
         return Err(InvalidOption::new(
             option,
             lease,
-            format!("is shorter than the shortest lease of this store, {:?}", store.lease_min),
+            format!(
+                "is shorter than the shortest lease of this store, {:?}; use a longer one",
+                store.lease_min
+            ),
         ));
     }
     if lease > store.lease_max {

@@ -309,7 +309,7 @@ async fn finish_and_release(
     };
     let panicked = |payload| {
         discard(payload);
-        Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked"))
+        Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match answer.unwrap_or_else(panicked) {
         // There is nothing to release unless an earlier attempt was granted.

@@ -158,6 +158,7 @@ impl Registry {
                 handoffs: Defaults::HANDOFFS,
                 operation_timeout: Defaults::ANSWER_LIMIT,
                 label: None,
+                address: None,
             },
             observers: Observers::default(),
         }
@@ -462,6 +463,14 @@ impl RegistryBuilder {
     /// Sets the label that other clients see when they query the holder of a lock. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.defaults.label = Some(label.into().into());
+        self
+    }
+
+    /// Sets the store's address for the errors of operations that the store does not answer:
+    /// `HOST:PORT`, several of these separated by commas, or a path. It must contain no user,
+    /// password or query. Default: none.
+    pub fn address(mut self, address: impl Into<Arc<str>>) -> Self {
+        self.defaults.address = Some(address.into());
         self
     }
 

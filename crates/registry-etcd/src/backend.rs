@@ -1,6 +1,7 @@
 //! The `LockBackend` implementation. The queue of a lock is in `queue`, renewal is in `renew`.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -40,6 +41,8 @@ use crate::watcher::Watcher;
 /// holder becomes free up to 2.5 s after its lease.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
+    /// All configured members, for errors that no single member caused.
+    addresses: Arc<str>,
     pub(crate) names: KeyNames,
     pub(crate) host: String,
     pub(crate) client: EtcdClient,
@@ -71,6 +74,7 @@ impl EtcdBackend {
             pool: LeasePool::new(client.clone()),
             tombstones: TombstoneLeases::default(),
             claims: ClaimCache::default(),
+            addresses: client.addresses().into(),
             client,
             names,
             config,
@@ -85,6 +89,10 @@ impl EtcdBackend {
         self.config.namespace()
     }
 
+    fn with_address(&self, error: BackendError) -> BackendError {
+        error.with_address(Arc::clone(&self.addresses))
+    }
+
     /// Reads one key of the namespace. Tries each configured member at most once.
     async fn probe(&self) -> Result<(), BackendError> {
         let mut tried = 0;
@@ -94,7 +102,7 @@ impl EtcdBackend {
             match self.client.call(probe).await {
                 Ok(_) => return Ok(()),
                 Err(CallError::MemberFailed(_)) if tried < self.client.member_count() => {}
-                Err(failure) => return Err(failure.into_error()),
+                Err(failure) => return Err(self.with_address(failure.into_error())),
             }
         }
     }
@@ -106,7 +114,7 @@ impl EtcdBackend {
     }
 
     pub(crate) async fn range(&self, range: RangeRequest) -> Result<RangeResponse, BackendError> {
-        self.client.call(range).await.map_err(CallError::into_error)
+        self.client.call(range).await.map_err(|failure| self.with_address(failure.into_error()))
     }
 
     async fn first_entry(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
@@ -155,19 +163,20 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.enqueue(claim).await
+        self.enqueue(claim).await.map_err(|error| self.with_address(error))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let mut renewals = Vec::with_capacity(claims.len());
         for batch in claims.chunks(BATCH_MAX) {
-            renewals.extend(self.renew_batch(batch).await);
+            let batch = self.renew_batch(batch).await.into_iter();
+            renewals.extend(batch.map(|renewed| renewed.map_err(|error| self.with_address(error))));
         }
         renewals
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.dequeue(claim).await
+        self.dequeue(claim).await.map_err(|error| self.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -252,8 +261,9 @@ impl LockAdmin for EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {ATTEMPTS_MAX} attempts, the holder of the lock changed each time"
+            "etcd: in {ATTEMPTS_MAX} attempts, the holder of the lock changed each time; retry"
         ))
+        .with_address(Arc::clone(&self.addresses))
         .as_refused())
     }
 

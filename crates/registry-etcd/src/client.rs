@@ -52,6 +52,8 @@ struct ClientState {
 #[derive(Clone)]
 pub(crate) struct MemberConnection {
     channel: Channel,
+    /// `HOST:PORT` of the member, for messages.
+    address: Arc<str>,
     token: Option<MetadataValue<Ascii>>,
     pub(crate) number: u64,
     opened: Instant,
@@ -131,6 +133,11 @@ impl EtcdClient {
         self.0.response_timeout
     }
 
+    /// Returns `HOST:PORT,HOST:PORT` of the configured members.
+    pub(crate) fn addresses(&self) -> String {
+        self.0.members.iter().map(address).collect::<Vec<_>>().join(",")
+    }
+
     /// Returns the number of configured members.
     pub(crate) fn member_count(&self) -> usize {
         self.0.members.len()
@@ -161,9 +168,9 @@ impl EtcdClient {
                     return Ok(response);
                 }
                 Some(Err(status)) => classify(&status),
-                None => CallError::MemberFailed(response_timed_out()),
+                None => CallError::MemberFailed(response_timed_out(limits.idle_timeout)),
             };
-            match failure {
+            match failure.with_address(&connection.address) {
                 CallError::Unauthenticated if !has_new_login && self.0.credentials.is_some() => {
                     has_new_login = true;
                     self.disconnect(connection.number, false);
@@ -184,8 +191,12 @@ impl EtcdClient {
         request: C,
     ) -> Result<C::Response, BackendError> {
         let connection = self.connect(member).await?;
-        let response = timeout(self.0.response_timeout, unary(&connection, request)).await;
-        response.map_err(|_| response_timed_out())?.map_err(|status| classify(&status).into_error())
+        let limit = self.0.response_timeout;
+        let response = match timeout(limit, unary(&connection, request)).await {
+            Ok(response) => response.map_err(|status| classify(&status).into_error()),
+            Err(_) => Err(response_timed_out(limit)),
+        };
+        response.map_err(|error| error.with_address(connection.address))
     }
 
     /// Opens a bidirectional stream. A member without a leader ends it.
@@ -294,25 +305,31 @@ impl EtcdClient {
 
     async fn connect(&self, member: usize) -> Result<MemberConnection, BackendError> {
         let endpoint = &self.0.members[member % self.member_count()];
+        let connected = self.connect_to(endpoint).await;
+        connected.map_err(|error| error.with_address(address(endpoint)))
+    }
+
+    async fn connect_to(&self, endpoint: &Endpoint) -> Result<MemberConnection, BackendError> {
         let channel = timeout(self.0.connect_timeout, endpoint.connect()).await;
         let channel = channel
             .map_err(|_| {
                 BackendError::transient(format!(
-                    "etcd: connecting to {} failed: no connection within {:?}",
-                    address(endpoint),
+                    "etcd: no connection within {:?}; check that the member runs at this address",
                     self.0.connect_timeout
                 ))
                 .as_refused()
             })?
-            .map_err(|error| connect_error(address(endpoint), &error))?;
+            .map_err(|error| connect_error(&error))?;
         let number = self.0.next_number.fetch_add(1, Ordering::Relaxed);
         let (opened, last_received_ms) = (Instant::now(), Arc::default());
+        let address = address(endpoint).into();
         let mut connection =
-            MemberConnection { channel, token: None, number, opened, last_received_ms };
+            MemberConnection { channel, address, token: None, number, opened, last_received_ms };
         if let Some(Credentials { user, password }) = &self.0.credentials {
             let request = AuthenticateRequest { name: user.clone(), password: password.clone() };
-            let response = timeout(self.0.response_timeout, unary(&connection, request)).await;
-            connection.token = match response.map_err(|_| response_timed_out().as_refused())? {
+            let limit = self.0.response_timeout;
+            let response = timeout(limit, unary(&connection, request)).await;
+            connection.token = match response.map_err(|_| response_timed_out(limit).as_refused())? {
                 Ok(response) => {
                     let mut token: MetadataValue<Ascii> =
                         response.token.parse().map_err(|_| protocol_error())?;
@@ -352,8 +369,10 @@ fn add_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
     }
 }
 
-fn response_timed_out() -> BackendError {
-    BackendError::transient("etcd: no response from the member in time")
+fn response_timed_out(limit: Duration) -> BackendError {
+    BackendError::transient(format!(
+        "etcd: no response from the member within {limit:?}; check its load and the network"
+    ))
 }
 
 /// Returns `HOST:PORT` of a member.
@@ -362,7 +381,7 @@ fn address(endpoint: &Endpoint) -> &str {
 }
 
 /// Classifies a failure to connect to `address`. No request was sent.
-fn connect_error(address: &str, error: &tonic::transport::Error) -> BackendError {
+fn connect_error(error: &tonic::transport::Error) -> BackendError {
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     let mut causes: Vec<String> = causes.map(ToString::to_string).collect();
     causes.dedup();
@@ -377,9 +396,9 @@ fn connect_error(address: &str, error: &tonic::transport::Error) -> BackendError
     } else if message.contains("corrupt message") {
         (BackendErrorKind::Misconfigured, "the member does not use TLS; use etcd:// or enable TLS")
     } else {
-        (BackendErrorKind::Transient, "no connection")
+        (BackendErrorKind::Transient, "no connection; check that the member runs at this address")
     };
-    BackendError::new(kind, format!("etcd: connecting to {address} failed: {text}"))
+    BackendError::new(kind, format!("etcd: {text}"))
         .with_source(ConnectErrorText(message))
         .as_refused()
 }

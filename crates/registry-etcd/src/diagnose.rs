@@ -22,7 +22,7 @@ impl EtcdBackend {
                     findings.extend(member_findings(&format!("{host}:{port}"), &status));
                 }
                 Err(error) => {
-                    findings.push(Finding::warning(format!("{host}:{port}: {error}")));
+                    findings.push(Finding::warning(error.to_string()));
                     failed = Some(error);
                 }
             }

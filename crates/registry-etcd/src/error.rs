@@ -1,6 +1,7 @@
 //! Maps the errors of etcd and of the connection to `BackendError`.
 
 use std::error::Error as _;
+use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind};
 use tonic::{Code, Status};
@@ -23,10 +24,21 @@ pub(crate) enum CallError {
 }
 
 impl CallError {
+    /// Adds the address of the member to the error.
+    pub(crate) fn with_address(self, address: &Arc<str>) -> Self {
+        match self {
+            Self::MemberFailed(error) => {
+                Self::MemberFailed(error.with_address(Arc::clone(address)))
+            }
+            Self::Other(error) => Self::Other(error.with_address(Arc::clone(address))),
+            failure => failure,
+        }
+    }
+
     pub(crate) fn into_error(self) -> BackendError {
         match self {
             Self::LeaseNotFound => {
-                BackendError::transient("etcd: the lease has expired or was revoked").as_refused()
+                BackendError::transient("etcd: the lease has expired or was revoked; retry").as_refused()
             }
             Self::Unauthenticated => BackendError::new(
                 Denied,
@@ -35,7 +47,7 @@ impl CallError {
             .as_refused(),
             Self::TooManyOperations => BackendError::new(
                 Misconfigured,
-                "etcd: the transaction exceeds the members' limit of operations (--max-txn-ops)",
+                "etcd: the transaction exceeds the members' limit of operations; raise `--max-txn-ops`",
             )
             .as_refused(),
             Self::MemberFailed(error) | Self::Other(error) => error,
@@ -50,7 +62,10 @@ pub(crate) fn misconfigured(text: impl std::fmt::Display) -> BackendError {
 
 /// Returns `Protocol` for a response that no etcd member sends.
 pub(crate) fn protocol_error() -> BackendError {
-    BackendError::new(Protocol, "etcd: the member sent an unexpected response")
+    BackendError::new(
+        Protocol,
+        "etcd: the member sent an unexpected response; check that the server is etcd 3.4 or later",
+    )
 }
 
 /// Classifies the status of a failed call.
@@ -75,7 +90,7 @@ pub(crate) fn classify(status: &Status) -> CallError {
         Code::Unauthenticated => CallError::Unauthenticated,
         Code::InvalidArgument if has("auth store is old") => CallError::Unauthenticated,
         Code::InvalidArgument if has("authentication failed") => {
-            refused(Denied, "the members rejected this user or password")
+            refused(Denied, "the members rejected this user or password; check both")
         }
         // Authentication was enabled after this connection was opened without a login.
         Code::InvalidArgument if has("user name is empty") => CallError::Unauthenticated,
@@ -90,35 +105,49 @@ pub(crate) fn classify(status: &Status) -> CallError {
         ),
         // Some requests get this error without its code.
         Code::ResourceExhausted | Code::Unknown if has("etcdserver: too many requests") => {
-            refused(Transient, "the members are overloaded: too many requests")
+            refused(Transient, "the members are overloaded: too many requests; reduce their load")
         }
         // The request may still be executed: a lost leader may have replicated it.
-        Code::Unavailable if has("etcdserver:") => {
-            CallError::MemberFailed(error(Transient, "the cluster has no leader or lost it"))
-        }
+        Code::Unavailable if has("etcdserver:") => CallError::MemberFailed(error(
+            Transient,
+            "the cluster has no leader or lost it; check that a majority of the members runs",
+        )),
         Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded | Code::Aborted => {
-            CallError::MemberFailed(error(Transient, "the connection was lost"))
+            CallError::MemberFailed(error(Transient, CONNECTION_LOST))
         }
         // The client library reports a truncated stream with these codes.
         Code::Unknown | Code::Internal if !has("etcdserver:") => {
-            CallError::MemberFailed(error(Transient, "the connection was lost"))
+            CallError::MemberFailed(error(Transient, CONNECTION_LOST))
         }
-        Code::Unimplemented => refused(Misconfigured, "the server is not etcd 3.4 or later"),
-        Code::DataLoss => refused(Protocol, "the data of a member is corrupt (alarm CORRUPT)"),
-        _ => CallError::Other(error(Protocol, "the member refused the request")),
+        Code::Unimplemented => {
+            refused(Misconfigured, "the server is not etcd 3.4 or later; update it")
+        }
+        Code::DataLoss => {
+            refused(Protocol, "the data of a member is corrupt (alarm CORRUPT); replace the member")
+        }
+        _ => CallError::Other(error(
+            Protocol,
+            "the member refused the request; see the source of this error",
+        )),
     }
 }
 
 /// Returns `Denied`: the member ended the TLS connection because of the client certificate.
 pub(crate) fn certificate_rejected(message: String) -> BackendError {
-    BackendError::new(Denied, "etcd: the member rejected the client certificate or requires one")
-        .with_source(StatusMessage(message))
-        .as_refused()
+    BackendError::new(
+        Denied,
+        "etcd: the member rejected the client certificate or requires one; check both files",
+    )
+    .with_source(StatusMessage(message))
+    .as_refused()
 }
 
 fn causes(status: &Status) -> impl Iterator<Item = String> {
     std::iter::successors(status.source(), |&cause| cause.source()).map(ToString::to_string)
 }
+
+const CONNECTION_LOST: &str =
+    "the connection was lost; check the network and that the member still runs";
 
 /// Part of the error text of a TLS connection that the peer refused.
 pub(crate) const TLS_ALERT: &str = "received fatal alert";

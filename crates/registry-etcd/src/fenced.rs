@@ -60,7 +60,9 @@ pub enum FenceError {
         key: String,
     },
     /// The lock is in another kind of store.
-    #[error("lock {key:?} is not stored in etcd, so it cannot fence writes to etcd")]
+    #[error(
+        "lock {key:?} is not stored in etcd, so it cannot fence writes to etcd; use a lock of an etcd registry"
+    )]
     #[non_exhaustive]
     Unsupported {
         /// The lock's key.
@@ -68,7 +70,7 @@ pub enum FenceError {
     },
     /// The cluster returned a store error. Unless it is [refused](BackendError::refused), the
     /// transaction may or may not have been executed.
-    #[error("the etcd transaction fenced by lock {key:?} failed")]
+    #[error("fenced transaction on {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The lock's key.

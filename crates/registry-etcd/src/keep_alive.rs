@@ -69,11 +69,13 @@ impl KeepAlive {
         let receiver = self.queue.push(lease.id, lease.expires_at(), limits.idle_timeout);
         let response = timeout(limits.total, receiver).await;
         let response = response.map_err(|_| {
-            BackendError::transient("etcd: LeaseKeepAlive failed: no response in time")
+            BackendError::transient("etcd: no response to LeaseKeepAlive in time; check the member's load and the network")
         })?;
         let response = response.map_err(|_| {
-            BackendError::transient("etcd: LeaseKeepAlive failed: no connection to a member")
-                .as_refused()
+            BackendError::transient(
+                "etcd: no connection for LeaseKeepAlive; check that a member runs",
+            )
+            .as_refused()
         })?;
         let Ok(ttl_seconds @ 1..) = u64::try_from(response.ttl) else {
             return Ok(LeaseStatus::Unknown);

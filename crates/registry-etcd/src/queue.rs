@@ -43,7 +43,7 @@ impl EtcdBackend {
             }
         }
         Err(BackendError::transient(format!(
-            "etcd: in {ATTEMPTS_MAX} attempts, the leases expired before they were used"
+            "etcd: in {ATTEMPTS_MAX} attempts, the leases expired before they were used; use longer leases or check the members' load"
         )))
     }
 

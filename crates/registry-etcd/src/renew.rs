@@ -227,13 +227,13 @@ impl EtcdBackend {
                 );
             }
             return Err(BackendError::transient(
-                "etcd: renewal failed: the key is attached to another lease",
+                "etcd: the key is attached to another lease; the renewal is repeated",
             ));
         }
         if renewal.lease_status == LeaseStatus::Unknown {
             // A member that lags behind may not know a lease that the majority knows.
             return Err(BackendError::transient(
-                "etcd: renewal failed: the member does not know the lease",
+                "etcd: the member does not know the lease; the renewal is repeated",
             ));
         }
         renewal.lease.confirm(snapshot.term);
@@ -258,7 +258,7 @@ impl EtcdBackend {
         }
         if remaining < claim.lease() / 2 {
             return Err(BackendError::transient(
-                "etcd: renewal failed: the leader changed before it confirmed the lease",
+                "etcd: the leader changed before it confirmed the lease; the renewal is repeated",
             ));
         }
         Ok(Renewal::Renewed(remaining.min(claim.lease())))

@@ -148,7 +148,7 @@ pub enum FenceError {
         source: Option<sqlx::Error>,
     },
     /// The store's own work next to the transaction failed.
-    #[error("the store could not prepare the fence of lock {key:?}")]
+    #[error("fence on {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The key.
@@ -157,7 +157,7 @@ pub enum FenceError {
         source: BackendError,
     },
     /// The check failed in the database.
-    #[error("the database could not check the fence")]
+    #[error("the fence could not be checked in the database; roll back and retry")]
     #[non_exhaustive]
     Database {
         /// The database's error.

@@ -145,7 +145,7 @@ impl TransactionLock {
 #[non_exhaustive]
 pub enum LockInError {
     /// The key is invalid. Nothing was sent.
-    #[error("the key is invalid")]
+    #[error("invalid lock key: {source}")]
     #[non_exhaustive]
     InvalidKey {
         /// Why the key is invalid.
@@ -161,7 +161,7 @@ pub enum LockInError {
         database: &'static str,
     },
     /// The transaction is on a database that does not hold the registry's locks.
-    #[error("the transaction is not on the database of lock {key:?}")]
+    #[error("the transaction is not on the database of lock {key:?}; begin it there")]
     #[non_exhaustive]
     OtherDatabase {
         /// The key.
@@ -191,7 +191,7 @@ pub enum LockInError {
         source: Option<sqlx::Error>,
     },
     /// The transaction's connection failed, or the database could not run a statement.
-    #[error("the database could not lock {key:?} in the transaction")]
+    #[error("lock_in on {key:?} failed in the database; roll back and retry")]
     #[non_exhaustive]
     Database {
         /// The key.
@@ -200,7 +200,7 @@ pub enum LockInError {
         source: sqlx::Error,
     },
     /// The store's own work next to the transaction failed.
-    #[error("the store could not prepare lock {key:?} for the transaction")]
+    #[error("lock_in on {key:?} failed")]
     #[non_exhaustive]
     Backend {
         /// The key.

@@ -12,6 +12,7 @@ use registry_core::{
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
+use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
 use crate::store::{AcquireResult, RedisStore, names};
@@ -35,6 +36,8 @@ use crate::store::{AcquireResult, RedisStore, names};
 /// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
+    /// All configured servers, for errors that no single server caused.
+    addresses: Arc<str>,
     storage: Arc<Storage>,
     invalidations: InvalidationForwarder,
 }
@@ -67,14 +70,22 @@ impl RedisBackend {
     /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         config.check()?;
+        let addresses: Arc<str> = all_addresses(&config.servers).into();
+        let with_address = |error: BackendError| error.with_address(Arc::clone(&addresses));
         let invalidations = InvalidationForwarder::new(names(&config));
         let storage = match &config.servers {
-            ServerAddresses::Quorum(masters) => {
-                Storage::Quorum(Quorum::open(masters, &config, &invalidations).await?)
-            }
-            _ => Storage::Single(RedisStore::open(&config, &invalidations).await?),
+            ServerAddresses::Quorum(masters) => Storage::Quorum(
+                Quorum::open(masters, &config, &invalidations).await.map_err(with_address)?,
+            ),
+            _ => Storage::Single(
+                RedisStore::open(&config, &invalidations).await.map_err(with_address)?,
+            ),
         };
-        Ok(Self { config, storage: Arc::new(storage), invalidations })
+        Ok(Self { config, addresses, storage: Arc::new(storage), invalidations })
+    }
+
+    fn with_address(&self, error: BackendError) -> BackendError {
+        error.with_address(Arc::clone(&self.addresses))
     }
 
     /// Returns the namespace of this backend's locks.
@@ -127,10 +138,10 @@ impl LockBackend for RedisBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let outcome = match &*self.storage {
-            Storage::Single(store) => store.try_acquire(claim, None).await?,
-            Storage::Quorum(quorum) => quorum.try_acquire(claim).await?,
+            Storage::Single(store) => store.try_acquire(claim, None).await,
+            Storage::Quorum(quorum) => quorum.try_acquire(claim).await,
         };
-        Ok(match outcome {
+        Ok(match outcome.map_err(|error| self.with_address(error))? {
             AcquireResult::Granted { token, lease, .. } => {
                 // The engine must not rely on a longer lease than it requested.
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
@@ -157,8 +168,10 @@ impl LockBackend for RedisBackend {
         for (renewal, claim) in renewals.iter_mut().zip(claims) {
             // A server clock that is behind reports a longer lease than requested. The surplus
             // vanishes when the clock is corrected.
-            if let Ok(Renewal::Renewed(remaining)) = renewal {
-                *remaining = (*remaining).min(claim.lease());
+            match renewal {
+                Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
+                Ok(_) => {}
+                Err(error) => *error = self.with_address(error.clone()),
             }
         }
         renewals
@@ -169,6 +182,7 @@ impl LockBackend for RedisBackend {
             Storage::Single(store) => store.release(claim).await,
             Storage::Quorum(quorum) => quorum.release(claim).await,
         }
+        .map_err(|error| self.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -202,21 +216,24 @@ impl LockBackend for RedisBackend {
 impl LockAdmin for RedisBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         match &*self.storage {
-            Storage::Single(store) => {
-                let found = store.inspect_keys(std::slice::from_ref(key)).await?.pop();
-                Ok(found.map(|found| found.holder))
-            }
+            Storage::Single(store) => store
+                .inspect_keys(std::slice::from_ref(key))
+                .await
+                .map(|mut found| found.pop().map(|found| found.holder)),
             Storage::Quorum(quorum) => quorum.inspect(key).await,
         }
+        .map_err(|error| self.with_address(error))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         match &*self.storage {
-            Storage::Single(store) => {
-                Ok(store.list().await?.into_iter().map(|found| found.holder).collect())
-            }
+            Storage::Single(store) => store
+                .list()
+                .await
+                .map(|found| found.into_iter().map(|found| found.holder).collect()),
             Storage::Quorum(quorum) => quorum.list().await,
         }
+        .map_err(|error| self.with_address(error))
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
@@ -224,13 +241,15 @@ impl LockAdmin for RedisBackend {
             Storage::Single(store) => store.force_release(key).await,
             Storage::Quorum(quorum) => quorum.force_release(key).await,
         }
+        .map_err(|error| self.with_address(error))
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = match &*self.storage {
-            Storage::Single(store) => store.diagnose().await?,
-            Storage::Quorum(quorum) => quorum.diagnose().await?,
-        };
+            Storage::Single(store) => store.diagnose().await,
+            Storage::Quorum(quorum) => quorum.diagnose().await,
+        }
+        .map_err(|error| self.with_address(error))?;
         if !self.invalidations.is_tracking() {
             findings.push(Finding::note(
                 "the server does not report changes (CLIENT TRACKING): a holder is notified of a removed lock only at its next \

@@ -38,6 +38,11 @@ pub(crate) trait Topology: fmt::Debug + Send + Sync {
 
     /// Updates the routing after an error of `node` and returns the next step.
     async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction;
+
+    /// Returns the address of `node`, for messages.
+    fn address(&self, node: &RedisNode) -> String {
+        node.name().to_owned()
+    }
 }
 
 /// The next step after an error.
@@ -114,13 +119,13 @@ impl RedisConnections {
 
     /// Connects to all servers, so that configuration errors surface early.
     pub(crate) async fn connect(&self) -> Result<(), BackendError> {
-        let refused = |error: RedisError| to_backend_error(&error).as_refused();
-        for node in self.topology.nodes().await.map_err(refused)? {
+        for node in self.nodes().await? {
+            let refused = |error: RedisError| self.classify(&error, &node).as_refused();
             node.connect().await.map_err(refused)?;
             // A server that does not support the required durability would refuse every grant.
             node.check_durability().await.map_err(|error| {
                 if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
-                    invalid_client_config(&error)
+                    invalid_client_config(&error).with_address(self.topology.address(&node))
                 } else {
                     refused(error)
                 }
@@ -175,15 +180,16 @@ impl RedisConnections {
                 Err(error) => error,
             };
             match self.topology.on_error(&node, &error).await {
-                ErrorAction::Fail => return Err(to_backend_error(&error)),
+                ErrorAction::Fail => return Err(self.classify(&error, &node)),
                 ErrorAction::Retry { node: other, is_asking: is_migrating } => {
                     (node, is_asking) = (other, is_migrating);
                 }
             }
         }
         Err(BackendError::transient(format!(
-            "redis: the limit of {REDIRECTIONS_MAX} redirections per command is reached"
+            "redis: the limit of {REDIRECTIONS_MAX} redirections per command is reached; check that the cluster's nodes agree on its slots"
         ))
+        .with_address(self.topology.address(&node))
         .as_refused())
     }
 
@@ -208,9 +214,14 @@ impl RedisConnections {
             Err(error) => {
                 // The next command may need another server.
                 let _: ErrorAction = self.topology.on_error(node, &error).await;
-                Err(to_backend_error(&error))
+                Err(self.classify(&error, node))
             }
         }
+    }
+
+    /// Classifies an error of `node` and adds its address.
+    fn classify(&self, error: &RedisError, node: &RedisNode) -> BackendError {
+        to_backend_error(error).with_address(self.topology.address(node))
     }
 
     /// Closes the subscriber connections.
@@ -253,6 +264,20 @@ impl Topology for SingleTopology {
         }
         ErrorAction::Fail
     }
+}
+
+/// Returns the addresses of all configured servers, for messages.
+pub(crate) fn all_addresses(servers: &ServerAddresses) -> String {
+    match servers {
+        ServerAddresses::Single(address) => address.to_string(),
+        ServerAddresses::Sentinel { sentinels: all, .. }
+        | ServerAddresses::Cluster(all)
+        | ServerAddresses::Quorum(all) => join_addresses(all),
+    }
+}
+
+fn join_addresses(all: &[ServerAddress]) -> String {
+    all.iter().map(ServerAddress::to_string).collect::<Vec<_>>().join(",")
 }
 
 /// Returns a function that connects to one server.

@@ -116,7 +116,9 @@ impl RedisStore {
             i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
         };
         let Some(node) = self.connections.known_node(0) else {
-            return Err(BackendError::transient("redis: no server"));
+            return Err(BackendError::transient(
+                "redis: no server is known; check that the cluster is up",
+            ));
         };
         let before = local_time();
         let response = self.connections.send_command(&node, &redis::cmd("TIME")).await?;
@@ -128,7 +130,9 @@ impl RedisStore {
     /// Returns the id of a single server's process, which changes at each start.
     pub(crate) async fn run_id(&self) -> Result<String, BackendError> {
         let Some(node) = self.connections.known_node(0) else {
-            return Err(BackendError::transient("redis: no server"));
+            return Err(BackendError::transient(
+                "redis: no server is known; check that the cluster is up",
+            ));
         };
         let info = self.info(&node, "server").await?;
         let id = info.lines().find_map(|line| line.strip_prefix("run_id:"));

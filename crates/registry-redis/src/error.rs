@@ -7,7 +7,7 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Returns `Misconfigured` for a configuration that cannot work, with the cause.
 pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
-    let message = "redis: the configuration cannot be used";
+    let message = "redis: the configuration cannot be used; see the source of this error";
     BackendError::new(Misconfigured, message).with_source(error.clone()).as_refused()
 }
 
@@ -30,6 +30,11 @@ fn redact_user(error: &RedisError) -> Option<RedisError> {
     let message = format!("{before}this user has no {after}");
     Some((error.kind(), "missing rights", message).into())
 }
+
+const CONNECTION_LOST: &str =
+    "the connection was lost; check the network and that the server still runs";
+const UNEXPECTED_ERROR: &str =
+    "the server returned an unexpected error; see the source of this error";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct RedisErrorClass {
@@ -54,38 +59,44 @@ fn classify(error: &RedisError) -> RedisErrorClass {
     }
     match error.kind() {
         ErrorKind::AuthenticationFailed => {
-            refused(Denied, "the server does not take this user or password")
+            refused(Denied, "the server rejected this user or password; check both")
         }
         ErrorKind::InvalidClientConfig => {
-            refused(Misconfigured, "the configuration cannot be used")
+            refused(Misconfigured, "the configuration cannot be used; see the source of this error")
         }
-        ErrorKind::Io if error.is_connection_refusal() => {
-            refused(Transient, "the connection was refused")
+        ErrorKind::Io if error.is_connection_refusal() => refused(
+            Transient,
+            "the connection was refused; check that the server runs at this address",
+        ),
+        ErrorKind::Io if error.is_timeout() => unknown_outcome(
+            Transient,
+            "the server did not respond in time; check its load and the network",
+        ),
+        ErrorKind::Io => {
+            classify_tls_error(error).unwrap_or(unknown_outcome(Transient, CONNECTION_LOST))
         }
-        ErrorKind::Io if error.is_timeout() => {
-            unknown_outcome(Transient, "the server did not respond in time")
-        }
-        ErrorKind::Io => classify_tls_error(error)
-            .unwrap_or(unknown_outcome(Transient, "the connection was lost")),
         ErrorKind::Client | ErrorKind::ClusterConnectionNotFound => {
-            refused(Transient, "there is no connection to the server")
+            refused(Transient, "there is no connection to the server; check that it runs")
         }
         ErrorKind::Server(kind) => classify_server_error(kind, error.code()),
         ErrorKind::Extension => classify_code(error.code()),
         // The client library reports a truncated response as a parse error.
         ErrorKind::Parse if error.to_string().contains("end of input") => {
-            unknown_outcome(Transient, "the connection was lost")
+            unknown_outcome(Transient, CONNECTION_LOST)
         }
         ErrorKind::Parse | ErrorKind::UnexpectedReturnType => unknown_outcome(
             Protocol,
             "the response is not valid Redis protocol; check for a proxy between client and server",
         ),
         ErrorKind::RESP3NotSupported => {
-            refused(Misconfigured, "the server is older than version 6")
+            refused(Misconfigured, "the server is older than version 6; update it")
         }
         // Kinds that the client library may add: the outcome is unknown, and a retry is not known
         // to help.
-        _ => unknown_outcome(Protocol, "the client library reported an unknown error"),
+        _ => unknown_outcome(
+            Protocol,
+            "the client library reported an unknown error; see the source of this error",
+        ),
     }
 }
 
@@ -101,9 +112,15 @@ fn classify_tls_error(error: &RedisError) -> Option<RedisErrorClass> {
     let alert = text.strip_prefix("received fatal alert: ")?;
     let certificate_alerts = ["Certificate", "UnknownCA", "AccessDenied"];
     Some(if certificate_alerts.iter().any(|word| alert.contains(word)) {
-        refused(Denied, "the server rejected the client certificate, or requires one")
+        refused(
+            Denied,
+            "the server rejected the client certificate, or requires one; check options `cert` and `key`",
+        )
     } else {
-        refused(Misconfigured, "the server rejected the TLS handshake")
+        refused(
+            Misconfigured,
+            "the server rejected the TLS handshake; check its TLS versions and ciphers",
+        )
     })
 }
 
@@ -112,22 +129,29 @@ fn classify_server_error(kind: ServerErrorKind, code: Option<&str>) -> RedisErro
         ServerErrorKind::NoPerm => {
             refused(Denied, "this user may not do that; see the book for the required rights")
         }
-        ServerErrorKind::BusyLoading => refused(Transient, "the server is loading its data"),
+        ServerErrorKind::BusyLoading => {
+            refused(Transient, "the server is loading its data; wait until it has started")
+        }
         ServerErrorKind::NoScript => {
-            refused(Transient, "the script cache of the server was flushed during the call")
+            refused(Transient, "the script cache of the server was flushed during the call; retry")
         }
-        ServerErrorKind::ReadOnly => refused(Transient, "the server is a replica"),
+        ServerErrorKind::ReadOnly => {
+            refused(Transient, "the server is a replica; use the address of the master")
+        }
         ServerErrorKind::MasterDown => {
-            refused(Transient, "the replica has no connection to its master")
+            refused(Transient, "the replica has no connection to its master; check the master")
         }
-        ServerErrorKind::ClusterDown => refused(Transient, "the cluster is down"),
-        ServerErrorKind::TryAgain => refused(Transient, "the slot is migrating"),
+        ServerErrorKind::ClusterDown => {
+            refused(Transient, "the cluster is down; see `CLUSTER INFO` of its nodes")
+        }
+        ServerErrorKind::TryAgain => refused(Transient, "the slot is migrating; retry"),
         ServerErrorKind::Moved | ServerErrorKind::Ask => {
             refused(Misconfigured, "the server is part of a cluster; use redis+cluster://")
         }
-        ServerErrorKind::CrossSlot => {
-            refused(Protocol, "the keys are in different slots of the cluster")
-        }
+        ServerErrorKind::CrossSlot => refused(
+            Protocol,
+            "the keys are in different slots of the cluster; use one hash tag for all of them",
+        ),
         _ => classify_code(code),
     }
 }
@@ -135,21 +159,36 @@ fn classify_server_error(kind: ServerErrorKind, code: Option<&str>) -> RedisErro
 /// Classifies the codes for which the client library has no name.
 fn classify_code(code: Option<&str>) -> RedisErrorClass {
     match code {
-        Some("NOAUTH") => refused(Denied, "the server requires a password"),
-        Some("WRONGPASS") => refused(Denied, "the server does not take this user or password"),
+        Some("NOAUTH") => refused(Denied, "the server requires a password; configure it"),
+        Some("WRONGPASS") => {
+            refused(Denied, "the server rejected this user or password; check both")
+        }
         Some("WRONGTYPE") => {
             refused(Protocol, "the lock's key holds a value of another type; use another namespace")
         }
-        Some("OOM") => refused(Transient, "the server has reached its memory limit (maxmemory)"),
-        Some("MISCONF") => refused(Transient, "the server cannot save its data and refuses writes"),
-        Some("NOREPLICAS") => {
-            refused(Transient, "the server has too few replicas (min-replicas-to-write)")
+        Some("OOM") => refused(
+            Transient,
+            "the server has reached its memory limit; raise `maxmemory` or delete data",
+        ),
+        Some("MISCONF") => {
+            refused(Transient, "the server cannot save its data and refuses writes; see its log")
         }
-        Some("BUSY") => refused(Transient, "the server is busy with a long-running script"),
-        Some("LOADING") => refused(Transient, "the server is loading its data"),
-        Some("READONLY") => refused(Transient, "the server is a replica"),
-        Some("UNBLOCKED") => unknown_outcome(Transient, "the server changed its role"),
-        _ => unknown_outcome(Protocol, "the server returned an error"),
+        Some("NOREPLICAS") => refused(
+            Transient,
+            "the server has too few replicas; connect more, or lower `min-replicas-to-write`",
+        ),
+        Some("BUSY") => refused(
+            Transient,
+            "the server is busy with a long-running script; end it with `SCRIPT KILL`",
+        ),
+        Some("LOADING") => {
+            refused(Transient, "the server is loading its data; wait until it has started")
+        }
+        Some("READONLY") => {
+            refused(Transient, "the server is a replica; use the address of the master")
+        }
+        Some("UNBLOCKED") => unknown_outcome(Transient, "the server changed its role; retry"),
+        _ => unknown_outcome(Protocol, UNEXPECTED_ERROR),
     }
 }
 
@@ -209,11 +248,7 @@ mod tests {
         redis::parse_redis_value(whole).unwrap();
         for length in 1..whole.len() {
             let error = redis::parse_redis_value(&whole[..length]).unwrap_err();
-            assert_eq!(
-                classify(&error),
-                unknown_outcome(Transient, "the connection was lost"),
-                "{error:?}"
-            );
+            assert_eq!(classify(&error), unknown_outcome(Transient, CONNECTION_LOST), "{error:?}");
         }
         let error = redis::parse_redis_value(b"?nonsense\r\n").unwrap_err();
         assert_eq!(classify(&error).kind, Protocol, "{error:?}");
@@ -223,7 +258,7 @@ mod tests {
     fn an_unknown_error_leaves_the_outcome_unknown() {
         assert_eq!(
             class_of("-ERR something else\r\n"),
-            unknown_outcome(Protocol, "the server returned an error")
+            unknown_outcome(Protocol, UNEXPECTED_ERROR)
         );
     }
 }

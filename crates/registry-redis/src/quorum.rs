@@ -194,11 +194,12 @@ impl Quorum {
         let (all, majority) = (self.masters.len(), self.majority());
         match example {
             Some(example) => {
-                let message = format!("{example}; {majority} of {all} masters are required");
+                let cause = example.message();
+                let message = format!("{cause}; {majority} of {all} masters are required");
                 BackendError::new(example.kind(), message).with_source(example)
             }
             None => BackendError::transient(format!(
-                "redis: too few masters agree; {majority} of {all} are required"
+                "redis: too few masters agree; {majority} of {all} are required, so check that they respond"
             )),
         }
     }
@@ -480,6 +481,18 @@ fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), B
         .as_refused())
 }
 
+/// Returns the error of a release that is not retried, after the master's `last_error`, if any.
+fn retries_exhausted(last_error: Option<BackendError>) -> BackendError {
+    let message = format!(
+        "redis: the limit of {RELEASE_RETRIES_MAX} releases that are retried at one master is reached, so the lease ends this grant; \
+         check that the master responds"
+    );
+    match last_error {
+        Some(error) => BackendError::transient(message).with_source(error),
+        None => BackendError::transient(message),
+    }
+}
+
 fn same_server(one: &str, other: &str, id: &str) -> String {
     format!(
         "{one} and {other} are the same server (run_id {id}), whose vote would count twice; name each master of a quorum once"
@@ -551,14 +564,17 @@ impl QuorumMaster {
                 BackendErrorKind::Transient,
                 format!(
                     "redis: the master has run for less than restart_guard ({:?}) and may have lost its \
-                     data",
+                     data; it grants locks after that time",
                     self.restart_guard
                 ),
             )
+            .with_address(self.name())
             .as_refused());
         }
         if state.is_cancelled.load(Ordering::Acquire) {
-            return Err(BackendError::transient("redis: the attempt was cancelled").as_refused());
+            return Err(
+                BackendError::transient("redis: the attempt was cancelled; retry").as_refused()
+            );
         }
         self.store.try_acquire(claim, Some(&state.round_id)).await
     }
@@ -575,15 +591,19 @@ impl QuorumMaster {
         let mut retry_permit = None;
         loop {
             let is_grant_possible = may_be_granted();
-            match self.store.release(claim).await {
-                Ok(Release::NotHeld) if is_grant_possible && Instant::now() + pause < until => {}
-                Err(_) if Instant::now() + pause < until => {}
-                response => return response,
+            let response = self.store.release(claim).await;
+            let repeats = match &response {
+                Ok(outcome) => *outcome == Release::NotHeld && is_grant_possible,
+                Err(_) => true,
+            };
+            if !repeats || Instant::now() + pause >= until {
+                return response;
             }
             if retry_permit.is_none() {
-                let limit_reached =
-                    |_| BackendError::transient("redis: a master of the quorum cannot be reached");
-                retry_permit = Some(self.release_retries.try_acquire().map_err(limit_reached)?);
+                let Ok(permit) = self.release_retries.try_acquire() else {
+                    return Err(retries_exhausted(response.err()).with_address(self.name()));
+                };
+                retry_permit = Some(permit);
             }
             sleep(pause).await;
             pause = (pause * 2).min(RETRY_PAUSE_MAX);
@@ -990,7 +1010,7 @@ impl<T> PendingResponses<T> {
             response = self.calls.next() => match response {
                 Some(Ok(response)) => ResponseEvent::Response(response),
                 Some(Err(_)) => {
-                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down")))
+                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another one")))
                 }
                 None => ResponseEvent::AllReceived,
             },

@@ -145,13 +145,16 @@ impl RedisStore {
         let response = parse_attempt(durable.response, claim.key(), position)?;
         match (response, durable.shortfall) {
             (AcquireResult::Granted { .. }, Some(shortfall)) => {
-                let store_error =
-                    BackendError::transient(format!("redis: {shortfall}; the grant is released"));
+                let store_error = |outcome| {
+                    BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
+                };
                 // Unless the release is confirmed, the outcome of the acquisition is unknown.
-                Err(if self.release(claim).await.is_ok() {
-                    store_error.as_refused()
-                } else {
-                    store_error
+                Err(match self.release(claim).await {
+                    Ok(_) => store_error("was released").as_refused(),
+                    Err(failure) => {
+                        store_error("could not be released and ends with its lease at the latest")
+                            .with_source(failure)
+                    }
                 })
             }
             (response, _) => Ok(response),
@@ -384,7 +387,7 @@ impl RedisStore {
             // The engine's time-out is long over, and a proxy may never return cursor 0.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
-                    "redis: listing took longer than {LIST_TIMEOUT:?}; the database is too large"
+                    "redis: listing took longer than {LIST_TIMEOUT:?}; move the locks to a database with fewer keys"
                 )));
             }
         }

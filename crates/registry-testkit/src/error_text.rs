@@ -1,7 +1,24 @@
-//! Collects all text of an error that a program may display, for tests that search it for a reason
-//! or a password.
+//! The texts of errors. Collects all text that a program may display, for tests that search it for
+//! a reason or a password. Checks the sentence of a failed acquisition.
 
 use std::error::Error;
+
+use registry_core::LockError;
+
+/// Checks that `error` has the form `acquire on "KEY" at ADDRESS failed: CAUSE; HINT`, and that its
+/// text names key and address once. Returns `CAUSE; HINT`.
+///
+/// # Panics
+/// If the text has another form.
+#[must_use]
+pub fn cause_of_failed_acquire(error: &LockError, key: &str, address: &str) -> String {
+    let text = error.to_string();
+    let cause = text.strip_prefix(&format!("acquire on {key:?} at {address} failed: "));
+    let cause = cause.unwrap_or_else(|| panic!("not of the form at {address}: {text}"));
+    assert!(cause.contains("; "), "a hint follows the cause: {text}");
+    assert!(!cause.contains(address) && !cause.contains(key), "named twice: {text}");
+    cause.to_owned()
+}
 
 /// Returns the `Debug` text, the pretty `Debug` text and the `Display` text of `error` and of its
 /// sources.

@@ -55,7 +55,7 @@ pub mod seed;
 mod eventually;
 mod error_text;
 
-pub use error_text::error_text;
+pub use error_text::{cause_of_failed_acquire, error_text};
 pub use eventually::{PollResult, TimeoutError, eventually, within};
 
 // The examples of the README are compiled and run.

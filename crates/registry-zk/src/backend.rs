@@ -32,6 +32,8 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// preceding node. A holder is notified at once when another client deletes its node. Both need a
 /// watch: nodes above the 96 KiB are polled.
 pub struct ZkBackend {
+    /// All configured servers: the client library does not report the connected one.
+    addresses: Arc<str>,
     sessions: Arc<SessionPool>,
     paths: Paths,
     timeout: Duration,
@@ -51,9 +53,17 @@ impl ZkBackend {
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
         let paths = Paths::new(&config);
+        let addresses: Arc<str> = config.servers().into();
         let sessions = SessionPool::new(config);
-        let timeout = sessions.get().await?.timeout();
-        Ok(Self { sessions, paths, timeout })
+        let session = sessions.get().await;
+        let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
+        let timeout = session.timeout();
+        Ok(Self { addresses, sessions, paths, timeout })
+    }
+
+    /// Adds the addresses of the servers to an error.
+    pub(crate) fn with_address(&self, error: BackendError) -> BackendError {
+        error.with_address(Arc::clone(&self.addresses))
     }
 
     /// Returns how long the servers keep the session after the last message of this client. This is
@@ -83,6 +93,18 @@ impl ZkBackend {
 
     pub(crate) fn paths(&self) -> &Paths {
         &self.paths
+    }
+
+    async fn release_claim(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let session = match self.sessions.find_entry(claim.id()) {
+            Some((session, _)) => {
+                session.wait_until_connected().await?;
+                session
+            }
+            None => self.sessions.get().await?,
+        };
+        self.sessions.take_session_end(claim.id());
+        recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
     }
 
     /// Renews those of `claims` that belong to `session`. Returns each result with the index of its
@@ -148,10 +170,12 @@ impl LockBackend for ZkBackend {
         if self.sessions.take_session_end(claim.id()) {
             // Returned once, so that the engine emits an event for it.
             let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end";
-            return Err(BackendError::transient(message).as_refused());
+            return Err(self.with_address(BackendError::transient(message).as_refused()));
         }
         let dir = || self.paths.node_path(claim.key());
-        Ok(match recipe::try_acquire(&self.sessions, claim, dir).await? {
+        let attempt = recipe::try_acquire(&self.sessions, claim, dir).await;
+        let attempt = attempt.map_err(|error| self.with_address(error))?;
+        Ok(match attempt {
             Attempt::Busy(busy) => {
                 Attempt::Busy(busy.with_wake_check(Arc::clone(&self.sessions) as _))
             }
@@ -166,7 +190,7 @@ impl LockBackend for ZkBackend {
         // Claims that no session knows are gone.
         let mut renewals: Vec<_> = claims.iter().map(|_| None).collect();
         for (index, renewal) in results.into_iter().flatten() {
-            renewals[index] = Some(renewal);
+            renewals[index] = Some(renewal.map_err(|error| self.with_address(error)));
         }
         let to_result = |(renewal, claim): (Option<_>, &Claim)| {
             renewal.unwrap_or_else(|| {
@@ -178,15 +202,7 @@ impl LockBackend for ZkBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let session = match self.sessions.find_entry(claim.id()) {
-            Some((session, _)) => {
-                session.wait_until_connected().await?;
-                session
-            }
-            None => self.sessions.get().await?,
-        };
-        self.sessions.take_session_end(claim.id());
-        recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
+        self.release_claim(claim).await.map_err(|error| self.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
@@ -216,19 +232,19 @@ impl LockBackend for ZkBackend {
 #[async_trait]
 impl LockAdmin for ZkBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.holder(key).await
+        self.holder(key).await.map_err(|error| self.with_address(error))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.holders().await
+        self.holders().await.map_err(|error| self.with_address(error))
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.force_release_key(key).await
+        self.force_release_key(key).await.map_err(|error| self.with_address(error))
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.run_diagnostics().await
+        self.run_diagnostics().await.map_err(|error| self.with_address(error))
     }
 }
 

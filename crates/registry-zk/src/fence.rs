@@ -106,7 +106,9 @@ pub enum FenceError {
         key: String,
     },
     /// The lock is in another kind of store.
-    #[error("lock {key:?} is not in ZooKeeper, so it cannot fence writes to ZooKeeper")]
+    #[error(
+        "lock {key:?} is not in ZooKeeper, so it cannot fence writes to ZooKeeper; use a lock of a ZooKeeper registry"
+    )]
     #[non_exhaustive]
     Unsupported {
         /// The key.
@@ -122,7 +124,7 @@ pub enum FenceError {
         source: Error,
     },
     /// The writes exceed [`FencedMulti::BYTES_MAX`]. Nothing was sent.
-    #[error("the writes have {bytes} bytes; the limit is {max} bytes", max = FencedMulti::BYTES_MAX)]
+    #[error("the writes have {bytes} bytes; the limit is {max} bytes, so split them", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
         /// Size of the writes with their paths.
@@ -198,6 +200,14 @@ impl FencedMulti<'_> {
     /// # Cancel safety
     /// Dropping the future leaves it unknown whether the writes were executed.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
+        let backend = self.backend;
+        self.send().await.map_err(|error| match error {
+            FenceError::Store { source } => store_error(backend.with_address(source)),
+            error => error,
+        })
+    }
+
+    async fn send(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
         let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
         let found = self.backend.sessions().find_entry(claim.id());

@@ -34,7 +34,8 @@ pub(crate) async fn try_acquire(
     loop {
         let (session, entry) = sessions.entry_for(claim, &dir).await?;
         if entry.key != *claim.key() {
-            let message = "zookeeper: a claim was used with two different keys";
+            let message =
+                "zookeeper: a claim was used with two different keys; use a new claim for each key";
             return Err(BackendError::new(BackendErrorKind::Protocol, message).as_refused());
         }
         let mut state = entry.state.lock().await;
@@ -142,7 +143,7 @@ async fn run_attempt(
         // Not contention: in each attempt, the connection broke, or the node or its parent was
         // missing.
         let message = format!(
-            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node"
+            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node; check the network and such clients"
         );
         return Err(BackendError::transient(message));
     }
@@ -396,7 +397,7 @@ fn grant(
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
     state.predecessor = None;
     let Some(token) = token else {
-        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token";
+        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check for data of another server";
         return Err(BackendError::new(BackendErrorKind::Protocol, message));
     };
     Ok(Attempt::Granted(Grant::new(Some(token), lease)))
@@ -406,7 +407,7 @@ fn grant(
 fn lease_within_validity(session: &ZkSession, claim: &Claim) -> Result<Duration, BackendError> {
     let validity = session.remaining_validity();
     if validity < VALIDITY_MIN {
-        let message = "zookeeper: the session is not confirmed: no recent response from a majority of the servers";
+        let message = "zookeeper: the session is not confirmed: no recent response from a majority of the servers; check that they run";
         return Err(BackendError::transient(message));
     }
     Ok(validity.min(claim.lease()))

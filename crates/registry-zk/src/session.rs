@@ -454,9 +454,9 @@ impl SessionsExhausted {
     /// Returns a transient error: released locks free capacity, so a retry can succeed.
     fn into_backend_error(self) -> BackendError {
         let message = format!(
-            "zookeeper: no session has capacity for the node of lock {:?}: {} of {} bytes are in use; raise `sessions`, which is {}, or use \
+            "zookeeper: no session has capacity for this lock's node: {} of {} bytes are in use; raise `sessions`, which is {}, or use \
              fewer or shorter keys in one process",
-            self.key, self.bytes, self.bytes_max, self.sessions_max
+            self.bytes, self.bytes_max, self.sessions_max
         );
         BackendError::transient(message).with_source(self).as_refused()
     }
@@ -574,7 +574,7 @@ impl ZkSession {
             Some(_) => Ok(()),
             None => {
                 let message = format!(
-                    "zookeeper: the chroot {chroot:?} does not exist; make it, for example with `zkCli.sh create {chroot}`"
+                    "zookeeper: the chroot {chroot:?} does not exist; create it, for example with `zkCli.sh create {chroot}`"
                 );
                 Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused())
             }

@@ -29,6 +29,18 @@ async fn spawn_first_caller(registry: &Registry) -> JoinHandle<Option<LockGuard>
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_error_names_operation_key_and_address() {
+    let silent = Faults::none().always(Operation::Acquire, UNANSWERED);
+    let backend = FaultyBackend::new(Arc::new(MemoryBackend::new()), silent);
+    let registry = Registry::builder(Arc::new(backend)).address("db.example:5432").build().unwrap();
+    let error = registry.obtain("orders/42").try_lock().await.unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "acquire on \"orders/42\" at db.example:5432 failed: the memory store did not answer within 3s; check its load and the network"
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_caller_behind_a_failing_caller_returns_its_error() {
     for fault in [UNANSWERED, Fault::Refuse, Fault::LoseRequest] {
         let local = faulty(&MemoryBackend::new(), Faults::none().always(Operation::Acquire, fault));

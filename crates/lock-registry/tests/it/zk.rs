@@ -73,7 +73,7 @@ async fn a_chroot_must_exist_and_contains_all_nodes() {
     let server = server().await;
     let (kind, message) = refused(&format!("{}/app", server.url())).await;
     assert_eq!(kind, BackendErrorKind::Misconfigured, "{message}");
-    assert!(message.contains("make it"), "{message}");
+    assert!(message.contains("create it"), "{message}");
     // A lock of the Curator layout creates the chroot's node.
     let outside = connect(&format!("{}?layout=curator&root=/", server.url())).await.unwrap();
     let parent = outside.obtain("app").lock().await.unwrap();

@@ -146,7 +146,7 @@ fn a_refused_login_or_a_stopped_server_is_status_69_and_the_password_is_redacted
             assert!(text.contains(part) && !text.contains("canary"), "{done:?}");
         }
     };
-    assert_refused(&redis, "does not take this user or password");
+    assert_refused(&redis, "rejected this user or password");
     let inside = redis.runtime.enter();
     redis.servers = None;
     drop(inside);

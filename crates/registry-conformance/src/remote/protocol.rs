@@ -222,7 +222,8 @@ impl LineWriter {
             BackendErrorKind::Misconfigured => "misconfigured",
             _ => "protocol",
         };
-        self.word(kind).number(u64::from(error.refused())).text(&error.to_string())
+        self.word(kind).number(u64::from(error.refused())).text(error.message());
+        self.optional_text(error.address())
     }
 }
 
@@ -309,6 +310,10 @@ impl<'a> LineReader<'a> {
         };
         let refused = self.number()? == 1;
         let error = BackendError::new(kind, self.text()?);
+        let error = match self.optional_text()? {
+            Some(address) => error.with_address(address),
+            None => error,
+        };
         Some(if refused { error.as_refused() } else { error })
     }
 }
@@ -360,6 +365,7 @@ mod tests {
             .with_times(None, Some(Duration::from_nanos(1)));
         let busy = Busy::new().with_retry_after(Duration::ZERO).with_mark(9);
         let error = BackendError::new(BackendErrorKind::Denied, "no way").as_refused();
+        let error = error.with_address("db.example:5432");
         for reply in [
             RemoteReply::Attempt(Attempt::Granted(Grant::new(None, Duration::from_secs(1)))),
             RemoteReply::Attempt(Attempt::Granted(Grant::new(

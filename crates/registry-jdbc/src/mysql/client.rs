@@ -243,10 +243,8 @@ impl MySqlClient {
 
     /// Returns the error for a session whose connection actor has ended.
     pub(super) fn closed(&self) -> BackendError {
-        let address = self.address();
-        BackendError::transient(format!(
-            "mysql at {address}: the store was closed during the operation"
-        ))
+        BackendError::transient("mysql: the store was closed during the operation; open it again")
+            .with_address(self.address())
     }
 
     pub(super) fn address(&self) -> &str {

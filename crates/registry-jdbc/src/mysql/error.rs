@@ -35,6 +35,9 @@ pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
     }
 }
 
+const CONNECTION_LOST: &str =
+    "the connection was lost; check the network and that the server still runs";
+
 /// Converts an error of sqlx to a `BackendError` with advice.
 pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
     let (kind, message, refused) = match &error {
@@ -44,16 +47,24 @@ pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
             (kind, message, !ends_connection)
         }
         sqlx::Error::Io(io) => match io.kind() {
-            std::io::ErrorKind::ConnectionRefused => {
-                (Transient, "the connection was refused", true)
-            }
-            std::io::ErrorKind::NotFound => (Misconfigured, "the socket does not exist", true),
-            _ => (Transient, "the connection was lost", false),
+            std::io::ErrorKind::ConnectionRefused => (
+                Transient,
+                "the connection was refused; check that the server runs at this address",
+                true,
+            ),
+            std::io::ErrorKind::NotFound => (
+                Misconfigured,
+                "the socket does not exist; check its path and that the server runs",
+                true,
+            ),
+            _ => (Transient, CONNECTION_LOST, false),
         },
         sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
         sqlx::Error::Configuration(_)
         | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => (Misconfigured, "the configuration is invalid", true),
+        | sqlx::Error::Encode(_) => {
+            (Misconfigured, "the configuration is invalid; see the source of this error", true)
+        }
         sqlx::Error::ColumnDecode { .. }
         | sqlx::Error::Decode(_)
         | sqlx::Error::ColumnNotFound(_)
@@ -64,67 +75,74 @@ pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
             "the lock tables contain a value that no version of this program writes",
             false,
         ),
-        sqlx::Error::Protocol(_) => {
-            (Protocol, "the response is not valid in the MySQL protocol", false)
-        }
+        sqlx::Error::Protocol(_) => (
+            Protocol,
+            "the response is not valid in the MySQL protocol; check that the server is MariaDB or MySQL",
+            false,
+        ),
         // Variants that sqlx may add, or does not return here. The outcome is unknown and a retry
         // may not help.
-        _ => (Protocol, "the database client failed", false),
+        _ => (Protocol, "the database client failed; see the source of this error", false),
     };
-    let error =
-        BackendError::new(kind, format!("mysql at {address}: {message}")).with_source(error);
+    let error = BackendError::new(kind, format!("mysql: {message}"))
+        .with_address(address)
+        .with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
-const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
+const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
 
 /// Converts the reason for a missing connection. Nothing was sent, so the error is refused.
 pub(super) fn not_connected(pool_error: PoolError, address: &str) -> BackendError {
     let message = match pool_error {
         // The client reports certificate errors in this way.
         PoolError::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
-            return BackendError::new(
-                Misconfigured,
-                format!("mysql at {address}: {NOT_ENCRYPTED}"),
-            )
-            .with_source(io)
-            .as_refused();
+            return BackendError::new(Misconfigured, format!("mysql: {NOT_ENCRYPTED}"))
+                .with_address(address)
+                .with_source(io)
+                .as_refused();
         }
         PoolError::Sqlx(error) => return explain(error, address).as_refused(),
         PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
-        PoolError::TimedOut => "the server could not be reached in time",
+        PoolError::TimedOut => {
+            "the server could not be reached in time; check its address and the network"
+        }
     };
-    BackendError::transient(format!("mysql at {address}: {message}")).as_refused()
+    BackendError::transient(format!("mysql: {message}")).with_address(address).as_refused()
 }
 
 /// Returns the error for a server that did not answer in time.
 pub(super) fn timed_out(address: &str, limit: Duration) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {address}: the server did not answer within {limit:?}"
+        "mysql: the server did not answer within {limit:?}; check its load and the network"
     ))
+    .with_address(address)
 }
 
 /// Returns the error for an acquisition that a session's connection did not send in time.
 pub(super) fn queue_timed_out(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: the session's connection was in use for too long, so no request was sent"
-    ))
+    BackendError::transient(
+        "mysql: the session's connection was in use for too long, so no request was sent; retry",
+    )
+    .with_address(address)
     .as_refused()
 }
 
 /// Returns the error for a grant whose row was locked, so that this renewal skipped it.
 pub(super) fn row_locked(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica"
-    ))
+    BackendError::transient(
+        "mysql: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica",
+    )
+    .with_address(address)
     .as_refused()
 }
 
 /// Returns the error for a release whose claim has fenced a transaction that is still open.
 pub(super) fn fenced_transaction_open(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
-    ))
+    BackendError::transient(
+        "mysql: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock",
+    )
+    .with_address(address)
     .as_blocked()
 }
 
@@ -133,10 +151,8 @@ pub(super) fn explain_not_ended(error: BackendError, address: &str) -> BackendEr
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
     }
-    let message = format!(
-        "mysql at {address}: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
-    );
-    BackendError::new(Denied, message).with_source(error).as_refused()
+    let message = "mysql: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)";
+    BackendError::new(Denied, message).with_address(address).with_source(error).as_refused()
 }
 
 /// Returns whether the connection to be ended no longer exists.
@@ -155,36 +171,37 @@ fn source_number(error: &BackendError) -> Option<u16> {
 
 /// Returns the error for a connection that received a `KILL` and has not ended yet.
 pub(super) fn still_connected(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: the connection that holds the key still exists, although the server was requested to end it; retry"
-    ))
+    BackendError::transient(
+        "mysql: the connection that holds the key still exists, although the server was requested to end it; retry",
+    )
+    .with_address(address)
 }
 
 /// Returns the error for a key whose holder is a caller's transaction, which only the caller can
 /// end.
 pub(super) fn held_by_caller_transaction(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: an application's transaction holds the key until it ends, and cannot be ended from here"
-    ))
+    BackendError::transient(
+        "mysql: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction",
+    )
+    .with_address(address)
     .as_refused()
 }
 
 /// Returns the error for a read-only server that would still write for this user. Not refused: a
 /// statement may have been executed on its predecessor.
 pub(super) fn read_only(address: &str) -> BackendError {
-    BackendError::transient(format!("mysql at {address}: {READ_ONLY}"))
+    BackendError::transient(format!("mysql: {READ_ONLY}")).with_address(address)
 }
 
-const READ_ONLY: &str = "the server accepts no writes; it is a replica, or about to be one";
+const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
 
 /// Returns the error for inconsistent data.
 pub(super) fn corrupt(address: &str, message: &str) -> BackendError {
     BackendError::new(
         Protocol,
-        format!(
-            "mysql at {address}: {message}; was it edited manually? Restore or drop the lock tables"
-        ),
+        format!("mysql: {message}; was it edited manually? Restore or drop the lock tables"),
     )
+    .with_address(address)
 }
 
 /// Returns whether a table is missing or belongs to something else.
@@ -236,7 +253,7 @@ const DEADLOCK: u16 = 1213;
 fn classify_code(number: u16) -> MySqlErrorClass {
     let (kind, message, ends_connection) = match number {
         DEADLOCK | CHECK_READ => {
-            (Transient, "the server rolled the statement back because of a conflict", false)
+            (Transient, "the server rolled the statement back because of a conflict; retry", false)
         }
         LOCK_WAIT_TIMEOUT => (
             Transient,
@@ -244,60 +261,88 @@ fn classify_code(number: u16) -> MySqlErrorClass {
             false,
         ),
         // Connection limits: of the server, of this user, of this user per hour.
-        1040 | 1203 | 1226 => (Transient, "the server accepts no more connections", false),
+        1040 | 1203 | 1226 => (
+            Transient,
+            "the server accepts no more connections; raise its limits, or lower `connections`",
+            false,
+        ),
         // Memory of the host, not of this process alone.
-        1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server's memory ran out", false),
+        1037 | 1038 | 1041 | 1135 | 1206 => {
+            (Transient, "the server's memory ran out; reduce its load", false)
+        }
         // A write to a read-only server: most likely it has, or is about to have, a successor.
         1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
         // A replication group could not agree on the transaction.
-        3100 | 3101 => (Transient, "the replication group rolled the statement back", false),
-        3032 => (Transient, "the server is in offline mode", true),
-        1637 => (Transient, "the server has too many transactions", false),
+        3100 | 3101 => (Transient, "the replication group rolled the statement back; retry", false),
+        3032 => (Transient, "the server is in offline mode; turn `offline_mode` off", true),
+        1637 => (Transient, "the server has too many transactions; reduce its load", false),
         // Statement timeouts of MariaDB and MySQL, and KILL QUERY.
         1969 | 3024 | 1317 => {
-            (Transient, "a time limit or an operator interrupted the statement", false)
+            (Transient, "a time limit or an operator interrupted the statement; retry", false)
         }
-        1053 => (Transient, "the server is shutting down", true),
+        1053 => (Transient, "the server is shutting down; start it again", true),
         // KILL CONNECTION, an idle limit, and broken connections as the server reports them.
-        1927 | 4031 | 1152..=1161 | 1184 => (Transient, "the server ended the connection", true),
+        1927 | 4031 | 1152..=1161 | 1184 => {
+            (Transient, "the server ended the connection; see its log", true)
+        }
         // A node that is currently not a member of its Galera cluster.
-        1047 => (Transient, "this node of the cluster is not ready", true),
-        1412 => (Transient, "the lock tables were changed concurrently", false),
-        1615 | 1243 => (Transient, "the server no longer has a prepared statement", true),
-        1180 | 1181 => (Protocol, "the server failed to commit", true),
+        1047 => (
+            Transient,
+            "this node of the cluster is not ready; check its state, or use another node",
+            true,
+        ),
+        1412 => (Transient, "the lock tables were changed concurrently; retry", false),
+        1615 | 1243 => (Transient, "the server no longer has a prepared statement; retry", true),
+        1180 | 1181 => (Protocol, "the server failed to commit; see its log", true),
         1044 | 1045 | 1142 | 1143 | 1227 | 1370 | 1698 => (
             Denied,
             "access was refused; check user and password, and the rights on the lock tables",
             false,
         ),
-        1130 | 1129 => (Denied, "the server accepts no connections from this host", false),
-        1820 | 1862 => (Denied, "the password has expired", false),
-        3118 | 4151 => (Denied, "the account is locked", false),
-        1251 | 2059 => (Denied, "the server requires another authentication method", false),
-        3159 | 4038 => (Denied, "the server requires an encrypted connection", false),
-        BAD_DB => (Misconfigured, "the database does not exist", false),
+        1130 | 1129 => (
+            Denied,
+            "the server accepts no connections from this host; check its grants, or run FLUSH HOSTS",
+            false,
+        ),
+        1820 | 1862 => (Denied, "the password has expired; change it", false),
+        3118 | 4151 => (Denied, "the account is locked; unlock it", false),
+        1251 | 2059 => (
+            Denied,
+            "the server requires another authentication method; change the method of this user",
+            false,
+        ),
+        3159 | 4038 => {
+            (Denied, "the server requires an encrypted connection; set `sslmode`", false)
+        }
+        BAD_DB => {
+            (Misconfigured, "the database does not exist; create it or name another one", false)
+        }
         NO_SUCH_TABLE => (
             Misconfigured,
             "the lock tables are missing; create them with the output of `lockreg schema mysql`",
             false,
         ),
-        BAD_FIELD | 1050 | 1136 => {
-            (Misconfigured, "the lock tables do not have this program's schema", false)
-        }
+        BAD_FIELD | 1050 | 1136 => (
+            Misconfigured,
+            "the lock tables do not have this program's schema; compare them with the output of `lockreg schema mysql`",
+            false,
+        ),
         1064 | 1149 | 1235 => (
             Misconfigured,
             "the server does not know a statement of this program; it must be MariaDB 10.6, MySQL 8.0, or newer",
             false,
         ),
-        1193 | 1231 | 1286 | 3161 => {
-            (Misconfigured, "the server does not support the required InnoDB tables", false)
-        }
+        1193 | 1231 | 1286 | 3161 => (
+            Misconfigured,
+            "the server does not support the required InnoDB tables; enable InnoDB",
+            false,
+        ),
         1665 => (
             Misconfigured,
             "the server logs statements, not rows, for its replicas; set binlog_format to ROW or MIXED",
             false,
         ),
-        1021 | 1114 => (Misconfigured, "the server has no space left", false),
+        1021 | 1114 => (Misconfigured, "the server has no space left; free some", false),
         1062 | 1264 | 1265 | 1292 | 1365 | 1366 | 1406 | 1048 | 1690 | 3819 | 4025 => (
             Protocol,
             "a row breaks the rules of the lock tables; was it edited manually, is there a trigger on them, or is a token at its limit?",

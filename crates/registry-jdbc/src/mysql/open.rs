@@ -92,11 +92,11 @@ async fn create_tables(
     if !error::is_denied(&error) {
         return Err(client.explain(error));
     }
-    let message = format!(
-        "mysql at {}: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema mysql`",
-        client.address()
-    );
-    Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
+    let message = "mysql: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema mysql`";
+    Err(BackendError::new(BackendErrorKind::Denied, message)
+        .with_address(client.address())
+        .with_source(error)
+        .as_refused())
 }
 
 async fn read_meta(

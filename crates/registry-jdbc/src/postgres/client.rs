@@ -1,8 +1,10 @@
 //! Sends statements to the server over a free connection, and classifies errors.
 
+use std::sync::Arc;
+
 use futures_util::FutureExt as _;
 use registry_core::BackendError;
-use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::postgres::{PgConnectOptions, PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection as _, raw_sql};
 use tokio::time::timeout;
 
@@ -15,6 +17,8 @@ use crate::server::{
 
 #[derive(Debug)]
 pub(super) struct PgClient {
+    /// `HOST:PORT` or the socket's directory, for messages.
+    address: Arc<str>,
     pool: ConnectionPool<PgConnection>,
     query_mode: QueryMode,
 }
@@ -39,6 +43,7 @@ impl PgClient {
         };
         let pool = ConnectionPool::new(config.statement_options(), limits);
         Self {
+            address: address(&config.statement_options()).into(),
             // Not through a pooler, which may assign the connection to another client. There each
             // statement sets its own limit.
             pool: if config.prepared {
@@ -59,6 +64,21 @@ impl PgClient {
     /// # Cancel safety
     /// Dropping the future closes the connection. The server may complete the statement.
     pub(super) async fn rows(
+        &self,
+        connection_use: ConnectionUse,
+        statement: &BoundStatement<'_>,
+        resend: Resend,
+    ) -> Result<Vec<PgRow>, BackendError> {
+        let rows = self.try_rows(connection_use, statement, resend).await;
+        rows.map_err(|error| self.with_address(error))
+    }
+
+    /// Adds the server's address to an error.
+    pub(super) fn with_address(&self, error: BackendError) -> BackendError {
+        error.with_address(Arc::clone(&self.address))
+    }
+
+    async fn try_rows(
         &self,
         connection_use: ConnectionUse,
         statement: &BoundStatement<'_>,
@@ -126,13 +146,25 @@ impl PgClient {
     }
 }
 
+/// Returns `HOST:PORT` of a server, or the directory of its socket.
+pub(super) fn address(server: &PgConnectOptions) -> String {
+    let (host, port) = (server.get_host(), server.get_port());
+    match server.get_socket() {
+        Some(directory) => directory.display().to_string(),
+        None if host.contains(':') && !host.starts_with('[') => format!("[{host}]:{port}"),
+        None => format!("{host}:{port}"),
+    }
+}
+
 /// Opens a connection outside the pool.
 pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, BackendError> {
     let server = config.statement_options();
-    match timeout(config.connect_timeout, PgConnection::connect_with(&server)).await {
+    let connected = match timeout(config.connect_timeout, PgConnection::connect_with(&server)).await
+    {
         Ok(connected) => connected.map_err(error::not_connected),
         Err(_) => Err(error::connect_timed_out()),
-    }
+    };
+    connected.map_err(|error| error.with_address(address(&server)))
 }
 
 /// Returns the initial statement that limits how long a statement waits for its tables, which it

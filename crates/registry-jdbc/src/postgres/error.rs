@@ -17,21 +17,29 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
             classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
         }
         sqlx::Error::Io(io) => match io.kind() {
-            std::io::ErrorKind::ConnectionRefused => {
-                PgErrorClass::new(Transient, "the connection was refused").refused()
-            }
-            std::io::ErrorKind::NotFound => {
-                PgErrorClass::new(Misconfigured, "the directory contains no server socket")
-                    .refused()
-            }
-            _ => PgErrorClass::new(Transient, "the connection was lost"),
+            std::io::ErrorKind::ConnectionRefused => PgErrorClass::new(
+                Transient,
+                "the connection was refused; check that the server runs at this address",
+            )
+            .refused(),
+            std::io::ErrorKind::NotFound => PgErrorClass::new(
+                Misconfigured,
+                "the directory contains no server socket; check its path and that the server runs",
+            )
+            .refused(),
+            _ => PgErrorClass::new(
+                Transient,
+                "the connection was lost; check the network and that the server still runs",
+            ),
         },
         sqlx::Error::Tls(_) => PgErrorClass::new(Misconfigured, NOT_ENCRYPTED).refused(),
         sqlx::Error::Configuration(_)
         | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => {
-            PgErrorClass::new(Misconfigured, "the configuration is invalid").refused()
-        }
+        | sqlx::Error::Encode(_) => PgErrorClass::new(
+            Misconfigured,
+            "the configuration is invalid; see the source of this error",
+        )
+        .refused(),
         sqlx::Error::ColumnDecode { .. }
         | sqlx::Error::Decode(_)
         | sqlx::Error::ColumnNotFound(_)
@@ -46,16 +54,19 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
         sqlx::Error::Protocol(message) if message.contains("response from SSLRequest: 0x00") => {
             PgErrorClass::new(
                 Transient,
-                "the server closed the connection before its first response",
+                "the server closed the connection before its first response; see its log",
             )
             .refused()
         }
-        sqlx::Error::Protocol(_) => {
-            PgErrorClass::new(Protocol, "the response is not valid in the PostgreSQL protocol")
-        }
+        sqlx::Error::Protocol(_) => PgErrorClass::new(
+            Protocol,
+            "the response is not valid in the PostgreSQL protocol; check that the server is PostgreSQL",
+        ),
         // Includes future variants and those that do not occur here. The outcome is unknown, and a
         // retry is not useful.
-        _ => PgErrorClass::new(Protocol, "the database client failed"),
+        _ => {
+            PgErrorClass::new(Protocol, "the database client failed; see the source of this error")
+        }
     };
     let error = BackendError::new(kind, format!("postgres: {message}")).with_source(error);
     if refused { error.as_refused() } else { error }
@@ -74,7 +85,7 @@ pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
     }
 }
 
-const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
+const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
 
 /// Returns whether the connection is usable after this error.
 pub(super) fn keeps_connection(error: &sqlx::Error) -> bool {
@@ -100,7 +111,7 @@ pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
 
 /// The task of the session has ended.
 pub(super) fn closed() -> BackendError {
-    BackendError::transient("postgres: the store was closed during the operation")
+    BackendError::transient("postgres: the store was closed during the operation; open it again")
 }
 
 /// Returns whether a schema, a table or a column is missing.
@@ -149,12 +160,17 @@ fn is_fatal(database: &dyn sqlx::error::DatabaseError) -> bool {
 
 /// The server did not answer within the time limit.
 pub(super) fn timed_out() -> BackendError {
-    BackendError::transient("postgres: the server did not answer in time")
+    BackendError::transient(
+        "postgres: the server did not answer in time; check its load and the network",
+    )
 }
 
 /// The connection was not established within the time limit.
 pub(super) fn connect_timed_out() -> BackendError {
-    BackendError::transient("postgres: the server could not be reached in time").as_refused()
+    BackendError::transient(
+        "postgres: the server could not be reached in time; check its address and the network",
+    )
+    .as_refused()
 }
 
 /// No connection became free within the time limit.
@@ -168,14 +184,17 @@ pub(super) fn exhausted() -> BackendError {
 /// The session's connection was busy with other statements for too long.
 pub(super) fn queue_timed_out() -> BackendError {
     BackendError::transient(
-        "postgres: the session's connection was in use for too long, so no request was sent",
+        "postgres: the session's connection was in use for too long, so no request was sent; retry",
     )
     .as_refused()
 }
 
 /// Another transaction has locked the row of one claim.
 pub(super) fn row_locked() -> BackendError {
-    BackendError::transient("postgres: another transaction has locked this lock's row").as_refused()
+    BackendError::transient(
+        "postgres: another transaction has locked this lock's row; the renewal is repeated",
+    )
+    .as_refused()
 }
 
 /// The error of a release whose claim has fenced a transaction that is still open.
@@ -204,7 +223,7 @@ pub(super) fn still_connected() -> BackendError {
 /// The holder is a caller's transaction, which only its owner ends.
 pub(super) fn held_by_caller_transaction() -> BackendError {
     BackendError::transient(
-        "postgres: an application's transaction holds the key until it ends, and cannot be ended from here",
+        "postgres: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction",
     )
     .as_refused()
 }
@@ -241,8 +260,10 @@ fn classify_code(code: &str, is_fatal: bool) -> PgErrorClass {
 /// Returns the kind, the text, and whether the error occurs only before anything was executed.
 fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool) {
     match code {
-        "40001" => (Transient, "another transaction changed the row concurrently", false),
-        "40P01" => (Transient, "the server detected a deadlock with another transaction", false),
+        "40001" => (Transient, "another transaction changed the row concurrently; retry", false),
+        "40P01" => {
+            (Transient, "the server detected a deadlock with another transaction; retry", false)
+        }
         "55P03" => (
             Transient,
             "another transaction kept the lock's row locked for too long, perhaps one with a fence",
@@ -252,18 +273,22 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
             (Transient, "the statement was cancelled, manually or by statement_timeout", false)
         }
         "57P01" | "57P02" => {
-            (Transient, "the server is shutting down, or ended the connection", false)
+            (Transient, "the server is shutting down, or ended the connection; see its log", false)
         }
-        "57P03" => (Transient, "the server is starting up or shutting down", true),
-        "57P04" => (Misconfigured, "the database was dropped", false),
+        "57P03" => (Transient, "the server is starting up or shutting down; retry", true),
+        "57P04" => {
+            (Misconfigured, "the database was dropped; restore it or name another one", false)
+        }
         "57P05" => {
             (Transient, "the server ended the connection, which had been idle for too long", true)
         }
-        "25006" => {
-            (Transient, "the server is a standby, or accepts no writes for another reason", false)
-        }
-        "53100" => (Misconfigured, "the server's disk is full", false),
-        "53200" => (Transient, "the server's memory ran out", false),
+        "25006" => (
+            Transient,
+            "the server is a standby, or accepts no writes for another reason; use the address of the primary",
+            false,
+        ),
+        "53100" => (Misconfigured, "the server's disk is full; free space", false),
+        "53200" => (Transient, "the server's memory ran out; reduce its load", false),
         "53300" => (
             Transient,
             "the server has no free connection; raise max_connections, or lower `connections`",
@@ -271,10 +296,12 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         ),
         "28000" | "28P01" => (
             Denied,
-            "the server rejects this user or password, or requires an encrypted connection",
+            "the server rejects this user or password, or requires an encrypted connection; check both and `sslmode`",
             true,
         ),
-        "3D000" => (Misconfigured, "the database does not exist", true),
+        "3D000" => {
+            (Misconfigured, "the database does not exist; create it or name another one", true)
+        }
         "42P01" | "42703" | "3F000" => (
             Misconfigured,
             "the lock tables are missing or belong to another program; create them with the output of `lockreg schema postgres`",
@@ -292,9 +319,11 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
         ),
         // A pooler uses this code for what it does not support, and for a failure of its server
         // connection.
-        "08P01" if is_fatal => {
-            (Transient, "the pooler has no connection to the server, or lost it", false)
-        }
+        "08P01" if is_fatal => (
+            Transient,
+            "the pooler has no connection to the server, or lost it; check the server",
+            false,
+        ),
         "08P01" => (
             Misconfigured,
             "the statement is not the one that was prepared: behind a pooler in transaction mode turn prepared \
@@ -302,24 +331,32 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
             false,
         ),
         "08001" | "08004" => {
-            (Transient, "the server cannot be reached or accepts no connections", true)
+            (Transient, "the server cannot be reached or accepts no connections; see its log", true)
         }
-        "0A000" => (Transient, "the lock tables were changed concurrently", false),
+        "0A000" => (Transient, "the lock tables were changed concurrently; retry", false),
         "22003" => (Protocol, "a token is at its limit; was a row edited manually?", false),
         _ => match code.get(..2).unwrap_or_default() {
-            "08" => (Transient, "the connection was lost", false),
+            "08" => (
+                Transient,
+                "the connection was lost; check the network and that the server still runs",
+                false,
+            ),
             "25" => (Transient, "the connection was in another client's transaction", false),
-            "28" => (Denied, "access was refused", true),
-            "40" => (Transient, "the server rolled the statement back", false),
-            "53" => (Transient, "the server lacks resources", false),
-            "55" => (Transient, "the server is not ready for the statement", false),
-            "57" => (Transient, "an operator intervened in the server", false),
+            "28" => (Denied, "access was refused; check the user and its rights", true),
+            "40" => (Transient, "the server rolled the statement back; retry", false),
+            "53" => (Transient, "the server lacks resources; see its log", false),
+            "55" => (Transient, "the server is not ready for the statement; retry", false),
+            "57" => (Transient, "an operator intervened in the server; see its log", false),
             "22" | "23" => (
                 Protocol,
                 "a row breaks the rules of the lock tables; was it edited manually, or is there a trigger on them?",
                 false,
             ),
-            "42" => (Misconfigured, "the lock tables do not have this program's schema", true),
+            "42" => (
+                Misconfigured,
+                "the lock tables do not have this program's schema; compare them with the output of `lockreg schema postgres`",
+                true,
+            ),
             "58" | "XX" => (Protocol, "the server has corrupt data or a fault; see its log", false),
             // Everything else is a fault in a program, which a retry does not cure.
             _ => (Protocol, "the server returned an unexpected error; see its log", false),

@@ -26,7 +26,9 @@ pub(super) async fn open(config: &PostgresConfig) -> Result<OpenedPgStore, Backe
     config.check()?;
     let mut connection = super::client::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
-    let opened = opened.unwrap_or_else(|_| Err(error::timed_out()))?;
+    let opened = opened.unwrap_or_else(|_| Err(error::timed_out()));
+    let address = || super::client::address(&config.statement_options());
+    let opened = opened.map_err(|error| error.with_address(address()))?;
     // Optional: the server would notice the end of the connection anyway.
     let _ = timeout(config.connect_timeout, connection.close()).await;
     Ok(opened)
@@ -39,7 +41,7 @@ async fn check_tables(
     if let Some(version) = connection.server_version_num()
         && version < SERVER_VERSION_MIN
     {
-        return Err(misconfigured("the server is older than version 14"));
+        return Err(misconfigured("the server is older than version 14; update it"));
     }
     let schema = match find_tables(config, connection).await? {
         Some(schema) => schema,

@@ -113,7 +113,8 @@ impl LockBackend for PostgresRowBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mark = self.rows.position();
-        Ok(match self.sessions.try_acquire(claim).await? {
+        let attempt = self.sessions.try_acquire(claim).await;
+        Ok(match attempt.map_err(|error| self.rows.client.with_address(error))? {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
             granted @ Attempt::Granted(_) => granted,
         })
@@ -126,7 +127,7 @@ impl LockBackend for PostgresRowBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.sessions.release(claim).await;
         self.rows.maybe_purge(claim).await;
-        released
+        released.map_err(|error| self.rows.client.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

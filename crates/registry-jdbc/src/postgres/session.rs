@@ -99,7 +99,8 @@ impl LockBackend for PostgresSessionBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mark = self.rows.position();
-        Ok(match self.session.try_acquire(claim).await? {
+        let attempt = self.session.try_acquire(claim).await;
+        Ok(match attempt.map_err(|error| self.rows.client.with_address(error))? {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
             granted @ Attempt::Granted(_) => granted,
         })
@@ -112,7 +113,7 @@ impl LockBackend for PostgresSessionBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let released = self.session.release(claim).await;
         self.rows.maybe_purge(claim).await;
-        released
+        released.map_err(|error| self.rows.client.with_address(error))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

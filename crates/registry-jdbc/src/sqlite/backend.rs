@@ -17,7 +17,7 @@ use sqlx::sqlite::SqliteRow;
 use super::clock::{HostClock, StoreClock, duration_between};
 use super::config::SqliteConfig;
 use super::connection::ReconnectingConnection;
-use super::error::{Detached, explain, fenced_transaction_open, is_blocked_by_writer};
+use super::error::{Detached, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
 use super::sql;
@@ -236,25 +236,14 @@ impl SqliteBackend {
     }
 
     fn corrupt_row(&self, message: &str) -> BackendError {
-        BackendError::new(
-            BackendErrorKind::Protocol,
-            format!(
-                "sqlite file {:?}: {message}; it was changed manually; correct or delete the row",
-                self.path()
-            ),
-        )
+        let message = format!("{message}; it was changed manually; correct or delete the row");
+        at_path(BackendErrorKind::Protocol, self.path(), message)
     }
 
     fn other_boot_error(&self) -> BackendError {
-        BackendError::new(
-            BackendErrorKind::Misconfigured,
-            format!(
-                "sqlite file {:?}: a process of another host, or of a container with its own boot id, has opened it; \
-                 locks in a file exclude only the processes of one host; use a store that several hosts share",
-                self.path()
-            ),
-        )
-        .as_refused()
+        let message = "a process of another host, or of a container with its own boot id, has opened the file; \
+                       locks in a file exclude only the processes of one host; use a store that several hosts share";
+        at_path(BackendErrorKind::Misconfigured, self.path(), message).as_refused()
     }
 }
 

@@ -17,7 +17,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteRow, SqliteSynchronous};
 use sqlx::{ConnectOptions, Connection, Either, Executor, SqlSafeStr, SqliteConnection};
 use tokio::sync::OwnedMutexGuard;
 
-use super::error::{Detached, detached_error, explain, is_busy};
+use super::error::{Detached, at_path, detached_error, explain, is_busy};
 use super::paths::{DatabasePaths, FileId, FileIds};
 use super::serial_executor::{Panicked, Priority, SerialExecutor};
 use super::statement::SqliteQuery;
@@ -256,14 +256,9 @@ impl FileConnector {
         match state {
             SqliteConnectionState::Open(connection) => Ok(connection),
             SqliteConnectionState::Broken | SqliteConnectionState::Closed => {
-                Err(BackendError::new(
-                    BackendErrorKind::Misconfigured,
-                    format!(
-                        "sqlite file {:?}: the store is closed; open a new one",
-                        self.paths.path
-                    ),
-                )
-                .as_refused())
+                let message = "the store is closed; open a new one";
+                Err(at_path(BackendErrorKind::Misconfigured, &self.paths.path, message)
+                    .as_refused())
             }
         }
     }
@@ -325,23 +320,17 @@ impl FileConnector {
 
     /// Returns the error for a statement that was not run.
     fn queue_time_error(&self) -> BackendError {
-        let path = &self.paths.path;
-        BackendError::transient(format!(
-            "sqlite file {path:?}: the statement was queued for longer than {QUEUE_TIME_MAX:?} behind other statements of this process; \
-             retry, or reduce the number of concurrent calls"
-        ))
-        .as_refused()
+        let message = format!(
+            "the statement was queued for longer than {QUEUE_TIME_MAX:?} behind other statements of this process; retry, or reduce the \
+             number of concurrent calls"
+        );
+        at_path(BackendErrorKind::Transient, &self.paths.path, message).as_refused()
     }
 
     /// Returns the error for a statement that may have run.
     fn panicked_error(&self, Panicked: Panicked) -> BackendError {
-        BackendError::new(
-            BackendErrorKind::Protocol,
-            format!(
-                "sqlite file {:?}: a statement panicked, so its outcome is unknown",
-                self.paths.path
-            ),
-        )
+        let message = "a statement panicked, so its outcome is unknown; report this bug";
+        at_path(BackendErrorKind::Protocol, &self.paths.path, message)
     }
 
     fn on_error(&self, state: &mut SqliteConnectionState, error: sqlx::Error) -> BackendError {

@@ -9,8 +9,16 @@ use registry_core::{BackendError, BackendErrorKind};
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Converts an error of sqlx to a `BackendError`. The message contains the path of the file, the
-/// cause and a remedy.
+/// Creates an error whose address is the path of the file.
+pub(crate) fn at_path(
+    kind: BackendErrorKind,
+    path: &Path,
+    message: impl std::fmt::Display,
+) -> BackendError {
+    BackendError::new(kind, format!("sqlite: {message}")).with_address(path.display().to_string())
+}
+
+/// Converts an error of sqlx to a `BackendError`. The message contains the cause and a remedy.
 pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
     let SqliteErrorClass { kind, message, refused } = match &error {
         sqlx::Error::Database(database) => classify_code(extended_code(database.as_ref())),
@@ -45,8 +53,7 @@ pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
             "the database client failed; see the source of this error",
         ),
     };
-    let error =
-        BackendError::new(kind, format!("sqlite file {path:?}: {message}")).with_source(error);
+    let error = at_path(kind, path, message).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
@@ -65,11 +72,9 @@ pub(crate) fn is_blocked_by_writer(error: &BackendError) -> bool {
 /// Returns the error of a release that is blocked by a write transaction, which this claim may have
 /// fenced.
 pub(crate) fn fenced_transaction_open(error: BackendError, path: &Path) -> BackendError {
-    let message = format!(
-        "sqlite file {path:?}: another connection has a write transaction, probably one that this lock fences; the key is released \
-         after its end; commit or roll back before `unlock`"
-    );
-    BackendError::transient(message).with_source(error).as_blocked()
+    let message = "another connection has a write transaction, probably one that this lock fences; the key is released after its end; commit \
+                   or roll back before `unlock`";
+    at_path(Transient, path, message).with_source(error).as_blocked()
 }
 
 /// Returns the extended code, if SQLite itself returned the error.
@@ -154,7 +159,8 @@ fn classify_code(code: i32) -> SqliteErrorClass {
             );
         }
         CANTOPEN_ISDIR => {
-            return SqliteErrorClass::new(Misconfigured, "this is a folder; name a file").refused();
+            return SqliteErrorClass::new(Misconfigured, "the path is a folder; name a file")
+                .refused();
         }
         // The system temporarily ran out of locks or memory.
         IOERR_RDLOCK
@@ -171,7 +177,7 @@ fn classify_code(code: i32) -> SqliteErrorClass {
         IOERR_SHMOPEN | IOERR_SHMSIZE | IOERR_SHMMAP => {
             return SqliteErrorClass::new(
                 Misconfigured,
-                "the shared-memory file next to it (-shm) cannot be created or enlarged; use a local disk with \
+                "the shared-memory file (-shm) cannot be created or enlarged; use a local disk with \
                  free space",
             );
         }
@@ -180,30 +186,30 @@ fn classify_code(code: i32) -> SqliteErrorClass {
     match code & 0xff {
         BUSY | LOCKED => SqliteErrorClass::new(
             Transient,
-            "another process kept it locked for longer than `busy_timeout`; shorten its write transactions",
+            "another process kept the file locked for longer than `busy_timeout`; shorten its write transactions",
         )
         .refused(),
         ABORT | INTERRUPT => SqliteErrorClass::new(Transient, "the statement was interrupted; retry"),
-        NOMEM => SqliteErrorClass::new(Transient, "the process is out of memory"),
-        PROTOCOL => SqliteErrorClass::new(Transient, "too many processes opened it at the same time; retry"),
-        SCHEMA => SqliteErrorClass::new(Transient, "another process changes its tables; retry").refused(),
+        NOMEM => SqliteErrorClass::new(Transient, "the process is out of memory; free some"),
+        PROTOCOL => SqliteErrorClass::new(Transient, "too many processes opened the file at the same time; retry"),
+        SCHEMA => SqliteErrorClass::new(Transient, "another process changes the tables; retry").refused(),
         PERM | READONLY => SqliteErrorClass::new(
             Denied,
             "this process has no write access; grant it for the file, its folder and the files next to \
              it (-wal, -shm)",
         )
         .refused(),
-        AUTH => SqliteErrorClass::new(Denied, "access was denied").refused(),
+        AUTH => SqliteErrorClass::new(Denied, "access was denied; check the access rights on the file").refused(),
         CANTOPEN => SqliteErrorClass::new(
             Misconfigured,
-            "it or a file next to it (-wal, -shm) cannot be opened; check the path, the access \
+            "the file or one next to it (-wal, -shm) cannot be opened; check the path, the access \
              rights and the limit of open files",
         )
         .refused(),
         // Not transient: a retry would look like contention, and the caller would get this error
         // only at the deadline.
-        FULL => SqliteErrorClass::new(Misconfigured, "its disk has no free space; free some"),
-        NOLFS => SqliteErrorClass::new(Misconfigured, "it exceeds the file size limit of this system"),
+        FULL => SqliteErrorClass::new(Misconfigured, "the disk has no free space; free some"),
+        NOLFS => SqliteErrorClass::new(Misconfigured, "the file exceeds the size limit of this system; delete other data in it, or use another file"),
         ERROR => SqliteErrorClass::new(
             Misconfigured,
             "the tables lock_registry_meta and lock_registry_locks are missing or were created by \
@@ -212,11 +218,11 @@ fn classify_code(code: i32) -> SqliteErrorClass {
         .refused(),
         NOTADB => SqliteErrorClass::new(
             Protocol,
-            "this is no SQLite database, or it is encrypted; choose another path, or move this file away",
+            "the file is no SQLite database, or is encrypted; choose another path, or move this file away",
         )
         .refused(),
         CORRUPT => {
-            SqliteErrorClass::new(Protocol, "it is damaged; restore it, or move it away so that a new file is created")
+            SqliteErrorClass::new(Protocol, "the file is damaged; restore it, or move it away so that a new file is created")
         }
         CONSTRAINT => SqliteErrorClass::new(
             Protocol,
@@ -255,25 +261,25 @@ pub(crate) fn detached_error(path: &Path, reason: Detached) -> BackendError {
     let message = match reason {
         Detached::Database => database_moved().message,
         Detached::Log => {
-            "the log next to it (-wal) was removed or replaced while in use, so other processes may use another \
+            "the log (-wal) was removed or replaced while in use, so other processes may use another \
              log; restart all processes that use the file"
         }
         Detached::SharedMemory => {
-            "the shared-memory file next to it (-shm) was removed or replaced while in use, so other processes \
+            "the shared-memory file (-shm) was removed or replaced while in use, so other processes \
              may use another one; restart all processes that use the file"
         }
         Detached::HardLink => {
-            "it has more than one name (a hard link), and locks under one name do not exclude those under the \
+            "the file has more than one name (a hard link), and locks under one name do not exclude those under the \
              other; remove the other names, then restart all processes that use the file"
         }
     };
-    BackendError::new(Misconfigured, format!("sqlite file {path:?}: {message}")).with_source(reason)
+    at_path(Misconfigured, path, message).with_source(reason)
 }
 
 const fn database_moved() -> SqliteErrorClass {
     SqliteErrorClass::new(
         Misconfigured,
-        "it was removed or replaced while in use, so other processes may use another file; restart all \
+        "the file was removed or replaced while in use, so other processes may use another file; restart all \
          processes that use it",
     )
     .refused()

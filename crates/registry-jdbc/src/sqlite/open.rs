@@ -8,7 +8,7 @@ use sqlx::{ConnectOptions, Connection, Row, SqliteConnection};
 use super::clock::BootId;
 use super::config::SqliteConfig;
 use super::connection::{self, BusyRetry, ReconnectingConnection};
-use super::error::explain;
+use super::error::{at_path, explain};
 use super::paths::DatabasePaths;
 use super::sql;
 use super::worker::WorkerThread;
@@ -112,11 +112,12 @@ async fn read_meta(
     let version: i64 = row.try_get(0)?;
     if version > sql::VERSION {
         return Err(OpenError::Refused(
-            BackendError::new(
+            at_path(
                 BackendErrorKind::Misconfigured,
+                path,
                 format!(
-                    "sqlite file {path:?}: its lock tables are of version {version}, this program supports \
-                     version {known}; update the program",
+                    "the lock tables are of version {version}, this program supports version {known}; update the \
+                     program",
                     known = sql::VERSION
                 ),
             )
@@ -139,11 +140,11 @@ async fn enable_wal(connection: &mut SqliteConnection, path: &Path) -> Result<()
         return Ok(());
     }
     Err(OpenError::Refused(
-        BackendError::new(
+        at_path(
             BackendErrorKind::Misconfigured,
+            path,
             format!(
-                "sqlite file {path:?}: its journal mode remains {mode:?}, but this store needs \"wal\"; move \
-                 the file to a local disk"
+                "the journal mode of the file remains {mode:?}, but this store needs \"wal\"; move the file to a local disk"
             ),
         )
         .as_refused(),
@@ -160,12 +161,7 @@ async fn create_tables(connection: &mut SqliteConnection) -> Result<(), OpenErro
 
 /// Returns the error for a missing or invalid meta row.
 pub(super) fn corrupt_meta(path: &Path) -> BackendError {
-    BackendError::new(
-        BackendErrorKind::Misconfigured,
-        format!(
-            "sqlite file {path:?}: the table lock_registry_meta was created or changed by another program; \
-             restore it, or drop it and lock_registry_locks"
-        ),
-    )
-    .as_refused()
+    let message = "the table lock_registry_meta was created or changed by another program; restore it, or drop it and \
+                   lock_registry_locks";
+    at_path(BackendErrorKind::Misconfigured, path, message).as_refused()
 }

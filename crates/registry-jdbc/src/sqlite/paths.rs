@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use registry_core::BackendError;
 use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
 
-use super::error::{Detached, detached_error};
+use super::error::{Detached, at_path, detached_error};
 
 /// The paths of the three files of an open database.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,11 +32,10 @@ impl DatabasePaths {
     /// `Misconfigured` for a path that cannot name a database, `Denied` for one that this process
     /// may not write.
     pub(super) fn resolve(path: &Path) -> Result<Self, BackendError> {
-        let refuse = |kind: BackendErrorKind, message: &str| {
-            BackendError::new(kind, format!("sqlite file {path:?}: {message}")).as_refused()
-        };
+        let refuse =
+            |kind: BackendErrorKind, message: &str| at_path(kind, path, message).as_refused();
         let Some(text) = path.to_str() else {
-            return Err(refuse(Misconfigured, "the path must be UTF-8"));
+            return Err(refuse(Misconfigured, "the path is not UTF-8; use another path"));
         };
         if text.is_empty() || text.starts_with(":memory:") {
             return Err(refuse(
@@ -260,15 +259,15 @@ fn is_mount_point(path: &str, mounts: &str) -> bool {
 fn path_error(path: &Path, error: std::io::Error) -> BackendError {
     let (kind, message) = match error.kind() {
         ErrorKind::PermissionDenied => {
-            (Denied, "this process has no search permission for a folder of the path")
+            (Denied, "this process has no search permission for a folder of the path; grant it")
         }
-        ErrorKind::NotADirectory => (Misconfigured, "a part of the path is a file, not a folder"),
-        ErrorKind::InvalidFilename => (Misconfigured, "the path is too long"),
-        _ => (Misconfigured, "the path cannot be resolved"),
+        ErrorKind::NotADirectory => {
+            (Misconfigured, "a part of the path is a file, not a folder; correct the path")
+        }
+        ErrorKind::InvalidFilename => (Misconfigured, "the path is too long; use a shorter one"),
+        _ => (Misconfigured, "the path cannot be resolved; check it"),
     };
-    BackendError::new(kind, format!("sqlite file {path:?}: {message}"))
-        .with_source(error)
-        .as_refused()
+    at_path(kind, path, message).with_source(error).as_refused()
 }
 
 /// Calls `faccessat`, because mode and owner do not decide: root, access lists and read-only mounts

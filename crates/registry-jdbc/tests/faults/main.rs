@@ -36,6 +36,7 @@ mod clocks;
 mod workload;
 mod app_connection;
 mod durable;
+mod error_texts;
 mod processes;
 mod fenced;
 mod holders;

@@ -263,9 +263,11 @@ impl RedisNode {
             _ => (false, 0),
         };
         if replicas < wanted {
-            return Some(format!("{replicas} of {wanted} replicas have received it"));
+            return Some(format!(
+                "only {replicas} of {wanted} required replicas (`replicas`) have received the write"
+            ));
         }
-        (!disk).then(|| "the server has not written it to disk".to_owned())
+        (!disk).then(|| "the server has not written it to disk (`fsync`) in time".to_owned())
     }
 }
 

@@ -18,7 +18,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::command_connection::{CommandConnection, ConnectFuture, is_connection_error};
-use super::{Connector, ErrorAction, RedisNode, Topology, connector, redact_credentials};
+use super::{
+    Connector, ErrorAction, RedisNode, Topology, connector, join_addresses, redact_credentials,
+};
 use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
@@ -39,6 +41,8 @@ pub(super) struct SentinelTopology {
 struct SentinelState {
     service: String,
     sentinels: Vec<Sentinel>,
+    /// The addresses of the sentinels, for messages.
+    addresses: String,
     /// The master that connections lead to, once it is known.
     master: Mutex<Option<ServerAddress>>,
     refresh: Notify,
@@ -76,6 +80,7 @@ impl SentinelTopology {
         let state = Arc::new(SentinelState {
             service: service.to_owned(),
             sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
+            addresses: join_addresses(sentinels),
             master: Mutex::default(),
             refresh: Notify::new(),
         });
@@ -129,6 +134,14 @@ impl Topology for SentinelTopology {
             self.state.refresh.notify_one();
         }
         ErrorAction::Fail
+    }
+
+    /// Returns the address of the master, or those of the sentinels if it is not known yet.
+    fn address(&self, _node: &RedisNode) -> String {
+        match &*self.state.master() {
+            Some(master) => master.to_string(),
+            None => self.state.addresses.clone(),
+        }
     }
 }
 

@@ -13,6 +13,7 @@ mod sentinel;
 mod cluster;
 mod quorum;
 mod invalidations;
+mod error_texts;
 mod loss_rates;
 mod paused_holder;
 

@@ -6,7 +6,7 @@ use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderCommand;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::recording_client::RecordingClient;
-use registry_testkit::{eventually, within};
+use registry_testkit::{cause_of_failed_acquire, eventually, within};
 use tokio::time::{Instant, sleep};
 
 use super::child_process;
@@ -20,6 +20,18 @@ pub(crate) async fn server() -> (EtcdServer, EtcdConfig) {
 
 pub(crate) fn config_of(addr: std::net::SocketAddr) -> EtcdConfig {
     EtcdConfig::new([(addr.ip().to_string(), addr.port())])
+}
+
+#[tokio::test]
+async fn an_error_names_operation_key_and_address() {
+    let (mut server, config) = server().await;
+    let registry = registry(&config, LEASE).await;
+    server.kill();
+    let error = within(LONG, registry.obtain("orders/42").lock()).await.unwrap_err();
+    assert_eq!(
+        cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string()),
+        "etcd: no connection; check that the member runs at this address"
+    );
 }
 
 #[tokio::test]

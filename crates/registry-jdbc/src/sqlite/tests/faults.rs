@@ -1,9 +1,12 @@
 //! Faults of the file and its connections. No fault causes a wrong result.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Release, Renewal};
+use registry_core::{
+    BackendErrorKind, LockAdmin, LockBackend, LockRegistry as _, Registry, Release, Renewal,
+};
 use sqlx::{ConnectOptions, Executor, SqliteConnection};
 
 use super::{TestFolder, busy, claim, grant, key};
@@ -21,6 +24,21 @@ pub(super) async fn begin_write(path: &Path) -> SqliteConnection {
 
 pub(super) async fn rollback(connection: &mut SqliteConnection) {
     connection.execute("ROLLBACK").await.unwrap();
+}
+
+#[tokio::test]
+async fn an_error_names_operation_key_and_address() {
+    let folder = TestFolder::new();
+    let registry = Registry::builder(Arc::new(folder.process().await)).build().unwrap();
+    std::fs::remove_file(folder.file()).unwrap();
+    tokio::time::sleep(CHECK_VALID_FOR).await;
+    let error = registry.obtain("orders/42").lock().await.unwrap_err();
+    let path = folder.0.path().canonicalize().unwrap().join("locks.db");
+    assert_eq!(
+        registry_testkit::cause_of_failed_acquire(&error, "orders/42", &path.display().to_string()),
+        "sqlite: the file was removed or replaced while in use, so other processes may use another file; \
+         restart all processes that use it"
+    );
 }
 
 #[tokio::test]

@@ -111,10 +111,10 @@ async fn a_lock_beyond_the_capacity_is_refused_with_key_size_limit_and_option() 
     let (_backend, client) = open(&server.url(), 1).await;
     let (mut guards, refused) = acquire_until_refused(&client).await;
     let count = guards.len();
+    let text = refused.to_string();
     let LockError::Backend { key, source, .. } = refused else { panic!("{refused:?}") };
     assert_eq!(key, long_key(count));
     assert!(source.is_retryable() && source.refused(), "{source:?}");
-    let text = source.to_string();
     assert!(text.contains(&key) && text.contains("`sessions`"), "{text}");
     let exhausted = source.source().unwrap().downcast_ref::<SessionsExhausted>().unwrap();
     assert_eq!((&*exhausted.key, exhausted.sessions_max), (&*key, 1));

@@ -5,14 +5,25 @@ use std::time::Duration;
 use registry_core::{LockOptions, LockRegistry as _, LostReason};
 use registry_testkit::history::Window;
 use registry_testkit::recording_client::RecordingClient;
-use registry_testkit::within;
 use registry_testkit::workload::{LONG, Workload};
 use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_testkit::{cause_of_failed_acquire, within};
 
 use super::other_process;
 use super::support::{
     LONG_SESSION, MINUTE_SESSION, SESSION, backend, finish, registry, registry_over,
 };
+
+#[tokio::test]
+async fn an_error_names_operation_key_and_address() {
+    let mut server = ZooKeeperServer::start().await.unwrap();
+    let registry = registry(&server.url(), SESSION).await;
+    server.kill();
+    let error = within(LONG, registry.obtain("orders/42").lock()).await.unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
+    assert!(cause.starts_with("zookeeper: "), "{cause}");
+}
 
 #[tokio::test]
 async fn a_server_paused_for_longer_than_a_session_admits_no_second_holder() {

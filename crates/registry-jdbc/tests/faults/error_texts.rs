@@ -1,0 +1,31 @@
+//! The texts of errors: operation, key, address, cause and hint.
+
+use registry_core::LockRegistry as _;
+use registry_testkit::{cause_of_failed_acquire, within};
+
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::workload::LEASE;
+
+async fn an_error_names_operation_key_and_address(kind: ServerKind) {
+    let mut server = kind.start().await;
+    let mut registries = Vec::new();
+    for mode in [LockMode::Lease, LockMode::Session, LockMode::Row] {
+        registries.push((mode, registry_in(&server.url(), LEASE, mode).await));
+    }
+    server.kill();
+    let name = match kind {
+        ServerKind::Postgres => "postgres",
+        ServerKind::MariaDb => "mysql",
+    };
+    let refused =
+        format!("{name}: the connection was refused; check that the server runs at this address");
+    for (mode, registry) in registries {
+        let error = within(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap_err();
+        let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
+        assert_eq!(cause, refused, "{mode:?}");
+    }
+}
+
+on_both_servers! {
+    an_error_names_operation_key_and_address,
+}
