@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use lock_registry_benches::compare_in_task;
 use prost::Message;
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
 use tonic::Request;
@@ -64,8 +64,8 @@ fn main() {
         let (hand_over, write) = (median(hand_overs), median(writes));
         let times = hand_over.as_secs_f64() / write.as_secs_f64();
         println!("hand-over on etcd: {hand_over:?}, a write {write:?}: {times:.2} writes");
-        registry.close(Duration::from_secs(1)).await;
-        other.close(Duration::from_secs(1)).await;
+        _ = registry.close(Duration::from_secs(1)).await;
+        _ = other.close(Duration::from_secs(1)).await;
     });
 }
 

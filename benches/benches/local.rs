@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use dashmap::DashMap;
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use redis::Script;
 use redis::aio::MultiplexedConnection;
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 
@@ -58,7 +58,7 @@ fn main() {
         };
         let group = "64 uncontended pairs at once on Redis";
         lock_registry_benches::compare(group, reference, "lock and unlock", lock_and_unlock).await;
-        registry.close(Duration::from_secs(1)).await;
+        _ = registry.close(Duration::from_secs(1)).await;
     });
 }
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 use lock_registry_benches::compare;
-use registry_core::{DistributedLock, LockBackend, LockRegistry, Registry};
+use registry_core::{DistributedLock, LockBackend, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
@@ -57,7 +57,7 @@ async fn postgres() {
     };
     let group = "16 uncontended pairs at once on PostgreSQL";
     compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
-    engine.registry.close(Duration::from_secs(1)).await;
+    _ = engine.registry.close(Duration::from_secs(1)).await;
 }
 
 async fn mariadb() {
@@ -80,7 +80,7 @@ async fn mariadb() {
         || async { run_concurrently(pairs.iter().map(MariaDbPair::lock_and_unlock)).await };
     let group = "16 uncontended pairs at once on MariaDB";
     compare(group, reference, LABEL, || async { engine.lock_and_unlock_all().await }).await;
-    engine.registry.close(Duration::from_secs(1)).await;
+    _ = engine.registry.close(Duration::from_secs(1)).await;
 }
 
 /// Runs all futures, and polls a future only when it is woken, as tasks are.

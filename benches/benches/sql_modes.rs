@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lock_registry_benches::compare;
-use registry_core::{DistributedLock, LockBackend, LockRegistry, Registry};
+use registry_core::{DistributedLock, LockBackend, Registry};
 use registry_jdbc::{
     MySqlConfig, MySqlRowBackend, MySqlSessionBackend, PostgresConfig, PostgresRowBackend,
     PostgresSessionBackend,
@@ -75,8 +75,8 @@ async fn postgres() {
     };
     let group = "uncontended pair of a row on PostgreSQL, against BEGIN, SELECT FOR UPDATE, COMMIT";
     compare(group, reference, LABEL, || async { row.lock_and_unlock().await }).await;
-    session.registry.close(Duration::from_secs(1)).await;
-    row.registry.close(Duration::from_secs(1)).await;
+    _ = session.registry.close(Duration::from_secs(1)).await;
+    _ = row.registry.close(Duration::from_secs(1)).await;
 }
 
 async fn prepare(reference_connection: &Mutex<PgConnection>) {
@@ -163,8 +163,8 @@ async fn mariadb() {
     };
     let group = "uncontended pair of a row on MariaDB, against START TRANSACTION, SELECT FOR UPDATE, COMMIT";
     compare(group, reference, LABEL, || async { row.lock_and_unlock().await }).await;
-    session.registry.close(Duration::from_secs(1)).await;
-    row.registry.close(Duration::from_secs(1)).await;
+    _ = session.registry.close(Duration::from_secs(1)).await;
+    _ = row.registry.close(Duration::from_secs(1)).await;
 }
 
 /// The minimum that verifies that the row is unchanged: one statement that acquires the lock and

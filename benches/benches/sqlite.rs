@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use sqlx::ConnectOptions;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
@@ -94,6 +94,6 @@ fn main() {
             lock_and_unlock,
         )
         .await;
-        registry.close(Duration::from_secs(1)).await;
+        _ = registry.close(Duration::from_secs(1)).await;
     });
 }

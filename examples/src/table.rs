@@ -101,7 +101,7 @@ impl TableBackend {
 impl LockBackend for TableBackend {
     fn capabilities(&self) -> Capabilities {
         // Only what is true. This store keeps no labels and reports no changes by other clients.
-        let table = Capabilities::new("table", GuaranteeClass::A, Reach::Process);
+        let table = Capabilities::new("table", GuaranteeClass::Durable, Reach::Process);
         table.with_fencing().with_wakes().with_inspect()
     }
 
@@ -125,7 +125,8 @@ impl LockBackend for TableBackend {
                     (row.claim, row.until) = (Some(claim.id()), now + claim.lease());
                 }
             }
-            Attempt::Granted(Grant::new(FencingToken::new(row.first_token), row.until - now))
+            let token = FencingToken::new(row.first_token).expect("tokens fit into 63 bits");
+            Attempt::Granted(Grant::new(token, row.until - now))
         };
         self.execute(acquire).await
     }

@@ -23,7 +23,7 @@ macro_rules! programs {
 }
 
 programs! {
-    hello [] [] says ["order 42 is locked with token Some(FencingToken("],
+    hello [] [] says ["order 42 is locked with token "],
     deadline [] [] says [
         "busy: another client writes the report",
         "still busy after 50 ms",
@@ -31,7 +31,7 @@ programs! {
         "acquired",
     ],
     framework ["sqlite:locks.db"] [] says [
-        "sqlite: class A, excludes this host",
+        "sqlite: class durable, excludes this host",
         "node 1: 17 rows written",
         "node 2: another node has run it",
         "node 3: another node has run it",
@@ -80,7 +80,7 @@ programs! {
         "released: 1, lost: 1, abandoned: 0",
         "free for other processes",
     ],
-    routing [] [] says ["payments/7: token yes", "metrics/cpu: token no", "anything else: token yes", "class none"],
+    routing [] [] says ["payments/7 is locked", "metrics/cpu is locked", "anything else is locked", "class none"],
     threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
     observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "renewal failed: true, losses counted: 1"],
     custom_backend [] [] says ["busy: true", "held: true"],

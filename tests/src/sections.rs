@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{fs, io, process};
 
-use registry_core::{DistributedLock, FencingToken};
+use registry_core::DistributedLock;
 use registry_testkit::history::{HistoryEvent, HistoryEventKind, host_clock};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
@@ -148,7 +148,7 @@ pub async fn run_sections(
         let count: u64 = fs::read_to_string(&task.counter)?.trim().parse()?;
         sleep(Duration::from_millis(task.hold_ms)).await;
         overwrite_number(&task.counter, count + 1)?;
-        let token = guard.fencing_token().map(FencingToken::get);
+        let token = Some(guard.fencing_token().get());
         let leaving = clock();
         guard.unlock().await?;
         let left = clock();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{DistributedLock, LockRegistry, Registry};
+use registry_core::{DistributedLock, Registry};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_testkit::redis::RedisServer;
 
 use crate::measurement::{
@@ -172,5 +172,5 @@ async fn wait_once(registry: &Registry, other: Registry) {
     wait.await;
     held.unlock().await.unwrap();
     waiting.lock().await.unwrap().unlock().await.unwrap();
-    other.close(Duration::from_secs(1)).await;
+    _ = other.close(Duration::from_secs(1)).await;
 }

@@ -5,7 +5,6 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::time::{ClockId, clock_gettime};
-use registry_core::LockRegistry;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lock_registry_benches::compare_in_task;
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_zk::{ZkBackend, ZkConfig};
@@ -106,7 +106,7 @@ async fn pairs(server: &ZooKeeperServer, is_full_run: bool) {
     };
     let group = "uncontended pairs next to Curator's InterProcessMutex";
     compare_in_task(group, other, LABEL, lock_and_unlock).await;
-    registry.close(LIMIT).await;
+    _ = registry.close(LIMIT).await;
 }
 
 async fn lock_with_client_library(client: Client, pairs: usize) {

@@ -24,8 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    BackendError, ConfigError, LockBackend, LockOptions, MemoryBackend, Observer,
-    PassThroughBackend, Registry,
+    BackendError, ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -167,7 +166,7 @@ pub(crate) async fn open(
         builder = builder.lease(lease);
     }
     if let Some(renew) = options.renew {
-        builder = builder.renew(renew);
+        builder = builder.auto_renew(renew);
     }
     if let Some(poll) = options.poll {
         builder = builder.poll(poll);
@@ -201,7 +200,7 @@ async fn open_with_retries(
     store: &StoreLocation,
     options: &Options,
 ) -> Result<Arc<dyn LockBackend>, ConfigError> {
-    let deadline = Instant::now() + limit.min(LockOptions::WAIT_MAX);
+    let deadline = Instant::now() + limit.min(CONNECT_TIMEOUT_MAX);
     let mut pause = RETRY_PAUSE;
     // Terminates: the deadline is fixed, and the pause is never zero.
     loop {
@@ -242,6 +241,8 @@ async fn unresolved_host(store: &StoreLocation) -> Option<String> {
 
 /// Default time for which failed connection attempts are repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+/// A larger limit would overflow the clock.
+const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that an error message waits for the resolver.

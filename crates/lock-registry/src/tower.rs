@@ -140,8 +140,11 @@ where
         let clone = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
-            let Some(guard) = lock.lock_with(options).await? else {
-                return Err(LockServiceError::Busy { key: lock.key().to_owned() });
+            let guard = match lock.lock_with(options).await {
+                Err(LockError::WaitElapsed { key, .. }) => {
+                    return Err(LockServiceError::Busy { key });
+                }
+                acquired => acquired?,
             };
             let response = guard.protect(inner.call(request)).await?;
             // The request completed under the lock, so its response is valid. The engine reports a

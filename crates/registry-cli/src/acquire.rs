@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lock_registry::{
-    DistributedLock, FencingToken, Holder, LockEvent, LockGuard, LockOptions, LockRegistry,
-    Observer, Reach, Registry,
+    DistributedLock, FencingToken, Holder, LockError, LockEvent, LockGuard, LockOptions, Observer,
+    Reach, Registry,
 };
 use nix::sys::signal::Signal;
 use serde_json::json;
@@ -137,8 +137,10 @@ pub(crate) async fn acquire(
         }
     };
     drop(reporter);
-    if let Some(guard) = outcome? {
-        return Ok(AcquireOutcome::Guard(guard));
+    match outcome {
+        Ok(guard) => return Ok(AcquireOutcome::Guard(guard)),
+        Err(LockError::WaitElapsed { .. }) => {}
+        Err(error) => return Err(error.into()),
     }
     let waited = started.elapsed();
     let holder = observer.busy.borrow().as_ref().and_then(LastSeen::holder_now);
@@ -168,7 +170,7 @@ pub(crate) fn warn_about_process_reach(registry: &Registry, output: Output) {
 
 /// Closes the registry, which releases its remaining locks.
 pub(crate) async fn close(registry: &Registry) {
-    registry.close(CLOSE_LIMIT).await;
+    _ = registry.close(CLOSE_LIMIT).await;
 }
 
 /// Closes `registry` after the lock ended with `status`. Waits until `min_hold` is over. A signal
@@ -189,7 +191,7 @@ pub(crate) async fn close_after(
     tokio::select! {
         _ = registry.close(CLOSE_LIMIT.saturating_add(min_hold)) => {}
         _ = signals.next_termination(), if !min_hold.is_zero() => {
-            registry.close(Duration::ZERO).await;
+            _ = registry.close(Duration::ZERO).await;
         }
     }
 }

@@ -317,8 +317,11 @@ fn parse_time(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| error.to_string())
 }
 
+/// The longest wait that has a limit.
+const WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
 fn parse_wait(text: &str) -> Result<Duration, String> {
-    parse_bounded_time(text, LockOptions::WAIT_MAX, "leave --wait out to wait without a limit")
+    parse_bounded_time(text, WAIT_MAX, "leave --wait out to wait without a limit")
 }
 
 fn parse_grace(text: &str) -> Result<Duration, String> {

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use lock_registry::{ClaimId, LockError, LockRegistry, Registry};
+use lock_registry::{ClaimId, LockError, Registry};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 
@@ -78,7 +78,7 @@ async fn round_trips(registry: &Registry, prefix: &str) -> Result<Vec<Duration>,
     let mut durations = Vec::with_capacity(ROUND_TRIPS);
     for _ in 0..ROUND_TRIPS {
         let sent_at = Instant::now();
-        lock.holder().await?;
+        lock.holders().await?;
         durations.push(sent_at.elapsed());
     }
     Ok(durations)

@@ -3,9 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use lock_registry::{
-    Capabilities, Finding, GuaranteeClass, LockRegistry, Origin, Setting, Severity,
-};
+use lock_registry::{Capabilities, Finding, GuaranteeClass, Origin, Setting, Severity};
 use serde_json::json;
 
 use crate::acquire::close;
@@ -108,13 +106,15 @@ fn text_report(settings: &[Setting], capabilities: &Capabilities, findings: &[Fi
 
 fn describe_class(class: GuaranteeClass) -> &'static str {
     match class {
-        GuaranteeClass::A => {
+        GuaranteeClass::Durable => {
             "fenced writes are safe under every fault that preserves the store's data"
         }
-        GuaranteeClass::B => {
+        GuaranteeClass::Volatile => {
             "one holder, and safe fenced writes, unless the store loses data or its clock jumps"
         }
-        GuaranteeClass::C => "one holder unless a failover, data loss or clock jump happens",
+        GuaranteeClass::BestEffort => {
+            "one holder unless a failover, data loss or clock jump happens"
+        }
         GuaranteeClass::None => "no client is excluded",
         _ => "unknown to this version of lockreg",
     }

@@ -5,7 +5,7 @@ use std::io::{self, Read as _};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LockRegistry, LostReason, Observer};
+use lock_registry::{Key, LockError, LockGuard, LostReason, Observer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::oneshot;
@@ -71,7 +71,10 @@ impl HoldCommand {
         {
             Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
             Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-            Ok(AcquireOutcome::Guard(guard)) => hold_until_end(guard, &mut signals, output).await,
+            Ok(AcquireOutcome::Guard(guard)) => {
+                let fences = registry.capabilities().fencing;
+                hold_until_end(guard, fences, &mut signals, output).await
+            }
             Err(failure) => Err(failure),
         };
         close_after(&registry, &status, wait.min_hold, &mut signals).await;
@@ -81,11 +84,12 @@ impl HoldCommand {
 
 async fn hold_until_end(
     guard: LockGuard,
+    fences: bool,
     signals: &mut Signals,
     output: Output,
 ) -> Result<u8, CliError> {
     let key = guard.key().to_owned();
-    let token = guard.fencing_token().map(u64::from);
+    let token = fences.then(|| guard.fencing_token().get());
     let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
     let mut printing = Box::pin(print_line(held));
     let mut printed = None;

@@ -1,6 +1,5 @@
 //! `lockreg show`, `list` and `break`: print the holders of locks, and release locks by force.
 
-use lock_registry::LockRegistry;
 use serde_json::json;
 
 use crate::acquire::close;
@@ -19,7 +18,7 @@ pub(crate) async fn show(
 ) -> Result<u8, CliError> {
     let key = args::parse_key(&show.key)?;
     let registry = StoreConfig::choose(global)?.open(output).await?;
-    let holder = registry.obtain(key.as_str()).holder().await?;
+    let holder = registry.obtain(key.as_str()).holders().await?.pop();
     close(&registry).await;
     match &holder {
         Some(holder) => {
@@ -60,7 +59,7 @@ pub(crate) async fn break_lock(
 ) -> Result<u8, CliError> {
     let key = args::parse_key(&args.key)?;
     let registry = StoreConfig::choose(global)?.open(output).await?;
-    let holder = registry.obtain(key.as_str()).holder().await?;
+    let holder = registry.obtain(key.as_str()).holders().await?.pop();
     if !args.yes
         && let Some(holder) = &holder
     {

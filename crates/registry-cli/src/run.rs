@@ -12,7 +12,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LockRegistry, LostReason, Observer};
+use lock_registry::{Key, LockError, LockGuard, LostReason, Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
@@ -77,7 +77,8 @@ impl RunCommand {
             Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
             Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
             Ok(AcquireOutcome::Guard(guard)) => {
-                let locked = LockedRun { guard, program: &program, grace, output };
+                let fences = registry.capabilities().fencing;
+                let locked = LockedRun { guard, fences, program: &program, grace, output };
                 locked.run(&observer, &mut signals).await
             }
             Err(failure) => Err(failure),
@@ -90,6 +91,8 @@ impl RunCommand {
 /// A held lock, and the command to run under it.
 struct LockedRun<'a> {
     guard: LockGuard,
+    /// Whether the token protects a resource.
+    fences: bool,
     program: &'a Program,
     grace: Duration,
     output: Output,
@@ -156,9 +159,9 @@ impl LockedRun<'_> {
         let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
-            // Removed if the store has no token, because the one of an outer `lockreg` would be
-            // wrong.
-            ("LOCKREG_FENCING_TOKEN", self.guard.fencing_token().map(|token| token.to_string())),
+            // Removed if the store does not fence, because the token of an outer `lockreg` would
+            // be wrong.
+            ("LOCKREG_FENCING_TOKEN", self.fences.then(|| self.guard.fencing_token().to_string())),
         ];
         match RunningCommand::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockAdmin, LockBackend,
-    LockError, LockGuard, LockRegistry as _, Registry, RegistryBuilder, Release, Renewal,
+    LockError, LockGuard, Registry, RegistryBuilder, Release, Renewal,
 };
 use tokio::time::{Instant, sleep};
 
@@ -157,7 +157,7 @@ impl TestContext {
     ) -> Result<(), LockError> {
         let until = Instant::now() + self.max_wait();
         loop {
-            match guard.renew(lease).await {
+            match guard.extend(lease).await {
                 Err(LockError::Backend { source, .. })
                     if source.is_retryable() && Instant::now() < until => {}
                 outcome => return outcome,

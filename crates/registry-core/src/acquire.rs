@@ -44,7 +44,7 @@ pub(crate) async fn acquire(
         None => Moment::now_coarse(),
     };
     // One deadline for the local queue and the store together.
-    let deadline = options.wait.map(|wait| started_at.after(wait));
+    let deadline = options.limited_wait().map(|wait| started_at.after(wait));
 
     // Repeats only if the lease of a received guard has ended, or if this caller was not polled for
     // the time of a lease.
@@ -242,7 +242,7 @@ impl Acquisition<'_> {
     fn guard(
         &self,
         held: Arc<ActiveGrant>,
-        token: Option<FencingToken>,
+        token: FencingToken,
         owner: Option<Owner>,
         attempts: u32,
     ) -> Result<LockGuard, Stopped> {

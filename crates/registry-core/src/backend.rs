@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -30,8 +31,9 @@ use crate::key::{InvalidKey, Key};
 ///    engine repeats it until the outcome is known or the lease is over.
 /// 3. [`renew`](Self::renew) never restores a grant that has ended, and never shortens a lease.
 /// 4. Only the store's clock expires a grant.
-/// 5. The tokens of one key only grow: across clients, expiry, release, restart and failover. A
-///    store that cannot promise this declares so in [`Capabilities::fencing`].
+/// 5. Every grant has a token. The tokens of one key only grow: across clients, expiry, release,
+///    restart and failover. A store that cannot promise this declares so in
+///    [`Capabilities::fencing`].
 /// 6. Only the future of [`wait`](Self::wait) is ever dropped before it is ready. All others are
 ///    polled until they are ready, unless the runtime itself shuts down.
 /// 7. A call of [`try_acquire`](Self::try_acquire) sends its request once. A request with an
@@ -361,6 +363,8 @@ impl ClaimId {
     /// # use registry_core::ClaimId;
     /// let id = ClaimId::from_bits(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
     /// assert_eq!(id.to_string(), "0123456789abcdef0011223344556677");
+    /// assert_eq!("0123456789abcdef0011223344556677".parse(), Ok(id));
+    /// assert!("123".parse::<ClaimId>().is_err());
     /// ```
     #[must_use]
     pub const fn from_bits(bits: u128) -> Self {
@@ -373,6 +377,24 @@ impl ClaimId {
         self.0.to_be_bytes()
     }
 }
+
+/// Parses the 32 hexadecimal digits that `Display` writes.
+impl FromStr for ClaimId {
+    type Err = InvalidClaimId;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        if text.len() != 32 || !text.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return Err(InvalidClaimId);
+        }
+        u128::from_str_radix(text, 16).map(Self).map_err(|_| InvalidClaimId)
+    }
+}
+
+/// The text is not the id of a claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a claim id; it has 32 hexadecimal digits")]
+#[non_exhaustive]
+pub struct InvalidClaimId;
 
 /// Formats the id as 32 lower-case hexadecimal digits.
 impl fmt::Display for ClaimId {
@@ -419,16 +441,16 @@ pub enum Attempt {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Grant {
-    /// The first of the reserved tokens. `None` if the store does not fence.
-    pub token: Option<FencingToken>,
+    /// The first of the reserved tokens.
+    pub token: FencingToken,
     /// The remaining time of the grant, counted from an instant between request and reply.
     pub lease: Duration,
 }
 
 impl Grant {
-    /// Creates a grant that lasts `lease`.
+    /// Creates a grant with this token that lasts `lease`.
     #[must_use]
-    pub const fn new(token: Option<FencingToken>, lease: Duration) -> Self {
+    pub const fn new(token: FencingToken, lease: Duration) -> Self {
         Self { token, lease }
     }
 }

@@ -19,7 +19,7 @@ use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
 use crate::options::LockOptions;
-use crate::registry::{CloseReport, LockRegistry, Registry};
+use crate::registry::{CloseReport, Registry};
 
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
@@ -182,7 +182,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::lock`], and [`LockError::InsideRuntime`].
     pub fn lock(&self) -> Result<BlockingGuard, LockError> {
-        self.lock_with(LockOptions::new())?.ok_or(LockError::Closed)
+        self.lock_with(LockOptions::new())
     }
 
     /// Acquires this lock if it is free. See [`DistributedLock::try_lock`].
@@ -190,7 +190,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock`], and [`LockError::InsideRuntime`].
     pub fn try_lock(&self) -> Result<Option<BlockingGuard>, LockError> {
-        self.lock_with(LockOptions::new().wait(Duration::ZERO))
+        self.try_lock_with(LockOptions::new())
     }
 
     /// Acquires this lock, blocking at most `wait`. See [`DistributedLock::try_lock_for`].
@@ -198,24 +198,33 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock_for`], and [`LockError::InsideRuntime`].
     pub fn try_lock_for(&self, wait: Duration) -> Result<Option<BlockingGuard>, LockError> {
-        self.lock_with(LockOptions::new().wait(wait))
+        self.try_lock_with(LockOptions::new().wait(wait))
     }
 
     /// Acquires this lock with `options`. See [`DistributedLock::lock_with`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
-    pub fn lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
+    pub fn lock_with(&self, options: LockOptions) -> Result<BlockingGuard, LockError> {
         let guard = self.home.block_on(self.lock.lock_with(options))??;
+        Ok(BlockingGuard { guard, home: Arc::clone(&self.home) })
+    }
+
+    /// Acquires this lock with `options`. See [`DistributedLock::try_lock_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_lock_with`], and [`LockError::InsideRuntime`].
+    pub fn try_lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
+        let guard = self.home.block_on(self.lock.try_lock_with(options))??;
         Ok(guard.map(|guard| BlockingGuard { guard, home: Arc::clone(&self.home) }))
     }
 
-    /// Returns the holder of this lock. See [`DistributedLock::holder`].
+    /// Returns the holders of this lock. See [`DistributedLock::holders`].
     ///
     /// # Errors
-    /// Those of [`DistributedLock::holder`], and [`LockError::InsideRuntime`].
-    pub fn holder(&self) -> Result<Option<Holder>, LockError> {
-        self.home.block_on(self.lock.holder())?
+    /// Those of [`DistributedLock::holders`], and [`LockError::InsideRuntime`].
+    pub fn holders(&self) -> Result<Vec<Holder>, LockError> {
+        self.home.block_on(self.lock.holders())?
     }
 }
 
@@ -242,7 +251,7 @@ impl BlockingGuard {
 
     /// Returns the fencing token of this grant. See [`LockGuard::fencing_token`].
     #[must_use]
-    pub fn fencing_token(&self) -> Option<FencingToken> {
+    pub fn fencing_token(&self) -> FencingToken {
         self.guard.fencing_token()
     }
 
@@ -267,12 +276,12 @@ impl BlockingGuard {
         self.home.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
     }
 
-    /// Extends the lease to at least `lease` from now. See [`LockGuard::renew`].
+    /// Extends the lease to at least `lease` from now. See [`LockGuard::extend`].
     ///
     /// # Errors
-    /// Those of [`LockGuard::renew`], and [`LockError::InsideRuntime`].
-    pub fn renew(&self, lease: Duration) -> Result<(), LockError> {
-        self.home.block_on(self.guard.renew(lease))?
+    /// Those of [`LockGuard::extend`], and [`LockError::InsideRuntime`].
+    pub fn extend(&self, lease: Duration) -> Result<(), LockError> {
+        self.home.block_on(self.guard.extend(lease))?
     }
 
     /// Releases the lock and waits for the store. See [`LockGuard::unlock`].

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 /// The faults under which a lock has only one holder, and under which fenced writes are safe.
 ///
-/// The classes are ordered: `A` promises most.
+/// The classes are ordered: `Durable` promises most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "kebab-case"))]
 #[non_exhaustive]
 pub enum GuaranteeClass {
     /// The store grants every claim and excludes no other client. Only the pass-through store has
@@ -16,21 +17,21 @@ pub enum GuaranteeClass {
     None,
     /// One holder as long as no failover, data loss or jump of the store's clock happens; fenced
     /// writes are safe as long as the tokens survive.
-    C,
+    BestEffort,
     /// One holder, and fenced writes are safe, as long as the store's data and wall clock survive.
-    B,
+    Volatile,
     /// Fenced writes are safe under every fault that the store's data survives. There is one holder
     /// as long as clocks run at about the same *rate*.
-    A,
+    Durable,
 }
 
 impl fmt::Display for GuaranteeClass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::None => "none",
-            Self::C => "C",
-            Self::B => "B",
-            Self::A => "A",
+            Self::BestEffort => "best-effort",
+            Self::Volatile => "volatile",
+            Self::Durable => "durable",
         })
     }
 }
@@ -73,8 +74,9 @@ pub struct Capabilities {
     pub class: GuaranteeClass,
     /// The callers that a lock excludes.
     pub reach: Reach,
-    /// Every grant carries a [`FencingToken`](crate::FencingToken) that is larger than those of all
-    /// earlier grants of the key.
+    /// The [`FencingToken`](crate::FencingToken) of each grant is larger than those of all earlier
+    /// grants of the key, by any client. If false, tokens of different processes are not
+    /// comparable, so they do not protect a resource.
     pub fencing: bool,
     /// The store has a queue of claims, across processes. A registry has one claim per key in this
     /// queue. Its other callers wait locally, so processes take turns.
@@ -200,7 +202,8 @@ impl Capabilities {
         }
     }
 
-    /// Sets [`fencing`](Self::fencing): every grant carries a fencing token.
+    /// Sets [`fencing`](Self::fencing): the tokens of a key grow across all
+    /// clients.
     #[must_use]
     pub const fn with_fencing(mut self) -> Self {
         self.fencing = true;

@@ -67,7 +67,6 @@ impl Engine {
             let terms = Terms::resolve(options, &self.defaults, &self.capabilities)?;
             return Ok(Some(Arc::new(terms)));
         }
-        options.check_wait()?;
         Ok(None)
     }
 

@@ -1,5 +1,5 @@
-//! Errors, classified by what the caller can do about them. "Busy" and "timed out" are values, not
-//! errors.
+//! Errors, classified by what the caller can do about them. "Busy" is a value, not an error, except
+//! where a caller asked for a guard within a limited wait.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -27,6 +27,16 @@ pub enum LockError {
         key: String,
         /// The store error.
         source: BackendError,
+    },
+    /// Another client held the lock for the whole wait. Only
+    /// [`lock_with`](crate::DistributedLock::lock_with) returns this; `try_lock_with` returns
+    /// `Ok(None)` instead.
+    #[non_exhaustive]
+    WaitElapsed {
+        /// The key.
+        key: String,
+        /// The wait of the options.
+        wait: Duration,
     },
     /// The lock had been lost. Work done under it since then was not protected.
     #[non_exhaustive]
@@ -59,7 +69,11 @@ impl LockError {
     /// Returns whether the same call may succeed if it is repeated.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        matches!(self, Self::Backend { source, .. } if source.is_retryable())
+        match self {
+            Self::Backend { source, .. } => source.is_retryable(),
+            Self::WaitElapsed { .. } => true,
+            _ => false,
+        }
     }
 }
 
@@ -73,6 +87,11 @@ impl fmt::Display for LockError {
                 }
                 write!(f, " failed: {}", source.message())
             }
+            Self::WaitElapsed { key, wait } => write!(
+                f,
+                "acquire on {key:?} failed: another client held the lock for the whole wait of {wait:?}; wait longer, or use \
+                 `try_lock_with`"
+            ),
             Self::Lost { key, reason } => {
                 write!(f, "lock {key:?} was lost: {reason}; acquire it again")
             },
@@ -140,6 +159,8 @@ impl fmt::Display for LostReason {
         })
     }
 }
+
+impl StdError for LostReason {}
 
 /// An option that is out of range, and how to correct it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

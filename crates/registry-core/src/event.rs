@@ -31,14 +31,14 @@ pub enum LockEvent<'a> {
     GaveUp { key: &'a str, waited: Duration },
     /// The store granted the key.
     #[non_exhaustive]
-    Granted { key: &'a str, token: Option<FencingToken>, waited: Duration, attempts: u32 },
+    Granted { key: &'a str, token: FencingToken, waited: Duration, attempts: u32 },
     /// The owner of a held lock entered it again.
     #[non_exhaustive]
-    Reentered { key: &'a str, token: Option<FencingToken> },
+    Reentered { key: &'a str, token: FencingToken },
     /// A holder handed its claim over to the next caller of this process, without a request to the
     /// store.
     #[non_exhaustive]
-    HandedOver { key: &'a str, token: Option<FencingToken> },
+    HandedOver { key: &'a str, token: FencingToken },
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
@@ -48,7 +48,7 @@ pub enum LockEvent<'a> {
     RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
     /// A held lock was lost. Its holder has been notified.
     #[non_exhaustive]
-    Lost { key: &'a str, token: Option<FencingToken>, reason: LostReason },
+    Lost { key: &'a str, token: FencingToken, reason: LostReason },
     /// The store confirmed that the key of a released lock is free of its claim.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },

@@ -1,7 +1,6 @@
 //! Convenience methods for every [`LockRegistry`]: run work while a lock is held.
 
 use std::future::Future;
-use std::time::Duration;
 
 use crate::error::LockError;
 use crate::guard::LockGuard;
@@ -29,7 +28,7 @@ pub trait LockRegistryExt: LockRegistry {
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// let registry = Registry::in_memory()?;
     /// let done = registry.execute_locked("orders/42", async |guard| guard.fencing_token()).await?;
-    /// assert!(done.output.is_some());
+    /// println!("the work ran under token {}", done.output);
     /// done.unlocked?;
     /// # Ok(()) }
     /// ```
@@ -45,22 +44,24 @@ pub trait LockRegistryExt: LockRegistry {
         async move { execute(lock.lock().await?, work).await }
     }
 
-    /// As [`execute_locked`](Self::execute_locked), but waits at most `wait`. Returns `Ok(None)` if
-    /// the lock was held until then.
+    /// As [`execute_locked`](Self::execute_locked), but acquires the lock with `options`. Returns
+    /// `Ok(None)` if the lock was held until the end of their [`wait`](LockOptions::wait). Without a
+    /// wait, it waits without a time limit.
     ///
-    /// A `wait` of zero does not make a job run only once if several processes start it. A short
+    /// A wait of zero does not make a job run only once if several processes start it. A short
     /// job may be done, and its key free, before the next process tries. To prevent this, keep the
     /// key locked with [`LockOptions::min_hold`].
     ///
     /// # Errors
-    /// As [`execute_locked`](Self::execute_locked).
+    /// As [`execute_locked`](Self::execute_locked); [`LockError::InvalidOption`] for a value that
+    /// the store does not accept, before any I/O.
     ///
     /// # Cancel safety
     /// As [`execute_locked`](Self::execute_locked).
-    fn execute_locked_for<T, W>(
+    fn execute_locked_with<T, W>(
         &self,
         key: &str,
-        wait: Duration,
+        options: LockOptions,
         work: W,
     ) -> impl Future<Output = Result<Option<Executed<T>>, LockError>>
     where
@@ -68,9 +69,10 @@ pub trait LockRegistryExt: LockRegistry {
     {
         let lock = self.obtain(key);
         async move {
-            match lock.lock_with(LockOptions::new().wait(wait)).await? {
-                Some(guard) => execute(guard, work).await.map(Some),
-                None => Ok(None),
+            match lock.lock_with(options).await {
+                Ok(guard) => execute(guard, work).await.map(Some),
+                Err(LockError::WaitElapsed { .. }) => Ok(None),
+                Err(error) => Err(error),
             }
         }
     }
@@ -80,6 +82,7 @@ impl<R: LockRegistry + ?Sized> LockRegistryExt for R {}
 
 /// The outcome of [`LockRegistryExt::execute_locked`].
 #[derive(Debug)]
+#[must_use = "the release may have failed, which only `unlocked` reports"]
 #[non_exhaustive]
 pub struct Executed<T> {
     /// The output of the work.

@@ -249,7 +249,7 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     fn store() -> Capabilities {
-        Capabilities::new("test", GuaranteeClass::A, Reach::Network).with_wakes()
+        Capabilities::new("test", GuaranteeClass::Durable, Reach::Network).with_wakes()
     }
 
     fn fairness(store: &Capabilities) -> Fairness {
@@ -289,7 +289,8 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn where_waiters_poll_a_process_pauses_for_as_long_as_it_held_the_claim() {
-        let fairness = fairness(&Capabilities::new("test", GuaranteeClass::A, Reach::Network));
+        let fairness =
+            fairness(&Capabilities::new("test", GuaranteeClass::Durable, Reach::Network));
         turn(&fairness, 1, 50 * MS).await;
         assert_eq!(turn(&fairness, 1, Duration::from_secs(1)).await, 50 * MS);
         assert_eq!(turn(&fairness, 1, MS).await, POLLED_PAUSE_MAX);
@@ -354,7 +355,7 @@ mod tests {
 
     #[test]
     fn stores_that_queue_and_stores_of_one_process_need_no_fairness() {
-        let in_process = Capabilities::new("test", GuaranteeClass::A, Reach::Process);
+        let in_process = Capabilities::new("test", GuaranteeClass::Durable, Reach::Process);
         for store in [store().with_fair(), in_process] {
             let fairness = fairness(&store);
             assert!(fairness.contention(&key()).is_none());

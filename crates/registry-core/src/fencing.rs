@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::num::NonZeroU64;
+use std::str::FromStr;
 
 /// A number that grows with every grant of one key.
 ///
@@ -58,10 +59,19 @@ impl From<FencingToken> for u64 {
 }
 
 impl TryFrom<u64> for FencingToken {
-    type Error = &'static str;
+    type Error = InvalidToken;
 
     fn try_from(token: u64) -> Result<Self, Self::Error> {
-        Self::new(token).ok_or("a fencing token fits into 63 bits")
+        Self::new(token).ok_or(InvalidToken)
+    }
+}
+
+/// Parses the decimal number that `Display` writes.
+impl FromStr for FencingToken {
+    type Err = InvalidToken;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        text.parse::<u64>().map_err(|_| InvalidToken)?.try_into()
     }
 }
 
@@ -73,12 +83,18 @@ impl From<FencingToken> for i64 {
 }
 
 impl TryFrom<i64> for FencingToken {
-    type Error = std::num::TryFromIntError;
+    type Error = InvalidToken;
 
     fn try_from(token: i64) -> Result<Self, Self::Error> {
-        u64::try_from(token).map(Self::within)
+        u64::try_from(token).map(Self::within).map_err(|_| InvalidToken)
     }
 }
+
+/// The number or text is no fencing token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not a fencing token; it is an integer from 0 to {max}", max = FencingToken::MAX)]
+#[non_exhaustive]
+pub struct InvalidToken;
 
 impl fmt::Display for FencingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -108,6 +124,10 @@ mod tests {
         assert_eq!(FencingToken::new(1 << 63), None);
         assert_eq!(FencingToken::MAX.checked_add(1), None);
         assert!(FencingToken::try_from(-1_i64).is_err());
+        assert_eq!("17".parse(), Ok(FencingToken::try_from(17_u64).unwrap()));
+        for text in ["", "-1", "x", "9223372036854775808"] {
+            assert_eq!(text.parse::<FencingToken>(), Err(InvalidToken), "{text}");
+        }
         assert!(FencingToken::new(1) < FencingToken::new(2));
     }
 

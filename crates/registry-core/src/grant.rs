@@ -35,7 +35,7 @@ pub(crate) struct ActiveGrant {
     claim: Claim,
     terms: Arc<Terms>,
     local_lock: Arc<LocalLock>,
-    first_token: Option<FencingToken>,
+    first_token: FencingToken,
     granted_at: Moment,
     /// Other processes want the key.
     contended: bool,
@@ -329,14 +329,13 @@ impl ActiveGrant {
         if !self.may_hand_over(now, &state) {
             return None;
         }
+        let token = self.first_token.checked_add(u64::from(state.hand_overs) + 1)?;
         state.phase = GrantPhase::Held;
         state.permit = permit.take();
         state.hand_overs += 1;
         if state.timer.is_none() {
             self.set_timer(&mut state, now);
         }
-        let steps = u64::from(state.hand_overs);
-        let token = self.first_token.and_then(|first| first.checked_add(steps));
         drop(state);
         Some(Hold::first_guard(Arc::clone(self), token, owner))
     }

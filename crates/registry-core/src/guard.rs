@@ -59,9 +59,9 @@ impl LockGuard {
     }
 
     /// Returns the fencing token of this grant. It is larger than all tokens granted for this key
-    /// before. Returns `None` if the store [does not fence](crate::Capabilities::fencing).
+    /// before, unless the store [does not fence](crate::Capabilities::fencing).
     #[must_use]
-    pub fn fencing_token(&self) -> Option<FencingToken> {
+    pub fn fencing_token(&self) -> FencingToken {
         self.hold().token()
     }
 
@@ -164,7 +164,7 @@ impl LockGuard {
     /// # Cancel safety
     /// If the future is dropped, the lease in the store may or may not be extended. The guard
     /// relies only on confirmed renewals.
-    pub async fn renew(&self, lease: Duration) -> Result<(), LockError> {
+    pub async fn extend(&self, lease: Duration) -> Result<(), LockError> {
         let held = self.held();
         let engine = held.engine();
         check_lease("lease", lease, &engine.capabilities)?;
@@ -182,7 +182,7 @@ impl LockGuard {
                 held.renewed(sent_at, granted);
             }
             Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
-            Err(error) => return Err(store_error("renew", key.as_str(), error)),
+            Err(error) => return Err(store_error("extend", key.as_str(), error)),
         }
         match held.loss() {
             Some(reason) => Err(lost(key, reason)),
@@ -569,7 +569,7 @@ async fn invalidated_before(
 #[derive(Debug)]
 pub(crate) struct Hold {
     held: Arc<ActiveGrant>,
-    token: Option<FencingToken>,
+    token: FencingToken,
     owner: Option<Owner>,
     /// The number of live guards. Never increases again from zero.
     guards: AtomicUsize,
@@ -591,7 +591,7 @@ impl Hold {
     /// Starts a hold with its first guard.
     pub(crate) fn first_guard(
         held: Arc<ActiveGrant>,
-        token: Option<FencingToken>,
+        token: FencingToken,
         owner: Option<Owner>,
     ) -> LockGuard {
         LockGuard::new(Arc::new(Self {
@@ -607,7 +607,7 @@ impl Hold {
         &self.held
     }
 
-    pub(crate) fn token(&self) -> Option<FencingToken> {
+    pub(crate) fn token(&self) -> FencingToken {
         self.token
     }
 

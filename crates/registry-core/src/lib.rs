@@ -66,8 +66,8 @@ pub mod blocking;
 pub mod observe;
 
 pub use backend::{
-    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, LockAdmin, LockBackend,
-    Queueing, Release, Renewal, Severity, WakeCheck,
+    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, InvalidClaimId, LockAdmin,
+    LockBackend, Queueing, Release, Renewal, Severity, WakeCheck,
 };
 pub use capabilities::{Capabilities, GuaranteeClass, Reach, RenewalPolicy};
 pub use clock::Moment;
@@ -76,7 +76,7 @@ pub use error::{
 };
 pub use event::{LockEvent, Observer};
 pub use ext::{Executed, LockRegistryExt};
-pub use fencing::FencingToken;
+pub use fencing::{FencingToken, InvalidToken};
 pub use guard::LockGuard;
 pub use invalidation::Invalidations;
 pub use key::{InvalidKey, Key};

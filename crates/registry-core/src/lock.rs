@@ -76,8 +76,7 @@ impl DistributedLock {
     /// # Ok(()) }
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
-        // Without a deadline, the wait ends only with a guard or an error.
-        acquire(self.local_lock()?, &LockOptions::new()).await?.ok_or(LockError::Closed)
+        self.lock_with(LockOptions::new()).await
     }
 
     /// Acquires this lock if it is free. Returns `Ok(None)` if it is held.
@@ -95,7 +94,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn try_lock(&self) -> Result<Option<LockGuard>, LockError> {
-        self.lock_with(LockOptions::new().wait(Duration::ZERO)).await
+        self.try_lock_with(LockOptions::new()).await
     }
 
     /// Acquires this lock, waiting at most `wait`. Returns `Ok(None)` if the lock was held until
@@ -107,8 +106,7 @@ impl DistributedLock {
     /// # Errors
     /// As [`lock`](Self::lock), but a store error that a retry may resolve is retried until the
     /// deadline. It is then returned, unless the last response was "busy". A caller queued behind
-    /// another local caller returns that caller's store error. [`LockError::InvalidOption`] for a
-    /// wait longer than [`LockOptions::WAIT_MAX`].
+    /// another local caller returns that caller's store error.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -116,27 +114,55 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn try_lock_for(&self, wait: Duration) -> Result<Option<LockGuard>, LockError> {
-        self.lock_with(LockOptions::new().wait(wait)).await
+        self.try_lock_with(LockOptions::new().wait(wait)).await
     }
 
-    /// Acquires this lock with `options`. Returns `Ok(None)` only if they limit the wait and the
-    /// lock was held until the deadline.
+    /// Acquires this lock with `options`. Without [`LockOptions::wait`], it waits without a time
+    /// limit.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock); [`LockError::InvalidOption`] for a value that the store does not
-    /// accept, before any I/O.
+    /// As [`lock`](Self::lock). [`LockError::WaitElapsed`] if the lock was held until the end of
+    /// the wait. [`LockError::InvalidOption`] for a value that the store does not accept, before
+    /// any I/O.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
     ///
     /// # Panics
     /// As [`lock`](Self::lock).
-    pub async fn lock_with(&self, options: LockOptions) -> Result<Option<LockGuard>, LockError> {
+    pub async fn lock_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
+        match (acquire(self.local_lock()?, &options).await?, options.wait) {
+            (Some(guard), _) => Ok(guard),
+            (None, Some(wait)) => Err(LockError::WaitElapsed { key: self.key().into(), wait }),
+            // Without a deadline, the wait ends only with a guard or an error.
+            (None, None) => Err(LockError::Closed),
+        }
+    }
+
+    /// Acquires this lock with `options`. Returns `Ok(None)` if the lock was held until the end of
+    /// their [`wait`](LockOptions::wait). Without a wait, it tries once, as
+    /// [`try_lock`](Self::try_lock).
+    ///
+    /// # Errors
+    /// As [`try_lock`](Self::try_lock) without a wait, and as
+    /// [`try_lock_for`](Self::try_lock_for) with one. [`LockError::InvalidOption`] for a value that
+    /// the store does not accept, before any I/O.
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_lock_with(
+        &self,
+        mut options: LockOptions,
+    ) -> Result<Option<LockGuard>, LockError> {
+        options.wait.get_or_insert(Duration::ZERO);
         acquire(self.local_lock()?, &options).await
     }
 
-    /// Returns the holder of this lock, with the times of its grant. Returns `None` if the lock is
-    /// free.
+    /// Returns the holders of this lock, with the times of their grants. Empty if the lock is free;
+    /// an exclusive lock has at most one holder.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot report holders; [`LockError::Backend`];
@@ -147,7 +173,7 @@ impl DistributedLock {
     ///
     /// # Panics
     /// As [`lock`](Self::lock).
-    pub async fn holder(&self) -> Result<Option<Holder>, LockError> {
+    pub async fn holders(&self) -> Result<Vec<Holder>, LockError> {
         let local_lock = self.local_lock()?;
         let engine = local_lock.engine();
         engine.require_inspect()?;
@@ -159,7 +185,8 @@ impl DistributedLock {
                 None => Ok(None),
             }
         });
-        engine.query("inspect", local_lock.key().as_str(), inspected).await
+        let holder = engine.query("inspect", local_lock.key().as_str(), inspected).await?;
+        Ok(holder.into_iter().collect())
     }
 
     fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {

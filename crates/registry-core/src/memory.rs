@@ -152,7 +152,7 @@ impl Drop for MemoryRecord {
 #[async_trait]
 impl LockBackend for MemoryBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("memory", GuaranteeClass::A, Reach::Process)
+        Capabilities::new("memory", GuaranteeClass::Durable, Reach::Process)
             .with_fencing()
             .with_wakes()
             .with_invalidations()
@@ -266,7 +266,7 @@ impl Records {
                 if record.is_live(now) {
                     if record.claim == claim.id() {
                         return Ok(Attempt::Granted(Grant::new(
-                            Some(record.token),
+                            record.token,
                             record.until.since(now),
                         )));
                     }
@@ -291,7 +291,7 @@ impl Records {
         // synchronously, which uses this map.
         drop(ended);
         self.sweep(now);
-        Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
+        Ok(Attempt::Granted(Grant::new(granted, claim.lease())))
     }
 
     fn release(&self, claim: &Claim) -> Release {

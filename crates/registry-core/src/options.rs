@@ -25,7 +25,7 @@ use crate::owner::Owner;
 pub struct LockOptions {
     pub(crate) wait: Option<Duration>,
     pub(crate) lease: Option<Duration>,
-    pub(crate) renew: Option<bool>,
+    pub(crate) auto_renew: Option<bool>,
     pub(crate) max_hold: Option<Duration>,
     pub(crate) min_hold: Option<Duration>,
     pub(crate) owner: Option<Owner>,
@@ -33,8 +33,6 @@ pub struct LockOptions {
 }
 
 impl LockOptions {
-    /// The maximum wait: 366 days. To wait without a limit, do not set a wait.
-    pub const WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
     /// The maximum length of a label, in bytes.
     pub const LABEL_BYTES_MAX: usize = 1_024;
 
@@ -43,8 +41,8 @@ impl LockOptions {
         Self::default()
     }
 
-    /// Sets the maximum wait, which covers both the local queue and the store. At most
-    /// [`LockOptions::WAIT_MAX`].
+    /// Sets the maximum wait, which covers both the local queue and the store. A wait of more than
+    /// 366 days, such as [`Duration::MAX`], has no limit.
     ///
     /// A wait of zero still sends one request to the store, unless another caller of this process
     /// holds the lock or is acquiring it.
@@ -61,8 +59,8 @@ impl LockOptions {
 
     /// Sets whether the lease is renewed while the guard lives. Without renewal, the lock is lost
     /// when its lease ends (Redisson's `leaseTime`).
-    pub fn renew(mut self, renew: bool) -> Self {
-        self.renew = Some(renew);
+    pub fn auto_renew(mut self, auto_renew: bool) -> Self {
+        self.auto_renew = Some(auto_renew);
         self
     }
 
@@ -101,25 +99,22 @@ impl LockOptions {
 }
 
 impl LockOptions {
+    /// Timers and clocks stay far from their limits up to this wait.
+    const LIMITED_WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+    /// Returns the wait, unless it has no limit.
+    pub(crate) fn limited_wait(&self) -> Option<Duration> {
+        self.wait.filter(|wait| *wait <= Self::LIMITED_WAIT_MAX)
+    }
+
     /// Returns whether an option other than the wait and the owner is set.
     pub(crate) fn asks_for_terms(&self) -> bool {
-        let Self { wait: _, lease, renew, max_hold, min_hold, owner: _, label } = self;
+        let Self { wait: _, lease, auto_renew, max_hold, min_hold, owner: _, label } = self;
         lease.is_some()
-            || renew.is_some()
+            || auto_renew.is_some()
             || max_hold.is_some()
             || min_hold.is_some()
             || label.is_some()
-    }
-
-    pub(crate) fn check_wait(&self) -> Result<(), InvalidOption> {
-        match self.wait {
-            Some(wait) if wait > Self::WAIT_MAX => Err(InvalidOption::new(
-                "wait",
-                wait,
-                format!("is longer than {:?}; leave it out to wait for ever", Self::WAIT_MAX),
-            )),
-            _ => Ok(()),
-        }
     }
 }
 
@@ -127,7 +122,7 @@ impl LockOptions {
 #[derive(Debug, Clone)]
 pub(crate) struct Defaults {
     pub(crate) lease: Duration,
-    pub(crate) renew: bool,
+    pub(crate) auto_renew: bool,
     /// The poll interval of a waiter, with or without wake-ups.
     pub(crate) poll: Duration,
     pub(crate) handoffs: Handoffs,
@@ -198,7 +193,6 @@ impl Terms {
         defaults: &Defaults,
         store: &Capabilities,
     ) -> Result<Self, InvalidOption> {
-        options.check_wait()?;
         let mut length = options.lease.unwrap_or(defaults.lease);
         check_lease("lease", length, store)?;
         if let Some(max_hold) = options.max_hold {
@@ -240,7 +234,7 @@ impl Terms {
         Ok(Self {
             lease: LeaseTerms {
                 length,
-                renews: options.renew.unwrap_or(defaults.renew),
+                renews: options.auto_renew.unwrap_or(defaults.auto_renew),
                 max_hold: options.max_hold,
                 shortest: store.lease_min,
             },

@@ -1,13 +1,22 @@
 //! The store that grants every claim, for configurations that switch locking off.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use async_trait::async_trait;
 
 use crate::backend::{Attempt, Claim, Finding, Grant, LockAdmin, LockBackend, Release, Renewal};
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
-use crate::error::BackendError;
+use crate::error::{BackendError, BackendErrorKind};
+use crate::fencing::FencingToken;
+
+/// The next token of every key in this process.
+static NEXT_TOKEN: AtomicU64 = AtomicU64::new(1);
 
 /// A store that grants every claim. Callers of one registry still wait for each other per key;
 /// other clients are not excluded.
+///
+/// The tokens of all keys come from one counter of this process, which starts at 1. They do not
+/// fence: tokens of other processes are not comparable, so [`Capabilities::fencing`] is false.
 ///
 /// For tests of code that locks, and for deployments with a single process and no store.
 #[derive(Debug, Clone, Copy, Default)]
@@ -29,7 +38,13 @@ impl LockBackend for PassThroughBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        Ok(Attempt::Granted(Grant::new(None, claim.lease())))
+        let block = u64::from(claim.token_block());
+        let token = FencingToken::new(NEXT_TOKEN.fetch_add(block, Ordering::Relaxed));
+        let token = token.ok_or_else(|| {
+            let message = "the pass-through store has run out of fencing tokens";
+            BackendError::new(BackendErrorKind::Protocol, message).as_refused()
+        })?;
+        Ok(Attempt::Granted(Grant::new(token, claim.lease())))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {

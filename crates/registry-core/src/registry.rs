@@ -37,6 +37,9 @@ use crate::siblings::Sibling;
 /// `Arc<dyn LockRegistry>`.
 ///
 /// [`LockRegistryExt`](crate::LockRegistryExt) adds convenience methods.
+///
+/// Only this crate creates a [`DistributedLock`], so another implementation wraps a [`Registry`]
+/// and passes its calls on, for example to change keys or to choose among several.
 #[async_trait]
 pub trait LockRegistry: fmt::Debug + Send + Sync {
     /// Returns the lock of `key`. Cheap, without I/O.
@@ -79,6 +82,7 @@ impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
 /// The outcome of [`LockRegistry::close`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[must_use = "locks may have been lost or abandoned"]
 #[non_exhaustive]
 pub struct CloseReport {
     /// Of the locks held at the start of closing, the number that were released and freed in the
@@ -153,7 +157,7 @@ impl Registry {
             backend,
             defaults: Defaults {
                 lease,
-                renew: true,
+                auto_renew: true,
                 poll: Defaults::POLL,
                 handoffs: Defaults::HANDOFFS,
                 operation_timeout: Defaults::ANSWER_LIMIT,
@@ -317,9 +321,11 @@ impl Registry {
     }
 }
 
-#[async_trait]
-impl LockRegistry for Registry {
-    fn obtain(&self, key: &str) -> DistributedLock {
+/// The methods of [`LockRegistry`], so that code with a `Registry` need not import the trait.
+impl Registry {
+    /// Returns the lock of `key`. See [`LockRegistry::obtain`].
+    #[must_use]
+    pub fn obtain(&self, key: &str) -> DistributedLock {
         if let Some(local_lock) = self.local_locks.get(key) {
             return DistributedLock::new(local_lock);
         }
@@ -329,11 +335,17 @@ impl LockRegistry for Registry {
         }
     }
 
-    fn capabilities(&self) -> Capabilities {
+    /// Returns the functions and promises of this registry's store.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
         self.engine.capabilities.clone()
     }
 
-    async fn close(&self, limit: Duration) -> CloseReport {
+    /// Closes this registry and releases its locks. See [`LockRegistry::close`].
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the registry stays in the closing state. Another call continues.
+    pub async fn close(&self, limit: Duration) -> CloseReport {
         let engine = &self.engine;
         let closing = &self.closing;
         let start = *closing.start.get_or_init(|| Start {
@@ -388,6 +400,21 @@ impl LockRegistry for Registry {
     }
 }
 
+#[async_trait]
+impl LockRegistry for Registry {
+    fn obtain(&self, key: &str) -> DistributedLock {
+        Self::obtain(self, key)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Self::capabilities(self)
+    }
+
+    async fn close(&self, limit: Duration) -> CloseReport {
+        Self::close(self, limit).await
+    }
+}
+
 impl fmt::Debug for Registry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Registry")
@@ -431,8 +458,8 @@ impl RegistryBuilder {
     }
 
     /// Sets whether leases are renewed while their guards live. Default: yes.
-    pub fn renew(mut self, renew: bool) -> Self {
-        self.defaults.renew = renew;
+    pub fn auto_renew(mut self, auto_renew: bool) -> Self {
+        self.defaults.auto_renew = auto_renew;
         self
     }
 

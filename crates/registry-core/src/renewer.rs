@@ -212,7 +212,7 @@ mod tests {
     use async_trait::async_trait;
 
     use super::*;
-    use crate::{Attempt, Capabilities, LockRegistry as _, PassThroughBackend, Registry, Release};
+    use crate::{Attempt, Capabilities, PassThroughBackend, Registry, Release};
 
     /// Requests a verification of each lock that is held for more than 25 ms.
     #[derive(Debug)]

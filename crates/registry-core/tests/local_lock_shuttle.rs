@@ -263,9 +263,9 @@ fn an_owner_never_waits_for_itself() {
                     let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
                     thread::spawn(move || {
                         let options = LockOptions::new().owner(&Owner::new());
-                        let mut guard = block_on(lock.lock_with(options.clone())).unwrap().unwrap();
+                        let mut guard = block_on(lock.lock_with(options.clone())).unwrap();
                         if thread_rng().gen_bool(0.5) {
-                            let inner = block_on(lock.lock_with(options)).unwrap().unwrap();
+                            let inner = block_on(lock.lock_with(options)).unwrap();
                             block_on(guard.unlock()).unwrap();
                             guard = inner;
                         }
@@ -294,7 +294,7 @@ fn all_callers_of_one_owner_reenter() {
                     let (lock, owner) = (registry.obtain("k"), owner.clone());
                     thread::spawn(move || {
                         let options = LockOptions::new().owner(&owner);
-                        let guard = block_on(lock.lock_with(options)).unwrap().unwrap();
+                        let guard = block_on(lock.lock_with(options)).unwrap();
                         thread::yield_now();
                         block_on(guard.unlock()).unwrap();
                     })

@@ -147,7 +147,7 @@ impl EtcdBackend {
 #[async_trait]
 impl LockBackend for EtcdBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("etcd", GuaranteeClass::A, Reach::Network)
+        Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network)
             .with_fencing()
             .with_fair()
             .with_wakes()

@@ -132,11 +132,8 @@ impl FencedTxn<'_> {
         if !self.guard.is_held() {
             return Err(FenceError::Lost { key });
         }
-        let token = self.guard.fencing_token();
-        let create_revision = token.and_then(|token| i64::try_from(token.get()).ok());
-        let (Some(backend), Some(create_revision)) =
-            (self.guard.backend::<EtcdBackend>(), create_revision)
-        else {
+        let create_revision = i64::from(self.guard.fencing_token());
+        let Some(backend) = self.guard.backend::<EtcdBackend>() else {
             return Err(FenceError::Unsupported { key });
         };
         let Ok(claim) = self.guard.claim_for_fence() else {

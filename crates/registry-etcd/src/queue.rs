@@ -5,7 +5,9 @@ use std::pin::pin;
 use std::time::Duration;
 
 use futures_util::future::join;
-use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Grant, Moment, Release,
+};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
@@ -114,7 +116,7 @@ impl EtcdBackend {
             if entry.predecessor.is_none() && self.has_other_tombstone(&entry, &tombstones) {
                 return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
-            return Ok(self.grant_or_busy(claim, entry_guard, entry, None));
+            return self.grant_or_busy(claim, entry_guard, entry, None);
         }
         let (own, first) = (results.next_key()?, results.next_key()?);
         if let Some(own) = own {
@@ -256,7 +258,7 @@ impl EtcdBackend {
                 return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
         }
-        Ok(self.grant_or_busy(claim, entry_guard, entry, first.as_ref()))
+        self.grant_or_busy(claim, entry_guard, entry, first.as_ref())
     }
 
     /// Returns `Busy` if the entry and its `predecessor` are unchanged. Otherwise returns
@@ -364,25 +366,29 @@ impl EtcdBackend {
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
         first: Option<&KeyValue>,
-    ) -> QueueStep {
+    ) -> Result<QueueStep, BackendError> {
         let attempt = match &mut entry.predecessor {
             None => {
                 entry.is_granted = true;
-                let token = entry
-                    .create_revision
-                    .and_then(|create_revision| FencingToken::try_from(create_revision).ok());
+                let revision = entry.create_revision.unwrap_or(-1);
+                let token = FencingToken::try_from(revision).map_err(|_| {
+                    let message = format!(
+                        "etcd: the member returned the revision {revision}, which is not a valid fencing token"
+                    );
+                    BackendError::new(BackendErrorKind::Protocol, message)
+                });
                 let lease = entry.lease.remaining().min(claim.lease());
-                Attempt::Granted(Grant::new(token, lease))
+                token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
             Some(predecessor) => {
                 let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
                 let busy = busy.with_mark(u64::try_from(predecessor.create_revision).unwrap_or(0));
                 predecessor.last_busy = first.map(|_| (busy.clone(), Moment::now()));
-                Attempt::Busy(busy)
+                Ok(Attempt::Busy(busy))
             }
         };
         **entry_guard = Some(entry);
-        QueueStep::Done(attempt)
+        attempt.map(QueueStep::Done)
     }
 
     /// Adopts the entry that another client created for the same claim.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::{LockBackend, LockError, LockGuard, LockOptions, LockRegistry, Registry};
+use registry_core::{LockBackend, LockError, LockGuard, LockOptions, Registry};
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
@@ -121,13 +121,13 @@ async fn hold_limits_and_a_close_admit_no_other_holder_during_an_open_fenced_tra
         let shop = SqliteShop::new().await;
         let registry = shop.process().await;
         let mut data = shop.data().await;
-        let guard = registry.obtain("coupon/7").lock_with(options.clone()).await.unwrap().unwrap();
+        let guard = registry.obtain("coupon/7").lock_with(options.clone()).await.unwrap();
         let mut transaction = data.begin().await.unwrap();
         guard.fence(&mut transaction).await.unwrap();
         transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
         let end = tokio::spawn(async move {
             if is_closed {
-                registry.close(HOLD_LIMIT).await;
+                _ = registry.close(HOLD_LIMIT).await;
             } else {
                 tokio::time::sleep(HOLD_LIMIT).await;
                 drop(guard);
@@ -210,8 +210,8 @@ async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
 async fn a_holder_that_knows_of_its_loss_is_refused_without_io() {
     let shop = SqliteShop::new().await;
     let registry = shop.process().await;
-    let options = LockOptions::new().lease(Duration::from_millis(100)).renew(false);
-    let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_millis(100)).auto_renew(false);
+    let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap();
     timeout(TIMEOUT, guard.lost()).await.unwrap();
     // A database without tables: a query to it would return another error.
     let other_folder = tempfile::tempdir().unwrap();
@@ -227,8 +227,8 @@ async fn a_fenced_transaction_delays_the_next_holder_until_it_ends() {
     let (a, b) = (shop.process().await, shop.process().await);
     let mut data = shop.data().await;
 
-    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
+    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap();
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
@@ -351,7 +351,7 @@ impl FencedWriter for StockTable {
         guard: &LockGuard,
         value: &str,
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
-        let token = i64::from(guard.fencing_token().unwrap());
+        let token = i64::from(guard.fencing_token());
         let update = || {
             sqlx::query("UPDATE stock SET value = ?, token = ? WHERE token <= ?")
                 .bind(value.to_owned())

@@ -99,10 +99,10 @@ impl RedisBackend {
 impl LockBackend for RedisBackend {
     fn capabilities(&self) -> Capabilities {
         let class = match self.config.servers {
-            ServerAddresses::Single(_) => GuaranteeClass::B,
+            ServerAddresses::Single(_) => GuaranteeClass::Volatile,
             ServerAddresses::Sentinel { .. }
             | ServerAddresses::Cluster(_)
-            | ServerAddresses::Quorum(_) => GuaranteeClass::C,
+            | ServerAddresses::Quorum(_) => GuaranteeClass::BestEffort,
         };
         let mut capabilities = Capabilities::new("redis", class, Reach::Network)
             .with_fencing()
@@ -144,7 +144,7 @@ impl LockBackend for RedisBackend {
         Ok(match outcome.map_err(|error| self.with_address(error))? {
             AcquireResult::Granted { token, lease, .. } => {
                 // The engine must not rely on a longer lease than it requested.
-                Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
+                Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
             AcquireResult::Busy { remaining, holder, position } => {
                 let mut busy = Busy::new().with_mark(position).with_holder(holder);

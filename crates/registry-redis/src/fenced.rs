@@ -31,7 +31,7 @@ use crate::store::{channel_scheme, names, unexpected_response};
 ///
 /// # async fn example(guard: LockGuard) -> Result<(), Box<dyn std::error::Error>> {
 /// let accounts = FencedWrites::open(RedisConfig::from_url("redis://127.0.0.1")?).await?;
-/// let token = guard.fencing_token().ok_or("the store issues no fencing tokens")?;
+/// let token = guard.fencing_token();
 /// match accounts.set(token, "account/42", "17.50").await? {
 ///     Fenced::Written(_) => {}
 ///     Fenced::Stale { newest } => println!("refused: token {newest} has already written"),

@@ -23,7 +23,8 @@ impl RecordingClient {
         Self { recorder: recorder.clone(), client }
     }
 
-    /// Acquires `lock` as [`DistributedLock::lock_with`] does. Not for an owner that already holds
+    /// Acquires `lock` as [`DistributedLock::lock_with`] does, but returns `Ok(None)` if the lock was
+    /// held until the end of the wait. Not for an owner that already holds
     /// the lock: a re-entry is not a separate grant.
     ///
     /// # Errors
@@ -39,12 +40,12 @@ impl RecordingClient {
     ) -> Result<Option<RecordedGuard>, LockError> {
         let acquire_record = self.recorder.acquire(self.client, lock.key());
         match lock.lock_with(options).await {
-            Ok(Some(guard)) => {
-                let hold_record =
-                    acquire_record.granted(guard.fencing_token(), || guard.valid_for());
+            Ok(guard) => {
+                let token = Some(guard.fencing_token());
+                let hold_record = acquire_record.granted(token, || guard.valid_for());
                 Ok(Some(RecordedGuard { recorded: Some((guard, hold_record)) }))
             }
-            Ok(None) => {
+            Err(LockError::WaitElapsed { .. }) => {
                 acquire_record.busy();
                 Ok(None)
             }

@@ -149,7 +149,7 @@ impl LockBackend for ZkBackend {
             .with_batch_max(RENEWALS_MAX)
             .with_whole_shard()
             .with_verify_after(VERIFY_AFTER);
-        Capabilities::new("zookeeper", GuaranteeClass::A, Reach::Network)
+        Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network)
             .with_renewal(renewal)
             .with_fencing()
             .with_fair()

@@ -7,7 +7,7 @@
 
 use std::fmt;
 
-use registry_core::{BackendError, FencingToken, LockGuard};
+use registry_core::{BackendError, LockGuard};
 use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResult};
 
 use crate::backend::ZkBackend;
@@ -219,7 +219,7 @@ impl FencedMulti<'_> {
         };
         let (node, czxid) = node;
         // The same claim may have had another node earlier.
-        if guard.fencing_token().map(i64::from) != Some(czxid) || !guard.is_held() {
+        if i64::from(guard.fencing_token()) != czxid || !guard.is_held() {
             return Err(lost(guard));
         }
         let chroot = session.config().chroot.as_deref().unwrap_or_default();
@@ -278,10 +278,9 @@ impl FencedMulti<'_> {
 
 impl fmt::Debug for FencedMulti<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let token: Option<FencingToken> = self.guard.fencing_token();
         f.debug_struct("FencedMulti")
             .field("key", &self.guard.key())
-            .field("token", &token)
+            .field("token", &self.guard.fencing_token())
             .field("steps", &self.steps.len())
             .finish_non_exhaustive()
     }

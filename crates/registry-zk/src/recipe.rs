@@ -400,7 +400,7 @@ fn grant(
         let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check for data of another server";
         return Err(BackendError::new(BackendErrorKind::Protocol, message));
     };
-    Ok(Attempt::Granted(Grant::new(Some(token), lease)))
+    Ok(Attempt::Granted(Grant::new(token, lease)))
 }
 
 /// Returns how long a claim is certainly held: its lease, limited by the validity of the session.

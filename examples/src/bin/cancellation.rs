@@ -2,7 +2,6 @@
 
 use std::time::Duration;
 
-use lock_registry::LockRegistry;
 use tokio::time::timeout;
 
 #[tokio::main]
@@ -19,7 +18,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("timed out: {timed_out}");
     held.unlock().await?;
     registry.idle().await; // only tests need to wait for the clean-up
-    println!("free: {}", other_process.obtain("orders/42").holder().await?.is_none());
+    println!("free: {}", other_process.obtain("orders/42").holders().await?.is_empty());
     // ANCHOR_END: waiter
 
     // ANCHOR: guard
@@ -39,7 +38,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     registry.idle().await;
     println!(
         "released from a plain thread: {}",
-        other_process.obtain("orders/42").holder().await?.is_none()
+        other_process.obtain("orders/42").holders().await?.is_empty()
     );
     // ANCHOR_END: outside
     Ok(())

@@ -3,14 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{LockOptions, LockRegistry, MemoryBackend, Registry};
+use lock_registry::{LockOptions, MemoryBackend, Registry};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: builder
     let registry = Registry::builder(Arc::new(MemoryBackend::new()))
         .lease(Duration::from_secs(10))
-        .renew(true)
+        .auto_renew(true)
         .poll(Duration::from_millis(500))
         .handoff(0) // no hand-over inside this process
         .timeout(Duration::from_secs(2))
@@ -25,10 +25,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .max_hold(Duration::from_secs(3_600)) // the lock is lost after an hour, even with renewal
         .min_hold(Duration::from_millis(200)) // locked this long, even if released earlier
         .label("nightly report");
-    if let Some(guard) = registry.obtain("report").lock_with(options).await? {
+    if let Some(guard) = registry.obtain("report").try_lock_with(options).await? {
         println!(
             "held as {:?}",
-            registry.obtain("report").holder().await?.and_then(|holder| holder.label)
+            registry.obtain("report").holders().await?.pop().and_then(|holder| holder.label)
         );
         guard.unlock().await?;
     }
@@ -36,8 +36,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // `min_hold` keeps the key locked after the guard is dropped; the registry releases it in the
     // background.
-    println!("still locked: {}", registry.obtain("report").holder().await?.is_some());
+    println!("still locked: {}", !registry.obtain("report").holders().await?.is_empty());
     registry.idle().await;
-    println!("free: {}", registry.obtain("report").holder().await?.is_none());
+    println!("free: {}", registry.obtain("report").holders().await?.is_empty());
     Ok(())
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{LockRegistry, RegistryConfig};
+use lock_registry::RegistryConfig;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -1,6 +1,6 @@
 //! Your own store behind the same trait. The backend itself is in `examples/src/table.rs`.
 
-use lock_registry::{LockRegistry, Registry};
+use lock_registry::Registry;
 use lock_registry_examples::table::Table;
 
 // ANCHOR: main

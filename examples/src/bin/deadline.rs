@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{LockError, LockRegistry};
+use lock_registry::LockError;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -27,7 +27,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
 
     // Which client holds it, and for how long at most?
-    if let Some(holder) = lock.holder().await? {
+    for holder in lock.holders().await? {
         println!(
             "its lease ends within 30 s: {}",
             holder.lease_left <= Some(Duration::from_secs(30))

@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{Fence, FenceError, LockGuard, LockOptions, LockRegistry};
+use lock_registry::{Fence, FenceError, LockGuard, LockOptions};
 use sqlx::{Connection, PgConnection};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
@@ -24,9 +24,12 @@ async fn main() -> Result<()> {
     .await?;
 
     // The clerk pauses for longer than the lease, and the lease is not renewed.
-    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
-    let slow =
-        locks.obtain("account/42").lock_with(short_lease).await?.ok_or("account/42 is locked")?;
+    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).auto_renew(false);
+    let slow = locks
+        .obtain("account/42")
+        .try_lock_with(short_lease)
+        .await?
+        .ok_or("account/42 is locked")?;
     let seen = balance(&mut data).await?;
     slow.lost().await;
 
@@ -38,7 +41,7 @@ async fn main() -> Result<()> {
     // The first clerk resumes and writes a balance that would undo the payment.
     println!("late: {}", pay(&slow, &mut data, seen - 1).await?);
     println!("balance: {}", balance(&mut data).await?);
-    locks.close(Duration::from_secs(1)).await;
+    _ = locks.close(Duration::from_secs(1)).await;
     Ok(())
 }
 

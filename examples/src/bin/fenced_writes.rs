@@ -6,9 +6,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{
-    Fenced, FencedScript, FencedWrites, LockOptions, LockRegistry, RedisConfig, ScriptReply,
-};
+use lock_registry::{Fenced, FencedScript, FencedWrites, LockOptions, RedisConfig, ScriptReply};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -21,15 +19,18 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: open
 
     // The clerk pauses for longer than the lease, and the lease is not renewed.
-    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
-    let slow =
-        locks.obtain("account/42").lock_with(short_lease).await?.ok_or("account/42 is locked")?;
-    let old = slow.fencing_token().ok_or("the store does not fence")?;
+    let short_lease = LockOptions::new().lease(Duration::from_millis(300)).auto_renew(false);
+    let slow = locks
+        .obtain("account/42")
+        .try_lock_with(short_lease)
+        .await?
+        .ok_or("account/42 is locked")?;
+    let old = slow.fencing_token();
     slow.lost().await;
 
     // ANCHOR: set
     let guard = locks.obtain("account/42").lock().await?;
-    let token = guard.fencing_token().ok_or("the store does not fence")?;
+    let token = guard.fencing_token();
     match accounts.set(token, "account:42", "17.50").await? {
         Fenced::Written(()) => println!("written"),
         Fenced::Stale { .. } => return Err("a newer holder has written account:42".into()),

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use lock_registry::{Fence, FenceError, FencingToken, LockRegistry, Registry, RegistryConfig};
+use lock_registry::{Fence, FenceError, FencingToken, Registry, RegistryConfig};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
 use sqlx::{Connection, Row};
 
@@ -115,17 +115,12 @@ struct LabelPrinter {
 
 impl LabelPrinter {
     /// Prints, unless a newer holder of the same lock has already printed.
-    fn print(
-        &self,
-        token: Option<FencingToken>,
-        label: &str,
-    ) -> std::result::Result<(), StaleToken> {
+    fn print(&self, token: FencingToken, label: &str) -> std::result::Result<(), StaleToken> {
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        // `None` compares as older than every token.
-        if token < *newest {
+        if newest.is_some_and(|newest| token < newest) {
             return Err(StaleToken);
         }
-        *newest = token;
+        *newest = Some(token);
         println!("  printed: {label}");
         Ok(())
     }

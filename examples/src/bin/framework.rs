@@ -24,7 +24,7 @@ impl Scheduler {
         let lock = self.locks.obtain(&format!("jobs/{job}"));
         // Without `min_hold`, the key of a short job is free again before the next node asks.
         let options = LockOptions::new().wait(Duration::ZERO).min_hold(at_most_each);
-        let Some(guard) = lock.lock_with(options).await? else {
+        let Some(guard) = lock.try_lock_with(options).await? else {
             return Ok(JobOutcome::HeldByAnotherNode);
         };
         // Drops the work if the lock is lost.
@@ -63,7 +63,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
 
     // The key stays locked until `min_hold` is over. This `close` does not wait for that.
-    locks.close(Duration::ZERO).await;
+    _ = locks.close(Duration::ZERO).await;
     Ok(())
 }
 // ANCHOR_END: main

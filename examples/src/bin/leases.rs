@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{LockError, LockOptions, LockRegistry, LostReason};
+use lock_registry::{LockError, LockOptions, LostReason};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -19,10 +19,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: protect
 
     // Without renewal a lease expires, as it does when the store is unreachable.
-    let options = LockOptions::new().renew(false).lease(Duration::from_millis(300));
+    let options = LockOptions::new().auto_renew(false).lease(Duration::from_millis(300));
 
     // ANCHOR: lost
-    let Some(guard) = registry.obtain("import").lock_with(options.clone()).await? else {
+    let Some(guard) = registry.obtain("import").try_lock_with(options.clone()).await? else {
         return Err("`import` is already locked".into());
     };
     let lost = guard.lost(); // does not borrow the guard: await it anywhere
@@ -50,7 +50,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     next.unlock().await?;
 
     // ANCHOR: stopped
-    let Some(guard) = registry.obtain("import").lock_with(options).await? else {
+    let Some(guard) = registry.obtain("import").try_lock_with(options).await? else {
         return Err("`import` is already locked".into());
     };
     match guard.protect(std::future::pending::<()>()).await {
@@ -63,7 +63,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let guard = registry.obtain("import").lock().await?;
     // The lock is renewed in the background until the guard is dropped. This call asks for a longer
     // lease from now on.
-    guard.renew(Duration::from_secs(120)).await?;
+    guard.extend(Duration::from_secs(120)).await?;
     println!("more than a minute left: {}", guard.valid_for() > Duration::from_secs(60));
     guard.unlock().await?;
     // ANCHOR_END: renew

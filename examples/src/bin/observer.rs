@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lock_registry::{LockEvent, LockRegistry, Observer, RegistryConfig};
+use lock_registry::{LockEvent, Observer, RegistryConfig};
 
 // ANCHOR: observer
 /// Counts events that need an alarm. Runs synchronously where the event happens, so it must be
@@ -47,7 +47,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let guard = registry.obtain("orders/42").lock().await?;
     // An operator force-releases the lock, and then its holder renews it.
     registry.force_release("orders/42").await?;
-    let renewal_failed = guard.renew(Duration::from_secs(30)).await.is_err();
+    let renewal_failed = guard.extend(Duration::from_secs(30)).await.is_err();
     println!(
         "renewal failed: {renewal_failed}, losses counted: {}",
         alarm.lost.load(Ordering::Relaxed)

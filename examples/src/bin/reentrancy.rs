@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{LockError, LockOptions, LockRegistry, Owner, Registry};
+use lock_registry::{LockError, LockOptions, Owner, Registry};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -19,8 +19,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: owner
     let owner = Owner::new();
     let options = LockOptions::new().owner(&owner).wait(Duration::ZERO);
-    if let Some(outer) = lock.lock_with(options.clone()).await?
-        && let Some(inner) = lock.lock_with(options).await?
+    if let Some(outer) = lock.try_lock_with(options.clone()).await?
+        && let Some(inner) = lock.try_lock_with(options).await?
     {
         println!("same token: {}", outer.fencing_token() == inner.fencing_token());
         outer.unlock().await?; // in any order
@@ -42,7 +42,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let total = Owner::scope(ship_order(&registry)).await?;
     println!("shipped {total}");
     // ANCHOR_END: scope
-    println!("free: {}", lock.holder().await?.is_none());
+    println!("free: {}", lock.holders().await?.is_empty());
     Ok(())
 }
 

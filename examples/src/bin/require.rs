@@ -11,7 +11,7 @@ fn check(locks: &dyn LockRegistry) -> Result<(), String> {
     if !store.fencing {
         return Err(format!("payments need fencing tokens, which {} does not have", store.store));
     }
-    if store.class < GuaranteeClass::B || store.reach < Reach::Host {
+    if store.class < GuaranteeClass::Volatile || store.reach < Reach::Host {
         return Err(format!("payments need stronger guarantees than those of {}", store.store));
     }
     Ok(())
@@ -26,7 +26,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             Ok(()) => println!("{url} is suitable"),
             Err(problem) => println!("{problem}"),
         }
-        locks.close(Duration::from_secs(1)).await;
+        _ = locks.close(Duration::from_secs(1)).await;
     }
     Ok(())
 }

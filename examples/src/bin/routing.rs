@@ -18,7 +18,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     for key in ["payments/7", "metrics/cpu", "anything else"] {
         let guard = locks.obtain(key).lock().await?;
-        println!("{key}: token {}", if guard.fencing_token().is_some() { "yes" } else { "no" });
+        println!("{} is locked", guard.key());
         guard.unlock().await?;
     }
     // ANCHOR: met

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{LockError, LockRegistry, LostReason};
+use lock_registry::{LockError, LostReason};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -21,7 +21,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{Layout, LockRegistry, Registry, RegistryConfig};
+use lock_registry::{Layout, Registry, RegistryConfig};
 
 // ANCHOR: open
 /// Uses the same Redis and the same key names as the service.
@@ -48,14 +48,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: send
 
     // The key is named as Spring names it: its registry key, a colon, the key.
-    let holder = locks.obtain("customer/17").holder().await?.ok_or("customer/17 is not locked")?;
+    let holder =
+        locks.obtain("customer/17").holders().await?.pop().ok_or("customer/17 is not locked")?;
     println!("a lease of a minute: {}", holder.lease_left > Some(Duration::from_secs(50)));
     // Spring's record has no field for the token, so the token is stored in a key of its own.
-    println!("a fencing token: {}", holder.token == guard.fencing_token());
+    println!("a fencing token: {}", holder.token == Some(guard.fencing_token()));
     println!("labels are stored: {}", locks.capabilities().labels);
 
     guard.unlock().await?; // notifies the service, whichever version of Spring it uses
-    println!("free for the service: {}", locks.obtain("customer/17").holder().await?.is_none());
+    println!("free for the service: {}", locks.obtain("customer/17").holders().await?.is_empty());
     Ok(())
 }
 

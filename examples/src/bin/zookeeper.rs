@@ -3,7 +3,7 @@
 //!
 //! The server is the argument or `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
 
-use lock_registry::{LockRegistry, Multi, RegistryConfig, ZkFenceError};
+use lock_registry::{Multi, RegistryConfig, ZkFenceError};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 

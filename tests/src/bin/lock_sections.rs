@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::{env, process, thread};
 
 use lock_registry_tests::sections::{Form, SectionTask, run_sections};
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use tokio::sync::oneshot;
 

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::FutureExt as _;
-use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, Owner};
+use registry_core::{LockError, LockGuard, LockOptions, Owner};
 use registry_testkit::history::HoldRecord;
 use tokio::time::{sleep, timeout};
 
@@ -46,7 +46,7 @@ impl TrialClient {
         let lease = Duration::from_millis(self.rng.u64(500..=LEASE_MAX.as_millis() as u64));
         let renews = self.chance(0.8);
         let with_owner = self.chance(0.2);
-        let mut options = LockOptions::new().lease(lease).renew(renews);
+        let mut options = LockOptions::new().lease(lease).auto_renew(renews);
         if with_owner {
             options = options.owner(&self.owner);
         }
@@ -67,7 +67,14 @@ impl TrialClient {
         let attempt = async {
             // Half of the callers use the default options, so that claims can be handed over
             // between them.
-            if plain { lock.lock().await.map(Some) } else { lock.lock_with(options.clone()).await }
+            if plain {
+                lock.lock().await.map(Some)
+            } else {
+                match lock.lock_with(options.clone()).await {
+                    Err(LockError::WaitElapsed { .. }) => Ok(None),
+                    acquired => acquired.map(Some),
+                }
+            }
         };
         let Some(result) = self.sometimes_dropped(attempt).await else {
             self.state.trace(self.number, "acquisition dropped");
@@ -89,7 +96,7 @@ impl TrialClient {
             .grants_left
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
             .ok();
-        let hold_record = acquire_record.granted(guard.fencing_token(), || guard.valid_for());
+        let hold_record = acquire_record.granted(Some(guard.fencing_token()), || guard.valid_for());
         let guard = Arc::new(guard);
         if guard.is_held() {
             self.process.checking_backend.record_hold(guard.claim());
@@ -119,7 +126,7 @@ impl TrialClient {
                     let _ = guard.protect(sleep(limit)).await;
                 }
                 18 => {
-                    let renewal = guard.renew(lease * 2);
+                    let renewal = guard.extend(lease * 2);
                     let _ = self.sometimes_dropped(renewal).await;
                 }
                 _ => drop(guard.reenter()),
@@ -152,7 +159,7 @@ impl TrialClient {
             return;
         }
         let options = options.wait(Duration::ZERO);
-        match lock.lock_with(options).now_or_never() {
+        match lock.try_lock_with(options).now_or_never() {
             Some(Ok(Some(inner))) => {
                 assert_eq!(
                     inner.fencing_token(),

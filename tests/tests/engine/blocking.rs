@@ -38,9 +38,9 @@ fn a_plain_thread_locks_and_unlocks() {
     assert_eq!(guard.key(), "k");
     assert!(remote.obtain("k").try_lock().unwrap().is_none());
     assert!(remote.obtain("k").try_lock_for(Duration::from_millis(20)).unwrap().is_none());
-    assert_eq!(remote.obtain("k").holder().unwrap().unwrap().token, guard.fencing_token());
+    assert_eq!(remote.obtain("k").holders().unwrap()[0].token, Some(guard.fencing_token()));
     let token = guard.fencing_token();
-    guard.renew(Duration::from_secs(60)).unwrap();
+    guard.extend(Duration::from_secs(60)).unwrap();
     guard.unlock().unwrap();
     let next = remote.obtain("k").try_lock().unwrap().unwrap();
     assert!(next.fencing_token() > token);
@@ -97,7 +97,7 @@ fn a_thread_is_notified_of_a_loss() {
     let store = MemoryBackend::new();
     let (local, remote) = (over(&store), over(&store));
     let options = LockOptions::new().lease(Duration::from_secs(3));
-    let guard = local.obtain("k").lock_with(options).unwrap().unwrap();
+    let guard = local.obtain("k").lock_with(options).unwrap();
     assert_eq!(guard.lost_within(Duration::ZERO).unwrap(), None);
     assert!(runtime().block_on(remote.registry().force_release("k")).unwrap());
     assert_eq!(guard.lost_within(LONG).unwrap(), Some(LostReason::Gone));
@@ -113,9 +113,9 @@ fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) 
     refused(lock.lock().map(drop));
     refused(lock.try_lock().map(drop));
     refused(lock.try_lock_for(LONG).map(drop));
-    refused(lock.lock_with(LockOptions::new()).map(drop));
-    refused(lock.holder().map(drop));
-    refused(held.renew(LONG));
+    refused(lock.try_lock_with(LockOptions::new()).map(drop));
+    refused(lock.holders().map(drop));
+    refused(held.extend(LONG));
     refused(held.lost_within(LONG).map(drop));
     refused(held.unlock());
     refused(registry.close(LONG).map(drop));
@@ -175,7 +175,7 @@ fn a_guard_outlives_its_lock_and_its_registry() {
     let store = MemoryBackend::new();
     let guard = over(&store).obtain("k").lock().unwrap();
     assert!(guard.is_held());
-    guard.renew(LONG).unwrap();
+    guard.extend(LONG).unwrap();
     guard.unlock().unwrap();
     assert_eq!(store.records(), 0);
 }
@@ -219,7 +219,7 @@ fn bad_input_is_refused_as_in_the_async_registry() {
     let local = over(&MemoryBackend::new());
     assert!(matches!(local.obtain("").lock(), Err(LockError::InvalidKey(_))));
     let options = LockOptions::new().lease(Duration::ZERO);
-    assert!(matches!(local.obtain("k").lock_with(options), Err(LockError::InvalidOption(_))));
+    assert!(matches!(local.obtain("k").try_lock_with(options), Err(LockError::InvalidOption(_))));
     let outside = Registry::in_memory();
     assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
 }
@@ -233,9 +233,7 @@ fn the_last_guard_of_a_blocking_registry_is_released() {
         for _ in 0..20 {
             let local = over_in_a_thread(&store);
             let guard =
-                thread::spawn(move || local.obtain("k").lock_with(long()).unwrap().unwrap())
-                    .join()
-                    .unwrap();
+                thread::spawn(move || local.obtain("k").lock_with(long()).unwrap()).join().unwrap();
             if inside {
                 runtime().block_on(async move { drop(guard) });
             } else {
@@ -257,13 +255,13 @@ fn a_guard_in_a_thread_local_is_released_at_the_end_of_its_thread() {
     let store = MemoryBackend::new();
     let long = || LockOptions::new().lease(Duration::from_secs(3_600));
     let local = over(&store);
-    let first = local.obtain("first").lock_with(long()).unwrap().unwrap();
-    let last = local.obtain("last").lock_with(long()).unwrap().unwrap();
+    let first = local.obtain("first").lock_with(long()).unwrap();
+    let last = local.obtain("last").lock_with(long()).unwrap();
     drop(local);
     let ended = thread::spawn(move || {
         drop(first);
         LAST_GUARD.with(|slot| *slot.borrow_mut() = Some(last));
-        LAST_GUARD.with(|slot| slot.borrow().as_ref().unwrap().renew(LONG).unwrap());
+        LAST_GUARD.with(|slot| slot.borrow().as_ref().unwrap().extend(LONG).unwrap());
     });
     ended.join().unwrap();
     let remote = over(&store);

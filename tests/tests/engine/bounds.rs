@@ -80,15 +80,15 @@ async fn every_future_of_a_lock_can_be_sent() {
     sent(registry.idle()).await;
     drop(sent(lock.try_lock()).await.unwrap());
     drop(sent(lock.try_lock_for(Duration::ZERO)).await.unwrap());
-    drop(sent(lock.lock_with(options)).await.unwrap());
-    drop(sent(lock.holder()).await.unwrap());
+    drop(sent(lock.try_lock_with(options)).await.unwrap());
+    drop(sent(lock.holders()).await.unwrap());
 }
 
 #[tokio::test]
 async fn every_future_of_a_guard_can_be_sent() {
     let registry = Registry::in_memory().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
-    sent(guard.renew(Duration::from_secs(30))).await.unwrap();
+    sent(guard.extend(Duration::from_secs(30))).await.unwrap();
     sent(guard.protect(async {})).await.unwrap();
     sent(guard.unlock()).await.unwrap();
 }
@@ -100,7 +100,7 @@ async fn every_future_of_a_registry_can_be_sent() {
     sent(registry.force_release("k")).await.unwrap();
     sent(registry.diagnose()).await.unwrap();
     sent(registry.idle()).await;
-    sent(registry.close(Duration::ZERO)).await;
+    _ = sent(registry.close(Duration::ZERO)).await;
 }
 
 #[tokio::test]
@@ -164,10 +164,10 @@ async fn locked_work_can_be_sent_when_the_work_can() {
 
     let done = sent_away(async move {
         let work = async |guard: &LockGuard| {
-            guard.renew(Duration::from_secs(30)).await.unwrap();
+            guard.extend(Duration::from_secs(30)).await.unwrap();
             text
         };
-        erased.execute_locked_for("k", Duration::from_secs(1), work).await
+        erased.execute_locked_with("k", LockOptions::new().wait(Duration::from_secs(1)), work).await
     });
     assert_eq!(done.await.unwrap().unwrap().output, "captured");
 }
@@ -179,7 +179,7 @@ async fn locked_work_may_be_tied_to_its_thread() {
     let work = async |_: &LockGuard| count.set(count.get() + 1);
     registry.execute_locked("k", work).await.unwrap().unlocked.unwrap();
     registry
-        .execute_locked_for("k", Duration::ZERO, work)
+        .execute_locked_with("k", LockOptions::new().wait(Duration::ZERO), work)
         .await
         .unwrap()
         .unwrap()

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    LockBackend, LockError, LockEvent, LockOptions, LockRegistry, MemoryBackend, Observer, Registry,
+    LockBackend, LockError, LockEvent, LockOptions, MemoryBackend, Observer, Registry,
 };
 use tokio::sync::Notify;
 use tokio::time::{advance, timeout};
@@ -91,7 +91,7 @@ async fn a_min_hold_does_not_delay_close() {
     let local = Registry::builder(Arc::new(store.clone())).build().unwrap();
     let remote = Registry::builder(Arc::new(store)).build().unwrap();
     let options = LockOptions::new().min_hold(Duration::from_secs(3_600));
-    let guard = local.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let guard = local.obtain("k").lock_with(options).await.unwrap();
     guard.unlock().await.unwrap();
     let started = tokio::time::Instant::now();
     let report = local.close(Duration::from_millis(50)).await;
@@ -164,7 +164,7 @@ async fn a_claim_is_abandoned_once_however_often_its_release_was_sent() {
         (local.obtain("one").lock().await.unwrap(), local.obtain("other").lock().await.unwrap());
     drop(one);
     other.unlock().await.unwrap_err();
-    local.obtain("one").holder().await.unwrap_err();
+    local.obtain("one").holders().await.unwrap_err();
     local.list().await.unwrap_err();
     tokio::time::sleep(Duration::from_secs(10)).await;
     let report = local.close(Duration::from_secs(1)).await;

@@ -7,7 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Capabilities, Claim, LockBackend, LockError,
-    LockRegistry, MemoryBackend, Registry, Release, Renewal,
+    MemoryBackend, Registry, Release, Renewal,
 };
 use tokio::task::JoinSet;
 

@@ -13,8 +13,8 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    DistributedLock, LockBackend, LockError, LockGuard, LockOptions, LockRegistry,
-    LockRegistryExt as _, LostReason, MemoryBackend, Registry,
+    DistributedLock, LockBackend, LockError, LockGuard, LockOptions, LockRegistryExt as _,
+    LostReason, MemoryBackend, Registry,
 };
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tokio::runtime::{Builder, Runtime};
@@ -349,7 +349,7 @@ fn a_registry_can_be_used_from_another_runtime_while_its_own_runs() {
         let local = store.open(&registry_runtime, NEVER);
         other_runtime.block_on(async {
             let guard = local.obtain("k").lock().await.unwrap();
-            guard.renew(NEVER).await.unwrap();
+            guard.extend(NEVER).await.unwrap();
             drop(guard);
             let guard = local.obtain("k").try_lock_for(LONG).await.unwrap().unwrap();
             guard.unlock().await.unwrap();
@@ -437,7 +437,7 @@ async fn a_leaked_guard_ends_with_its_max_hold() {
     let open = || Registry::builder(Arc::new(store.clone())).build().unwrap();
     let (local, remote) = (open(), open());
     let options = LockOptions::new().max_hold(Duration::from_secs(100));
-    std::mem::forget(local.obtain("k").lock_with(options).await.unwrap().unwrap());
+    std::mem::forget(local.obtain("k").lock_with(options).await.unwrap());
     let too_early = remote.obtain("k").try_lock_for(Duration::from_secs(99)).await.unwrap();
     assert!(too_early.is_none(), "the lock is not renewed until its max_hold");
     let limit = Duration::from_secs(2);

@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockOptions, LockRegistry,
-    MemoryBackend, Registry, Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockOptions, MemoryBackend, Registry,
+    Release, Renewal,
 };
 use tokio::sync::Notify;
 use tokio::time::timeout;
@@ -127,9 +127,9 @@ async fn a_claim_that_is_gone_is_not_handed_over() {
 #[tokio::test(start_paused = true)]
 async fn a_waiter_without_renewal_receives_a_full_lease() {
     let lock = Registry::in_memory().unwrap().obtain("k");
-    let options = LockOptions::new().renew(false).lease(ms(1_200));
-    let guard = lock.lock_with(options.clone()).await.unwrap().unwrap();
-    let waiter = tokio::spawn(async move { lock.lock_with(options).await.unwrap().unwrap() });
+    let options = LockOptions::new().auto_renew(false).lease(ms(1_200));
+    let guard = lock.lock_with(options.clone()).await.unwrap();
+    let waiter = tokio::spawn(async move { lock.lock_with(options).await.unwrap() });
     tokio::time::sleep(ms(700)).await;
     guard.unlock().await.unwrap();
     let next = waiter.await.unwrap();
@@ -142,7 +142,7 @@ async fn a_lease_extended_by_one_holder_does_not_pass_to_the_next() {
     let guard = lock.lock().await.unwrap();
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
     tokio::task::yield_now().await;
-    guard.renew(Duration::from_secs(3_600)).await.unwrap();
+    guard.extend(Duration::from_secs(3_600)).await.unwrap();
     guard.unlock().await.unwrap();
     let next = waiter.await.unwrap();
     assert!(next.valid_for() <= ms(500), "{:?} of a lease of 500 ms", next.valid_for());

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend, Registry,
-    Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, MemoryBackend, Registry, Release,
+    Renewal,
 };
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};

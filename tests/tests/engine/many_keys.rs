@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use registry_core::{LockRegistry, MemoryBackend, Registry};
+use registry_core::{MemoryBackend, Registry};
 
 /// All keys are distinct over the whole test.
 const KEYS: u64 = 1_000_000;

@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use registry_core::{LockOptions, LockRegistry, MemoryBackend, Owner, Registry};
+use registry_core::{LockOptions, MemoryBackend, Owner, Registry};
 use tokio::runtime::{Builder, Runtime};
 
 /// Wakes a thread, and gives it time to run before the waking thread continues.
@@ -39,7 +39,7 @@ fn assert_waiter_is_granted(runtime: &Runtime) {
     let options = LockOptions::new().owner(&Owner::new());
     let lock_with_owner = || {
         let (lock, options) = (lock.clone(), options.clone());
-        Box::pin(async move { lock.lock_with(options).await })
+        Box::pin(async move { lock.lock_with(options).await.map(Some) })
     };
     let first = runtime.block_on(lock.lock()).unwrap();
 

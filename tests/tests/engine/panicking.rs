@@ -7,7 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
+use registry_core::{LockError, LockOptions, MemoryBackend, Registry};
 use tokio::sync::oneshot;
 
 use super::panicking_backend::PanickingBackend;
@@ -79,9 +79,9 @@ async fn a_panic_reaches_only_its_caller() {
         backend.panic_once_in(method);
         assert_panics(method, async move {
             match (*method, held) {
-                ("renew", Some(held)) => drop(held.renew(Duration::from_secs(30)).await),
+                ("renew", Some(held)) => drop(held.extend(Duration::from_secs(30)).await),
                 (_, Some(held)) => drop(held.unlock().await),
-                ("inspect", _) => drop(lock.holder().await),
+                ("inspect", _) => drop(lock.holders().await),
                 ("list", _) => drop(registry.list().await),
                 ("force_release", _) => drop(registry.force_release("k").await),
                 ("diagnose", _) => drop(registry.diagnose().await),
@@ -120,7 +120,7 @@ async fn a_panic_does_not_block_the_next_caller() {
         tokio::task::yield_now().await;
         let limit = Duration::from_secs(31);
         let acquired = tokio::time::timeout(limit, next.lock_with(options)).await;
-        acquired.expect(method).unwrap().unwrap().unlock().await.unwrap();
+        acquired.expect(method).unwrap().unlock().await.unwrap();
         drop(next);
         assert!(first.await.unwrap_err().is_panic(), "{method}");
         assert_works(local).await;

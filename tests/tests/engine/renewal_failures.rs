@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockEvent, LockOptions, LockRegistry,
-    MemoryBackend, Observer, Registry, Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockEvent, LockOptions, MemoryBackend,
+    Observer, Registry, Release, Renewal,
 };
 
 use super::panicking_backend::PanickingBackend;
@@ -122,7 +122,7 @@ async fn a_failed_renewal_ends_no_min_hold() {
         Registry::builder(Arc::new(faulty)).lease(Duration::from_millis(600)).build().unwrap();
     let remote = Registry::builder(Arc::new(store)).build().unwrap();
     let options = LockOptions::new().min_hold(Duration::from_secs(3));
-    drop(local.obtain("k").lock_with(options).await.unwrap().unwrap());
+    drop(local.obtain("k").lock_with(options).await.unwrap());
     tokio::time::sleep(Duration::from_millis(2_900)).await;
     assert!(remote.obtain("k").try_lock().await.unwrap().is_none(), "free before its min_hold");
     tokio::time::sleep(Duration::from_millis(200)).await;

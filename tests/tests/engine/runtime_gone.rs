@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockError, LockGuard, LockRegistry,
-    LostReason, MemoryBackend, Registry, Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockError, LockGuard, LostReason,
+    MemoryBackend, Registry, Release, Renewal,
 };
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
-use registry_core::{LockGuard, LockRegistry as _, MemoryBackend, Registry};
+use registry_core::{LockGuard, MemoryBackend, Registry};
 use tokio::task::{JoinHandle, yield_now};
 
 /// Longer than any caller waits for a reply.

@@ -15,9 +15,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    DistributedLock, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _, Owner,
-};
+use registry_core::{DistributedLock, LockGuard, LockOptions, LockRegistryExt as _, Owner};
 
 mod environments;
 mod faults;
@@ -117,12 +115,12 @@ async fn hold(guard: LockGuard) {
 
 /// Waits for the lock and holds it for 10 ms.
 async fn lock_and_hold(lock: DistributedLock, options: LockOptions) {
-    hold(lock.lock_with(options).await.unwrap().unwrap()).await;
+    hold(lock.lock_with(options).await.unwrap()).await;
 }
 
 /// Locks with `options`, and ignores failures caused by the faults.
 async fn attempt(lock: DistributedLock, options: LockOptions) -> Vec<LockGuard> {
-    lock.lock_with(options).await.ok().flatten().into_iter().collect()
+    lock.lock_with(options).await.into_iter().collect()
 }
 
 /// Locks with the default options, and ignores failures caused by the faults.
@@ -235,8 +233,8 @@ async fn unlock_of_a_further_guard(_: &Environment, setup: &TestSetup) -> Scenar
 }
 
 async fn unlock_before_min_hold(_: &Environment, setup: &TestSetup) -> Scenario {
-    let options = LockOptions::new().min_hold(ms(100)).renew(false);
-    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().min_hold(ms(100)).auto_renew(false);
+    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap();
     Scenario::of(unlock_guard(guard))
 }
 
@@ -252,7 +250,7 @@ async fn renew(environment: &Environment, setup: &TestSetup) -> Scenario {
     // Renewing for a longer lease would invalidate the limit of environments that wait for its end.
     let lease = environment.lease();
     let swept = async move {
-        drop(renewed.renew(lease).await);
+        drop(renewed.extend(lease).await);
         Vec::new()
     };
     Scenario { still_held: vec![guard], ..Scenario::of(swept) }
@@ -275,7 +273,7 @@ async fn protect(_: &Environment, setup: &TestSetup) -> Scenario {
 
 async fn protect_until_the_loss(_: &Environment, setup: &TestSetup) -> Scenario {
     let options = LockOptions::new().max_hold(ms(100));
-    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap().unwrap();
+    let guard = setup.local.obtain(KEY).lock_with(options).await.unwrap();
     Scenario::of(async move {
         guard.protect(std::future::pending::<()>()).await.unwrap_err();
         drop(guard.unlock().await);
@@ -299,7 +297,7 @@ async fn execute_locked(_: &Environment, setup: &TestSetup) -> Scenario {
 fn close_scenario(setup: &TestSetup, limit: Duration) -> Scenario {
     let registry = setup.local.clone();
     let swept = async move {
-        registry.close(limit).await;
+        _ = registry.close(limit).await;
         Vec::new()
     };
     Scenario { closes: true, ..Scenario::of(swept) }

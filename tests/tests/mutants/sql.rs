@@ -233,10 +233,10 @@ where
 {
     let registry = Registry::builder(Arc::clone(&store)).build().unwrap();
     let lock = registry.obtain(key);
-    let is_session = store.capabilities().class == GuaranteeClass::C;
+    let is_session = store.capabilities().class == GuaranteeClass::BestEffort;
     let guard = eventually(LONG, async || {
         let guard = lock.lock().await.unwrap();
-        if is_session && !server.is_reserve(guard.fencing_token().unwrap()).await {
+        if is_session && !server.is_reserve(guard.fencing_token()).await {
             guard.unlock().await.unwrap();
             return None;
         }

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend,
+    Attempt, BackendError, Busy, Capabilities, Claim, LockBackend, MemoryBackend,
     PassThroughBackend, Registry, Release, Renewal,
 };
 use registry_testkit::etcd::EtcdServer;

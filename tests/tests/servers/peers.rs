@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{Form, Section, SectionTask};
-use registry_core::{LockOptions, LockRegistry, Registry};
+use registry_core::{LockOptions, Registry};
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
@@ -116,7 +116,7 @@ async fn a_waiting_peer_receives_our_release_message() {
         let local = registry(&server, form).await;
         let options = [options, &["--lease-ms", "600000"]].concat();
         let lease = LockOptions::new().lease(Duration::from_secs(600));
-        let guard = local.obtain("orders/42").lock_with(lease).await.unwrap().unwrap();
+        let guard = local.obtain("orders/42").lock_with(lease).await.unwrap();
         let mut peer = holder(&server, form, &options);
         expect(&mut peer, "waiting").await;
         wait_until_subscribed(&server).await;
@@ -161,8 +161,8 @@ async fn the_lock_of_our_dead_process_ends_with_its_lease() {
         let server = server().await;
         let dead = registry(&server, form).await;
         // Like a suspended process, it neither renews nor releases.
-        let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
-        let guard = dead.obtain("orders/42").lock_with(last).await.unwrap().unwrap();
+        let last = LockOptions::new().lease(Duration::from_secs(1)).auto_renew(false);
+        let guard = dead.obtain("orders/42").lock_with(last).await.unwrap();
         // It receives no message. It polls when its own lease would be over (Spring) or when ours
         // is (Redisson).
         let mut peer = holder(&server, form, &["--lease-ms", "5000"]);
@@ -182,7 +182,7 @@ async fn a_lock_deleted_by_another_program_is_lost() {
         let server = server().await;
         let local = registry(&server, form).await;
         let options = LockOptions::new().lease(Duration::from_secs(1));
-        let guard = local.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+        let guard = local.obtain("orders/42").lock_with(options).await.unwrap();
         assert_eq!(number(&server, &["DEL", lock_name(form)]).await, 1);
         let mut peer = holder(&server, form, &[]);
         expect(&mut peer, "held").await;

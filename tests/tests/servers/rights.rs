@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt as _};
-use registry_core::{BackendErrorKind, FencingToken, LockGuard, LockRegistry, Registry, Severity};
+use registry_core::{BackendErrorKind, FencingToken, LockGuard, Registry, Severity};
 use registry_redis::{FencedScript, FencedWrites, Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
 use tokio::sync::Mutex;
@@ -195,8 +195,8 @@ async fn check(
         // Covers the background work: channels are unsubscribed after a second, and connections are
         // checked every five seconds.
         sleep(Duration::from_secs(7)).await;
-        local.close(Duration::from_secs(5)).await;
-        remote.close(Duration::from_secs(5)).await;
+        _ = local.close(Duration::from_secs(5)).await;
+        _ = remote.close(Duration::from_secs(5)).await;
         Ok(())
     };
     try_each(&rights, servers, sentinels, work).await;
@@ -232,8 +232,8 @@ async fn run_all_operations(
     if let Ok(ended) = waits {
         drop(ended?);
     }
-    guard.renew(Duration::from_secs(302)).await?;
-    remote.obtain(key).holder().await?.ok_or("it is not held")?;
+    guard.extend(Duration::from_secs(302)).await?;
+    remote.obtain(key).holders().await?.pop().ok_or("it is not held")?;
     if !remote.list().await?.iter().any(|holder| holder.key.as_str() == key) {
         return Err("it is not listed".into());
     }
@@ -264,7 +264,7 @@ async fn renew_during_migration(
     for name in names {
         cluster.migrate_key(&migration, name).await?;
     }
-    let renewed = guard.renew(Duration::from_secs(301)).await;
+    let renewed = guard.extend(Duration::from_secs(301)).await;
     cluster.finish_migration(migration).await?;
     Ok(renewed?)
 }

@@ -303,7 +303,7 @@ async fn an_overridden_url_is_not_exposed() {
     let layer = LockLayer::new(Arc::clone(&registry) as _, |_: &()| String::from("orders/42"));
     assert_no_secret("layer", &debug_text(&layer));
     guard.unlock().await.unwrap();
-    registry.close(Duration::from_secs(60)).await;
+    _ = registry.close(Duration::from_secs(60)).await;
     assert_no_secret("the log", &log.text());
     // The log does contain other events.
     assert!(log.text().contains("lock granted"), "nothing is captured");

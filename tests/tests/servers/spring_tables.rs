@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{Form, Section, SectionTask};
-use registry_core::{LockOptions, LockRegistry, Registry};
+use registry_core::{LockOptions, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
 use registry_testkit::mariadb::MariaDbServer;
@@ -70,7 +70,7 @@ async fn a_holder_excludes_the_other_side() {
             let mut peer = peer(&server, generation, &["--once", "hold"]);
             expect(&mut peer, "held").await;
             assert!(lock.try_lock().await.unwrap().is_none());
-            let holder = lock.holder().await.unwrap().unwrap();
+            let holder = lock.holders().await.unwrap().remove(0);
             assert!(holder.token.is_none() && holder.lease_left.is_some(), "{holder:?}");
             peer.write_line("").unwrap();
             expect(&mut peer, "released").await;
@@ -124,8 +124,8 @@ async fn the_lock_of_our_dead_process_ends_with_its_lease() {
         for server in servers().await {
             let dead = registry(&server, generation, 1_000).await;
             // Like a suspended process, it neither renews nor releases.
-            let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
-            let guard = dead.obtain(KEY).lock_with(last).await.unwrap().unwrap();
+            let last = LockOptions::new().lease(Duration::from_secs(1)).auto_renew(false);
+            let guard = dead.obtain(KEY).lock_with(last).await.unwrap();
             let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut peer, "held").await;
             assert!(!guard.is_held());

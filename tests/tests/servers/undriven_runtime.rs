@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockError, LockRegistry as _};
+use registry_core::LockError;
 use registry_testkit::redis::RedisServer;
 use tokio::runtime::Builder;
 use tokio::time::timeout;

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{Form, Section, SectionTask};
-use registry_core::{LockGuard, LockRegistry, Registry};
+use registry_core::{LockGuard, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
 use registry_testkit::process::HelperProcess;
@@ -187,7 +187,7 @@ async fn the_holder_is_reported_for_every_program() {
     // Curator stores the address of its host.
     for (program, label) in [(Curator, None), (KazooRenamed, Some("peer")), (Kazoo, Some("peer"))] {
         let held = ProgramHold::by(&server, program).await;
-        let holder = lock.holder().await.unwrap().unwrap();
+        let holder = lock.holders().await.unwrap().remove(0);
         println!("{program:?}: {holder:?}");
         assert!(holder.token.is_some());
         assert!(holder.label.is_some() && (label.is_none() || holder.label.as_deref() == label));
@@ -195,7 +195,7 @@ async fn the_holder_is_reported_for_every_program() {
         assert_eq!(listed.len(), 1, "{listed:?}");
         assert_eq!(listed[0].key.as_str(), KEY);
         held.release().await;
-        assert!(lock.holder().await.unwrap().is_none());
+        assert!(lock.holders().await.unwrap().is_empty());
     }
 }
 
@@ -222,7 +222,7 @@ async fn the_lock_of_a_dead_process_ends_with_its_session() {
     expect(&mut dead, "ready").await;
     dead.write_line("go").unwrap();
     let lock = local.obtain(KEY);
-    eventually(LONG, async || lock.holder().await.unwrap()).await;
+    eventually(LONG, async || lock.holders().await.unwrap().pop()).await;
     dead.kill().unwrap();
     ProgramHold::by(&server, Curator).await.release().await;
 }

@@ -405,7 +405,7 @@ fn is_etcd(store: &str) -> bool {
 // The engine's defaults, for options that are not set.
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
-const DURATION_MAX: Duration = LockOptions::WAIT_MAX;
+const DURATION_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// Minimum session time-out: four times the minimum lease.
 const SESSION_MIN: Duration = Duration::from_millis(400);
 /// Maximum number of sessions in the ZooKeeper backend.

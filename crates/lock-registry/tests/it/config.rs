@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{ConfigError, LockRegistry, RegistryConfig, connect, redact_url};
+use lock_registry::{ConfigError, RegistryConfig, connect, redact_url};
 use registry_testkit::error_text;
 
 const CANARY: &str = "canary";

@@ -5,8 +5,7 @@
 use std::time::Duration;
 
 use lock_registry::{
-    BackendErrorKind, ConfigError, EtcdFence as _, GuaranteeClass, LockError, LockRegistry as _,
-    Severity, connect,
+    BackendErrorKind, ConfigError, EtcdFence as _, GuaranteeClass, LockError, Severity, connect,
 };
 use registry_testkit::error_text;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
@@ -32,12 +31,12 @@ async fn two_registries_of_a_cluster_exclude_each_other_and_see_the_holder() {
     let url = format!("{}?label=worker%201&lease=60s&timeout=60s&poll=1h", url(&server, ""));
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let capabilities = one.capabilities();
-    assert_eq!((capabilities.class, capabilities.fair), (GuaranteeClass::A, true));
+    assert_eq!((capabilities.class, capabilities.fair), (GuaranteeClass::Durable, true));
     // Agrees with the minimum that the check of the configuration allows.
     assert_eq!(capabilities.lease_min, Duration::from_secs(2));
     let guard = one.obtain("orders/42").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("orders/42").try_lock().await.unwrap().is_none());
-    let holder = other.obtain("orders/42").holder().await.unwrap().unwrap();
+    let holder = other.obtain("orders/42").holders().await.unwrap().remove(0);
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
     // The end of the preceding waiter ends the wait long before the poll.

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use lock_registry::sqlx::{Connection, MySqlConnection, PgConnection};
-use lock_registry::{GuaranteeClass, LockIn, LockInError, LockRegistry, Registry, connect};
+use lock_registry::{GuaranteeClass, LockIn, LockInError, Registry, connect};
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 
@@ -20,7 +20,7 @@ async fn assert_locks(url: &str, query: &str) -> Registry {
     let next = other.obtain("orders/42").lock().await.unwrap();
     assert!(next.fencing_token() > token);
     next.unlock().await.unwrap();
-    other.close(Duration::from_secs(5)).await;
+    _ = other.close(Duration::from_secs(5)).await;
     one
 }
 
@@ -28,10 +28,10 @@ async fn assert_locks(url: &str, query: &str) -> Registry {
 async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
     let server = PostgresServer::start().await.unwrap();
     for (query, class) in [
-        ("namespace=a", GuaranteeClass::A),
-        ("mode=lease", GuaranteeClass::A),
-        ("mode=session&namespace=b", GuaranteeClass::C),
-        ("mode=row&row_locks=2&namespace=c", GuaranteeClass::C),
+        ("namespace=a", GuaranteeClass::Durable),
+        ("mode=lease", GuaranteeClass::Durable),
+        ("mode=session&namespace=b", GuaranteeClass::BestEffort),
+        ("mode=row&row_locks=2&namespace=c", GuaranteeClass::BestEffort),
     ] {
         let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
@@ -48,9 +48,9 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
 async fn locks_in_mariadb_are_leases_or_end_with_a_connection() {
     let server = MariaDbServer::start().await.unwrap();
     for (query, class) in [
-        ("mode=lease", GuaranteeClass::A),
-        ("mode=session", GuaranteeClass::C),
-        ("mode=row", GuaranteeClass::C),
+        ("mode=lease", GuaranteeClass::Durable),
+        ("mode=session", GuaranteeClass::BestEffort),
+        ("mode=row", GuaranteeClass::BestEffort),
     ] {
         let registry = assert_locks(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");

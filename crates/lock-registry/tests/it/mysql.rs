@@ -1,9 +1,7 @@
 //! MariaDB servers by URL: real servers, and the errors if they cannot be used.
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 
-use lock_registry::{
-    BackendErrorKind, ConfigError, Fence as _, GuaranteeClass, LockRegistry, connect, sqlx,
-};
+use lock_registry::{BackendErrorKind, ConfigError, Fence as _, GuaranteeClass, connect, sqlx};
 use registry_testkit::error_text;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "mysql-tls")]
@@ -29,7 +27,7 @@ async fn a_url_selects_a_server_and_a_guard_fences_a_transaction_in_it() {
     let url = server.url().replace("mysql://", "mariadb://");
     let second = connect(&format!("{url}?{options}")).await.unwrap();
     let capabilities = first.capabilities();
-    assert_eq!((capabilities.store, capabilities.class), ("mysql", GuaranteeClass::A));
+    assert_eq!((capabilities.store, capabilities.class), ("mysql", GuaranteeClass::Durable));
     assert!(!format!("{first:?}").contains(CANARY));
 
     let guard = first.obtain("orders/42").lock().await.unwrap();

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, LockRegistry, connect};
+use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, connect};
 use registry_testkit::error_text;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
@@ -16,11 +16,11 @@ async fn two_registries_of_a_database_exclude_each_other_and_see_the_holder() {
     let url = format!("{}?{options}", server.url());
     let one = connect(&url).await.unwrap();
     let other = connect(&url.replace("postgres:", "postgresql:")).await.unwrap();
-    assert_eq!(one.capabilities().class, GuaranteeClass::A);
+    assert_eq!(one.capabilities().class, GuaranteeClass::Durable);
     assert!(one.capabilities().wakes);
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("key").try_lock().await.unwrap().is_none());
-    let holder = other.obtain("key").holder().await.unwrap().unwrap();
+    let holder = other.obtain("key").holders().await.unwrap().remove(0);
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
     assert_eq!(server.sql("SELECT count(*) FROM locks.app_locks").await.unwrap(), "1");

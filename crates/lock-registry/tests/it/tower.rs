@@ -11,7 +11,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use lock_registry::tower::{LockLayer, LockService, LockServiceError};
-use lock_registry::{LockError, LockRegistry, Registry, connect};
+use lock_registry::{LockError, Registry, connect};
 use tokio::sync::Notify;
 use tower_layer::Layer;
 use tower_service::Service;
@@ -99,7 +99,7 @@ async fn a_lost_lock_stops_the_request() {
     let (registry, slow, service) = locked(Duration::ZERO).await;
     let running = tokio::task::spawn(call(service, "a"));
     slow.0.started.notified().await;
-    registry.close(Duration::ZERO).await;
+    _ = registry.close(Duration::ZERO).await;
     let error = running.await.unwrap().unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::Lost { .. })), "{error:?}");
     assert_eq!(slow.0.running.load(Ordering::SeqCst), 1, "the inner future was dropped");

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use futures_util::future::join;
 use futures_util::poll;
-use registry_core::{LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, LostReason};
+use registry_core::{LockError, LockOptions, LockRegistryExt as _, LostReason};
 use tokio::time::{sleep, timeout};
 
 use crate::context::TestContext;
@@ -81,7 +81,7 @@ pub async fn a_closed_registry_returns_closed(context: &TestContext) {
         assert!(matches!(lock.lock().await, Err(LockError::Closed)));
         assert!(matches!(lock.try_lock().await, Err(LockError::Closed)));
         assert!(matches!(lock.try_lock_for(context.short_lease()).await, Err(LockError::Closed)));
-        assert!(matches!(lock.lock_with(LockOptions::new()).await, Err(LockError::Closed)));
+        assert!(matches!(lock.try_lock_with(LockOptions::new()).await, Err(LockError::Closed)));
     }
     let executed = registry.execute_locked("orders:42", async |_| ()).await;
     assert!(matches!(executed, Err(LockError::Closed)));
@@ -146,7 +146,7 @@ pub async fn an_unpolled_close_does_not_block_another_close(context: &TestContex
         }
         let other = timeout(context.max_wait(), registry.close(Duration::ZERO)).await;
         assert!(other.expect("the other call closes the registry").is_clean());
-        unpolled.await;
+        _ = unpolled.await;
     }
     panic!("close is not complete after {POLLS_MAX} polls");
 }
@@ -179,7 +179,7 @@ pub async fn closing_one_registry_does_not_affect_another(context: &TestContext)
         (context.registry().await, context.registry_of(context.renewed_lease()).await);
     let local_guard = local.obtain("orders:1").lock().await.expect("a free lock is acquired");
     let remote_guard = remote.obtain("orders:2").lock().await.expect("a free lock is acquired");
-    local.close(Duration::ZERO).await;
+    _ = local.close(Duration::ZERO).await;
     assert!(!local_guard.is_held());
     sleep(context.renewed_lease() * 2).await;
     assert!(remote_guard.is_held(), "the other process lost its lock");

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, Owner, Registry};
+use registry_core::{LockError, LockGuard, LockOptions, Owner, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -171,11 +171,11 @@ pub async fn an_unpolled_waiter_passes_its_lock_to_the_next_caller(context: &Tes
     assert!(poll!(unpolled.as_mut()).is_pending(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
     let first = timeout(context.max_wait(), first).await.expect("the lock is free");
-    let first = first.expect("the store answers").expect("without a deadline");
+    let first = first.expect("the store answers");
     first.unlock().await.expect("a held lock is unlocked");
     context.assert_becomes_free(&remote, "orders:42").await;
     let late = timeout(context.max_wait(), unpolled).await.expect("no other caller wants the lock");
-    let late = late.expect("the store answers").expect("without a deadline");
+    let late = late.expect("the store answers");
     late.unlock().await.expect("a held lock is unlocked");
 }
 
@@ -498,7 +498,7 @@ pub async fn close_may_be_dropped_at_every_poll(context: &TestContext) {
     };
     sweep(make, POLLS_MAX, async |_| {
         let (local, guard) = locked(&slot).take().expect("the value was set");
-        local.close(Duration::from_millis(20)).await;
+        _ = local.close(Duration::from_millis(20)).await;
         assert!(!guard.is_held(), "a closed registry holds");
         context.assert_becomes_free(&remote, "orders:42").await;
         context.assert_becomes_free(&remote, "orders:43").await;
@@ -512,7 +512,7 @@ pub async fn reentry_may_be_dropped_at_every_poll(context: &TestContext) {
     let owner = Owner::new();
     let lock = local.obtain("orders:42");
     let own = || LockOptions::new().owner(&owner);
-    let outer = lock.lock_with(own()).await.expect("the store answers").expect("the lock is free");
+    let outer = lock.lock_with(own()).await.expect("the store answers");
     let make = async || {
         let (lock, options) = (lock.clone(), own());
         async move { lock.lock_with(options).await }

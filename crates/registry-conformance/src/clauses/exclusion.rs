@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{Attempt, Claim, LockError, LockRegistry as _, Registry};
+use registry_core::{Attempt, Claim, LockError, Registry};
 use tokio::task::{JoinSet, yield_now};
 
 use crate::context::{TestContext, attempt, busy, freed, granted, key};

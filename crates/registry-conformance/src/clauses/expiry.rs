@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, LockOptions, LockRegistry as _, Release, Renewal};
+use registry_core::{Attempt, Claim, LockOptions, Release, Renewal};
 use tokio::time::Instant;
 
 use crate::context::{TestContext, attempt, busy, freed, granted, key, release, renew};
@@ -95,7 +95,6 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(context: &TestContext) {
         let options = LockOptions::new().lease(lease);
         let guard =
             registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-        let guard = guard.expect("without a wait there is always a guard");
         assert!(guard.valid_for() < lease, "{:?} of a lease of {lease:?}", guard.valid_for());
         guard.unlock().await.expect("a held lock is unlocked");
     }
@@ -135,9 +134,8 @@ pub async fn a_waiter_acquires_the_lock_of_a_dead_holder(context: &TestContext) 
 pub async fn an_expired_guard_is_not_held_once_another_process_has_the_lock(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     for _ in 0..3 {
-        let options = LockOptions::new().lease(context.short_lease()).renew(false);
+        let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
         let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
-        let old = old.expect("without a wait there is always a guard");
         let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
         assert!(!old.is_held(), "two guards are held");
         assert_eq!(old.valid_for(), Duration::ZERO);

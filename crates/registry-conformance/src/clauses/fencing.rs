@@ -3,16 +3,18 @@
 
 use std::sync::Arc;
 
-use registry_core::{Claim, FencingToken, LockBackend, LockRegistry as _};
+use registry_core::{Claim, FencingToken, LockBackend};
 
 use crate::context::{TestContext, admin, busy, freed, granted, key, renew, renewed};
 
 /// A store with fencing returns a token with each grant.
 pub async fn every_grant_has_a_token(context: &TestContext) {
     let client = context.client().await;
+    let mut tokens = Vec::new();
     for name in ["orders:1", "orders:2", "orders:1"] {
-        take_and_release(context, &*client, name, 1).await;
+        tokens.push(take_and_release(context, &*client, name, 1).await);
     }
+    assert!(tokens[2] > tokens[0], "{tokens:?}");
 }
 
 /// After a release, the next grant has a larger token. The clause repeats this 200 times on one
@@ -43,9 +45,9 @@ pub async fn tokens_increase_across_clients(context: &TestContext) {
 pub async fn tokens_increase_after_an_expiry(context: &TestContext) {
     let client = context.client().await;
     let expiring = Claim::new(key("orders:42"), context.short_lease());
-    let last = token(granted(&*client, &expiring).await.token);
+    let last = granted(&*client, &expiring).await.token;
     let successor = Claim::new(key("orders:42"), context.long_lease());
-    let next = token(context.wait_until_granted(&*client, &successor).await.token);
+    let next = context.wait_until_granted(&*client, &successor).await.token;
     assert!(next > last, "{next} after {last}");
     freed(&*client, &successor).await;
 }
@@ -55,7 +57,7 @@ pub async fn tokens_increase_after_an_expiry(context: &TestContext) {
 pub async fn tokens_increase_after_a_forced_release(context: &TestContext) {
     let client = context.client().await;
     let broken = Claim::new(key("orders:42"), context.long_lease());
-    let last = token(granted(&*client, &broken).await.token);
+    let last = granted(&*client, &broken).await.token;
     admin(&*client).force_release(broken.key()).await.expect("a held lock is broken");
     let next = take_and_release(context, &*client, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
@@ -65,9 +67,9 @@ pub async fn tokens_increase_after_a_forced_release(context: &TestContext) {
 pub async fn tokens_increase_when_one_claim_is_granted_again(context: &TestContext) {
     let client = context.client().await;
     let claim = Claim::new(key("orders:42"), context.long_lease());
-    let last = token(granted(&*client, &claim).await.token);
+    let last = granted(&*client, &claim).await.token;
     freed(&*client, &claim).await;
-    let next = token(granted(&*client, &claim).await.token);
+    let next = granted(&*client, &claim).await.token;
     assert!(next > last, "{next} after {last}");
     freed(&*client, &claim).await;
 }
@@ -141,7 +143,7 @@ pub async fn a_reserved_block_of_tokens_is_issued_to_no_other_grant(context: &Te
     {
         let client = &*clients[n % 2];
         let claim = Claim::new(key("orders:42"), context.long_lease()).with_token_block(block);
-        let next = token(granted(client, &claim).await.token);
+        let next = granted(client, &claim).await.token;
         assert!(next.get() >= free_from, "{next} was used: {free_from} is the first free token");
         freed(client, &claim.with_token_block(used)).await;
         free_from = next.get() + u64::from(used);
@@ -154,9 +156,9 @@ pub async fn a_reserved_block_of_tokens_stays_reserved_after_an_expiry(context: 
     let client = context.client().await;
     let block = 1_000_000;
     let expiring = Claim::new(key("orders:42"), context.short_lease()).with_token_block(block);
-    let last = token(granted(&*client, &expiring).await.token);
+    let last = granted(&*client, &expiring).await.token;
     let successor = Claim::new(key("orders:42"), context.long_lease());
-    let next = token(context.wait_until_granted(&*client, &successor).await.token);
+    let next = context.wait_until_granted(&*client, &successor).await.token;
     assert!(
         next.get() >= last.get() + u64::from(block),
         "{next} after {last} and its block of {block}"
@@ -172,8 +174,8 @@ pub async fn guards_of_two_processes_have_increasing_tokens(context: &TestContex
         let guard =
             registries[n % 2].obtain("orders:42").lock().await.expect("a free lock is acquired");
         let next = guard.fencing_token();
-        assert!(next.is_some() && next > last, "{next:?} after {last:?}");
-        last = next;
+        assert!(Some(next) > last, "{next} after {last:?}");
+        last = Some(next);
         guard.unlock().await.expect("a held lock is unlocked");
     }
 }
@@ -190,7 +192,7 @@ pub async fn waiters_of_two_processes_have_increasing_tokens(context: &TestConte
         tasks.spawn(async move {
             for _ in 0..4 {
                 let guard = lock.lock().await.expect("the lock is acquired");
-                tokens.lock().await.push(guard.fencing_token().expect("the store fences"));
+                tokens.lock().await.push(guard.fencing_token());
                 guard.unlock().await.expect("a held lock is unlocked");
             }
         });
@@ -210,11 +212,7 @@ async fn take_and_release(
     let claim = Claim::new(key(name), context.long_lease()).with_token_block(block);
     let grant = granted(client, &claim).await;
     freed(client, &claim).await;
-    token(grant.token)
-}
-
-fn token(token: Option<FencingToken>) -> FencingToken {
-    token.expect("a store that fences gives a token with every grant")
+    grant.token
 }
 
 async fn close_client(client: Arc<dyn LockBackend>) {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use futures_util::poll;
-use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockGuard, LockOptions, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
@@ -88,12 +88,13 @@ pub async fn each_hand_over_has_a_larger_token(context: &TestContext) {
     let mut last = None;
     for _ in 0..2 {
         for guard_token in tokens(&local, 40).await {
-            assert!(guard_token.is_some() && guard_token > last, "{guard_token:?} after {last:?}");
-            last = guard_token;
+            assert!(Some(guard_token) > last, "{guard_token} after {last:?}");
+            last = Some(guard_token);
         }
         let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
-        assert!(guard.fencing_token() > last, "{:?} after {last:?}", guard.fencing_token());
-        last = guard.fencing_token();
+        let next = guard.fencing_token();
+        assert!(Some(next) > last, "{next} after {last:?}");
+        last = Some(next);
         guard.unlock().await.expect("a held lock is unlocked");
     }
 }
@@ -127,8 +128,7 @@ pub async fn a_claim_is_handed_over_only_for_equal_options(context: &TestContext
     assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
     let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
     unlocked.expect("a held lock is unlocked");
-    let second: LockGuard =
-        second.expect("the store answers").expect("the waiter acquires the lock");
+    let second: LockGuard = second.expect("the waiter acquires the lock");
     assert_eq!(second.claim().lease(), context.renewed_lease());
     assert_eq!(second.claim().label(), Some("nightly report"));
     second.unlock().await.expect("a held lock is unlocked");
@@ -163,7 +163,7 @@ async fn run_waiters(registry: &Registry, callers: usize) -> usize {
     tokens(registry, callers).await.len()
 }
 
-async fn tokens(registry: &Registry, callers: usize) -> Vec<Option<registry_core::FencingToken>> {
+async fn tokens(registry: &Registry, callers: usize) -> Vec<registry_core::FencingToken> {
     let lock = registry.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is acquired");
     let observed_tokens = tokio::sync::Mutex::new(vec![first.fencing_token()]);

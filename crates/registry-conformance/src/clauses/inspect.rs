@@ -4,8 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use registry_core::{
-    Claim, FencingToken, Holder, LockBackend, LockError, LockOptions, LockRegistry as _,
-    LostReason, Release, Renewal,
+    Claim, FencingToken, Holder, LockBackend, LockError, LockOptions, LostReason, Release, Renewal,
 };
 use tokio::time::timeout;
 
@@ -22,9 +21,9 @@ pub async fn inspect_returns_the_holder(context: &TestContext) {
     let grant = granted(&*first, &claim).await;
     let holder = inspect(&*second, "orders:42").await.expect("it is held");
     assert_eq!(&holder.key, claim.key());
-    assert!(holder.token.is_none() || holder.token == grant.token, "{holder:?} of {grant:?}");
+    assert!(holder.token.is_none_or(|token| token == grant.token), "{holder:?} of {grant:?}");
     if context.capabilities().fencing {
-        assert_eq!(holder.token, grant.token);
+        assert_eq!(holder.token, Some(grant.token));
     }
     if let Some(left) = holder.lease_left {
         assert!(left > Duration::ZERO && left <= context.long_lease(), "{holder:?}");
@@ -65,7 +64,7 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
         assert!(left > context.renewed_lease(), "{holder:?}");
     }
     if context.capabilities().fencing {
-        assert_eq!(holder.token, grant.token);
+        assert_eq!(holder.token, Some(grant.token));
     }
     if context.capabilities().labels {
         assert_eq!(holder.label.as_deref(), Some("host:1"));
@@ -110,7 +109,7 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     assert_eq!(admin(&*first).list().await.expect("list answers"), []);
     let holding = |n: i32| if n % 2 == 0 { &*first } else { &*second };
-    let mut held: HashMap<String, (Claim, Option<FencingToken>)> = HashMap::new();
+    let mut held: HashMap<String, (Claim, FencingToken)> = HashMap::new();
     for n in 0..30 {
         let claim = Claim::new(key(&format!("orders:n{n}")), context.long_lease());
         let grant = granted(holding(n), &claim).await;
@@ -125,7 +124,7 @@ pub async fn list_returns_every_held_key_and_no_other(context: &TestContext) {
     for holder in listed {
         let (_, token) =
             held.get(holder.key.as_str()).unwrap_or_else(|| panic!("{holder:?} holds nothing"));
-        assert!(holder.token.is_none() || holder.token == *token, "{holder:?} has {token:?}");
+        assert!(holder.token.is_none_or(|shown| shown == *token), "{holder:?} has {token:?}");
     }
     for n in 0..30 {
         if let Some((claim, _)) = held.remove(&format!("orders:n{n}")) {
@@ -144,7 +143,7 @@ pub async fn a_holder_named_in_a_busy_answer_is_the_current_one(context: &TestCo
         Claim::new(key("orders:42"), context.long_lease()).with_label(Some("host:2".into()));
     if let Some(holder) = busy(&*client, &refused).await.holder {
         assert_eq!(&holder.key, claim.key());
-        assert!(holder.token.is_none() || holder.token == grant.token, "{holder:?} of {grant:?}");
+        assert!(holder.token.is_none_or(|token| token == grant.token), "{holder:?} of {grant:?}");
         assert!(holder.label.as_deref().is_none_or(|label| label == "host:1"), "{holder:?}");
     }
     freed(&*client, &claim).await;
@@ -229,27 +228,27 @@ pub async fn inspection_and_forced_release_do_not_cross_namespaces(context: &Tes
     freed(&*local, &claim).await;
 }
 
-/// `holder` of a lock and `list` of a registry return the current holder, with its label and token
-/// if the store has them. `holder` returns `None` for a free lock.
-pub async fn holder_and_list_return_the_current_holder(context: &TestContext) {
+/// `holders` of a lock and `list` of a registry return the current holder, with its label and token
+/// if the store has them. `holders` returns none for a free lock.
+pub async fn holders_and_list_return_the_current_holder(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let lock = local.obtain("orders:42");
-    assert_eq!(lock.holder().await.expect("holder answers"), None);
+    assert_eq!(lock.holders().await.expect("holders answers"), []);
     let options = LockOptions::new().label("nightly report");
     let guard = remote.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
-    let holder = lock.holder().await.expect("holder answers").expect("it is held");
+    let holders = lock.holders().await.expect("holders answers");
+    let [holder] = holders.as_slice() else { panic!("one holder: {holders:?}") };
     assert_eq!(holder.key.as_str(), "orders:42");
     if context.capabilities().labels {
         assert_eq!(holder.label.as_deref(), Some("nightly report"));
     }
     if context.capabilities().fencing {
-        assert_eq!(holder.token, guard.fencing_token());
+        assert_eq!(holder.token, Some(guard.fencing_token()));
     }
     let listed = local.list().await.expect("list answers");
     assert_eq!(listed.iter().map(|holder| holder.key.as_str()).collect::<Vec<_>>(), ["orders:42"]);
     guard.unlock().await.expect("a held lock is unlocked");
-    assert_eq!(lock.holder().await.expect("holder answers"), None);
+    assert_eq!(lock.holders().await.expect("holders answers"), []);
 }
 
 /// `force_release` of a registry returns `true` for a lock that another process holds, and `false`

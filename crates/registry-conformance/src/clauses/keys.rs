@@ -3,9 +3,7 @@
 
 use std::collections::HashSet;
 
-use registry_core::{
-    Claim, InvalidKey, Key, LockError, LockRegistry as _, LockRegistryExt as _, Release,
-};
+use registry_core::{Claim, InvalidKey, Key, LockError, LockRegistryExt as _, Release};
 
 use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, release};
 use crate::faulty::Faults;
@@ -168,7 +166,7 @@ async fn refused_everywhere(
         lock.lock().await.map(drop),
         lock.try_lock().await.map(drop),
         lock.try_lock_for(context.short_lease()).await.map(drop),
-        lock.holder().await.map(drop),
+        lock.holders().await.map(drop),
         registry.execute_locked(name, async |_| ()).await.map(drop),
     ];
     for refusal in refusals {

@@ -6,9 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{
-    LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, LostReason, Registry,
-};
+use registry_core::{LockError, LockOptions, LockRegistryExt as _, LostReason, Registry};
 use tokio::time::{sleep, timeout};
 
 use crate::context::TestContext;
@@ -37,7 +35,7 @@ pub async fn a_lost_lock_stays_lost(context: &TestContext) {
         assert!(!guard.is_held());
         assert_eq!(guard.valid_for(), Duration::ZERO);
         assert!(guard.valid_until() <= std::time::Instant::now() + Duration::from_secs(24 * 3_600));
-        assert!(matches!(guard.renew(context.renewed_lease()).await, Err(LockError::Lost { .. })));
+        assert!(matches!(guard.extend(context.renewed_lease()).await, Err(LockError::Lost { .. })));
         assert!(matches!(guard.reenter(), Err(LockError::Lost { .. })));
     }
     match guard.unlock().await {
@@ -89,9 +87,8 @@ pub async fn a_forced_release_is_reported_before_the_next_renewal(context: &Test
 /// A store that reports losses also notifies the holder of a broken lock with `renew(false)`.
 pub async fn a_forced_release_is_reported_to_a_holder_that_does_not_renew(context: &TestContext) {
     let (holding, operator) = (context.registry().await, context.registry().await);
-    let fixed = LockOptions::new().renew(false);
+    let fixed = LockOptions::new().auto_renew(false);
     let guard = holding.obtain("orders:42").lock_with(fixed).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     assert_force_released(&operator, "orders:42").await;
     let reason =
         timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
@@ -200,9 +197,8 @@ pub async fn an_unanswered_renewal_is_a_loss(context: &TestContext) {
 /// returns this error.
 pub async fn an_unrenewed_lock_is_lost_when_its_lease_ends(context: &TestContext) {
     let registry = context.registry().await;
-    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     let watched = guard.lost();
     let reason = timeout(context.short_lease() + context.max_wait(), watched)
         .await
@@ -219,8 +215,8 @@ pub async fn an_unrenewed_lock_is_lost_when_its_lease_ends(context: &TestContext
 pub async fn a_lost_lock_does_not_block_other_callers_of_its_process(context: &TestContext) {
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
-    let options = LockOptions::new().lease(context.short_lease()).renew(false);
-    let lost = lock.lock_with(options).await.expect("the store answers");
+    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
+    let lost = lock.try_lock_with(options).await.expect("the store answers");
     let next = lock
         .try_lock_for(context.short_lease() + context.max_wait())
         .await

@@ -2,9 +2,8 @@
 
 use std::time::Duration;
 
-use registry_core::{
-    Capabilities, ConfigError, LockError, LockOptions, LockRegistry as _, LostReason,
-};
+use futures_util::poll;
+use registry_core::{Capabilities, ConfigError, LockError, LockOptions, LostReason};
 use tokio::time::{Instant, sleep};
 
 use crate::context::{TestContext, admin, key};
@@ -26,16 +25,19 @@ pub async fn a_lease_out_of_range_is_refused_before_any_request(context: &TestCo
     assert!(capabilities.lease_max <= Capabilities::LEASE_MAX, "{capabilities:?}");
 }
 
-/// A wait of a hundred years returns `LockError::InvalidOption` before any request, and
-/// `LockOptions::WAIT_MAX` is accepted. A wait without limit is expressed by leaving out `wait`.
-pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(context: &TestContext) {
-    for wait in [HUNDRED_YEARS, Duration::MAX] {
-        refused(context, LockOptions::new().wait(wait), "wait").await;
-    }
+/// A wait of a hundred years is accepted and has no limit. The caller acquires the lock when it
+/// becomes free.
+pub async fn a_wait_of_a_hundred_years_has_no_limit(context: &TestContext) {
     let registry = context.registry().await;
-    let options = LockOptions::new().wait(LockOptions::WAIT_MAX);
-    let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+    let lock = registry.obtain("orders:42");
+    for wait in [HUNDRED_YEARS, Duration::MAX] {
+        let held = lock.lock().await.expect("a free lock is acquired");
+        let mut waiter = Box::pin(lock.lock_with(LockOptions::new().wait(wait)));
+        assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
+        held.unlock().await.expect("a held lock is unlocked");
+        let guard = waiter.await.expect("the waiter acquires the lock");
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
 }
 
 /// A `max_hold` of at most 1 ms, a `min_hold` of a hundred years, and a `min_hold` above `max_hold`
@@ -52,7 +54,7 @@ pub async fn hold_limits_out_of_range_are_refused_before_any_request(context: &T
 async fn refused(context: &TestContext, options: LockOptions, option: &str) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
-    match registry.obtain("orders:42").lock_with(options.clone()).await {
+    match registry.obtain("orders:42").try_lock_with(options.clone()).await {
         Err(LockError::InvalidOption(why)) => assert_eq!(why.option, option, "{why:?}"),
         other => panic!("{options:?} gives {other:?}"),
     }
@@ -64,7 +66,6 @@ pub async fn a_lock_may_have_its_own_lease(context: &TestContext) {
     let registry = context.registry().await;
     let options = LockOptions::new().lease(context.renewed_lease());
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
     assert_eq!(guard.claim().lease(), context.renewed_lease());
     guard.unlock().await.expect("a held lock is unlocked");
@@ -84,7 +85,7 @@ pub async fn a_lock_may_have_its_own_label(context: &TestContext) {
         (LockOptions::new().label("nightly report"), "nightly report"),
     ] {
         let guard =
-            registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
+            registry.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
         let holder = admin(&*client).inspect(&key("orders:42")).await.expect("inspect answers");
         assert_eq!(holder.and_then(|holder| holder.label).as_deref(), Some(label));
         let guard = guard.expect("without a wait there is always a guard");
@@ -99,7 +100,6 @@ pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
     let options = LockOptions::new().max_hold(context.renewed_lease());
     let started = Instant::now();
     let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     // The renewal asks for more time than `max_hold` leaves.
     context.renew_with_retries(&guard, context.long_lease()).await.expect("a held lock is renewed");
     assert!(guard.valid_for() <= context.renewed_lease(), "{guard:?}");
@@ -122,7 +122,7 @@ pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
 pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().max_hold(context.short_lease());
-    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
+    let guard = local.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
     std::mem::forget(guard);
     context.assert_becomes_free(&remote, "orders:42").await;
     context.assert_becomes_free(&local, "orders:42").await;
@@ -148,7 +148,7 @@ pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
 async fn stays_locked(context: &TestContext, lease: Duration, min_hold: Duration, unlock: bool) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
-    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
+    let guard = local.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
     // Counted from after the grant, so that the measured time never exceeds the real one.
     let held_since = Instant::now();
     let guard = guard.expect("without a wait there is always a guard");
@@ -176,7 +176,7 @@ pub async fn a_forced_release_ends_a_min_hold(context: &TestContext) {
         let min_hold = context.max_wait() * 4;
         let options = LockOptions::new().min_hold(min_hold).max_hold(min_hold);
         let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
-        guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+        guard.unlock().await.expect("a held lock is unlocked");
         let next = remote.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(next.is_none(), "the key is not locked");
         let breaks = if by_holder { &local } else { &remote };
@@ -194,7 +194,6 @@ pub async fn an_elapsed_min_hold_does_not_delay_the_release(context: &TestContex
     let min_hold = context.short_lease();
     let options = LockOptions::new().min_hold(min_hold);
     let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     sleep(min_hold * 3 / 2).await;
     guard.unlock().await.expect("a held lock is unlocked");
     let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
@@ -209,7 +208,7 @@ pub async fn a_renewal_out_of_range_is_refused_before_any_request(context: &Test
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let requests = faulty.requests();
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS] {
-        match guard.renew(lease).await {
+        match guard.extend(lease).await {
             Err(LockError::InvalidOption(why)) => assert_eq!(why.option, "lease", "{why:?}"),
             other => panic!("a renewal for {lease:?} gives {other:?}"),
         }

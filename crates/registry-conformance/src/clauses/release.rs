@@ -1,8 +1,6 @@
 //! A release frees a key at once, and only the claim that holds the key can release it.
 
-use registry_core::{
-    Claim, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, Release,
-};
+use registry_core::{Claim, LockError, LockOptions, LockRegistryExt as _, Release};
 
 use crate::context::{TestContext, busy, freed, granted, is_free, key, release};
 use crate::faulty::{Fault, Faults, Operation};
@@ -190,14 +188,14 @@ pub async fn execute_locked_holds_the_lock_during_the_work_only(context: &TestCo
     guard.expect("the work is done").unlock().await.expect("a held lock is unlocked");
 }
 
-/// `execute_locked_for` returns `Ok(None)` without running the work if the lock stays busy until
+/// `execute_locked_with` returns `Ok(None)` without running the work if the lock stays busy until
 /// the deadline.
-pub async fn execute_locked_for_returns_none_when_the_lock_is_busy(context: &TestContext) {
+pub async fn execute_locked_with_returns_none_when_the_lock_is_busy(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let guard = remote.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let work = async |_: &_| panic!("the work runs without its lock");
     let done = local
-        .execute_locked_for("orders:42", context.short_lease(), work)
+        .execute_locked_with("orders:42", LockOptions::new().wait(context.short_lease()), work)
         .await
         .expect("busy is no error");
     assert!(done.is_none());
@@ -223,9 +221,8 @@ pub async fn unlocking_an_expired_lock_is_an_error_and_does_not_affect_the_succe
 ) {
     let (first, second) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
-    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
     let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let old = old.expect("without a wait there is always a guard");
     let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
     match old.unlock().await {
         Err(LockError::Lost { .. }) => {}
@@ -241,8 +238,8 @@ pub async fn unlocking_an_expired_lock_is_an_error_and_does_not_affect_the_succe
 pub async fn dropping_an_expired_guard_does_not_affect_the_successor(context: &TestContext) {
     let (first, second) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
-    let options = LockOptions::new().lease(context.short_lease()).renew(false);
-    let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
+    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
+    let old = first.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
     let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
     drop(old);
     first.idle().await;

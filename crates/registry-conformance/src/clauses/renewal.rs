@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Claim, LockBackend as _, LockError, LockOptions, LockRegistry as _, Renewal};
+use registry_core::{Claim, LockBackend as _, LockError, LockOptions, Renewal};
 use tokio::time::{Instant, sleep};
 
 use crate::context::{TestContext, busy, freed, granted, is_free, key, release, renew, renewed};
@@ -264,9 +264,8 @@ pub async fn a_manual_renewal_extends_the_validity_of_the_guard(context: &TestCo
 pub async fn a_manual_renewal_never_shortens_the_lease(context: &TestContext) {
     let registry = context.registry().await;
     let other = context.registry().await;
-    let options = LockOptions::new().renew(false);
+    let options = LockOptions::new().auto_renew(false);
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     context
         .renew_with_retries(&guard, context.short_lease())
         .await
@@ -354,9 +353,8 @@ pub async fn nothing_is_renewed_after_a_refused_release(context: &TestContext) {
 pub async fn a_lock_with_renewal_disabled_is_not_renewed(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let registry = context.registry_over(&faulty, context.long_lease());
-    let options = LockOptions::new().lease(context.short_lease()).renew(false);
+    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
-    let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
     // This early check is a renewal too, but it does not extend the lease.
     let verifications = u64::from(faulty.capabilities().renewal.verify_after.is_some());

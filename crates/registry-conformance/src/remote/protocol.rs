@@ -85,7 +85,7 @@ pub(super) fn write_reply(number: u64, reply: &RemoteReply) -> String {
     line.word(MARK).number(number);
     match reply {
         RemoteReply::Attempt(Attempt::Granted(grant)) => {
-            line.word("granted").optional(grant.token.map(u64::from)).time(grant.lease)
+            line.word("granted").number(grant.token.get()).time(grant.lease)
         }
         RemoteReply::Attempt(Attempt::Busy(busy)) => {
             line.word("busy").optional(busy.retry_after.map(nanos)).number(busy.mark);
@@ -112,7 +112,7 @@ pub(super) fn read_reply(line: &str) -> Option<(u64, RemoteReply)> {
     let number = reader.number()?;
     let reply = match reader.word()? {
         "granted" => {
-            let token = reader.optional()?.and_then(FencingToken::new);
+            let token = FencingToken::new(reader.number()?)?;
             RemoteReply::Attempt(Attempt::Granted(Grant::new(token, reader.time()?)))
         }
         "busy" => {
@@ -367,9 +367,12 @@ mod tests {
         let error = BackendError::new(BackendErrorKind::Denied, "no way").as_refused();
         let error = error.with_address("db.example:5432");
         for reply in [
-            RemoteReply::Attempt(Attempt::Granted(Grant::new(None, Duration::from_secs(1)))),
             RemoteReply::Attempt(Attempt::Granted(Grant::new(
-                FencingToken::new(8),
+                FencingToken::MAX,
+                Duration::from_secs(1),
+            ))),
+            RemoteReply::Attempt(Attempt::Granted(Grant::new(
+                FencingToken::new(8).unwrap(),
                 Duration::MAX / 4,
             ))),
             RemoteReply::Attempt(Attempt::Busy(Busy::new())),

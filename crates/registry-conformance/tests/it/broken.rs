@@ -108,7 +108,7 @@ bugs! {
     tokens_of_a_coarse_clock_are_found: TokensOfCoarseClock => [
         "fencing::tokens_increase_after_a_release",
     ];
-    a_grant_without_token_is_found: NoToken => [
+    a_grant_with_a_constant_token_is_found: ConstantToken => [
         "fencing::every_grant_has_a_token",
     ];
     a_claim_that_is_busy_for_itself_is_found: RepeatedAcquireIsBusy => [

@@ -38,7 +38,7 @@ pub(crate) enum StoreBug {
     TokensIgnoreBlock,
     NewTokenOnRepeat,
     TokensOfCoarseClock,
-    NoToken,
+    ConstantToken,
     RepeatedAcquireIsBusy,
     RepeatedAcquireCounts,
     RepeatedAcquireShortens,
@@ -203,7 +203,8 @@ impl TinyBackend {
     }
 
     fn granted(&self, row: &TinyRow) -> Attempt {
-        let token = FencingToken::new(row.token).filter(|_| self.bug != StoreBug::NoToken);
+        let token = if self.bug == StoreBug::ConstantToken { 1 } else { row.token };
+        let token = FencingToken::new(token).unwrap();
         let left = row.until - Instant::now();
         let stated_lease = match self.bug {
             StoreBug::StatesLongerLease => left * 2,
@@ -243,7 +244,7 @@ impl TinyBackend {
 #[async_trait]
 impl LockBackend for TinyBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("tiny", GuaranteeClass::B, Reach::Process)
+        Capabilities::new("tiny", GuaranteeClass::Volatile, Reach::Process)
             .with_fencing()
             .with_wakes()
             .with_invalidations()

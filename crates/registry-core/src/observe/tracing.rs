@@ -40,14 +40,14 @@ impl Observer for TracingObserver {
                 debug!(target: TARGET, ?key, ?waited, "gave up waiting")
             }
             LockEvent::Granted { key, token, waited, attempts } => {
-                let token = token.map(u64::from);
+                let token = token.get();
                 debug!(target: TARGET, ?key, token, ?waited, attempts, "lock granted");
             }
             LockEvent::Reentered { key, token } => {
-                debug!(target: TARGET, ?key, token = token.map(u64::from), "lock re-entered");
+                debug!(target: TARGET, ?key, token = token.get(), "lock re-entered");
             }
             LockEvent::HandedOver { key, token } => {
-                debug!(target: TARGET, ?key, token = token.map(u64::from), "lock handed over");
+                debug!(target: TARGET, ?key, token = token.get(), "lock handed over");
             }
             LockEvent::Renewed { key, valid_for } => {
                 trace!(target: TARGET, ?key, ?valid_for, "lease renewed")
@@ -57,7 +57,7 @@ impl Observer for TracingObserver {
                 warn!(target: TARGET, ?key, error, ?valid_for, "renewal failed");
             }
             LockEvent::Lost { key, token, reason } => {
-                warn!(target: TARGET, ?key, token = token.map(u64::from), ?reason, "lock lost");
+                warn!(target: TARGET, ?key, token = token.get(), ?reason, "lock lost");
             }
             LockEvent::Released { key, held_for } => {
                 debug!(target: TARGET, ?key, ?held_for, "lock released")

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{Attempt, Claim, Key, LockBackend, LockRegistry, MemoryBackend, Registry};
+use registry_core::{Attempt, Claim, Key, LockBackend, MemoryBackend, Registry};
 use tokio::time::{Instant, timeout};
 
 const LEASE: Duration = Duration::from_secs(30);
@@ -59,7 +59,7 @@ async fn attempts_run_without_a_permit_that_does_not_come_in_time() {
     assert_eq!(registry.with_local_permit(&key(), Duration::MAX, async { 7 }).await, 7);
     assert_eq!(began.elapsed(), Duration::from_secs(1));
     guard.unlock().await.unwrap();
-    registry.close(Duration::ZERO).await;
+    _ = registry.close(Duration::ZERO).await;
     assert_eq!(registry.with_local_permit(&key(), Duration::MAX, async { 7 }).await, 7);
 }
 

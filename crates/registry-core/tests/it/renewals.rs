@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockGuard, LockRegistry,
-    MemoryBackend, Registry, Release, Renewal, RenewalPolicy,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockGuard, MemoryBackend, Registry,
+    Release, Renewal, RenewalPolicy,
 };
 use tokio::time::sleep;
 

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use registry_core::{
     Attempt, Claim, Key, LockAdmin, LockBackend, LockError, LockEvent, LockGuard, LockOptions,
-    LockRegistry as _, LostReason, MemoryBackend, Observer, Owner, Registry,
+    LostReason, MemoryBackend, Observer, Owner, Registry,
 };
 use tokio::task::unconstrained;
 use tokio::time::sleep;
@@ -25,7 +25,7 @@ fn locking(registry: &Registry, options: LockOptions) -> Locking {
     let lock = registry.obtain("k");
     // A future that is polled manually never gets a new coop budget, so it would stop after some
     // hundred polls.
-    Box::pin(unconstrained(async move { lock.lock_with(options).await }))
+    Box::pin(unconstrained(async move { lock.lock_with(options).await.map(Some) }))
 }
 
 fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{Key, LockAdmin as _, LockRegistry as _, Registry};
+use registry_core::{Key, LockAdmin as _, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::eventually;

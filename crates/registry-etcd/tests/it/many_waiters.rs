@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockRegistry as _, Registry};
+use registry_core::Registry;
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::within;

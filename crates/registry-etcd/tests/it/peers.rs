@@ -11,7 +11,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockRegistry as _, Registry};
+use registry_core::Registry;
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::process::HelperProcess;
@@ -80,7 +80,7 @@ async fn etcdctl_the_gateway_and_this_store_exclude_each_other() {
     let sections = async {
         for _ in 0..SECTIONS {
             let guard = registry.obtain("orders").lock().await.unwrap();
-            section(folder, guard.fencing_token().unwrap().get());
+            section(folder, guard.fencing_token().get());
             guard.unlock().await.unwrap();
         }
     };
@@ -125,7 +125,7 @@ async fn a_release_wakes_waiters_of_the_other_program() {
     let mut peer = HelperProcess::spawn(etcdctl(&server, &["lock", "orders"])).unwrap();
     peer.expect_line(|line| line.starts_with("orders/"), LONG).await.unwrap();
     assert!(registry.obtain("orders").try_lock().await.unwrap().is_none());
-    let holder = registry.obtain("orders").holder().await.unwrap().unwrap();
+    let holder = registry.obtain("orders").holders().await.unwrap().remove(0);
     assert_eq!((holder.label, holder.token.is_some()), (None, true));
     let lock = registry.obtain("orders");
     let waiting = tokio::spawn(async move { lock.lock().await });

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockOptions, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
 use tokio::time::sleep;
@@ -34,7 +34,7 @@ async fn a_thousand_held_locks_use_a_few_lease_streams_and_one_watch_stream() {
     let mut guards = Vec::new();
     for batch in locks.chunks(100) {
         for guard in join_all(batch.iter().map(|lock| lock.lock_with(options()))).await {
-            guards.push(guard.unwrap().unwrap());
+            guards.push(guard.unwrap());
         }
     }
     let before = calls(&server, "Txn").await;
@@ -92,7 +92,7 @@ async fn waiters_send_only_keep_alives() {
         "each client listens over the stream that it began with"
     );
     for guard in held {
-        guard.unwrap().unwrap().unlock().await.unwrap();
+        guard.unwrap().unlock().await.unwrap();
     }
     for granted in waiting {
         let granted = registry_testkit::within(Duration::from_secs(60), granted).await;

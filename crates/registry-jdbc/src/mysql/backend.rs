@@ -252,7 +252,7 @@ struct StoredGrant {
 impl LockBackend for MySqlBackend {
     fn capabilities(&self) -> Capabilities {
         let renewal = RenewalPolicy::new().with_batch_max(sql::SIZES[sql::SIZES.len() - 1]);
-        Capabilities::new("mysql", GuaranteeClass::A, Reach::Network)
+        Capabilities::new("mysql", GuaranteeClass::Durable, Reach::Network)
             .with_fencing()
             .with_wakes()
             .with_labels()
@@ -266,7 +266,7 @@ impl LockBackend for MySqlBackend {
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             if let Some(token) = self.try_take(claim).await? {
-                return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
+                return Ok(Attempt::Granted(Grant::new(token, claim.lease())));
             }
             // The failed statement may be a repetition of one that was executed on a connection
             // that broke.
@@ -276,7 +276,7 @@ impl LockBackend for MySqlBackend {
             };
             if held.claim == claim.id().to_bytes() {
                 let lease = held.lease_left.min(claim.lease());
-                return Ok(Attempt::Granted(Grant::new(Some(held.token), lease)));
+                return Ok(Attempt::Granted(Grant::new(held.token, lease)));
             }
             return Ok(Attempt::Busy(
                 Busy::new()

@@ -117,13 +117,13 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
             ));
         }
         findings.push(Finding::note(
-            "there is a binary log: if a replica that follows it is promoted after a crash, the most recent locks may be free (class C); \
+            "there is a binary log: if a replica that follows it is promoted after a crash, the most recent locks may be free (class best-effort); \
              semi-synchronous replication makes grants wait for a replica",
         ));
     }
     if is_on("wsrep_on") {
         findings.push(Finding::warning(
-            "this is a node of a Galera cluster, whose nodes do not lock rows for each other: a fence does not exclude other clients, and a crash of several nodes may free locks (class C); connect all clients to the same node",
+            "this is a node of a Galera cluster, whose nodes do not lock rows for each other: a fence does not exclude other clients, and a crash of several nodes may free locks (class best-effort); connect all clients to the same node",
         ));
     }
     findings

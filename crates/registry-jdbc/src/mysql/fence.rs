@@ -22,7 +22,7 @@ impl Fence<MySql> for LockGuard {
                 Err(source) => return Err(FenceError::backend(self, source)),
             }
         }
-        let fence_query = self.fencing_token().and_then(|token| fence_query(self, claim, token));
+        let fence_query = fence_query(self, claim, self.fencing_token());
         let Some(MySqlFenceQuery { statement, meta, store }) = fence_query else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };

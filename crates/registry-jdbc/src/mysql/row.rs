@@ -57,7 +57,7 @@ use crate::server::{
 /// If the *server* ends the connection (`KILL`, a restart, a failover, a firewall that cuts
 /// connections), the lock is free at once. Its holder is notified up to a third of a second later,
 /// or at the end of its lease if no message arrives. Until then there can be two holders, so this
-/// store is of class C. Tokens grow all the same, so fenced writes stay safe, including those of a
+/// store is of class best-effort. Tokens grow all the same, so fenced writes stay safe, including those of a
 /// [`Fence`](crate::Fence).
 ///
 /// The holder of such a lock is reported like that of a lease, without the remaining time: the
@@ -122,7 +122,7 @@ impl MySqlRowBackend {
 #[async_trait]
 impl LockBackend for MySqlRowBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
+        Capabilities::new("mysql", GuaranteeClass::BestEffort, Reach::Network)
             .with_fencing()
             .with_wakes()
             .with_invalidations()

@@ -46,7 +46,7 @@ use crate::server::{
 /// If the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts
 /// connections), the lock is free at once. Its holder is notified up to a third of a second later,
 /// or at the end of its lease if no message arrives. Until then there can be two holders, so this
-/// store is of class C. Tokens grow as in a [`MySqlBackend`], in the same tables. So fenced writes
+/// store is of class best-effort. Tokens grow as in a [`MySqlBackend`], in the same tables. So fenced writes
 /// to other systems stay safe, including those of a [`Fence`](crate::Fence).
 /// [`LockIn`](crate::LockIn) does not support these locks: a transaction cannot hold one.
 ///
@@ -102,7 +102,7 @@ impl MySqlSessionBackend {
 #[async_trait]
 impl LockBackend for MySqlSessionBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
+        Capabilities::new("mysql", GuaranteeClass::BestEffort, Reach::Network)
             .with_fencing()
             .with_wakes()
             .with_invalidations()

@@ -192,7 +192,7 @@ impl PostgresBackend {
         // follows the second one.
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
         if let Some(row) = rows.first() {
-            let grant = Grant::new(Some(fencing_token(column(row, 0)?)?), claim.lease());
+            let grant = Grant::new(fencing_token(column(row, 0)?)?, claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
         // The holder may be this claim itself, granted by an attempt whose answer was lost.
@@ -205,10 +205,8 @@ impl PostgresBackend {
         let holder = decode_holder(Holder::new(claim.key().clone()), row, 1)?;
         let remaining = holder.lease_left.unwrap_or_default();
         if column::<Vec<u8>>(row, 0)? == claim.id().to_bytes() {
-            return Ok(Some(Attempt::Granted(Grant::new(
-                holder.token,
-                remaining.min(claim.lease()),
-            ))));
+            let token = fencing_token(column(row, 1)?)?;
+            return Ok(Some(Attempt::Granted(Grant::new(token, remaining.min(claim.lease())))));
         }
         let busy = Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder);
         Ok(Some(Attempt::Busy(match &self.listener {
@@ -276,7 +274,7 @@ fn notification_params(channel: &NotificationChannel, id: RowId) -> [PgParam; 3]
 #[async_trait]
 impl LockBackend for PostgresBackend {
     fn capabilities(&self) -> Capabilities {
-        let capabilities = Capabilities::new("postgres", GuaranteeClass::A, Reach::Network)
+        let capabilities = Capabilities::new("postgres", GuaranteeClass::Durable, Reach::Network)
             .with_fencing()
             .with_labels()
             .with_inspect()

@@ -144,7 +144,7 @@ fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     }
     if column::<i64>(row, 6)? > 0 && setting(9)?.is_empty() {
         findings.push(Finding::note(
-            "standbys follow asynchronously: if one is promoted after a crash, the most recent locks may be free (class C); \
+            "standbys follow asynchronously: if one is promoted after a crash, the most recent locks may be free (class best-effort); \
              synchronous_standby_names makes grants wait for a standby",
         ));
     }

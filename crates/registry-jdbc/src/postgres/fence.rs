@@ -23,7 +23,7 @@ impl Fence<Postgres> for LockGuard {
                 Err(source) => return Err(FenceError::backend(self, source)),
             }
         }
-        let fence_query = self.fencing_token().and_then(|token| fence_query(self, claim, token));
+        let fence_query = fence_query(self, claim, self.fencing_token());
         let Some(fence_query) = fence_query else {
             return Err(FenceError::unsupported(self, "PostgreSQL"));
         };

@@ -55,7 +55,7 @@ use crate::server::{
 /// If the *server* ends the connection (`pg_terminate_backend`, restart, failover, a firewall that
 /// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
 /// or at the end of its lease if no answer arrives. During that time there can be two holders,
-/// which is why this backend has guarantee class C. Tokens grow nevertheless, so fenced writes stay
+/// which is why this backend has guarantee class best-effort. Tokens grow nevertheless, so fenced writes stay
 /// safe, including those of a [`Fence`](crate::Fence).
 ///
 /// The holder of such a lock is listed like the holder of a lease, without the time left.
@@ -102,12 +102,13 @@ impl PostgresRowBackend {
 #[async_trait]
 impl LockBackend for PostgresRowBackend {
     fn capabilities(&self) -> Capabilities {
-        let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
-            .with_fencing()
-            .with_invalidations()
-            .with_labels()
-            .with_inspect()
-            .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
+        let capabilities =
+            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
+                .with_fencing()
+                .with_invalidations()
+                .with_labels()
+                .with_inspect()
+                .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
         if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
     }
 

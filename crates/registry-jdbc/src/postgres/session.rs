@@ -43,7 +43,7 @@ use crate::server::{LockAttempt, RowId, SessionFailure, SessionProtocol, SqlSess
 /// If the *server* ends the session (`pg_terminate_backend`, restart, failover, a firewall that
 /// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
 /// or at the end of its lease if no answer arrives. During that time there can be two holders,
-/// which is why this backend has guarantee class C. Tokens grow as in a [`PostgresBackend`], in the
+/// which is why this backend has guarantee class best-effort. Tokens grow as in a [`PostgresBackend`], in the
 /// same tables. So fenced writes to other systems stay safe, including those of a
 /// [`Fence`](crate::Fence). [`LockIn`](crate::LockIn) acquires both the row and the advisory lock
 /// for a transaction.
@@ -90,10 +90,11 @@ impl PostgresSessionBackend {
 #[async_trait]
 impl LockBackend for PostgresSessionBackend {
     fn capabilities(&self) -> Capabilities {
-        let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
-            .with_fencing()
-            .with_invalidations()
-            .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
+        let capabilities =
+            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
+                .with_fencing()
+                .with_invalidations()
+                .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
         if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
     }
 

@@ -596,7 +596,7 @@ impl<P: SessionProtocol> SessionState<P> {
         if let Some(held) = self.held.get(&name) {
             let left = held.until.saturating_duration_since(Instant::now());
             return Ok(AcquireResponse::Attempt(if held.claim == claim.id() {
-                Attempt::Granted(Grant::new(Some(held.token), left.min(claim.lease())))
+                Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))
             } else {
                 Attempt::Busy(held.to_busy(left))
             }));
@@ -638,7 +638,7 @@ impl<P: SessionProtocol> SessionState<P> {
         self.schedule_expiry(held.until);
         self.held.insert(name, held);
         self.check_at.get_or_insert(now + CHECK_INTERVAL);
-        let grant = Grant::new(Some(token), claim.lease());
+        let grant = Grant::new(token, claim.lease());
         Ok(AcquireResponse::Attempt(Attempt::Granted(grant)))
     }
 

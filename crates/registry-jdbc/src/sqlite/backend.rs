@@ -270,7 +270,7 @@ impl SqliteGrant {
 #[async_trait]
 impl LockBackend for SqliteBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("sqlite", GuaranteeClass::A, Reach::Host)
+        Capabilities::new("sqlite", GuaranteeClass::Durable, Reach::Host)
             .with_fencing()
             .with_wakes()
             .with_labels()
@@ -283,13 +283,13 @@ impl LockBackend for SqliteBackend {
         const ATTEMPTS_MAX: u32 = 3;
         for attempt in 0..ATTEMPTS_MAX {
             if let Some(token) = self.try_grant(claim, attempt == 0).await? {
-                return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
+                return Ok(Attempt::Granted(Grant::new(token, claim.lease())));
             }
             if let Some(held) = self.current_grant(claim.key()).await? {
                 let now = self.statements.clock.now();
                 let lease_left = duration_between(now, held.until);
                 if held.claim == claim.id().to_bytes() {
-                    return Ok(Attempt::Granted(Grant::new(Some(held.token), lease_left)));
+                    return Ok(Attempt::Granted(Grant::new(held.token, lease_left)));
                 }
                 return Ok(Attempt::Busy(
                     Busy::new()

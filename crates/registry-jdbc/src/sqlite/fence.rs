@@ -10,12 +10,11 @@ use crate::fence::{Fence, FenceError, fenced_claim};
 impl Fence<Sqlite> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, Sqlite>) -> Result<(), FenceError> {
         let claim = fenced_claim(self)?;
-        let (Some(backend), Some(token)) = (self.backend::<SqliteBackend>(), self.fencing_token())
-        else {
+        let Some(backend) = self.backend::<SqliteBackend>() else {
             return Err(FenceError::unsupported(self, "SQLite"));
         };
         let found = backend
-            .fence_statement(claim, token)
+            .fence_statement(claim, self.fencing_token())
             .execute(&mut **transaction)
             .await
             .map_err(fence_error)?

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use registry_core::{Key, LockGuard, LockOptions, LockRegistry, Registry};
+use registry_core::{Key, LockGuard, LockOptions, Registry};
 use registry_jdbc::sqlx::mysql::MySqlConnection;
 use registry_jdbc::sqlx::postgres::PgConnection;
 use registry_jdbc::sqlx::{self, AssertSqlSafe, Connection};
@@ -76,7 +76,7 @@ async fn work(registry: &Registry, mut account: AccountConnection) -> Round {
         let options = LockOptions::new().wait(LEASE).label(&*name);
         // While a fenced transaction is suspended, no caller is granted the lock, and calls return
         // errors.
-        let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
+        let Ok(Some(guard)) = lock.try_lock_with(options).await else { continue };
         match account.add_one(&guard, is_fenced).await {
             Ok(()) => round.committed += 1,
             Err(FenceError::Lost { .. } | FenceError::Busy { .. }) => round.stopped += 1,

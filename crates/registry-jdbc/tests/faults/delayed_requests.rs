@@ -1,6 +1,6 @@
 //! A request that reaches the server after the release of its own retry leaves no lock behind.
 
-use registry_core::{Key, LockRegistry};
+use registry_core::Key;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::{eventually, within};
 use std::time::Duration;

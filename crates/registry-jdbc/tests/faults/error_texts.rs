@@ -1,6 +1,5 @@
 //! The texts of errors: operation, key, address, cause and hint.
 
-use registry_core::LockRegistry as _;
 use registry_testkit::{cause_of_failed_acquire, within};
 
 use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};

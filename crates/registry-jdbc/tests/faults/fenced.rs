@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{LockGuard, LockOptions, LockRegistry as _, LostReason, Registry};
+use registry_core::{LockGuard, LockOptions, LostReason, Registry};
 use registry_testkit::within;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout};
@@ -33,10 +33,7 @@ impl FencedSale {
     }
 
     async fn lock(&self, options: LockOptions) -> LockGuard {
-        within(TEST_TIMEOUT, self.first_registry.obtain(KEY).lock_with(options))
-            .await
-            .unwrap()
-            .unwrap()
+        within(TEST_TIMEOUT, self.first_registry.obtain(KEY).lock_with(options)).await.unwrap()
     }
 
     /// Starts another process that waits for the lock and sells under it in a fenced transaction.

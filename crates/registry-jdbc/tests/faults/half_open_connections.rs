@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockGuard, LockRegistry, Registry};
+use registry_core::{LockBackend, LockGuard, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
 use registry_testkit::proxy::FaultProxy;
 use registry_testkit::{eventually, within};

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use registry_core::{
-    BackendErrorKind, Holder, LockError, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
+    BackendErrorKind, Holder, LockError, LockGuard, LockOptions, LostReason, Registry,
 };
 use registry_testkit::{eventually, within};
 
@@ -19,16 +19,16 @@ async fn registry(server: &Server, mode: LockMode) -> Registry {
 
 async fn lock(registry: &Registry, key: &str, label: &str) -> LockGuard {
     let options = LockOptions::new().label(label);
-    within(TEST_TIMEOUT, registry.obtain(key).lock_with(options)).await.unwrap().unwrap()
+    within(TEST_TIMEOUT, registry.obtain(key).lock_with(options)).await.unwrap()
 }
 
 async fn holder(registry: &Registry, key: &str) -> Option<Holder> {
-    registry.obtain(key).holder().await.unwrap()
+    registry.obtain(key).holders().await.unwrap().pop()
 }
 
 fn assert_is_of(holder: &Holder, guard: &LockGuard, label: &str) {
     assert_eq!((holder.key.as_str(), holder.label.as_deref()), (guard.key(), Some(label)));
-    assert_eq!(holder.token, guard.fencing_token());
+    assert_eq!(holder.token, Some(guard.fencing_token()));
     assert!(holder.held_for.is_some_and(|held| held < TEST_TIMEOUT), "{holder:?}");
 }
 
@@ -95,7 +95,7 @@ async fn a_released_row_lock_is_free_and_cannot_be_broken(kind: ServerKind) {
 }
 
 async fn try_inspect(registry: &Registry, key: &str) -> Result<Option<Holder>, LockError> {
-    registry.obtain(key).holder().await
+    Ok(registry.obtain(key).holders().await?.pop())
 }
 
 /// Inspection shows that a caller's transaction holds the key, and nothing more. The transaction

@@ -28,7 +28,7 @@ impl FencedWriter for StockTable {
         guard: &LockGuard,
         value: &str,
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
-        let token = guard.fencing_token().unwrap();
+        let token = guard.fencing_token();
         let update =
             format!("UPDATE stock SET value = '{value}', token = {token} WHERE token <= {token}");
         let mut connection = AppConnection::connect_to(&self.0).await;

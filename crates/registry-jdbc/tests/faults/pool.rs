@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Key, LockRegistry, Registry};
+use registry_core::{Key, Registry};
 use registry_testkit::{eventually, within};
 use tokio::task::JoinSet;
 use tokio::time::Instant;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, Key, LockError, LockRegistry, Release};
+use registry_core::{Attempt, Claim, Key, LockError, Release};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::{error_text, eventually, within};
 
@@ -89,7 +89,7 @@ async fn a_release_with_a_lost_reply_frees_the_key_and_is_no_loss(kind: ServerKi
         assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
         first_registry.idle().await;
         assert!(next.is_held());
-        next.renew(ENDLESS).await.unwrap();
+        next.extend(ENDLESS).await.unwrap();
         next.unlock().await.unwrap();
     }
 }

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockGuard, LockRegistry, Registry};
+use registry_core::{LockBackend, LockGuard, Registry};
 use registry_testkit::within;
 use tokio::runtime::Builder;
 use tokio::sync::oneshot;

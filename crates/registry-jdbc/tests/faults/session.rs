@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockOptions, LockRegistry, Registry};
+use registry_core::{LockBackend, LockOptions, Registry};
 use registry_jdbc::{MySqlConfig, MySqlSessionBackend, PostgresConfig, PostgresSessionBackend};
 use registry_testkit::within;
 use tokio::sync::oneshot;
@@ -64,7 +64,7 @@ async fn contended_fenced_keys_end_no_other_lock_of_a_session(kind: ServerKind) 
         let lock = first_registry.obtain(&format!("fenced/{number}"));
         waiting.spawn(async move {
             let options = LockOptions::new().wait(TEST_TIMEOUT);
-            let guard = lock.lock_with(options).await.unwrap().unwrap();
+            let guard = lock.lock_with(options).await.unwrap();
             // On a busy machine the reply may come too late; the release is then retried in the
             // background.
             let _ = guard.unlock().await;

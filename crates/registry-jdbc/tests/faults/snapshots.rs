@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockOptions, LockRegistry, Registry};
+use registry_core::{LockGuard, LockOptions, Registry};
 use registry_jdbc::{FenceError, LockInError};
 use registry_testkit::{eventually, within};
 
@@ -206,9 +206,9 @@ async fn a_coupon_is_redeemed_once(kind: ServerKind, mode: LockMode, end: End) {
     let level = "REPEATABLE READ";
     for round in 0..ROUNDS {
         server.sql("DELETE FROM sale").await.unwrap();
-        let options = LockOptions::new().renew(!matches!(end, End::Expiry));
+        let options = LockOptions::new().auto_renew(!matches!(end, End::Expiry));
         let guard = within(TEST_TIMEOUT, holders.obtain(KEY).lock_with(options)).await;
-        let guard = guard.unwrap().unwrap();
+        let guard = guard.unwrap();
         let mut transaction = reading(&mut app_connection, level).await;
         let mut sale = others.begin().await;
         if matches!(end, End::Fenced) {

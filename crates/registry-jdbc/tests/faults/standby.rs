@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockRegistry};
+use registry_core::LockGuard;
 use registry_jdbc::sqlx::mysql::MySqlConnection;
 use registry_jdbc::sqlx::postgres::PgConnection;
 use registry_jdbc::sqlx::{Connection, Executor};
@@ -154,7 +154,7 @@ async fn try_sell(guard: &LockGuard, url: &str) -> bool {
     if url.starts_with("postgres") { try_sell!(PgConnection) } else { try_sell!(MySqlConnection) }
 }
 
-/// A failover to an asynchronous standby has the guarantees of class C.
+/// A failover to an asynchronous standby has the guarantees of class best-effort.
 async fn an_unreplicated_lock_is_free_after_a_failover_and_its_holder_cannot_commit(
     kind: ServerKind,
 ) {
@@ -182,7 +182,7 @@ async fn an_unreplicated_lock_is_free_after_a_failover_and_its_holder_cannot_com
     assert!(try_sell(&older, &url).await && try_sell(&successor, &url).await);
     assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "2");
     // The holder is notified at its next renewal.
-    let is_notified = async || newer.renew(lease).await.is_err() && !newer.is_held();
+    let is_notified = async || newer.extend(lease).await.is_err() && !newer.is_held();
     eventually(TEST_TIMEOUT, is_notified).await;
     older.unlock().await.unwrap();
     successor.unlock().await.unwrap();

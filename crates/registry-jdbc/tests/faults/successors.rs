@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{LockError, LockGuard, LockRegistry, Registry};
+use registry_core::{LockError, LockGuard, Registry};
 use registry_testkit::within;
 use tokio::time::timeout;
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use registry_core::{LockRegistry, Registry};
+use registry_core::Registry;
 use registry_testkit::within;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};

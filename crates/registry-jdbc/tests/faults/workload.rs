@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use registry_core::{
-    BackendErrorKind, DistributedLock, FencingToken, LockError, LockOptions, LockRegistry, Registry,
+    BackendErrorKind, DistributedLock, FencingToken, LockError, LockOptions, Registry,
 };
 use registry_testkit::history::{History, HistoryEvent, Recorder, host_clock};
 use registry_testkit::recording_client::{RecordedGuard, RecordingClient};
@@ -190,7 +190,7 @@ impl Workload {
             self.state.write(9_999, &guard);
             guard.unlock().await.unwrap();
         }
-        new_registry.close(TEST_TIMEOUT).await;
+        _ = new_registry.close(TEST_TIMEOUT).await;
         let unexpected_errors =
             self.state.unexpected_errors.lock().unwrap_or_else(PoisonError::into_inner).clone();
         assert!(
@@ -271,7 +271,7 @@ impl SharedState {
     }
 
     fn write(&self, client: u32, guard: &RecordedGuard) {
-        let token = guard.fencing_token().unwrap();
+        let token = guard.fencing_token();
         let writing = self.recorder.write(client, guard.key(), token);
         let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
         let newest = written.entry(guard.key().to_owned()).or_insert(token);

@@ -33,7 +33,6 @@ pub(crate) async fn registry(config: MySqlConfig) -> Registry {
 }
 
 pub(crate) async fn lock(registry: &Registry, key: &str) -> LockGuard {
-    use registry_core::LockRegistry as _;
     registry.obtain(key).lock().await.unwrap()
 }
 
@@ -70,7 +69,7 @@ pub(crate) async fn grant(backend: &MySqlBackend, claim: &Claim) -> Grant {
 }
 
 pub(crate) async fn token(backend: &MySqlBackend, claim: &Claim) -> u64 {
-    grant(backend, claim).await.token.unwrap().get()
+    grant(backend, claim).await.token.get()
 }
 
 pub(crate) async fn busy(backend: &MySqlBackend, claim: &Claim) -> Busy {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockGuard, LockOptions, LockRegistry, Registry, Renewal};
+use registry_core::{LockBackend, LockGuard, LockOptions, Registry, Renewal};
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, MySqlConnection};
 use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
 use registry_testkit::mariadb::MariaDbServer;
@@ -74,8 +74,8 @@ async fn a_takeover_waits_for_the_end_of_a_fenced_transaction() {
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
 
-    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
+    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap();
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();

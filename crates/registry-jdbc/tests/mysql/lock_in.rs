@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_conformance::sweep::{SweepOutcome, sweep};
-use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
+use registry_core::{LockBackend, LockOptions, Registry, Renewal};
 use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
 use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, MySqlRowBackend};
@@ -73,9 +73,9 @@ async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() 
         assert!(again.fencing_token() > first.fencing_token());
         tx.commit().await.unwrap();
         let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(guard.fencing_token() > Some(again.fencing_token()));
+        assert!(guard.fencing_token() > again.fencing_token());
         guard.unlock().await.unwrap();
-        registry.close(TEST_TIMEOUT).await;
+        _ = registry.close(TEST_TIMEOUT).await;
     }
 }
 
@@ -86,7 +86,7 @@ async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
     let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
     let mut data = data(&server).await;
     let lease_claim = claim("orders/42");
-    let token = grant(&backend, &lease_claim).await.token.unwrap();
+    let token = grant(&backend, &lease_claim).await.token;
     let mut tx = data.begin().await.unwrap();
     let limit = Duration::from_millis(300);
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
@@ -100,7 +100,7 @@ async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
     assert!(held.fencing_token() > token);
     tx.commit().await.unwrap();
     let next = lock(&registry, "orders/42").await;
-    assert!(next.fencing_token().unwrap() > held.fencing_token());
+    assert!(next.fencing_token() > held.fencing_token());
 }
 
 #[tokio::test]
@@ -122,7 +122,7 @@ async fn a_transaction_excludes_leases_until_it_ends() {
             tx.rollback().await.unwrap()
         }
         let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(guard.fencing_token().unwrap() > held.fencing_token());
+        assert!(guard.fencing_token() > held.fencing_token());
         guard.unlock().await.unwrap();
     }
 }
@@ -131,13 +131,13 @@ async fn a_transaction_excludes_leases_until_it_ends() {
 async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
     let server = server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
-    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
-    let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
+    let stale = a.obtain("orders/42").lock_with(options).await.unwrap();
     let mut data = data(&server).await;
     let mut tx = data.begin().await.unwrap();
     let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
     assert!(!stale.is_held(), "the holder was notified first");
-    assert!(held.fencing_token() > stale.fencing_token().unwrap());
+    assert!(held.fencing_token() > stale.fencing_token());
     tx.commit().await.unwrap();
 }
 
@@ -251,7 +251,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
         }
         let guard =
             timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-        tokens.borrow_mut().push(guard.fencing_token().unwrap());
+        tokens.borrow_mut().push(guard.fencing_token());
         guard.unlock().await.unwrap();
     };
     let locked = async || {
@@ -277,7 +277,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     };
     // The pool rolls back in the background, and the server needs time to process it.
     let renewed =
-        async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
+        async || guard.extend(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {
         eventually(TEST_TIMEOUT, renewed).await;
         assert!(guard.is_held());

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use registry_core::{
     Attempt, BackendErrorKind, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard,
-    LockRegistry, Registry, Release, Renewal,
+    Registry, Release, Renewal,
 };
 use registry_jdbc::sqlx::{Connection, Executor, MySqlConnection};
 use registry_jdbc::{
@@ -183,13 +183,13 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token.unwrap();
+    let first = grant(&leases, &lease).await.token;
     assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
     leases.release(&lease).await.unwrap();
 
     let held = claim("orders/42");
     let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token.unwrap();
+    let second = second.token;
     let refused = leases.try_acquire(&claim("orders/42")).await.unwrap_err();
     assert!(refused.is_retryable(), "{refused}");
     let mut tx = data.begin().await.unwrap();
@@ -199,7 +199,7 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
     let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
     assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
     tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token.unwrap();
+    let fourth = grant(&leases, &lease).await.token;
     assert!(first < second && second < third && third < fourth);
 }
 
@@ -257,7 +257,7 @@ async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::C);
+    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
     assert_eq!(capabilities.lease_max, MySqlRowBackend::SILENCE);
     assert!(
         capabilities.reports_invalidations

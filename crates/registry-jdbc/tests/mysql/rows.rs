@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, LockRegistry, Release, Renewal,
+    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, Release, Renewal,
 };
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
@@ -97,8 +97,8 @@ async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
     assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
-    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = second_store.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
+    let guard = second_store.obtain("k").lock_with(options).await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     // The holder stops slightly before its lease ends on the server.
@@ -127,7 +127,7 @@ async fn a_released_key_is_busy_while_its_new_holder_has_a_fenced_transaction() 
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     let reply = busy(&first_store, &claim("k")).await;
-    assert_eq!(reply.holder.unwrap().token, guard.fencing_token());
+    assert_eq!(reply.holder.unwrap().token, Some(guard.fencing_token()));
     transaction.commit().await.unwrap();
     guard.unlock().await.unwrap();
 }
@@ -153,7 +153,7 @@ async fn of_many_attempts_on_a_free_key_one_is_granted() {
         let (mut granted, mut reported) = (Vec::new(), Vec::new());
         for (backend, claim, attempt) in attempts.join_all().await {
             match attempt {
-                Attempt::Granted(grant) => granted.push((backend, claim, grant.token.unwrap())),
+                Attempt::Granted(grant) => granted.push((backend, claim, grant.token)),
                 Attempt::Busy(busy) => reported.extend(busy.holder.and_then(|holder| holder.token)),
             }
         }
@@ -163,7 +163,7 @@ async fn of_many_attempts_on_a_free_key_one_is_granted() {
         // The row contains the same token, and so does the reply to a retry.
         let held = backend.inspect(claim.key()).await.unwrap().unwrap();
         assert_eq!(held.token, Some(token));
-        assert_eq!(grant(&backend, &claim).await.token, Some(token));
+        assert_eq!(grant(&backend, &claim).await.token, token);
         assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
     }
 }

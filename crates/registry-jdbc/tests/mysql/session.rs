@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{Attempt, Claim, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_core::{Attempt, Claim, LockBackend, Registry, Release, Renewal};
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, MySqlConnection, Row};
 use registry_jdbc::{MySqlConfig, MySqlSessionBackend};
 use registry_testkit::mariadb::MariaDbServer;

@@ -24,7 +24,7 @@ async fn sql(server: &MariaDbServer, text: &str) -> String {
 
 async fn token(backend: &MySqlSpringBackend, claim: &Claim) -> u64 {
     match backend.try_acquire(claim).await.unwrap() {
-        Attempt::Granted(grant) => grant.token.unwrap().get(),
+        Attempt::Granted(grant) => grant.token.get(),
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
     }
 }
@@ -193,7 +193,7 @@ async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
             // The outcome of a broken attempt is unknown, so the same claim retries.
             let granted = loop {
                 match backend.try_acquire(&claim).await {
-                    Ok(Attempt::Granted(grant)) => break grant.token.unwrap().get(),
+                    Ok(Attempt::Granted(grant)) => break grant.token.get(),
                     Ok(Attempt::Busy(busy)) => panic!("no other client exists: {busy:?}"),
                     Err(_) => failures += 1,
                 }
@@ -202,7 +202,7 @@ async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
             last = granted;
             let again = loop {
                 match backend.try_acquire(&claim).await {
-                    Ok(Attempt::Granted(grant)) => break grant.token.unwrap().get(),
+                    Ok(Attempt::Granted(grant)) => break grant.token.get(),
                     Ok(Attempt::Busy(busy)) => panic!("no other client exists: {busy:?}"),
                     Err(_) => failures += 1,
                 }

@@ -33,7 +33,6 @@ pub(crate) async fn registry(config: PostgresConfig) -> Registry {
 }
 
 pub(crate) async fn lock(registry: &Registry, key: &str) -> LockGuard {
-    use registry_core::LockRegistry as _;
     registry.obtain(key).lock().await.unwrap()
 }
 
@@ -70,7 +69,7 @@ pub(crate) async fn grant(backend: &PostgresBackend, claim: &Claim) -> Grant {
 }
 
 pub(crate) async fn token(backend: &PostgresBackend, claim: &Claim) -> u64 {
-    grant(backend, claim).await.token.unwrap().get()
+    grant(backend, claim).await.token.get()
 }
 
 pub(crate) async fn busy(backend: &PostgresBackend, claim: &Claim) -> Busy {

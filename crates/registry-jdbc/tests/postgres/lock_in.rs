@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use registry_conformance::sweep::{SweepOutcome, sweep};
-use registry_core::{Attempt, LockBackend, LockOptions, LockRegistry, Registry};
+use registry_core::{Attempt, LockBackend, LockOptions, Registry};
 use registry_jdbc::sqlx::postgres::PgPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
 use registry_jdbc::{Fence, LockIn, LockInError, PostgresBackend, PostgresConfig};
@@ -60,7 +60,7 @@ async fn a_lease_excludes_a_transaction_until_its_release() {
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
     assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
     assert!(guard.is_held());
-    let token = guard.fencing_token().unwrap();
+    let token = guard.fencing_token();
     let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
     assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
@@ -68,7 +68,7 @@ async fn a_lease_excludes_a_transaction_until_its_release() {
     assert!(held.fencing_token() > token);
     tx.commit().await.unwrap();
     let next = lock(&registry, "orders/42").await;
-    assert!(next.fencing_token().unwrap() > held.fencing_token());
+    assert!(next.fencing_token() > held.fencing_token());
 }
 
 #[tokio::test]
@@ -96,7 +96,7 @@ async fn a_transaction_excludes_leases_whose_attempts_return_busy() {
             tx.rollback().await.unwrap()
         }
         let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(guard.fencing_token().unwrap() > held.fencing_token());
+        assert!(guard.fencing_token() > held.fencing_token());
         guard.unlock().await.unwrap();
         server.sql("DELETE FROM lock_registry_locks WHERE key = 'orders/43'").await.unwrap();
     }
@@ -121,13 +121,13 @@ async fn a_row_locked_by_another_program_is_an_error_and_not_busy() {
 async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
     let server = server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
-    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
-    let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
+    let stale = a.obtain("orders/42").lock_with(options).await.unwrap();
     let mut data = data(&server).await;
     let mut tx = data.begin().await.unwrap();
     let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
     assert!(!stale.is_held(), "the holder was notified first");
-    assert!(held.fencing_token() > stale.fencing_token().unwrap());
+    assert!(held.fencing_token() > stale.fencing_token());
     tx.commit().await.unwrap();
 }
 
@@ -315,7 +315,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
         }
         let guard =
             timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-        tokens.borrow_mut().push(guard.fencing_token().unwrap());
+        tokens.borrow_mut().push(guard.fencing_token());
         guard.unlock().await.unwrap();
     };
     let locked = async || {
@@ -341,7 +341,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
     };
     // The pool rolls back in the background, and the server needs time to process it.
     let renewed =
-        async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
+        async || guard.extend(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {
         eventually(TEST_TIMEOUT, renewed).await;
         assert!(guard.is_held());

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard, LockRegistry,
-    Registry, Release, Renewal,
+    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard, Registry,
+    Release, Renewal,
 };
 use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
 use registry_jdbc::{
@@ -198,13 +198,13 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token.unwrap();
+    let first = grant(&leases, &lease).await.token;
     assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
     leases.release(&lease).await.unwrap();
 
     let held = claim("orders/42");
     let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token.unwrap();
+    let second = second.token;
     busy(&leases, &claim("orders/42")).await;
     let mut tx = data.begin().await.unwrap();
     assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
@@ -213,7 +213,7 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
     let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
     assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
     tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token.unwrap();
+    let fourth = grant(&leases, &lease).await.token;
     assert!(first < second && second < third && third < fourth);
 }
 
@@ -276,7 +276,7 @@ async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::C);
+    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
     assert_eq!(capabilities.lease_max, PostgresRowBackend::SILENCE);
     assert!(
         capabilities.reports_invalidations
@@ -356,7 +356,7 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     let (a, b) = (session(&server).await, session(&server).await);
     let mut data = data(&server).await;
     let guard = lock(&a, "orders/42").await;
-    let token = guard.fencing_token().unwrap();
+    let token = guard.fencing_token();
     let mut tx = data.begin().await.unwrap();
     assert_eq!(b.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
     let limit = Duration::from_millis(300);
@@ -372,7 +372,7 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     assert!(timeout(limit, &mut waiting).await.is_err());
     tx.commit().await.unwrap();
     let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-    assert!(next.fencing_token().unwrap() > transaction_lock.fencing_token());
+    assert!(next.fencing_token() > transaction_lock.fencing_token());
 }
 
 /// Runs in real time: the server's clock ends the lock of an unresponsive holder.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, LockRegistry, Release, Renewal,
+    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, Release, Renewal,
 };
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
@@ -88,8 +88,8 @@ async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
     assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
-    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
-    let guard = second_store.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
+    let guard = second_store.obtain("k").lock_with(options).await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     // The holder stops slightly before its lease ends on the server.

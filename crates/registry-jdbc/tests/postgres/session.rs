@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockBackend, LockOptions, LockRegistry, Registry, Release,
-    Renewal,
+    Attempt, Claim, GuaranteeClass, LockBackend, LockOptions, Registry, Release, Renewal,
 };
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
 use registry_jdbc::{PostgresConfig, PostgresSessionBackend};
@@ -220,7 +219,7 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
     assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
     let options = LockOptions::new().wait(TEST_TIMEOUT);
-    let guard = registry(&b).obtain("orders/42").lock_with(options).await.unwrap();
+    let guard = registry(&b).obtain("orders/42").try_lock_with(options).await.unwrap();
     assert!(guard.is_some());
     assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
     assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
@@ -253,7 +252,7 @@ async fn tokens_increase_when_a_row_is_deleted_during_an_attempt() {
     // one larger.
     let large_block = claim("orders/42").with_token_block(u32::MAX);
     let Attempt::Granted(grant) = attempt(&first, &large_block).await else { panic!("busy") };
-    let last = grant.token.unwrap().get() + u64::from(u32::MAX) - 1;
+    let last = grant.token.get() + u64::from(u32::MAX) - 1;
     assert_eq!(first.release(&large_block).await.unwrap(), Release::Freed);
     run(&mut purge, "BEGIN; DELETE FROM lock_registry_locks").await;
     let next = claim("orders/42");
@@ -261,7 +260,7 @@ async fn tokens_increase_when_a_row_is_deleted_during_an_attempt() {
     assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
     run(&mut purge, "COMMIT").await;
     let Attempt::Granted(grant) = attempt(&second, &next).await else { panic!("busy") };
-    let token = grant.token.unwrap().get();
+    let token = grant.token.get();
     assert!(token > last, "{token} after {last}");
 }
 
@@ -350,7 +349,7 @@ async fn the_server_ends_an_idle_session_only_after_the_maximum_lease() {
     let server = server().await;
     let backend = session(&server).await;
     let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::C);
+    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
     assert!(
         capabilities.lease_max <= PostgresSessionBackend::SILENCE
             && LEASE <= capabilities.lease_max

@@ -22,7 +22,7 @@ async fn sql(server: &PostgresServer, text: &str) -> String {
 
 async fn token(backend: &PostgresSpringBackend, claim: &Claim) -> u64 {
     match backend.try_acquire(claim).await.unwrap() {
-        Attempt::Granted(grant) => grant.token.unwrap().get(),
+        Attempt::Granted(grant) => grant.token.get(),
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
     }
 }

@@ -5,9 +5,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use registry_core::{
-    BackendErrorKind, FencingToken, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
-};
+use registry_core::{BackendErrorKind, FencingToken, LockGuard, LockOptions, LostReason, Registry};
 use registry_redis::{Fenced, FencedScript, FencedWrites, RedisBackend, RedisConfig, ScriptReply};
 use registry_testkit::redis::{RedisCluster, RedisServer};
 
@@ -90,13 +88,13 @@ async fn a_write_after_the_lease_is_refused() {
     };
     let (registry_a, registry_b) = (open().await, open().await);
     let writes = writes(&server).await;
-    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
-    let slow = registry_a.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
+    let slow = registry_a.obtain("k").lock_with(options).await.unwrap();
     slow.lost().await;
     let next = registry_b.obtain("k").lock().await.unwrap();
-    let newest = next.fencing_token().unwrap();
+    let newest = next.fencing_token();
     assert_eq!(writes.set(newest, "r", "next").await.unwrap(), Fenced::Written(()));
-    let late = writes.set(slow.fencing_token().unwrap(), "r", "first").await.unwrap();
+    let late = writes.set(slow.fencing_token(), "r", "first").await.unwrap();
     assert_eq!(late, Fenced::Stale { newest });
 }
 
@@ -114,8 +112,8 @@ async fn is_refused_after(
     };
     let (registry_a, registry_b) = (open().await, open().await);
     let (writes, next_writes) = (writes(&server).await, writes(&server).await);
-    let guard = registry_a.obtain("k").lock_with(options).await.unwrap().unwrap();
-    let token = guard.fencing_token().unwrap();
+    let guard = registry_a.obtain("k").lock_with(options).await.unwrap();
+    let token = guard.fencing_token();
     let early = writes.set(token, "r", "first").await.unwrap();
     assert_eq!(early, Fenced::Written(()));
     let mut late = Box::pin(writes.set(token, "r", "late"));
@@ -125,7 +123,7 @@ async fn is_refused_after(
     }
     end(&registry_a, guard).await;
     let next = registry_b.obtain("k").lock().await.unwrap();
-    let newest = next.fencing_token().unwrap();
+    let newest = next.fencing_token();
     let written = next_writes.set(newest, "r", "next").await.unwrap();
     assert_eq!(written, Fenced::Written(()));
     let late = match early_result {

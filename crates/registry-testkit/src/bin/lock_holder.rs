@@ -36,7 +36,7 @@ async fn run(argument: &str) -> Result<(), Box<dyn Error>> {
         builder = builder.lease(Duration::from_millis(lease));
     }
     if let Some(renew) = options.renew {
-        builder = builder.renew(renew);
+        builder = builder.auto_renew(renew);
     }
     if let Some(poll) = options.poll_ms {
         builder = builder.poll(Duration::from_millis(poll));

@@ -132,7 +132,7 @@ fn lock_options(wait_ms: Option<u64>, lease_ms: Option<u64>, renew: Option<bool>
         options = options.lease(Duration::from_millis(lease));
     }
     if let Some(renew) = renew {
-        options = options.renew(renew);
+        options = options.auto_renew(renew);
     }
     options
 }
@@ -358,7 +358,7 @@ async fn round(
 }
 
 fn held(key: String, guard: &LockGuard) -> HolderReport {
-    let token = guard.fencing_token().map(u64::from);
+    let token = Some(guard.fencing_token().get());
     HolderReport::Held { key, token, valid_for_ms: millis(guard.valid_for()) }
 }
 
@@ -366,7 +366,7 @@ fn status(key: String, guard: Option<&LockGuard>) -> HolderReport {
     HolderReport::Status {
         key,
         held: guard.is_some_and(LockGuard::is_held),
-        token: guard.and_then(LockGuard::fencing_token).map(u64::from),
+        token: guard.map(|guard| guard.fencing_token().get()),
         valid_for_ms: guard.map_or(0, |guard| millis(guard.valid_for())),
     }
 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    LockBackend, LockError, LockOptions, LockRegistry, MemoryBackend, PassThroughBackend, Registry,
+    LockBackend, LockError, LockOptions, MemoryBackend, PassThroughBackend, Registry,
 };
 use registry_testkit::check::{Promise, check, validity};
 use registry_testkit::history::{HistoryEventKind, Recorder, tokio_clock, with_ranked_tokens};
@@ -19,7 +19,7 @@ const KEY: &str = "orders/42";
 const LEASE: Duration = Duration::from_secs(2);
 
 fn registry(backend: impl LockBackend) -> Registry {
-    Registry::builder(Arc::new(backend)).lease(LEASE).renew(false).build().unwrap()
+    Registry::builder(Arc::new(backend)).lease(LEASE).auto_renew(false).build().unwrap()
 }
 
 /// Simulates several processes over one store that use one lock; some of them hold it longer than

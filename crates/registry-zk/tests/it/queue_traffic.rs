@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
-use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockGuard, LockOptions, Registry};
 use registry_testkit::zookeeper::{ClientStats, ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
 use registry_zk::{ZkBackend, ZkConfig};
@@ -165,13 +165,14 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     let keys: Vec<_> = (0..WAITERS).map(|number| format!("idle/{number}")).collect();
     let acquire = async |client: &TestClient, key: &String| {
         let options = LockOptions::new().wait(LONG * 10);
-        client.registry.obtain(key).lock_with(options).await.unwrap().unwrap()
+        client.registry.obtain(key).lock_with(options).await.unwrap()
     };
     let guards = join_all(keys.iter().map(|key| acquire(&holder, key))).await;
     let mut waiter_tasks = JoinSet::new();
     for key in &keys {
         let lock = waiter.registry.obtain(key);
-        waiter_tasks.spawn(async move { lock.lock_with(LockOptions::new().wait(LONG * 10)).await });
+        waiter_tasks
+            .spawn(async move { lock.try_lock_with(LockOptions::new().wait(LONG * 10)).await });
     }
     // One watch for each held lock and one for each waiter.
     wait_for_watches(&server, 2 * WAITERS as u64).await;
@@ -215,7 +216,7 @@ async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration)
     println!("{locks} locks held for {elapsed:?}: {sent} packets");
     assert_eq!(after.events(), before.events());
     drop(guards);
-    client.registry.close(LONG).await;
+    _ = client.registry.close(LONG).await;
     sent
 }
 

@@ -46,7 +46,7 @@ impl FairState {
     }
 
     fn grant(&self, claim: &Claim) -> Attempt {
-        Attempt::Granted(Grant::new(FencingToken::new(self.token), claim.lease()))
+        Attempt::Granted(Grant::new(FencingToken::new(self.token).unwrap(), claim.lease()))
     }
 
     fn is_holder(&self, claim: &Claim) -> bool {
@@ -66,7 +66,7 @@ impl FairBackend {
 #[async_trait]
 impl LockBackend for FairBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("fair", GuaranteeClass::A, Reach::Process)
+        Capabilities::new("fair", GuaranteeClass::Durable, Reach::Process)
             .with_fencing()
             .with_fair()
             .with_wakes()

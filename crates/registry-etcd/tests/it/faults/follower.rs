@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures_util::future::join_all;
-use registry_core::{LockGuard, LockRegistry as _, Registry};
+use registry_core::{LockGuard, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::{EtcdCluster, EtcdOptions};
 use registry_testkit::proxy::FaultProxy;

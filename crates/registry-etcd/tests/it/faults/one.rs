@@ -1,6 +1,6 @@
 //! Faults of one member, of leases, of connections and of clients.
 
-use registry_core::{LockError, LockOptions, LockRegistry as _, LostReason};
+use registry_core::{LockError, LockOptions, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderCommand;
@@ -335,8 +335,8 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
             .await
             .unwrap()
             .unwrap();
-        assert!(next.fencing_token() > held.token);
-        assert!(workload.write_as(7_000, "paused", next.fencing_token().unwrap()));
+        assert!(Some(next.fencing_token()) > held.token);
+        assert!(workload.write_as(7_000, "paused", next.fencing_token()));
         child.process().resume().unwrap();
         assert_eq!(child.lost("paused", LONG).await.unwrap(), "expired");
         assert!(!workload.write_as(7_001, "paused", held.token.unwrap()), "a newer token exists");

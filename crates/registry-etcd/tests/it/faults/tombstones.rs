@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use registry_core::{LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockOptions, Registry};
 use registry_etcd::EtcdBackend;
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::eventually;
@@ -76,7 +76,7 @@ async fn a_holder_rewrites_a_tombstone_that_another_client_has_deleted() {
         next.unlock().await.unwrap();
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
         drop(guard);
-        first_client.close(LONG).await;
+        _ = first_client.close(LONG).await;
         wait_for_key_count(&server, 0).await;
     }
 }
@@ -90,8 +90,7 @@ async fn an_abandoned_lock_leaves_no_keys() {
     let (first_registry, second_registry) = (registry(), registry());
     let guard = second_registry.obtain("other").lock().await.unwrap();
     let options = LockOptions::new().min_hold(LEASE);
-    let guard_with_min_hold =
-        first_registry.obtain("key").lock_with(options).await.unwrap().unwrap();
+    let guard_with_min_hold = first_registry.obtain("key").lock_with(options).await.unwrap();
     guard_with_min_hold.unlock().await.unwrap();
     let report = first_registry.close(millis(10)).await;
     assert_eq!(report.abandoned, 1, "{report:?}");

@@ -5,9 +5,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use registry_core::{
-    BackendErrorKind, FencingToken, LockError, LockOptions, LockRegistry as _, LostReason, Registry,
-};
+use registry_core::{BackendErrorKind, FencingToken, LockError, LockOptions, LostReason, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::history::{History, HistoryEvent, Recorder, host_clock};
@@ -293,7 +291,7 @@ impl SharedState {
     }
 
     fn write(&self, client: u32, guard: &RecordedGuard) {
-        let token = guard.fencing_token().expect("etcd provides tokens");
+        let token = guard.fencing_token();
         self.resource.write(&self.recorder, client, guard.key(), token);
     }
 

@@ -303,10 +303,10 @@ struct SpringGrant {
 
 #[async_trait]
 impl LockBackend for MySqlSpringBackend {
-    /// Class C because of the Spring peers: they check the expiry of locks by the clocks of their
+    /// Class best-effort because of the Spring peers: they check the expiry of locks by the clocks of their
     /// own hosts.
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
+        Capabilities::new("mysql", GuaranteeClass::BestEffort, Reach::Network)
             .with_fencing()
             .with_peer_poll(PEER_POLL)
             .with_labels()
@@ -330,7 +330,7 @@ impl LockBackend for MySqlSpringBackend {
                     return Err(self.corrupt("a grant has no row with a token"));
                 };
                 let lease = held.lease_left.min(claim.lease());
-                return Ok(Attempt::Granted(Grant::new(Some(token), lease)));
+                return Ok(Attempt::Granted(Grant::new(token, lease)));
             }
             return Ok(Attempt::Busy(
                 Busy::new().with_retry_after(held.lease_left).with_holder(held.holder),

@@ -21,7 +21,7 @@ async fn lock_and_release(backend: &MySqlBackend, key: &str) -> u64 {
         panic!("{key} is held")
     };
     backend.release(&claim).await.unwrap();
-    grant.token.unwrap().get()
+    grant.token.get()
 }
 
 #[tokio::test]

@@ -165,7 +165,7 @@ impl PostgresSpringBackend {
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
         let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
-            let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
+            let grant = Grant::new(fencing_token(token)?, claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
         if !column::<bool>(row, 7)? {
@@ -174,7 +174,8 @@ impl PostgresSpringBackend {
         let held = decode_holder(Holder::new(claim.key().clone()), row, 1)?;
         let left = held.lease_left.unwrap_or_default();
         if column::<Option<String>>(row, 1)?.is_some_and(|holder| holder == spring_client) {
-            return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
+            let token = fencing_token(column(row, 3)?)?;
+            return Ok(Some(Attempt::Granted(Grant::new(token, left.min(claim.lease())))));
         }
         Ok(Some(Attempt::Busy(
             Busy::new().with_retry_after(left).with_mark(mark).with_holder(held),
@@ -236,14 +237,15 @@ impl PostgresSpringBackend {
 
 #[async_trait]
 impl LockBackend for PostgresSpringBackend {
-    /// Class C, because the Java peers decide by their own hosts' clocks whether a lock has
+    /// Class best-effort, because the Java peers decide by their own hosts' clocks whether a lock has
     /// expired.
     fn capabilities(&self) -> Capabilities {
-        let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
-            .with_fencing()
-            .with_peer_poll(PEER_POLL)
-            .with_labels()
-            .with_inspect();
+        let capabilities =
+            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
+                .with_fencing()
+                .with_peer_poll(PEER_POLL)
+                .with_labels()
+                .with_inspect();
         if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
     }
 

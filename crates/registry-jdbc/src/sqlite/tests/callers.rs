@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use registry_core::{Attempt, LockAdmin, LockBackend, LockRegistry, Registry};
+use registry_core::{Attempt, LockAdmin, LockBackend, Registry};
 use sqlx::{ConnectOptions, Executor};
 use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;

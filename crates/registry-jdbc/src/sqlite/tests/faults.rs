@@ -4,9 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    BackendErrorKind, LockAdmin, LockBackend, LockRegistry as _, Registry, Release, Renewal,
-};
+use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Registry, Release, Renewal};
 use sqlx::{ConnectOptions, Executor, SqliteConnection};
 
 use super::{TestFolder, busy, claim, grant, key};

@@ -65,7 +65,7 @@ async fn grant(backend: &SqliteBackend, claim: &Claim) -> Grant {
 }
 
 async fn token(backend: &SqliteBackend, claim: &Claim) -> u64 {
-    grant(backend, claim).await.token.unwrap().get()
+    grant(backend, claim).await.token.get()
 }
 
 async fn busy(backend: &SqliteBackend, claim: &Claim) -> Busy {

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockRegistry as _, LostReason, Registry};
+use registry_core::{LostReason, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::{RedisCluster, RedisServer, ServerOptions};
 use registry_testkit::{eventually, within};
@@ -216,7 +216,7 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     let end = workload.after(lease);
     println!("the long lease of the dead shard goes on: {}", on_failing_shard.is_held());
     eventually(LONG, async || {
-        on_failing_shard.renew(secs(60)).await.is_ok() || !on_failing_shard.is_held()
+        on_failing_shard.extend(secs(60)).await.is_ok() || !on_failing_shard.is_held()
     })
     .await;
     drop(on_failing_shard);

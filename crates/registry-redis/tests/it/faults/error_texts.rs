@@ -1,6 +1,6 @@
 //! The texts of errors: operation, key, address, cause and hint.
 
-use registry_core::{LockError, LockRegistry as _, Registry};
+use registry_core::{LockError, Registry};
 use registry_redis::RedisConfig;
 use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
 use registry_testkit::{cause_of_failed_acquire, within};

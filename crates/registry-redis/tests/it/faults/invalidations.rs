@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockRegistry as _, LostReason, Registry};
+use registry_core::{LockGuard, LostReason, Registry};
 use registry_redis::RedisConfig;
 use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
 use registry_testkit::{eventually, within};
@@ -56,7 +56,7 @@ async fn assert_notified_of_all_changes(kind: &str, registry: &Registry, server:
 /// Closes the connection and waits until the lock is tracked over another one.
 async fn close_connections(guard: &LockGuard, server: &RedisServer) {
     server.client_kill("normal").await.unwrap();
-    eventually(LONG, async || guard.renew(LEASE).await.is_ok()).await;
+    eventually(LONG, async || guard.extend(LEASE).await.is_ok()).await;
 }
 
 #[tokio::test]
@@ -249,7 +249,7 @@ async fn a_quorum_notifies_a_holder_that_lost_its_majority() {
         for server in &quorum.servers()[..2] {
             server.send_command(change).await.unwrap();
         }
-        guard.renew(LEASE).await.unwrap();
+        guard.extend(LEASE).await.unwrap();
         assert!(guard.is_held());
         assert_notified(
             &format!("quorum, {change}"),
@@ -265,7 +265,7 @@ async fn a_quorum_notifies_a_holder_that_lost_its_majority() {
     for server in quorum.servers() {
         server.client_kill("normal").await.unwrap();
     }
-    eventually(LONG, async || guard.renew(LEASE).await.is_ok()).await;
+    eventually(LONG, async || guard.extend(LEASE).await.is_ok()).await;
     assert_notified("quorum, after a disconnection", &guard, async {
         for server in &quorum.servers()[1..4] {
             server.send_command("DEL lock-registry:{k}").await.unwrap();

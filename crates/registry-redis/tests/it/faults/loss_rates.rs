@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockGuard, LockOptions, Registry};
 use registry_redis::RedisConfig;
 use registry_testkit::redis::{RedisCluster, SentinelSetup};
 use registry_testkit::{eventually, within};
@@ -147,7 +147,7 @@ async fn run_once(
     let mut lost_some = false;
     for (at, guard) in acquired {
         // Either the new master has the lock, or the renewal reports the loss.
-        let is_known = async || guard.renew(LEASE).await.is_ok() || !guard.is_held();
+        let is_known = async || guard.extend(LEASE).await.is_ok() || !guard.is_held();
         eventually(LONG, is_known).await;
         let lost = !guard.is_held();
         let counts = if at + RECENT < last { &mut tally.old } else { &mut tally.recent };
@@ -168,7 +168,7 @@ async fn acquire_until_crash(
     let keys = (0..).map(|number| format!("{caller}/{number}")).filter(|key| is_affected(key));
     for key in keys {
         let lock = registry_a.obtain(&key);
-        let acquiring = lock.lock_with(LockOptions::new().wait(secs(1)));
+        let acquiring = lock.try_lock_with(LockOptions::new().wait(secs(1)));
         tokio::select! {
             biased;
             _ = stop.wait_for(|stop| *stop) => break,

@@ -24,7 +24,7 @@ impl FencedWriter for StockKey {
         guard: &LockGuard,
         value: &str,
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
-        match self.0.set(guard.fencing_token().unwrap(), "stock", value).await? {
+        match self.0.set(guard.fencing_token(), "stock", value).await? {
             Fenced::Written(()) => Ok(()),
             stale => Err(format!("{stale:?}").into()),
         }

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use registry_core::{
-    Attempt, BackendErrorKind, Claim, Key, LockBackend as _, LockError, LockOptions,
-    LockRegistry as _, LostReason,
+    Attempt, BackendErrorKind, Claim, Key, LockBackend as _, LockError, LockOptions, LostReason,
 };
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::clock::ClockShim;
@@ -176,7 +175,7 @@ async fn a_lock_on_five_masters_survives_the_data_loss_of_one() {
         (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
     let guard = registry_a.obtain("k").lock().await.unwrap();
     restart_without_data(&mut quorum, 2).await;
-    eventually(LONG, async || guard.renew(secs(30)).await.is_ok()).await;
+    eventually(LONG, async || guard.extend(secs(30)).await.is_ok()).await;
     assert!(registry_b.obtain("k").try_lock().await.unwrap().is_none());
     let token = guard.fencing_token();
     guard.unlock().await.unwrap();
@@ -211,7 +210,7 @@ async fn a_lock_on_three_of_five_masters_is_lost_with_the_data_of_one_and_the_ho
     let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
     let (recorder, resource) = (Recorder::new(host_clock()), FencedResource::default());
-    let (token, newer) = (guard.fencing_token().unwrap(), next.fencing_token().unwrap());
+    let (token, newer) = (guard.fencing_token(), next.fencing_token());
     assert!(newer > token, "tokens grow although one was lost");
     assert!(resource.write(&recorder, 2, "k", newer));
     assert!(!resource.write(&recorder, 1, "k", token));
@@ -231,7 +230,7 @@ async fn a_restart_guard_excludes_masters_that_have_just_been_started() {
         quorum.servers_mut()[dead].kill();
     }
     let with_wait = || LockOptions::new().wait(LONG);
-    let guard = registry_a.obtain("k").lock_with(with_wait()).await.unwrap().unwrap();
+    let guard = registry_a.obtain("k").lock_with(with_wait()).await.unwrap();
     for dead in [3, 4] {
         quorum.servers_mut()[dead].start_again().await.unwrap();
     }
@@ -241,7 +240,7 @@ async fn a_restart_guard_excludes_masters_that_have_just_been_started() {
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
     assert_eq!(source.kind(), BackendErrorKind::Transient, "{error:?}");
     println!("{source}");
-    let next = registry_b.obtain("k").lock_with(with_wait()).await.unwrap().unwrap();
+    let next = registry_b.obtain("k").lock_with(with_wait()).await.unwrap();
     assert!(restarted_at.elapsed() >= lease, "the lost leases have ended");
     assert!(!guard.is_held() && next.fencing_token() > guard.fencing_token());
     next.unlock().await.unwrap();
@@ -315,7 +314,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
         quorum.servers_mut()[dead].kill();
     }
     let with_wait = || LockOptions::new().wait(LONG);
-    let weak = registry_a.obtain("weak").lock_with(with_wait()).await.unwrap().unwrap();
+    let weak = registry_a.obtain("weak").lock_with(with_wait()).await.unwrap();
     for back in [3, 4] {
         quorum.servers_mut()[back].start_again().await.unwrap();
     }
@@ -326,7 +325,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
             .unwrap()
             .contains(":1")
     };
-    let strong = registry_a.obtain("strong").lock_with(with_wait()).await.unwrap().unwrap();
+    let strong = registry_a.obtain("strong").lock_with(with_wait()).await.unwrap();
     eventually(LONG, async || {
         join_all(quorum.servers().iter().map(|server| holds("strong", server))).await == [true; 5]
     })
@@ -356,7 +355,7 @@ async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
     let registry_a = registry(&config, LONG).await;
     let lock = async |key: &str| {
         let options = LockOptions::new().wait(LONG);
-        registry_a.obtain(key).lock_with(options).await.unwrap().unwrap()
+        registry_a.obtain(key).lock_with(options).await.unwrap()
     };
     let exists_on_slow_master = async |name: &str| {
         quorum.servers()[0]
@@ -431,7 +430,8 @@ impl ThroughputTest {
             while Instant::now() < end {
                 let lock = registry.obtain(&format!("k{}", (index + throughput.grants) % keys));
                 let started_at = Instant::now();
-                if let Ok(Some(guard)) = lock.lock_with(LockOptions::new().wait(secs(5))).await {
+                if let Ok(Some(guard)) = lock.try_lock_with(LockOptions::new().wait(secs(5))).await
+                {
                     throughput.grants += 1;
                     throughput.longest = throughput.longest.max(started_at.elapsed());
                     guard.unlock().await.unwrap();

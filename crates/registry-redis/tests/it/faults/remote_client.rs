@@ -5,7 +5,7 @@ use std::io::Write as _;
 use std::process::Command;
 use std::sync::Arc;
 
-use registry_core::{LockOptions, LockRegistry as _};
+use registry_core::LockOptions;
 use registry_redis::RedisConfig;
 use registry_testkit::eventually;
 use registry_testkit::holder::{HolderOptions, LockHolder, serve};
@@ -65,8 +65,8 @@ pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
             .await
             .unwrap()
             .unwrap();
-        assert!(next.fencing_token() > held.token);
-        assert!(workload.write_as(7_000, "paused", next.fencing_token().unwrap()));
+        assert!(Some(next.fencing_token()) > held.token);
+        assert!(workload.write_as(7_000, "paused", next.fencing_token()));
         remote.process().resume().unwrap();
         assert_eq!(remote.lost("paused", LONG).await.unwrap(), "expired");
         assert_eq!(remote.status("paused", LONG).await.unwrap(), None);

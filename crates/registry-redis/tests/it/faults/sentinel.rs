@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockError, LockOptions, LockRegistry as _, LostReason};
+use registry_core::{BackendErrorKind, LockError, LockOptions, LostReason};
 use registry_redis::RedisConfig;
 use registry_testkit::history::Recorder;
 use registry_testkit::history::host_clock;
@@ -110,7 +110,7 @@ async fn a_grant_without_a_replica_is_lost_by_a_crash_and_the_holder_is_notified
     println!("the first holder is notified already: {}", !guard.is_held());
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
     let (recorder, resource) = (Recorder::new(host_clock()), FencedResource::default());
-    let (token, newer) = (guard.fencing_token().unwrap(), next.fencing_token().unwrap());
+    let (token, newer) = (guard.fencing_token(), next.fencing_token());
     assert!(newer > token, "tokens grow although the last one is lost");
     assert!(resource.write(&recorder, 2, "k", newer));
     assert!(!resource.write(&recorder, 1, "k", token));
@@ -129,11 +129,11 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
     let old = setup.master().await.unwrap();
     setup.isolate_replicas().await.unwrap();
     let options = || LockOptions::new().wait(secs(1));
-    let error = registry_a.obtain("k").lock_with(options()).await.unwrap_err();
+    let error = registry_a.obtain("k").try_lock_with(options()).await.unwrap_err();
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
     assert_eq!((source.kind(), source.refused()), (BackendErrorKind::Transient, true), "{error:?}");
     println!("{source}");
-    assert!(before.renew(secs(30)).await.is_err(), "a renewal that may be lost does not count");
+    assert!(before.extend(secs(30)).await.is_err(), "a renewal that may be lost does not count");
     registry_a.idle().await;
     assert!(
         setup.server(old).send_command("EXISTS lock-registry:{k}").await.unwrap().contains(":0"),
@@ -144,7 +144,7 @@ async fn a_grant_that_requires_a_replica_is_refused_without_one() {
     let next = within(LONG, registry_b.obtain("k").lock()).await.unwrap();
     next.unlock().await.unwrap();
     // The locks that the replica had received still exist.
-    eventually(LONG, async || before.renew(secs(30)).await.is_ok()).await;
+    eventually(LONG, async || before.extend(secs(30)).await.is_ok()).await;
     assert!(registry_b.obtain("before").try_lock().await.unwrap().is_none());
     before.unlock().await.unwrap();
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockRegistry as _, LostReason};
+use registry_core::LostReason;
 use registry_redis::RedisConfig;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
@@ -177,7 +177,7 @@ async fn a_release_whose_response_was_lost_frees_the_key() {
         assert!(!matches!(released, Err(registry_core::LockError::Lost { .. })), "{released:?}");
         registry_a.idle().await;
         assert!(next.is_held());
-        next.renew(secs(600)).await.unwrap();
+        next.extend(secs(600)).await.unwrap();
         next.unlock().await.unwrap();
     }
 }

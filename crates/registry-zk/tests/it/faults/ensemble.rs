@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
-use registry_core::{LockGuard, LockRegistry as _, LostReason};
+use registry_core::{LockGuard, LostReason};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};

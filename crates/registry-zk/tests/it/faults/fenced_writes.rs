@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use registry_core::{LockOptions, LockRegistry as _};
+use registry_core::LockOptions;
 use registry_testkit::proxy::FaultProxy;
 use registry_testkit::within;
 use registry_testkit::workload::LONG;
@@ -111,7 +111,7 @@ async fn no_update_is_lost_while_sessions_end() {
             let (mut committed, mut unknown, mut refused) = (0, 0, 0);
             while !is_finished.load(Ordering::Relaxed) {
                 let options = LockOptions::new().wait(SESSION);
-                let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
+                let Ok(Some(guard)) = lock.try_lock_with(options).await else { continue };
                 let read = balance(&reader).await;
                 sleep(Duration::from_millis(fastrand::u64(1..20))).await;
                 let written = match guard.multi() {

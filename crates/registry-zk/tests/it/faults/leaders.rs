@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockOptions, LockRegistry as _};
+use registry_core::LockOptions;
 use registry_testkit::recording_client::{RecordedGuard, RecordingClient};
 use registry_testkit::workload::{LONG, Workload};
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
@@ -89,7 +89,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
             .await
             .unwrap()
             .unwrap();
-        assert!(workload.write_as(7_000, key, next.fencing_token().unwrap()));
+        assert!(workload.write_as(7_000, key, next.fencing_token()));
         next_guards.push(next);
     }
     // Both former holders detected the loss before that.
@@ -112,7 +112,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
                 .await
                 .unwrap()
                 .unwrap();
-            assert!(node.czxid < i64::from(next.fencing_token().unwrap()));
+            assert!(node.czxid < i64::from(next.fencing_token()));
         }
         assert!(next.is_held());
         next.unlock().await.unwrap();

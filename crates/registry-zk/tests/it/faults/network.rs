@@ -4,9 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, LockRegistry as _, Queueing, Release,
-};
+use registry_core::{Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, Queueing, Release};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use futures_util::future::select_all;
-use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockGuard, LockOptions, Registry};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -58,7 +58,7 @@ async fn acquire_all(registry: &Registry, lease: Duration, count: usize) -> Vec<
     for number in 0..count {
         let lock = registry.obtain(&format!("held/{number}"));
         let options = LockOptions::new().lease(lease).wait(LONG);
-        guards.push(lock.lock_with(options).await.unwrap().unwrap());
+        guards.push(lock.lock_with(options).await.unwrap());
     }
     guards
 }
@@ -102,7 +102,7 @@ async fn assert_fast_reconnect_after(outage: Duration, server_count: usize) {
     let contended = other_client.obtain("awaited").lock().await.unwrap();
     let lock = client.obtain("awaited");
     let options = LockOptions::new().wait(LONG);
-    let waiter_task = tokio::spawn(async move { lock.lock_with(options).await });
+    let waiter_task = tokio::spawn(async move { lock.try_lock_with(options).await });
     let operator = operator(&server).await;
     let dir = "/lock-registry/default";
     let contenders = async || operator.list_children(&format!("{dir}/awaited")).await.unwrap();
@@ -119,7 +119,7 @@ async fn assert_fast_reconnect_after(outage: Duration, server_count: usize) {
     }
     let begin = Instant::now();
     let other = LockOptions::new().wait(LONG);
-    let other = client.obtain("another").lock_with(other).await.unwrap().unwrap();
+    let other = client.obtain("another").lock_with(other).await.unwrap();
     println!("{server_count} servers, {outage:?}: connected after {:?}", begin.elapsed());
     assert!(begin.elapsed() < secs(3), "connected after {:?}", begin.elapsed());
     other.unlock().await.unwrap();
@@ -167,7 +167,7 @@ async fn close_ends_a_session_whose_nodes_the_client_may_not_delete() {
     let guard = client.obtain("k").lock().await.unwrap();
     guard.unlock().await.unwrap_err();
     assert_eq!(operator.list_children(dir).await.unwrap().len(), 1);
-    client.close(LONG).await;
+    _ = client.close(LONG).await;
     eventually(LONG, async || operator.list_children(dir).await.unwrap().is_empty()).await;
     let clients = server.clients().await.unwrap();
     assert!(clients.iter().all(|client| client.session != session), "{clients:?}");
@@ -195,7 +195,7 @@ async fn a_session_that_is_closed_during_an_outage_ends_after_it() {
     proxy.cut_all().await;
     // Long enough that the first client has been stopped.
     sleep(secs(3)).await;
-    client.close(secs(1)).await;
+    _ = client.close(secs(1)).await;
     assert!(is_session_listed().await);
     proxy.set_mode(ProxyMode::Pass).await.unwrap();
     eventually(LONG, async || !is_session_listed().await).await;
@@ -209,7 +209,7 @@ async fn a_waiter_keeps_its_queue_position_during_a_short_outage() {
     let backend = backend(&format!("zk://{}", proxy.addr()), secs(30)).await;
     let lock = registry_over(&backend).obtain("k");
     let options = LockOptions::new().lease(secs(5)).wait(LONG);
-    let mut waiter_task = tokio::spawn(async move { lock.lock_with(options).await });
+    let mut waiter_task = tokio::spawn(async move { lock.try_lock_with(options).await });
     let operator = operator(&server).await;
     let queue = async || {
         let mut names = operator.list_children("/lock-registry/default/k").await.unwrap();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt as _};
-use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, LostReason, Registry};
+use registry_core::{LockError, LockGuard, LockOptions, LostReason, Registry};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
@@ -40,7 +40,7 @@ async fn acquire_all(registry: &Registry, keys: impl Iterator<Item = String>) ->
     let locks = keys.map(|key| registry.obtain(&key));
     let guards = stream::iter(locks).map(|lock| async move {
         let options = LockOptions::new().wait(LONG);
-        lock.lock_with(options).await.unwrap().unwrap()
+        lock.lock_with(options).await.unwrap()
     });
     guards.buffer_unordered(CONCURRENT_CALLERS).collect().await
 }
@@ -128,7 +128,7 @@ async fn a_lock_beyond_the_capacity_is_refused_with_key_size_limit_and_option() 
     // A released lock frees capacity for one more, in time for a waiting caller.
     let lock = client.obtain(&long_key(count));
     let waiter_task =
-        tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
+        tokio::spawn(async move { lock.try_lock_with(LockOptions::new().wait(LONG)).await });
     guards.pop().unwrap().unlock().await.unwrap();
     let next = within(LONG, waiter_task).await.unwrap().unwrap().unwrap();
     assert!(
@@ -222,8 +222,8 @@ async fn a_further_session_works_like_the_first_and_its_end_loses_only_its_own_l
     again.unlock().await.unwrap();
 
     drop(guards);
-    client.close(LONG).await;
-    other_client.close(LONG).await;
+    _ = client.close(LONG).await;
+    _ = other_client.close(LONG).await;
     drop((backend, other_backend));
     eventually(LONG, async || server.clients().await.unwrap().is_empty()).await;
 }

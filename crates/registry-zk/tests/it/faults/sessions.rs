@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use registry_core::{LockOptions, LockRegistry as _, LostReason};
+use registry_core::{LockOptions, LostReason};
 use registry_testkit::history::Window;
 use registry_testkit::recording_client::RecordingClient;
 use registry_testkit::workload::{LONG, Workload};
@@ -109,7 +109,7 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     let client = registry_over(&backend);
     let lock = client.obtain("k");
     let waiter_task =
-        tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
+        tokio::spawn(async move { lock.try_lock_with(LockOptions::new().wait(LONG)).await });
     registry_testkit::eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0)
         .await;
     let session = backend.session_id().unwrap();
@@ -149,8 +149,8 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
             .await
             .unwrap()
             .unwrap();
-        assert!(next.fencing_token() > held.token);
-        assert!(workload.write_as(7_000, "paused", next.fencing_token().unwrap()));
+        assert!(Some(next.fencing_token()) > held.token);
+        assert!(workload.write_as(7_000, "paused", next.fencing_token()));
         other_client.process().resume().unwrap();
         assert_eq!(other_client.lost("paused", LONG).await.unwrap(), "expired");
         assert_eq!(other_client.status("paused", LONG).await.unwrap(), None);

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{join_all, select_all, try_join_all};
-use registry_core::{LockGuard, LockRegistry as _, Registry};
+use registry_core::{LockGuard, Registry};
 use registry_testkit::proxy::FaultProxy;
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
