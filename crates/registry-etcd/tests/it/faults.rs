@@ -16,4 +16,3 @@ mod tombstones;
 
 mod workload;
 mod child_process;
-mod outcome;
