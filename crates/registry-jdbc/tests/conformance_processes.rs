@@ -5,9 +5,7 @@
 
 mod stores;
 
-use std::env;
 use std::io::ErrorKind;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -17,22 +15,17 @@ use registry_conformance::remote::{RemoteBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
 use registry_core::{FencingToken, LockBackend};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, program};
+use registry_testkit::holder::{
+    self, HolderCommand, HolderOptions, HolderReport, LockHolder, program,
+};
 use stores::SqliteStore;
-
-/// Passes the path of the file to the other process.
-const PATH_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn child_process() {
-    let Some(file) = env::var_os(PATH_VARIABLE) else { return };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    holder::run_child_process(async |file| {
         serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
     });
-    // Exits at once: the test harness must not print its summary.
-    std::process::exit(0);
 }
 
 #[derive(Debug)]
@@ -67,9 +60,8 @@ impl Store for SqliteProcessesStore {
         if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
             return local;
         }
-        let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["child_process", "--exact", "--ignored", "--nocapture"]);
-        program.env(PATH_VARIABLE, self.file.path());
+        let file = self.file.path();
+        let program = holder::child_process("child_process", file.to_str().unwrap()).unwrap();
         Arc::new(RemoteBackend::spawn(program, local).await.unwrap())
     }
 

@@ -26,11 +26,11 @@ pub use serve::{FencedWriter, serve, serve_with_writer, write_report};
 /// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// Passes a URL to a test that [`LockHolder::spawn_test`] starts.
+/// Passes a URL to a test that [`child_process`] starts.
 const URL_VARIABLE: &str = "TESTKIT_CHILD_PROCESS_URL";
 
-/// Runs `program` with the URL that [`LockHolder::spawn_test`] passed, in a runtime of its own, and
-/// ends the process. Returns at once if this test was not started by `spawn_test`.
+/// Runs `program` with the URL that [`child_process`] passed, in a runtime of its own, and ends the
+/// process. Returns at once if this test was not started as a child process.
 ///
 /// # Panics
 /// If no runtime can be created.
@@ -42,6 +42,17 @@ pub fn run_child_process(program: impl AsyncFnOnce(String)) {
     runtime.expect("a runtime can be created").block_on(program(url));
     // Exits at once, so that the test harness prints nothing more.
     std::process::exit(0);
+}
+
+/// Returns the command that runs this test program again, with only the ignored test `test`, which
+/// must call [`run_child_process`]. `url` is passed to it.
+///
+/// # Errors
+/// Returns an error if the path of this program is unknown.
+pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
+    let mut program = Command::new(std::env::current_exe()?);
+    program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
+    Ok(program)
 }
 
 /// A lock that the other process holds.
@@ -108,8 +119,7 @@ impl LockHolder {
         Ok(holder)
     }
 
-    /// Starts this test program again, with only the ignored test `test`, which must call
-    /// [`run_child_process`]. `url` is passed to it.
+    /// Starts this test program again as a [`child_process`], which must call [`serve`].
     ///
     /// # Errors
     /// Returns an error if the program cannot be started, or cannot open its store.
@@ -117,9 +127,7 @@ impl LockHolder {
     /// # Cancel safety
     /// Dropping the future kills the process.
     pub async fn spawn_test(test: &str, url: &str) -> io::Result<Self> {
-        let mut program = Command::new(std::env::current_exe()?);
-        program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
-        Self::spawn_command(program).await
+        Self::spawn_command(child_process(test, url)?).await
     }
 
     /// Returns the handle of the process, to pause it, kill it or wait for it.

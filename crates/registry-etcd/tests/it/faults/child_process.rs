@@ -3,14 +3,14 @@
 use std::sync::Arc;
 
 use registry_etcd::EtcdConfig;
-use registry_testkit::holder::{HolderOptions, LockHolder, run_child_process, serve};
+use registry_testkit::holder::{self, HolderOptions, LockHolder, serve};
 
 use super::workload::{LEASE, registry};
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
-fn a_client_process() {
-    run_child_process(async |url| {
+fn run_child_process() {
+    holder::run_child_process(async |url| {
         let config = EtcdConfig::from_url(&url).unwrap();
         let registry = Arc::new(registry(&config, LEASE).await);
         serve(registry, &HolderOptions::new("etcd").history()).await;
@@ -19,5 +19,5 @@ fn a_client_process() {
 
 /// Starts a client in its own process.
 pub(crate) async fn client(url: &str) -> LockHolder {
-    LockHolder::spawn_test("faults::child_process::a_client_process", url).await.unwrap()
+    LockHolder::spawn_test("faults::child_process::run_child_process", url).await.unwrap()
 }

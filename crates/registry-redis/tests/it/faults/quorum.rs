@@ -135,7 +135,7 @@ async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
         .map(|server| FaultProxy::start(server.addr()).unwrap())
         .collect();
     let near = proxies.iter().map(FaultProxy::addr);
-    let addresses = near.chain(quorum.servers()[2..].iter().map(RedisServer::addr));
+    let addresses = near.chain(quorum.servers()[2..].iter().map(|server| server.addr()));
     let addresses: Vec<String> = addresses.map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
@@ -343,7 +343,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
 async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
     let (quorum, _) = quorum().await;
     let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
-    let others = quorum.servers()[1..].iter().map(RedisServer::addr);
+    let others = quorum.servers()[1..].iter().map(|server| server.addr());
     let addresses: Vec<String> =
         [proxy.addr()].into_iter().chain(others).map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
@@ -406,7 +406,7 @@ impl ThroughputTest {
     async fn start() -> Self {
         let (quorum, _) = quorum().await;
         let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
-        let others = quorum.servers()[1..].iter().map(RedisServer::addr);
+        let others = quorum.servers()[1..].iter().map(|server| server.addr());
         let addresses: Vec<String> =
             [proxy.addr()].into_iter().chain(others).map(|addr| addr.to_string()).collect();
         let url = format!("redis+quorum://{}", addresses.join(","));
