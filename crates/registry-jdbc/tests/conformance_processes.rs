@@ -13,11 +13,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_conformance::remote::{RemoteBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
-use registry_core::{FencingToken, LockBackend};
+use registry_core::{FencingToken, LockBackend, Registry};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{
-    self, HolderCommand, HolderOptions, HolderReport, LockHolder, program,
-};
+use registry_testkit::holder::{self, HolderCommand, HolderReport, LockHolder};
 use stores::SqliteStore;
 
 #[test]
@@ -28,16 +26,20 @@ fn child_process() {
     });
 }
 
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn a_holder_process() {
+    holder::run_child_process(async |target| {
+        let (lease_ms, file) = target.split_once(' ').unwrap();
+        let lease = Duration::from_millis(lease_ms.parse().unwrap());
+        let backend = SqliteBackend::open(SqliteConfig::new(file)).await.unwrap();
+        let registry = Registry::builder(Arc::new(backend)).lease(lease).build().unwrap();
+        holder::serve(Arc::new(registry)).await;
+    });
+}
+
 #[derive(Debug)]
 struct SqliteProcessesHarness;
-
-impl SqliteProcessesHarness {
-    /// Builds the helper program here, because the build may exceed the time limit of a clause.
-    fn new() -> Self {
-        program().unwrap();
-        Self
-    }
-}
 
 #[async_trait]
 impl Harness for SqliteProcessesHarness {
@@ -78,9 +80,9 @@ impl Store for SqliteProcessesStore {
     }
 
     async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
-        let store = format!("sqlite:{}", self.file.path().display());
-        let options = HolderOptions::new(store).lease(lease);
-        Some(Box::new(HolderProcess(LockHolder::spawn(&options).await.unwrap())))
+        let target = format!("{} {}", lease.as_millis(), self.file.path().display());
+        let holder = LockHolder::spawn_test("a_holder_process", &target).await.unwrap();
+        Some(Box::new(HolderProcess(holder)))
     }
 }
 
@@ -140,7 +142,7 @@ impl RemoteHolder for HolderProcess {
 }
 
 registry_conformance::conformance! {
-    harness = SqliteProcessesHarness::new(),
+    harness = SqliteProcessesHarness,
     runs = 227,
     skips = 5,
     without = [fair, reports_invalidations],

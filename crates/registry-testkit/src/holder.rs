@@ -1,11 +1,11 @@
 //! A second process that acquires locks on request, for tests across two processes.
 //!
-//! The program `lock-holder` of this package reads commands from its standard input. It writes
-//! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
-//! is the handle in the test. [`serve`] is the implementation, for programs over other stores.
+//! The other process is usually the test program itself, with one ignored test that calls
+//! [`run_child_process`] and [`serve`]. It reads commands from its standard input and writes reports
+//! to its standard output. Each command and each report is one line of JSON. [`LockHolder`] is the
+//! handle in the test.
 
 mod paused;
-mod program;
 mod protocol;
 mod serve;
 
@@ -19,8 +19,7 @@ use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
 pub use paused::assert_a_paused_holder_cannot_write;
-pub use program::{PROGRAM_VARIABLE, program};
-pub use protocol::{HolderCommand, HolderOptions, HolderReport};
+pub use protocol::{HolderCommand, HolderReport};
 pub use serve::{FencedWriter, serve, serve_with_writer, write_report};
 
 /// The maximum time for the program to start and to open its store.
@@ -85,21 +84,6 @@ pub struct LockHolder {
 }
 
 impl LockHolder {
-    /// Starts the program `lock-holder` and returns when its store is open. Builds the program
-    /// first if it is out of date.
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be built or started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process. A build that has started continues.
-    pub async fn spawn(options: &HolderOptions) -> io::Result<Self> {
-        let program = tokio::task::spawn_blocking(program).await.map_err(io::Error::other)??;
-        let mut command = Command::new(program);
-        command.arg(serde_json::to_string(options)?);
-        Self::spawn_command(command).await
-    }
-
     /// Starts a program that calls [`serve`].
     ///
     /// # Errors
@@ -327,8 +311,8 @@ impl LockHolder {
         }
     }
 
-    /// Returns the events recorded so far, if [`HolderOptions::history`] is set. The record is
-    /// complete once the process has ended, even if it was killed.
+    /// Returns the events recorded so far. The record is complete once the process has ended, even
+    /// if it was killed.
     #[must_use]
     pub fn events(&self) -> Vec<HistoryEvent> {
         let lines = self.process.lines();

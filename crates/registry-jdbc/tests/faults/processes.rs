@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_testkit::holder::{HolderOptions, LockHolder, run_child_process, serve};
+use registry_testkit::holder::{LockHolder, run_child_process, serve};
 
 use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
 use crate::workload::{KEYS, Workload};
@@ -20,7 +20,7 @@ fn a_client_process() {
         let (mode, url) = target.split_once(' ').unwrap();
         let mode = if mode == "Row" { LockMode::Row } else { LockMode::Session };
         let registry = Arc::new(registry_in(url, LEASE, mode).await);
-        serve(registry, &HolderOptions::new("sql").history()).await;
+        serve(registry).await;
     });
 }
 

@@ -19,8 +19,8 @@ const SUSPENDED: u32 = 7_001;
 
 /// Suspends `holder` three times, each time for longer than its lease. Proves that `successor`
 /// acquires the lock, that the suspended process notices the loss as soon as it resumes, and that
-/// it affects its successor by neither a write nor a release. Returns the events of `holder`, which
-/// must record its history, for [`Workload::end`].
+/// it affects its successor by neither a write nor a release. Returns the events of `holder`, for
+/// [`Workload::end`].
 ///
 /// # Errors
 /// Returns an error if the process does not do what it is asked.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use registry_etcd::EtcdConfig;
-use registry_testkit::holder::{self, HolderOptions, LockHolder, serve};
+use registry_testkit::holder::{self, LockHolder, serve};
 
 use super::workload::{LEASE, registry};
 
@@ -13,7 +13,7 @@ fn run_child_process() {
     holder::run_child_process(async |url| {
         let config = EtcdConfig::from_url(&url).unwrap();
         let registry = Arc::new(registry(&config, LEASE).await);
-        serve(registry, &HolderOptions::new("etcd").history()).await;
+        serve(registry).await;
     });
 }
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use registry_redis::RedisConfig;
-use registry_testkit::holder::{HolderOptions, LockHolder, run_child_process, serve};
+use registry_testkit::holder::{LockHolder, run_child_process, serve};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::workload::{WorkloadOutcome, suspend_a_holder};
 
@@ -15,7 +15,7 @@ fn client_process() {
     run_child_process(async |url| {
         let config = RedisConfig::from_url(&url).unwrap();
         let registry = Arc::new(registry(&config, LEASE).await);
-        serve(registry, &HolderOptions::new("redis").history()).await;
+        serve(registry).await;
     });
 }
 

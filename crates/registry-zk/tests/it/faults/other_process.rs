@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use registry_testkit::holder::{HolderOptions, LockHolder, run_child_process, serve};
+use registry_testkit::holder::{LockHolder, run_child_process, serve};
 
 use super::support::{SESSION, registry};
 
@@ -11,7 +11,7 @@ use super::support::{SESSION, registry};
 fn the_other_process() {
     run_child_process(async |url| {
         let registry = Arc::new(registry(&url, SESSION).await);
-        serve(registry, &HolderOptions::new("zk").history()).await;
+        serve(registry).await;
     });
 }
 
