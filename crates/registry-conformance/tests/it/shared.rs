@@ -1,6 +1,8 @@
 //! The suite over shared servers: a namespace for each clause, the asserted numbers, and the names
 //! of failed clauses.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};

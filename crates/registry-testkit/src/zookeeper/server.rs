@@ -302,7 +302,7 @@ impl ZooKeeperServer {
     /// Returns the server's address for clients. This is the TLS port if the options enable TLS.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
-        self.secure_port.as_ref().unwrap_or(self.server.port()).addr()
+        self.secure_port.as_ref().unwrap_or_else(|| self.server.port()).addr()
     }
 
     /// Returns `zk://HOST:PORT`.
