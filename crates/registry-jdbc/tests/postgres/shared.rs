@@ -43,8 +43,9 @@ impl StoreMode {
             );
         // All locks of one session are lost together.
         let is_session_wide = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
-        !(is_bound_to_client && self.ends_with_connection())
-            && !(is_session_wide && matches!(self, Self::Session))
+        let is_excluded = is_bound_to_client && self.ends_with_connection()
+            || is_session_wide && matches!(self, Self::Session);
+        !is_excluded
     }
 }
 
