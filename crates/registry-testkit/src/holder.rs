@@ -1,9 +1,9 @@
 //! A second process that acquires locks on request, for tests across two processes.
 //!
 //! The other process is usually the test program itself, with one ignored test that calls
-//! [`run_child_process`] and [`serve`]. It reads commands from its standard input and writes reports
-//! to its standard output. Each command and each report is one line of JSON. [`LockHolder`] is the
-//! handle in the test.
+//! [`run_child_process`] and [`serve`]. It reads commands from its standard input and writes
+//! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
+//! is the handle in the test.
 
 mod paused;
 mod protocol;
