@@ -3,7 +3,8 @@
 //! To test a backend, implement [`Harness`] and [`Store`] for it and call [`conformance!`] in a
 //! test file. Each promise becomes a test whose name is a statement. A clause that needs a feature
 //! that the store lacks becomes an ignored test. The number of ignored tests is asserted, so that
-//! no backend passes by running nothing.
+//! no backend passes by running nothing. For servers that take seconds to start, call
+//! [`assert_conformance_on_shared_servers`] instead: all clauses share one set of servers.
 //!
 //! Backends and applications can also use three tools on their own. [`FaultyBackend`] injects
 //! faults between an engine and its store, [`mod@sweep`] drops a future at every poll, and
@@ -13,6 +14,7 @@
 mod harness;
 // Called by the author of a backend.
 mod suite;
+mod shared;
 // Runs the clauses.
 mod need;
 mod run;
@@ -30,3 +32,4 @@ pub use faulty::{Fault, Faults, FaultyBackend, Operation};
 pub use harness::{Clock, Harness, RemoteHolder, RemoteLock, Store};
 pub use need::Need;
 pub use run::{Clause, check, clauses as all_clauses, run};
+pub use shared::{SharedServers, assert_conformance_on_shared_servers};

@@ -5,9 +5,7 @@
 
 mod stores;
 
-use std::env;
 use std::io::ErrorKind;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -15,36 +13,33 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_conformance::remote::{RemoteBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
-use registry_core::{FencingToken, LockBackend};
+use registry_core::{FencingToken, LockBackend, Registry};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, program};
+use registry_testkit::holder::{self, HolderCommand, HolderReport, LockHolder};
 use stores::SqliteStore;
-
-/// Passes the path of the file to the other process.
-const PATH_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn child_process() {
-    let Some(file) = env::var_os(PATH_VARIABLE) else { return };
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
-    runtime.block_on(async {
+    holder::run_child_process(async |file| {
         serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
     });
-    // Exits at once: the test harness must not print its summary.
-    std::process::exit(0);
+}
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn a_holder_process() {
+    holder::run_child_process(async |target| {
+        let (lease_ms, file) = target.split_once(' ').unwrap();
+        let lease = Duration::from_millis(lease_ms.parse().unwrap());
+        let backend = SqliteBackend::open(SqliteConfig::new(file)).await.unwrap();
+        let registry = Registry::builder(Arc::new(backend)).lease(lease).build().unwrap();
+        holder::serve(Arc::new(registry)).await;
+    });
 }
 
 #[derive(Debug)]
 struct SqliteProcessesHarness;
-
-impl SqliteProcessesHarness {
-    /// Builds the helper program here, because the build may exceed the time limit of a clause.
-    fn new() -> Self {
-        program().unwrap();
-        Self
-    }
-}
 
 #[async_trait]
 impl Harness for SqliteProcessesHarness {
@@ -67,9 +62,8 @@ impl Store for SqliteProcessesStore {
         if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
             return local;
         }
-        let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["child_process", "--exact", "--ignored", "--nocapture"]);
-        program.env(PATH_VARIABLE, self.file.path());
+        let file = self.file.path();
+        let program = holder::child_process("child_process", file.to_str().unwrap()).unwrap();
         Arc::new(RemoteBackend::spawn(program, local).await.unwrap())
     }
 
@@ -86,9 +80,9 @@ impl Store for SqliteProcessesStore {
     }
 
     async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
-        let store = format!("sqlite:{}", self.file.path().display());
-        let options = HolderOptions::new(store).lease(lease);
-        Some(Box::new(HolderProcess(LockHolder::spawn(&options).await.unwrap())))
+        let target = format!("{} {}", lease.as_millis(), self.file.path().display());
+        let holder = LockHolder::spawn_test("a_holder_process", &target).await.unwrap();
+        Some(Box::new(HolderProcess(holder)))
     }
 }
 
@@ -148,7 +142,7 @@ impl RemoteHolder for HolderProcess {
 }
 
 registry_conformance::conformance! {
-    harness = SqliteProcessesHarness::new(),
+    harness = SqliteProcessesHarness,
     runs = 227,
     skips = 5,
     without = [fair, reports_invalidations],

@@ -13,8 +13,8 @@ use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{
-    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
-    run_child_process, serve_with_writer,
+    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
+    serve_with_writer,
 };
 use tempfile::TempDir;
 use tokio::time::timeout;
@@ -378,9 +378,8 @@ fn a_holder_process() {
         let path = PathBuf::from(path);
         let backend = SqliteBackend::open(SqliteConfig::new(&path)).await.unwrap();
         let registry = Registry::builder(Arc::new(backend)).lease(Duration::from_secs(3)).build();
-        let options = HolderOptions::new("sqlite");
         let writer = Arc::new(StockTable(path));
-        serve_with_writer(Arc::new(registry.unwrap()), &options, Some(writer)).await;
+        serve_with_writer(Arc::new(registry.unwrap()), writer).await;
     });
 }
 

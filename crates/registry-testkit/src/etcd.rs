@@ -11,5 +11,5 @@ mod server;
 mod cluster;
 
 pub use cluster::EtcdCluster;
-pub use options::{CTL_VARIABLE, EtcdOptions, SERVER_VARIABLE};
+pub use options::{CTL_VARIABLE, Etcd, EtcdOptions, SERVER_VARIABLE};
 pub use server::EtcdServer;

@@ -1,11 +1,11 @@
 //! A second process that acquires locks on request, for tests across two processes.
 //!
-//! The program `lock-holder` of this package reads commands from its standard input. It writes
+//! The other process is usually the test program itself, with one ignored test that calls
+//! [`run_child_process`] and [`serve`]. It reads commands from its standard input and writes
 //! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
-//! is the handle in the test. [`serve`] is the implementation, for programs over other stores.
+//! is the handle in the test.
 
 mod paused;
-mod program;
 mod protocol;
 mod serve;
 
@@ -19,18 +19,17 @@ use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
 pub use paused::assert_a_paused_holder_cannot_write;
-pub use program::{PROGRAM_VARIABLE, program};
-pub use protocol::{HolderCommand, HolderOptions, HolderReport};
+pub use protocol::{HolderCommand, HolderReport};
 pub use serve::{FencedWriter, serve, serve_with_writer, write_report};
 
 /// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
-/// Passes a URL to a test that [`LockHolder::spawn_test`] starts.
+/// Passes a URL to a test that [`child_process`] starts.
 const URL_VARIABLE: &str = "TESTKIT_CHILD_PROCESS_URL";
 
-/// Runs `program` with the URL that [`LockHolder::spawn_test`] passed, in a runtime of its own, and
-/// ends the process. Returns at once if this test was not started by `spawn_test`.
+/// Runs `program` with the URL that [`child_process`] passed, in a runtime of its own, and ends the
+/// process. Returns at once if this test was not started as a child process.
 ///
 /// # Panics
 /// If no runtime can be created.
@@ -42,6 +41,17 @@ pub fn run_child_process(program: impl AsyncFnOnce(String)) {
     runtime.expect("a runtime can be created").block_on(program(url));
     // Exits at once, so that the test harness prints nothing more.
     std::process::exit(0);
+}
+
+/// Returns the command that runs this test program again, with only the ignored test `test`, which
+/// must call [`run_child_process`]. `url` is passed to it.
+///
+/// # Errors
+/// Returns an error if the path of this program is unknown.
+pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
+    let mut program = Command::new(std::env::current_exe()?);
+    program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
+    Ok(program)
 }
 
 /// A lock that the other process holds.
@@ -74,21 +84,6 @@ pub struct LockHolder {
 }
 
 impl LockHolder {
-    /// Starts the program `lock-holder` and returns when its store is open. Builds the program
-    /// first if it is out of date.
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be built or started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process. A build that has started continues.
-    pub async fn spawn(options: &HolderOptions) -> io::Result<Self> {
-        let program = tokio::task::spawn_blocking(program).await.map_err(io::Error::other)??;
-        let mut command = Command::new(program);
-        command.arg(serde_json::to_string(options)?);
-        Self::spawn_command(command).await
-    }
-
     /// Starts a program that calls [`serve`].
     ///
     /// # Errors
@@ -108,8 +103,7 @@ impl LockHolder {
         Ok(holder)
     }
 
-    /// Starts this test program again, with only the ignored test `test`, which must call
-    /// [`run_child_process`]. `url` is passed to it.
+    /// Starts this test program again as a [`child_process`], which must call [`serve`].
     ///
     /// # Errors
     /// Returns an error if the program cannot be started, or cannot open its store.
@@ -117,9 +111,7 @@ impl LockHolder {
     /// # Cancel safety
     /// Dropping the future kills the process.
     pub async fn spawn_test(test: &str, url: &str) -> io::Result<Self> {
-        let mut program = Command::new(std::env::current_exe()?);
-        program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
-        Self::spawn_command(program).await
+        Self::spawn_command(child_process(test, url)?).await
     }
 
     /// Returns the handle of the process, to pause it, kill it or wait for it.
@@ -319,8 +311,8 @@ impl LockHolder {
         }
     }
 
-    /// Returns the events recorded so far, if [`HolderOptions::history`] is set. The record is
-    /// complete once the process has ended, even if it was killed.
+    /// Returns the events recorded so far. The record is complete once the process has ended, even
+    /// if it was killed.
     #[must_use]
     pub fn events(&self) -> Vec<HistoryEvent> {
         let lines = self.process.lines();

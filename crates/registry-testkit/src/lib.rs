@@ -17,13 +17,17 @@ pub mod process;
 #[cfg(unix)]
 mod managed_process;
 #[cfg(unix)]
+mod managed_server;
+#[cfg(unix)]
+mod server_options;
+#[cfg(unix)]
+mod server_user;
+#[cfg(unix)]
 pub mod tls;
 #[cfg(unix)]
 pub mod redis;
 #[cfg(target_os = "linux")]
 mod programs;
-#[cfg(target_os = "linux")]
-mod server_user;
 #[cfg(target_os = "linux")]
 mod run_command;
 #[cfg(target_os = "linux")]
@@ -57,6 +61,10 @@ mod error_text;
 
 pub use error_text::{cause_of_failed_acquire, error_text};
 pub use eventually::{PollResult, TimeoutError, eventually, within};
+#[cfg(unix)]
+pub use managed_server::ManagedServer;
+#[cfg(unix)]
+pub use server_options::{ServerOptions, StoreOptions};
 
 // The examples of the README are compiled and run.
 #[cfg(all(doctest, unix))]

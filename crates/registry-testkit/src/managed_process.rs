@@ -68,6 +68,9 @@ impl ManagedProcess {
 
     /// Waits until the server has a process id.
     pub(crate) async fn wait_until_started(&mut self) -> io::Result<()> {
+        if self.pid.is_some() {
+            return Ok(());
+        }
         let number = |line: &str| line.strip_prefix("server ")?.parse().ok();
         let pid =
             self.supervisor.expect_map(number, START_LIMIT).await.map_err(io::Error::other)?;
@@ -158,7 +161,6 @@ impl ManagedProcess {
     }
 
     /// Sends `signal` to the server and waits until it has ended.
-    #[cfg(target_os = "linux")]
     pub(crate) async fn stop(&self, signal: Signal) -> io::Result<ExitStatus> {
         kill(self.pid()?, signal)?;
         self.supervisor.wait_exit(START_LIMIT).await.map_err(io::Error::other)
@@ -181,7 +183,6 @@ impl ManagedProcess {
     /// thereby reaps them. If the server is killed first, the init process inherits its killed
     /// children. In a container, that process often reaps no children, so they stay in the process
     /// table.
-    #[cfg(target_os = "linux")]
     pub(crate) fn kill_and_reap(self, signal: Signal) {
         if let Ok(pid) = self.pid() {
             let children = self.children();

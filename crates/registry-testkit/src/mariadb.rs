@@ -7,5 +7,5 @@
 mod options;
 mod server;
 
-pub use options::{MariaDbOptions, SERVER_VARIABLE};
+pub use options::{MariaDb, MariaDbOptions, SERVER_VARIABLE};
 pub use server::MariaDbServer;

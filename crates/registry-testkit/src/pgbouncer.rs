@@ -1,32 +1,33 @@
 //! PgBouncer in front of a PostgreSQL server: many clients share few server connections, which are
 //! reassigned after each transaction.
 
-use std::net::SocketAddr;
-use std::path::Path;
+use std::io;
 use std::process::Command;
-use std::{fs, io};
 
-use tempfile::TempDir;
+use nix::sys::signal::Signal;
 
-use crate::managed_process::{ManagedProcess, down_error};
-use crate::ports::Port;
+use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server};
 use crate::postgres::{self, PostgresServer};
 use crate::programs;
 use crate::run_command;
-use crate::server_user::ServerUser;
 
 /// The environment variable that names a program to use instead of `pgbouncer`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_PGBOUNCER_SERVER";
+
+const PROGRAM: ServerProgram = ServerProgram {
+    name: "pgbouncer",
+    package: "pgbouncer",
+    account: Some("postgres"),
+    stop: Signal::SIGTERM,
+    reap: None,
+};
 
 /// A PgBouncer in transaction mode. Dropping this handle kills it. It requires the same password as
 /// its server.
 #[derive(Debug)]
 pub struct PgBouncer {
-    port: Port,
-    folder: TempDir,
+    server: ManagedServer,
     password: Option<String>,
-    server_user: ServerUser,
-    running: Option<ManagedProcess>,
 }
 
 impl PgBouncer {
@@ -51,16 +52,14 @@ impl PgBouncer {
     /// As [`start`](Self::start).
     pub async fn start_with(server: &PostgresServer, lines: &[&str]) -> io::Result<Self> {
         let password = server.password().map(ToOwned::to_owned);
-        let server_user = ServerUser::for_root("postgres")?;
-        let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
-        server_user.chown(folder.path())?;
-        let (users, settings) = (folder.path().join("users"), folder.path().join("settings"));
-        fs::write(&users, format!("\"postgres\" \"{}\"\n", password.as_deref().unwrap_or("")))?;
-        let (server_port, here) = (server.addr().port(), port.number());
+        let bouncer = ManagedServer::new(&PROGRAM)?;
+        let login = format!("\"postgres\" \"{}\"\n", password.as_deref().unwrap_or(""));
+        bouncer.write_file("users", login)?;
+        let (server_port, here) = (server.addr().port(), bouncer.port().number());
         let auth_method = if password.is_some() { "scram-sha-256" } else { "trust" };
         let encryption = if server.is_encrypted() { "require" } else { "disable" };
-        fs::write(
-            &settings,
+        bouncer.write_file(
+            "settings",
             format!(
                 "[databases]\n* = host=127.0.0.1 port={server_port}\n[pgbouncer]\n\
                  listen_addr = 127.0.0.1\nlisten_port = {here}\nunix_socket_dir =\n\
@@ -68,13 +67,11 @@ impl PgBouncer {
                  pool_mode = transaction\nserver_tls_sslmode = {encryption}\n\
                  # Clients ask for it when they connect, and it changes nothing for them.\n\
                  ignore_startup_parameters = extra_float_digits\n{}\n",
-                users.display(),
+                bouncer.file("users").display(),
                 lines.join("\n")
             ),
         )?;
-        server_user.chown(&users)?;
-        server_user.chown(&settings)?;
-        let mut bouncer = Self { port, folder, password, server_user, running: None };
+        let mut bouncer = Self { server: bouncer, password };
         bouncer.start_again().await?;
         Ok(bouncer)
     }
@@ -87,42 +84,11 @@ impl PgBouncer {
     /// # Cancel safety
     /// PgBouncer may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
-        self.kill();
         let program = programs::server(SERVER_VARIABLE, "pgbouncer");
-        let mut command = self.server_user.command(program);
-        command.arg(self.folder.path().join("settings"));
-        let running = self.running.insert(ManagedProcess::launch(&command)?);
-        running.wait_until_started().await?;
-        if running.expect(|line| line.contains("process up")).await.is_err() {
-            return Err(io::Error::other(format!(
-                "pgbouncer does not start; is it installed (apt-get install pgbouncer)? Its output:\n{}",
-                running.output_text()
-            )));
-        }
-        Ok(())
-    }
-
-    /// Kills PgBouncer. Its connections to clients and to the server break.
-    pub fn kill(&mut self) {
-        if let Some(running) = self.running.take() {
-            running.kill();
-        }
-    }
-
-    /// Stops PgBouncer (SIGSTOP) until [`resume`](Self::resume).
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, or an error if PgBouncer is down.
-    pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.pause()
-    }
-
-    /// Resumes PgBouncer.
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
-    pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.resume()
+        let mut command = self.command(program);
+        command.arg(self.file("settings"));
+        self.launch(&command)?;
+        self.wait_until_printed("process up").await
     }
 
     /// Runs statements in `database` and returns the rows, one for each line, with `|` between
@@ -136,17 +102,11 @@ impl PgBouncer {
     pub async fn sql(&self, database: &str, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-h", "127.0.0.1"]);
-        psql.args(["-U", "postgres", "-d", database, "-p"]).arg(self.port.number().to_string());
+        psql.args(["-U", "postgres", "-d", database, "-p"]).arg(self.port().number().to_string());
         if let Some(password) = &self.password {
             psql.env("PGPASSWORD", password);
         }
         run_command::run(psql, statements).await
-    }
-
-    /// Returns the address of PgBouncer.
-    #[must_use]
-    pub fn addr(&self) -> SocketAddr {
-        self.port.addr()
     }
 
     /// Returns PgBouncer's URL, with the password if there is one.
@@ -154,17 +114,6 @@ impl PgBouncer {
     pub fn url(&self) -> String {
         postgres::url(self.password.as_deref(), self.addr())
     }
-
-    /// Returns the folder of PgBouncer's files.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
 }
 
-impl Drop for PgBouncer {
-    fn drop(&mut self) {
-        // The process must end before the folder and the port are dropped.
-        self.kill();
-    }
-}
+impl_managed_server!(PgBouncer);

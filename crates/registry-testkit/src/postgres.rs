@@ -7,7 +7,7 @@
 mod options;
 mod server;
 
-pub use options::{PostgresOptions, SERVER_VARIABLE};
+pub use options::{Postgres, PostgresOptions, SERVER_VARIABLE};
 pub use server::PostgresServer;
 
 pub(crate) use server::url;

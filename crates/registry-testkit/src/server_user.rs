@@ -13,12 +13,10 @@ use nix::unistd::{User, geteuid};
 pub(crate) struct ServerUser(Option<User>);
 
 impl ServerUser {
-    /// Returns the account `name` if the test runs as root. Otherwise, servers run as the current
-    /// user.
-    pub(crate) fn for_root(name: &str) -> io::Result<Self> {
-        if !geteuid().is_root() {
-            return Ok(Self(None));
-        }
+    /// Returns the account `name`, if there is one and the test runs as root. Otherwise, servers
+    /// run as the current user.
+    pub(crate) fn for_root(name: Option<&str>) -> io::Result<Self> {
+        let Some(name) = name.filter(|_| geteuid().is_root()) else { return Ok(Self(None)) };
         let missing = || io::Error::other(format!("there is no user {name} to run the server"));
         Ok(Self(Some(User::from_name(name)?.ok_or_else(missing)?)))
     }

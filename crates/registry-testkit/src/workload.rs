@@ -2,6 +2,7 @@
 //! history. It contains no store and no fault: tests provide the registries and cause the faults.
 
 mod outcome;
+mod suspended;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
@@ -9,7 +10,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use registry_core::{
-    BackendErrorKind, DistributedLock, FencingToken, LockError, LockOptions, LostReason, Registry,
+    BackendErrorKind, DistributedLock, FencingToken, LockError, LockOptions, LockRegistry as _,
+    LostReason, Registry,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -17,10 +19,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use crate::error_text::error_text;
 use crate::eventually::within;
-use crate::history::{History, HistoryEvent, Recorder, host_clock};
+use crate::history::{History, HistoryEvent, Recorder, Window, host_clock};
 use crate::recording_client::{RecordedGuard, RecordingClient};
 
 pub use outcome::{ValidityOverlap, WorkloadOutcome};
+pub use suspended::suspend_a_holder;
 
 /// A limit for any machine. Only a failing test reaches it.
 pub const LONG: Duration = Duration::from_secs(60);
@@ -29,6 +32,8 @@ pub const LONG: Duration = Duration::from_secs(60);
 const CHECK_INTERVAL: Duration = Duration::from_millis(25);
 /// The number of keys of each kind.
 const KEYS: usize = 3;
+/// The client numbers of a registry begin with a multiple of this number.
+const REGISTRY_CLIENTS: u32 = 100;
 
 /// A lock that was lost while it was held.
 #[derive(Debug, Clone)]
@@ -40,6 +45,77 @@ pub struct RecordedLoss {
     pub reason: LostReason,
     /// When the holder was notified, on the clock of [`Workload::now`].
     pub at: u64,
+}
+
+/// What a workload uses, and what its checks may assume about the store.
+#[derive(Debug, Clone)]
+pub struct WorkloadOptions {
+    contested: Vec<String>,
+    steady: Vec<String>,
+    is_queued: bool,
+    hand_overs: u32,
+}
+
+impl Default for WorkloadOptions {
+    fn default() -> Self {
+        let keys = |kind: &str| (0..KEYS).map(|number| format!("{kind}/{number}")).collect();
+        let (contested, steady) = (keys("contested"), keys("steady"));
+        Self { contested, steady, is_queued: false, hand_overs: 0 }
+    }
+}
+
+impl WorkloadOptions {
+    /// Creates options with three keys of each kind, for a store without a queue.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Sets the keys that all clients contend for, and those that have permanent holders.
+    #[must_use]
+    pub fn keys(mut self, contested: Vec<String>, steady: Vec<String>) -> Self {
+        (self.contested, self.steady) = (contested, steady);
+        self
+    }
+
+    /// Expects the busy answers of a store with a queue: see [`check_queued`].
+    ///
+    /// [`check_queued`]: crate::check::check_queued
+    #[must_use]
+    pub fn queued(mut self) -> Self {
+        self.is_queued = true;
+        self
+    }
+
+    /// States how many times in a row the registries hand a grant over between their callers. A
+    /// registry that has not detected its loss may then hand over a lost grant, within the windows
+    /// of [`WorkloadOutcome::assert_guarantees_except_in`].
+    #[must_use]
+    pub fn hand_overs(mut self, times: u32) -> Self {
+        self.hand_overs = times;
+        self
+    }
+}
+
+/// A resource that stores the newest token of each key and rejects writes with older tokens.
+#[derive(Debug, Default)]
+pub struct FencedResource(Mutex<HashMap<String, FencingToken>>);
+
+impl FencedResource {
+    /// Writes, records the write, and returns whether the resource accepted it.
+    pub fn write(&self, recorder: &Recorder, client: u32, key: &str, token: FencingToken) -> bool {
+        let writing = recorder.write(client, key, token);
+        let mut newest_tokens = locked(&self.0);
+        let newest = newest_tokens.entry(key.to_owned()).or_insert(token);
+        let is_accepted = *newest <= token;
+        if is_accepted {
+            *newest = token;
+            writing.accepted();
+        } else {
+            writing.rejected();
+        }
+        is_accepted
+    }
 }
 
 /// A workload of clients, distributed over the registries. All clients contend for some keys and
@@ -57,10 +133,8 @@ pub struct Workload {
 struct SharedState {
     recorder: Recorder,
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// The protected resource: for each key, the newest token of a write. It rejects older tokens.
-    newest_tokens: Mutex<HashMap<String, FencingToken>>,
-    contested: Vec<String>,
-    steady: Vec<String>,
+    resource: FencedResource,
+    options: WorkloadOptions,
     /// The number of grants of each key.
     granted: watch::Sender<BTreeMap<String, u64>>,
     /// The keys that their permanent holders hold at present.
@@ -79,14 +153,12 @@ impl Workload {
     ///
     /// # Panics
     /// Panics if a key is not granted in time.
-    pub async fn begin(registries: Vec<Registry>) -> Self {
-        let keys = |kind: &str| (0..KEYS).map(|number| format!("{kind}/{number}")).collect();
+    pub async fn begin(registries: Vec<Registry>, options: WorkloadOptions) -> Self {
         let state = Arc::new(SharedState {
             recorder: Recorder::new(host_clock()),
             clock: Box::new(host_clock()),
-            newest_tokens: Mutex::default(),
-            contested: keys("contested"),
-            steady: keys("steady"),
+            resource: FencedResource::default(),
+            options,
             granted: watch::Sender::default(),
             held: watch::Sender::default(),
             losses: watch::Sender::default(),
@@ -97,23 +169,23 @@ impl Workload {
         let stop = watch::Sender::new(false);
         let client = |client: usize, role: usize, key: &str| WorkloadClient {
             state: Arc::clone(&state),
-            // Each registry has its own range of 100 client numbers.
-            number: u32::try_from(client % registries.len() * 100 + role).unwrap_or(u32::MAX),
+            number: u32::try_from(client % registries.len() * REGISTRY_CLIENTS as usize + role)
+                .unwrap_or(u32::MAX),
             lock: registries[client % registries.len()].obtain(key),
             stop: stop.subscribe(),
         };
         // The waiters for the permanently held keys start only once each key has its holder.
-        for (role, key) in state.steady.iter().enumerate() {
+        for (role, key) in state.options.steady.iter().enumerate() {
             workers.spawn(client(role, 50 + role, key).hold_repeatedly());
         }
-        state.granted(&state.steady, 1).await;
-        for (role, key) in state.steady.iter().enumerate() {
+        state.granted(&state.options.steady, 1).await;
+        for (role, key) in state.options.steady.iter().enumerate() {
             workers.spawn(
                 client(role + 1, 50 + role, key).contend_repeatedly(Duration::from_millis(100)),
             );
         }
         for number in 0..registries.len() {
-            for (role, key) in state.contested.iter().enumerate() {
+            for (role, key) in state.options.contested.iter().enumerate() {
                 // Two callers, so that the local wait queue is used as well.
                 for caller in [2 * role, 2 * role + 1] {
                     workers.spawn(
@@ -122,7 +194,7 @@ impl Workload {
                 }
             }
         }
-        state.granted(&state.contested, 1).await;
+        state.granted(&state.options.contested, 1).await;
         Self { state, registries, workers, stop }
     }
 
@@ -130,6 +202,13 @@ impl Workload {
     #[must_use]
     pub fn now(&self) -> u64 {
         (self.state.clock)()
+    }
+
+    /// Returns the window from the time `begin` until `span` from now.
+    #[must_use]
+    pub fn window(&self, begin: u64, span: Duration) -> Window {
+        let span = u64::try_from(span.as_nanos()).unwrap_or(u64::MAX);
+        Window::new(begin, self.now().saturating_add(span))
     }
 
     /// Waits until each contested key has been granted three more times.
@@ -140,7 +219,18 @@ impl Workload {
     /// # Panics
     /// Panics with the last errors if the grants do not occur in time.
     pub async fn wait_for_progress(&self) {
-        self.state.granted(&self.state.contested, 3).await;
+        self.wait_for_progress_of(&self.state.options.contested).await;
+    }
+
+    /// Like [`wait_for_progress`](Self::wait_for_progress), for some of the contested keys.
+    ///
+    /// # Cancel safety
+    /// Dropping the future at any time has no effect.
+    ///
+    /// # Panics
+    /// Panics with the last errors if the grants do not occur in time.
+    pub async fn wait_for_progress_of(&self, keys: &[String]) {
+        self.state.granted(keys, 3).await;
     }
 
     /// Waits until all permanent holders hold their keys.
@@ -150,9 +240,10 @@ impl Workload {
     ///
     /// # Panics
     /// Panics if that does not happen in time.
-    pub async fn steady(&self) {
+    pub async fn wait_until_steady_held(&self) {
         let mut held = self.state.held.subscribe();
-        let all = held.wait_for(|held| self.state.steady.iter().all(|key| held.contains(key)));
+        let all =
+            held.wait_for(|held| self.state.options.steady.iter().all(|key| held.contains(key)));
         drop(within(LONG, all).await);
     }
 
@@ -166,9 +257,16 @@ impl Workload {
     /// Panics if that does not happen in time.
     pub async fn wait_for_steady_losses(&self, minimum: usize) {
         let mut losses = self.state.losses.subscribe();
-        let steady = |loss: &&RecordedLoss| self.state.steady.contains(&loss.key);
+        let steady = |loss: &&RecordedLoss| self.state.options.steady.contains(&loss.key);
         let all = losses.wait_for(|losses| losses.iter().filter(steady).count() >= minimum);
         drop(within(LONG, all).await);
+    }
+
+    /// Returns how many locks the permanent holders have lost so far.
+    #[must_use]
+    pub fn steady_losses(&self) -> usize {
+        let is_steady = |loss: &&RecordedLoss| self.state.options.steady.contains(&loss.key);
+        self.state.losses.borrow().iter().filter(is_steady).count()
     }
 
     /// Returns the losses so far.
@@ -177,11 +275,17 @@ impl Workload {
         self.state.losses.borrow().clone()
     }
 
+    /// Returns the number of errors that callers received so far.
+    #[must_use]
+    pub fn errors(&self) -> usize {
+        locked(&self.state.errors).len()
+    }
+
     /// Writes to the resource as a client outside the workload, and returns whether the resource
     /// accepted the write.
     #[must_use]
     pub fn write_as(&self, client: u32, key: &str, token: FencingToken) -> bool {
-        self.state.write(client, key, token)
+        self.state.resource.write(&self.state.recorder, client, key, token)
     }
 
     /// Returns the recorder, for other clients that use the same keys.
@@ -213,7 +317,8 @@ impl Workload {
         };
         within(LONG, ended).await;
         let workload_ended = Instant::now();
-        for key in self.state.contested.iter().chain(&self.state.steady) {
+        let options = &self.state.options;
+        for key in options.contested.iter().chain(&options.steady) {
             let recording_client = RecordingClient::new(&self.state.recorder, VERIFIER);
             let lock = verifier.obtain(key);
             let acquired = recording_client.lock_with(&lock, LockOptions::new());
@@ -244,8 +349,9 @@ impl Workload {
             history.unwrap_or_else(|broken| panic!("the record is inconsistent: {broken}"));
         let errors = locked(&self.state.errors).clone();
         let losses = self.losses();
-        let steady = self.state.steady.clone();
-        WorkloadOutcome { history, losses, errors, acquired_after, steady, paused_keys: Vec::new() }
+        let options = self.state.options.clone();
+        let paused_keys = Vec::new();
+        WorkloadOutcome { history, losses, errors, acquired_after, options, paused_keys }
     }
 }
 
@@ -271,23 +377,9 @@ impl SharedState {
         }
     }
 
-    fn write(&self, client: u32, key: &str, token: FencingToken) -> bool {
-        let writing = self.recorder.write(client, key, token);
-        let mut newest_tokens = locked(&self.newest_tokens);
-        let newest = newest_tokens.entry(key.to_owned()).or_insert(token);
-        let acquired = *newest <= token;
-        if acquired {
-            *newest = token;
-            writing.accepted();
-        } else {
-            writing.rejected();
-        }
-        acquired
-    }
-
     fn write_under(&self, client: u32, guard: &RecordedGuard) {
-        let token = guard.fencing_token();
-        self.write(client, guard.key(), token);
+        let token = guard.fencing_token().expect("stores under test issue tokens");
+        self.resource.write(&self.recorder, client, guard.key(), token);
     }
 
     fn note_loss(&self, key: &str, reason: LostReason) {

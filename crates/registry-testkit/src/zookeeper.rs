@@ -12,6 +12,6 @@ mod session;
 mod ensemble;
 
 pub use ensemble::ZooKeeperEnsemble;
-pub use options::{CLASSES_VARIABLE, JAVA_VARIABLE, ZooKeeperOptions};
+pub use options::{CLASSES_VARIABLE, JAVA_VARIABLE, ZooKeeper, ZooKeeperOptions};
 pub use server::ZooKeeperServer;
 pub use session::ClientStats;

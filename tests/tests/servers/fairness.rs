@@ -4,19 +4,15 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the test prints its measurements")]
 
-use std::env;
-use std::io::Write as _;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, serve};
+use registry_testkit::holder::{HolderCommand, HolderReport, LockHolder, run_child_process, serve};
 use registry_testkit::redis::RedisServer;
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(300);
-const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
 /// How long the processes compete.
 const SPAN: Duration = Duration::from_secs(8);
@@ -33,16 +29,10 @@ struct ProcessShare {
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
-    let Ok(url) = env::var(URL_VARIABLE) else { return };
-    // Ends the line that the test harness has begun.
-    _ = writeln!(std::io::stdout());
-    let runtime = tokio::runtime::Runtime::new().unwrap();
-    runtime.block_on(async {
+    run_child_process(async |url| {
         let registry = lock_registry::connect(&url).await.unwrap();
-        serve(Arc::new(registry), &HolderOptions::new("url")).await;
+        serve(Arc::new(registry)).await;
     });
-    // Exits at once: the test harness must not print its summary.
-    std::process::exit(0);
 }
 
 #[tokio::test]
@@ -81,13 +71,11 @@ fn check(shares: &[ProcessShare], hold: Duration) {
 
 /// Runs one process for each number of tasks, all on one key. Returns their shares.
 async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<ProcessShare> {
-    let mut processes = join_all(tasks.iter().map(async |_| {
-        let mut program = Command::new(env::current_exe().unwrap());
-        program.args(["fairness::the_other_process", "--exact", "--ignored", "--nocapture"]);
-        program.env(URL_VARIABLE, url);
-        LockHolder::spawn_command(program).await.unwrap()
-    }))
-    .await;
+    let mut processes =
+        join_all(tasks.iter().map(async |_| {
+            LockHolder::spawn_test("fairness::the_other_process", url).await.unwrap()
+        }))
+        .await;
     for (process, tasks) in processes.iter_mut().zip(tasks) {
         let [hold_ms, for_ms] = [hold, SPAN].map(|span| u64::try_from(span.as_millis()).unwrap());
         let key = "orders/42".to_owned();

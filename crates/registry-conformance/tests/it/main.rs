@@ -5,6 +5,7 @@ mod faulty;
 mod faulty_memory;
 mod list;
 mod memory;
+mod shared;
 mod skips;
 mod sweep;
 mod tiny;

@@ -5,12 +5,13 @@
 //! own set.
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
-mod shared;
-
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use registry_conformance::{Harness, Store};
+use registry_conformance::{
+    Harness, Need, SharedServers, Store, assert_conformance_on_shared_servers,
+};
 use registry_core::LockBackend;
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
 #[cfg(feature = "tls")]
@@ -18,7 +19,6 @@ use registry_testkit::etcd::EtcdOptions;
 use registry_testkit::etcd::{EtcdCluster, EtcdServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use shared::{Servers, assert_conformance};
 use tokio::sync::Mutex;
 
 #[derive(Debug)]
@@ -68,6 +68,39 @@ registry_conformance::conformance! {
     runs = 216,
     skips = 16,
     without = [handoff, wipe, remote],
+}
+
+/// A set of servers of one kind.
+#[async_trait]
+trait Servers: Debug + Send + Sync + Sized + 'static {
+    async fn begin() -> Self;
+    fn config(&self) -> EtcdConfig;
+    async fn restart(&mut self);
+}
+
+#[derive(Debug)]
+struct Shared<S>(S);
+
+#[async_trait]
+impl<S: Servers> SharedServers for Shared<S> {
+    async fn client(&self, namespace: &str) -> Arc<dyn LockBackend> {
+        // The user of an encrypted member has rights on keys with this prefix only.
+        let config = self.0.config().with_namespace(format!("lock-registry-{namespace}"));
+        Arc::new(EtcdBackend::open(config).await.unwrap())
+    }
+
+    fn lacks(&self) -> &[Need] {
+        &[Need::Wipe]
+    }
+
+    async fn restart(&mut self) {
+        self.0.restart().await;
+    }
+}
+
+fn assert_conformance<S: Servers>(runs: usize, skips: usize) {
+    let start = || async { Shared(S::begin().await) };
+    assert_conformance_on_shared_servers(start, runs, skips);
 }
 
 #[async_trait]

@@ -6,7 +6,6 @@
 //! grow, and fenced writes are safe.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
-#![expect(clippy::print_stdout, reason = "figures are printed for `--nocapture`")]
 
 mod cluster;
 mod follower;
@@ -16,4 +15,3 @@ mod tombstones;
 
 mod workload;
 mod child_process;
-mod outcome;

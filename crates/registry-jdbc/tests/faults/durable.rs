@@ -15,15 +15,16 @@ async fn a_paused_server_causes_no_second_holder(kind: ServerKind) {
         server.pause();
         sleep(LEASE / 4).await;
         server.resume();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         // Pause 2: until a hold is lost.
-        let before = workload.wait_for_long_hold().await;
+        workload.wait_until_steady_held().await;
+        let before = workload.steady_losses();
         server.pause();
-        workload.wait_for_loss(before).await;
+        workload.wait_for_steady_losses(before + 1).await;
         server.resume();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_guarantees();
 }
 
 async fn a_pause_shorter_than_the_lease_ends_no_hold(kind: ServerKind) {
@@ -35,11 +36,11 @@ async fn a_pause_shorter_than_the_lease_ends_no_hold(kind: ServerKind) {
         server.pause();
         sleep(Duration::from_millis(1_500)).await;
         server.resume();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
     let outcome = workload.end(&server).await;
-    assert_eq!(outcome.losses, 0);
-    outcome.assert_flawless();
+    assert!(outcome.losses.is_empty(), "{:?}", outcome.losses);
+    outcome.assert_guarantees();
 }
 
 async fn server_crashes_violate_no_property(kind: ServerKind) {
@@ -51,12 +52,12 @@ async fn server_crashes_violate_no_property(kind: ServerKind) {
         server.kill();
         sleep(down).await;
         server.start_again().await;
-        windows.push((begin, workload.after(LEASE)));
-        workload.wait_for_grants().await;
+        windows.push(workload.window(begin, LEASE));
+        workload.wait_for_progress().await;
     }
     // A grant is on disk before it is returned; a release need not be.
     let outcome = workload.end(&server).await;
-    outcome.without_busy_replies(&windows).assert_flawless();
+    outcome.without_busy_answers_in(&windows).assert_guarantees();
 }
 
 async fn closed_connections_violate_no_property(kind: ServerKind) {
@@ -64,9 +65,9 @@ async fn closed_connections_violate_no_property(kind: ServerKind) {
     let workload = Workload::begin(&server).await;
     for _ in 0..6 {
         server.close_all_connections().await;
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_guarantees();
 }
 
 on_both_servers! {

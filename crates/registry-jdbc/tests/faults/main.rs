@@ -51,6 +51,5 @@ mod half_open_connections;
 mod standby;
 mod delayed_requests;
 mod successors;
-mod outcome;
 mod paused_holder;
 mod waiting;

@@ -27,14 +27,15 @@ async fn closed_connections_cost_exclusion_briefly(kind: ServerKind, mode: LockM
     let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..4 {
-        let losses = workload.wait_for_long_hold().await;
+        workload.wait_until_steady_held().await;
+        let losses = workload.steady_losses();
         let before = workload.now();
         server.close_all_connections().await;
-        windows.push((before, workload.after(UNNOTIFIED_MAX)));
-        workload.wait_for_loss(losses).await;
-        workload.wait_for_grants().await;
+        windows.push(workload.window(before, UNNOTIFIED_MAX));
+        workload.wait_for_steady_losses(losses + 1).await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless_but_between(&windows);
+    workload.end(&server).await.assert_guarantees_except_in(&windows);
     assert_eq!(server.open_transactions().await, "0");
 }
 
@@ -54,9 +55,9 @@ async fn a_short_pause_ends_no_hold(kind: ServerKind, mode: LockMode) {
         server.pause();
         sleep(ANSWER_LIMIT / 3).await;
         server.resume();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_guarantees();
 }
 
 async fn a_short_pause_ends_no_session_lock(kind: ServerKind) {
@@ -73,14 +74,15 @@ async fn a_long_pause_violates_no_property(kind: ServerKind, mode: LockMode) {
     let server = kind.start().await;
     let workload = Workload::begin_with_mode(&server, mode).await;
     for _ in 0..2 {
-        let losses = workload.wait_for_long_hold().await;
+        workload.wait_until_steady_held().await;
+        let losses = workload.steady_losses();
         server.pause();
-        workload.wait_for_loss(losses).await;
+        workload.wait_for_steady_losses(losses + 1).await;
         sleep(LEASE).await;
         server.resume();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless();
+    workload.end(&server).await.assert_guarantees();
     registry_testkit::eventually(TEST_TIMEOUT, async || server.open_transactions().await == "0")
         .await;
 }
@@ -98,15 +100,16 @@ async fn a_killed_server_costs_exclusion_briefly(kind: ServerKind, mode: LockMod
     let workload = Workload::begin_with_mode(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        let losses = workload.wait_for_long_hold().await;
+        workload.wait_until_steady_held().await;
+        let losses = workload.steady_losses();
         let before = workload.now();
         server.kill();
         server.start_again().await;
-        windows.push((before, workload.after(UNNOTIFIED_MAX)));
-        workload.wait_for_loss(losses).await;
-        workload.wait_for_grants().await;
+        windows.push(workload.window(before, UNNOTIFIED_MAX));
+        workload.wait_for_steady_losses(losses + 1).await;
+        workload.wait_for_progress().await;
     }
-    workload.end(&server).await.assert_flawless_but_between(&windows);
+    workload.end(&server).await.assert_guarantees_except_in(&windows);
 }
 
 async fn a_killed_server_of_sessions_costs_exclusion_briefly(kind: ServerKind) {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_testkit::holder::{
-    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
-    run_child_process, serve_with_writer,
+    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
+    serve_with_writer,
 };
 
 use crate::app_connection::AppConnection;
@@ -53,8 +53,7 @@ fn a_holder_process() {
     run_child_process(async |url| {
         let registry = registry_in(&url, LEASE, LockMode::Lease).await;
         let writer = Arc::new(StockTable(url));
-        let options = HolderOptions::new("sql");
-        serve_with_writer(Arc::new(registry), &options, Some(writer)).await;
+        serve_with_writer(Arc::new(registry), writer).await;
     });
 }
 

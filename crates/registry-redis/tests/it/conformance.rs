@@ -5,12 +5,11 @@
 //! that restart or empty the servers get their own set.
 #![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
-mod shared;
-
+use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use registry_conformance::{Harness, Store};
+use registry_conformance::{Harness, SharedServers, Store, assert_conformance_on_shared_servers};
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{
@@ -18,7 +17,6 @@ use registry_testkit::redis::{
 };
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use shared::{ServerSet, run_all_clauses};
 use tokio::sync::Mutex;
 
 #[derive(Debug)]
@@ -72,6 +70,39 @@ registry_conformance::conformance! {
     runs = 224,
     skips = 8,
     without = [fair, remote],
+}
+
+/// A set of servers of one kind.
+#[async_trait]
+trait ServerSet: Debug + Send + Sync + Sized + 'static {
+    async fn begin() -> Self;
+    fn config(&self) -> RedisConfig;
+    async fn restart(&mut self);
+    async fn wipe(&mut self);
+}
+
+#[derive(Debug)]
+struct Shared<S>(S);
+
+#[async_trait]
+impl<S: ServerSet> SharedServers for Shared<S> {
+    async fn client(&self, namespace: &str) -> Arc<dyn LockBackend> {
+        let config = self.0.config().with_namespace(namespace);
+        Arc::new(RedisBackend::open(config).await.unwrap())
+    }
+
+    async fn restart(&mut self) {
+        self.0.restart().await;
+    }
+
+    async fn wipe(&mut self) {
+        self.0.wipe().await;
+    }
+}
+
+fn run_all_clauses<S: ServerSet>(runs: usize, skips: usize) {
+    let start = || async { Shared(S::begin().await) };
+    assert_conformance_on_shared_servers(start, runs, skips);
 }
 
 #[async_trait]

@@ -18,5 +18,4 @@ mod loss_rates;
 mod paused_holder;
 
 mod workload;
-mod outcome;
 mod remote_client;

@@ -39,7 +39,7 @@ impl EtcdCluster {
     pub async fn start_with(members: usize, options: &EtcdOptions) -> io::Result<Self> {
         let prepared = (0..members).map(|n| EtcdServer::prepare(format!("m{n}"), options.clone()));
         let mut cluster = Self { members: prepared.collect::<io::Result<_>>()? };
-        if let Some(delay) = options.peer_delay {
+        if let Some(delay) = options.store.peer_delay {
             for member in &mut cluster.members {
                 member.delay_peers(delay).await?;
             }

@@ -1,20 +1,26 @@
 //! One server process: starts, kills, pauses and queries it.
 
 use std::io;
-use std::net::SocketAddr;
-use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use tempfile::TempDir;
+use nix::sys::signal::Signal;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
 use super::options::EtcdOptions;
-use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
+use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server, wait_until_ready};
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, ProxyMode};
+
+const PROGRAM: ServerProgram = ServerProgram {
+    name: "etcd",
+    package: "etcd-server",
+    account: None,
+    stop: Signal::SIGTERM,
+    reap: None,
+};
 
 /// The maximum time for a server to report its health.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
@@ -23,18 +29,17 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 /// its data when it is killed and started again.
 #[derive(Debug)]
 pub struct EtcdServer {
+    /// The first field, because the process must end before the ports are dropped.
+    server: ManagedServer,
     name: String,
-    port: Port,
     peer_port: Port,
     /// Delays the traffic from the other members to this one.
     peer_proxy: Option<FaultProxy>,
     /// Serves `/health` and `/metrics` without authentication.
     health_port: Port,
-    folder: TempDir,
     options: EtcdOptions,
     /// All members of its cluster, in the format of `--initial-cluster`.
     members: String,
-    running: Option<ManagedProcess>,
 }
 
 impl EtcdServer {
@@ -67,15 +72,13 @@ impl EtcdServer {
     /// Creates a server that is down and whose cluster is not set yet.
     pub(super) fn prepare(name: String, options: EtcdOptions) -> io::Result<Self> {
         Ok(Self {
+            server: ManagedServer::new(&PROGRAM)?,
             name,
-            port: Port::reserve()?,
             peer_port: Port::reserve()?,
             peer_proxy: None,
             health_port: Port::reserve()?,
-            folder: tempfile::tempdir()?,
             options,
             members: String::new(),
-            running: None,
         })
     }
 
@@ -125,11 +128,11 @@ impl EtcdServer {
     /// # Cancel safety
     /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
-        self.kill();
         let (own, peer) = (self.url(), format!("http://{}", self.peer_port));
-        let mut command = Command::new(&self.options.program);
+        let mut command = self.command(&self.options.program);
+        self.options.set_environment(&mut command);
         command.args(["--name", &self.name, "--logger", "zap", "--log-level", "warn"]);
-        command.arg("--data-dir").arg(self.folder.path().join("data"));
+        command.arg("--data-dir").arg(self.file("data"));
         command.args(["--listen-client-urls", &own, "--advertise-client-urls", &own]);
         command.args(["--listen-peer-urls", &peer]);
         command.args(["--initial-advertise-peer-urls", &self.peer_url()]);
@@ -141,7 +144,8 @@ impl EtcdServer {
             command.arg("--trusted-ca-file").arg(tls.ca_file()).arg("--client-cert-auth");
         }
         command.args(&self.options.args);
-        self.running.insert(ManagedProcess::launch(&command)?).wait_until_started().await
+        self.launch(&command)?;
+        self.wait_until_started().await
     }
 
     /// Waits until the server serves. A member of a cluster serves only while there is a majority.
@@ -152,20 +156,7 @@ impl EtcdServer {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
-        let deadline = Instant::now() + START_LIMIT;
-        while Instant::now() < deadline && self.is_up() {
-            if self.is_healthy().await {
-                return Ok(());
-            }
-            sleep(Duration::from_millis(10)).await;
-        }
-        if let Some(running) = &mut self.running {
-            running.wait_for_remaining_output().await;
-        }
-        Err(io::Error::other(format!(
-            "etcd does not serve; is it installed (apt-get install etcd-server)? Its output:\n{}",
-            self.output_text()
-        )))
+        wait_until_ready(self, Self::is_healthy).await
     }
 
     /// Returns whether the server reports that it is healthy.
@@ -203,7 +194,7 @@ impl EtcdServer {
     /// Enables authentication if the options have a login. Call it on a single server, or one
     /// member of a cluster, without users.
     pub(super) async fn enable_auth(&self) -> io::Result<()> {
-        let Some((user, password)) = &self.options.login else { return Ok(()) };
+        let Some((user, password)) = &self.options.store.login else { return Ok(()) };
         let user_and_password = format!("{user}:{password}");
         let all: [&[&str]; 8] = [
             &["user", "add", "root:root"],
@@ -229,7 +220,7 @@ impl EtcdServer {
     /// # Cancel safety
     /// The server may have executed the command.
     pub async fn ctl(&self, args: &[&str]) -> io::Result<String> {
-        let root = self.options.login.as_ref().map(|_| "root:root");
+        let root = self.options.store.login.as_ref().map(|_| "root:root");
         self.ctl_as(root, args).await
     }
 
@@ -245,7 +236,7 @@ impl EtcdServer {
     /// Returns an `etcdctl` command with the server's address and certificates.
     #[must_use]
     pub fn ctl_command(&self) -> Command {
-        let mut command = Command::new(&self.options.ctl);
+        let mut command = Command::new(&self.options.store.ctl);
         command.env("ETCDCTL_API", "3").args(["--endpoints", &self.url()]);
         if let Some(tls) = &self.options.tls {
             command.arg("--cacert").arg(tls.ca_file());
@@ -255,71 +246,12 @@ impl EtcdServer {
         command
     }
 
-    /// Returns the server's output since it started.
-    #[must_use]
-    pub fn output_text(&self) -> String {
-        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
-    }
-
-    /// Kills the server, as a crash would. The process has ended when this returns.
-    pub fn kill(&mut self) {
-        if let Some(running) = self.running.take() {
-            running.kill();
-        }
-    }
-
-    /// Returns whether the server runs, paused or not.
-    #[must_use]
-    pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(ManagedProcess::is_up)
-    }
-
-    /// Returns whether the server is paused.
-    #[must_use]
-    pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(ManagedProcess::is_paused)
-    }
-
-    /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
-    /// returns.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, or an error if the server is down.
-    pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.pause()
-    }
-
-    /// Resumes a paused server.
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
-    pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.resume()
-    }
-
-    /// Returns the server's address for clients.
-    #[must_use]
-    pub fn addr(&self) -> SocketAddr {
-        self.port.addr()
-    }
-
     /// Returns the server's URL in the form that etcd's own programs expect.
     #[must_use]
     pub fn url(&self) -> String {
         let scheme = if self.options.tls.is_some() { "https" } else { "http" };
-        format!("{scheme}://{}", self.port)
-    }
-
-    /// Returns the folder of the server's files.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
+        format!("{scheme}://{}", self.addr())
     }
 }
 
-impl Drop for EtcdServer {
-    fn drop(&mut self) {
-        // The process must end before the folder and the ports are dropped.
-        self.kill();
-    }
-}
+impl_managed_server!(EtcdServer);

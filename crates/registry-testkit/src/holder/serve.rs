@@ -19,37 +19,31 @@ use tokio::time::{Instant, sleep};
 use crate::history::{Recorder, host_clock};
 use crate::recording_client::{RecordedGuard, RecordingClient};
 
-use super::protocol::{HolderCommand, HolderOptions, HolderReport, millis};
+use super::protocol::{HolderCommand, HolderReport, millis};
 
 /// The maximum time for the registry to release all locks when it closes.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Executes the commands from standard input and reports on standard output. Returns after the
-/// command `quit` or the end of the input.
-///
-/// Locks come from `registry`. Of `options`, only `history` is used; the others configure the
-/// registry.
+/// Executes the commands from standard input and reports on standard output, with each step of each
+/// lock. Returns after the command `quit` or the end of the input.
 ///
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.
-pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
-    serve_with_writer(registry, options, None).await;
+pub async fn serve(registry: Arc<dyn LockRegistry>) {
+    execute_commands(registry, None).await;
 }
 
 /// Executes the commands as [`serve`] does, and `write` commands with `writer`.
 ///
 /// # Cancel safety
 /// Dropping the future drops all guards and stops reading the input.
-pub async fn serve_with_writer(
-    registry: Arc<dyn LockRegistry>,
-    options: &HolderOptions,
-    writer: Option<Arc<dyn FencedWriter>>,
-) {
-    let history = options.history;
-    let recorder = Recorder::forwarding(host_clock(), process::id(), move |event| {
-        if history {
-            write_report(&HolderReport::HistoryEvent(event.clone()));
-        }
+pub async fn serve_with_writer(registry: Arc<dyn LockRegistry>, writer: Arc<dyn FencedWriter>) {
+    execute_commands(registry, Some(writer)).await;
+}
+
+async fn execute_commands(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dyn FencedWriter>>) {
+    let recorder = Recorder::forwarding(host_clock(), process::id(), |event| {
+        write_report(&HolderReport::HistoryEvent(event.clone()));
     });
     let recording_client = RecordingClient::new(&recorder, process::id());
     let mut input = read_commands();

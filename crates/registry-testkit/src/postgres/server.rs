@@ -1,32 +1,32 @@
 //! One server process: starts, kills, pauses, queries and replicates it.
 
-use std::fs::Permissions;
 use std::net::SocketAddr;
-use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 use std::{fs, io};
 
 use nix::sys::signal::Signal;
-use tempfile::TempDir;
 
 use super::options::PostgresOptions;
 use crate::data_cache;
-use crate::managed_process::{ManagedProcess, down_error};
-use crate::ports::Port;
+use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server};
 use crate::run_command;
-use crate::server_user::ServerUser;
+
+const PROGRAM: ServerProgram = ServerProgram {
+    name: "PostgreSQL",
+    package: "postgresql",
+    account: Some("postgres"),
+    stop: Signal::SIGINT,
+    reap: Some(Signal::SIGQUIT),
+};
 
 /// A server with all its processes. Dropping this handle kills it. Committed data is on disk, so
 /// the server keeps its data when it is killed and started again. It has one user and one database,
 /// both named `postgres`.
 #[derive(Debug)]
 pub struct PostgresServer {
-    port: Port,
-    folder: TempDir,
+    server: ManagedServer,
     options: PostgresOptions,
-    server_user: ServerUser,
-    running: Option<ManagedProcess>,
 }
 
 impl PostgresServer {
@@ -57,10 +57,7 @@ impl PostgresServer {
 
     /// Creates a server without a data folder.
     fn empty(options: PostgresOptions) -> io::Result<Self> {
-        let server_user = ServerUser::for_root("postgres")?;
-        let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
-        server_user.chown(folder.path())?;
-        let server = Self { port, folder, options, server_user, running: None };
+        let server = Self { server: ManagedServer::new(&PROGRAM)?, options };
         if let Some(tls) = &server.options.tls {
             server.install_file(&tls.server_cert_file(), "server.pem")?;
             server.install_file(&tls.server_key_file(), "server.key")?;
@@ -68,16 +65,8 @@ impl PostgresServer {
         Ok(server)
     }
 
-    /// Copies a file into the server's folder, readable only by the server's account.
-    fn install_file(&self, file: &Path, name: &str) -> io::Result<()> {
-        let copy = self.file(name);
-        fs::copy(file, &copy)?;
-        fs::set_permissions(&copy, Permissions::from_mode(0o600))?;
-        self.server_user.chown(&copy)
-    }
-
     async fn create_data(&self) -> io::Result<()> {
-        if self.options.password.is_some() {
+        if self.options.store.password.is_some() {
             self.initialise().await?;
         } else {
             data_cache::fill(&self.data(), self.options.program.as_os_str(), self.initialise())
@@ -91,13 +80,14 @@ impl PostgresServer {
         let mut initdb = self.client_program("initdb");
         initdb.args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]);
         initdb.arg("-D").arg(self.data());
-        if let Some(password) = &self.options.password {
-            let file = self.file("password");
-            fs::write(&file, password)?;
-            self.server_user.chown(&file)?;
-            initdb.arg("--pwfile").arg(file);
+        if let Some(password) = &self.options.store.password {
+            self.write_file("password", password)?;
+            initdb.arg("--pwfile").arg(self.file("password"));
         }
-        run_command::run(initdb, "").await.map(drop).map_err(not_installed)
+        run_command::run(initdb, "")
+            .await
+            .map(drop)
+            .map_err(|error| self.not_started(&error.to_string()))
     }
 
     /// Kills the server if it runs, and starts it on the same port with its previous data.
@@ -108,12 +98,11 @@ impl PostgresServer {
     /// # Cancel safety
     /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
-        self.kill();
-        let mut command = self.server_user.command(&self.options.program);
+        let mut command = self.command(&self.options.program);
         command.env("LC_ALL", "C");
-        command.envs(self.options.environment.iter().map(|(name, value)| (name, value)));
-        command.arg("-D").arg(self.data()).arg("-p").arg(self.port.number().to_string());
-        let folder = self.folder.path().display();
+        self.options.set_environment(&mut command);
+        command.arg("-D").arg(self.data()).arg("-p").arg(self.port().number().to_string());
+        let folder = self.folder().display();
         let mut settings = vec![
             "listen_addresses=127.0.0.1".to_owned(),
             format!("unix_socket_directories={folder}"),
@@ -124,57 +113,12 @@ impl PostgresServer {
             settings.push(format!("ssl_cert_file={folder}/server.pem"));
             settings.push(format!("ssl_key_file={folder}/server.key"));
         }
-        for setting in settings.iter().chain(&self.options.settings) {
+        for setting in settings.iter().chain(&self.options.args) {
             command.args(["-c", setting]);
         }
-        let running = self.running.insert(ManagedProcess::launch(&command)?);
-        running.wait_until_started().await?;
+        self.launch(&command)?;
         // Omits the end of the message: a standby is ready to accept read-only connections.
-        let ready = |line: &str| line.contains("database system is ready to accept");
-        if running.expect(ready).await.is_err() {
-            return Err(not_installed(io::Error::other(self.output_text())));
-        }
-        Ok(())
-    }
-
-    /// Shuts the server down in fast mode: it aborts running transactions and leaves consistent
-    /// data.
-    ///
-    /// # Errors
-    /// Returns an error if the server is down, or if it is paused and so does not end in time.
-    ///
-    /// # Cancel safety
-    /// The server may still be shutting down.
-    pub async fn stop(&mut self) -> io::Result<()> {
-        self.running()?.stop(Signal::SIGINT).await?;
-        self.running = None;
-        Ok(())
-    }
-
-    /// Kills the server with all its processes, as a machine crash would. They have ended when this
-    /// returns.
-    pub fn kill(&mut self) {
-        if let Some(running) = self.running.take() {
-            running.kill();
-        }
-    }
-
-    /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). They execute
-    /// nothing after this returns.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, or an error if the server is down.
-    pub fn pause(&self) -> io::Result<()> {
-        self.running()?.pause()
-    }
-
-    /// Resumes all paused processes, including those paused by
-    /// [`pause_backend`](Self::pause_backend).
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
-    pub fn resume(&self) -> io::Result<()> {
-        self.running()?.resume()
+        self.wait_until_printed("database system is ready to accept").await
     }
 
     /// Stops one process of the server (SIGSTOP), such as the backend of a connection
@@ -249,38 +193,14 @@ impl PostgresServer {
         run_command::run(psql, statements).await
     }
 
-    /// Returns the server's output since it started.
-    #[must_use]
-    pub fn output_text(&self) -> String {
-        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
-    }
-
-    /// Returns whether the server runs, paused or not.
-    #[must_use]
-    pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(ManagedProcess::is_up)
-    }
-
-    /// Returns the address of the server.
-    #[must_use]
-    pub fn addr(&self) -> SocketAddr {
-        self.port.addr()
-    }
-
     /// Returns the server's URL, with the password if there is one.
     #[must_use]
     pub fn url(&self) -> String {
         url(self.password(), self.addr())
     }
 
-    /// Returns the folder of the server's files.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
     pub(crate) fn password(&self) -> Option<&str> {
-        self.options.password.as_deref()
+        self.options.store.password.as_deref()
     }
 
     pub(crate) fn is_encrypted(&self) -> bool {
@@ -289,48 +209,26 @@ impl PostgresServer {
 
     /// Adds the arguments that connect a client program to the server's Unix socket.
     fn add_connection_args(&self, client: &mut Command) {
-        client.arg("-h").arg(self.folder.path()).arg("-p").arg(self.port.number().to_string());
+        client.arg("-h").arg(self.folder()).arg("-p").arg(self.port().number().to_string());
         client.args(["-U", "postgres"]).env("LC_ALL", "C");
     }
 
     /// Creates a command for a program of the same installation, under the server's account.
     fn client_program(&self, name: &str) -> Command {
-        let mut command = self.server_user.command(self.options.program.with_file_name(name));
-        // The account may have no access to the working directory of the test.
-        command.env("LC_ALL", "C").current_dir(self.folder.path());
+        let mut command = self.command(self.options.program.with_file_name(name));
+        command.env("LC_ALL", "C");
         command
-    }
-
-    fn running(&self) -> io::Result<&ManagedProcess> {
-        self.running.as_ref().ok_or_else(down_error)
     }
 
     fn data(&self) -> PathBuf {
         self.file("data")
     }
-
-    fn file(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
-    }
 }
 
-impl Drop for PostgresServer {
-    fn drop(&mut self) {
-        // The process must end before the folder and the port are dropped.
-        if let Some(running) = self.running.take() {
-            running.kill_and_reap(Signal::SIGQUIT);
-        }
-    }
-}
+impl_managed_server!(PostgresServer);
 
 /// Returns the URL of a server with the user and the database `postgres`.
 pub(crate) fn url(password: Option<&str>, addr: SocketAddr) -> String {
     let password = password.map(|password| format!(":{password}")).unwrap_or_default();
     format!("postgres://postgres{password}@{addr}/postgres")
-}
-
-fn not_installed(error: io::Error) -> io::Error {
-    io::Error::other(format!(
-        "PostgreSQL does not start; is it installed (apt-get install postgresql)? Its output:\n{error}"
-    ))
 }

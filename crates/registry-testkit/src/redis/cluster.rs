@@ -540,7 +540,7 @@ impl ClusterNode {
         .iter()
         .map(|&arg| arg.to_owned())
         .collect();
-        if let Some((user, password)) = &options.login {
+        if let Some((user, password)) = &options.store.login {
             let login = ["--masteruser", user, "--masterauth", password];
             args.extend(login.map(ToOwned::to_owned));
         }

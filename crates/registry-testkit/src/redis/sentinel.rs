@@ -64,11 +64,11 @@ impl SentinelOptions {
             format!("sentinel failover-timeout {NAME} 3000"),
             format!("sentinel parallel-syncs {NAME} 1"),
         ];
-        if let Some((user, password)) = &self.servers.login {
+        if let Some((user, password)) = &self.servers.store.login {
             lines.push(format!("sentinel auth-user {NAME} {user}"));
             lines.push(format!("sentinel auth-pass {NAME} {password}"));
         }
-        if let Some((user, password)) = &self.sentinels.login {
+        if let Some((user, password)) = &self.sentinels.store.login {
             if user != "default" {
                 lines.push(format!("sentinel sentinel-user {user}"));
             }
@@ -78,7 +78,7 @@ impl SentinelOptions {
         let mut options = self.sentinels.clone();
         options.program.clone_from(&self.servers.program);
         options.tls.clone_from(&self.servers.tls);
-        options.sentinel = Some(lines.join("\n"));
+        options.store.sentinel = Some(lines.join("\n"));
         options
     }
 
@@ -88,7 +88,7 @@ impl SentinelOptions {
         // By default, a master waits five seconds for further replicas before it synchronizes the
         // first one. Until then, a failover would find no replica.
         let mut args = vec!["--repl-diskless-sync-delay".to_owned(), "0".to_owned()];
-        if let Some((user, password)) = &options.login {
+        if let Some((user, password)) = &options.store.login {
             let login = ["--masteruser", user, "--masterauth", password];
             args.extend(login.map(ToOwned::to_owned));
         }
@@ -346,7 +346,7 @@ impl SentinelSetup {
     /// Returns the error of the operating system.
     pub fn resume_replicas(&self, old: SocketAddr) -> io::Result<()> {
         let others = self.servers.iter().filter(|server| server.addr() != old);
-        others.filter(|server| server.is_paused()).try_for_each(RedisServer::resume)
+        others.filter(|server| server.is_paused()).try_for_each(|server| server.resume())
     }
 
     /// Waits until all responding sentinels name the same master other than `old`, and that server

@@ -5,9 +5,8 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::Command;
 
-use crate::clock::ClockShim;
 use crate::programs;
-use crate::tls::TlsFolder;
+use crate::server_options::{ServerOptions, StoreOptions};
 
 /// The environment variable that names another class path than that of Debian's packages, such as
 /// that of a newer ZooKeeper. Ignored by servers whose options set a class path.
@@ -39,40 +38,32 @@ preAllocSize=1024
 /// The options of a [`ZooKeeperServer`](super::ZooKeeperServer). By default, the class path is that
 /// in [`CLASSES_VARIABLE`], or else that of Debian's packages. Sessions may be as short as half a
 /// second. The server removes empty containers every second.
+pub type ZooKeeperOptions = ServerOptions<ZooKeeper>;
+
+/// The options that only ZooKeeper has.
 #[derive(Debug, Clone)]
-pub struct ZooKeeperOptions {
-    java: PathBuf,
+pub struct ZooKeeper {
     classes: OsString,
-    settings: Vec<String>,
-    environment: Vec<(String, OsString)>,
-    pub(super) tls: Option<TlsFolder>,
 }
 
-impl Default for ZooKeeperOptions {
+impl Default for ZooKeeper {
     fn default() -> Self {
-        Self {
-            java: programs::server(JAVA_VARIABLE, "java"),
-            classes: env::var_os(CLASSES_VARIABLE).unwrap_or_else(|| CLASSES.into()),
-            settings: Vec::new(),
-            environment: Vec::new(),
-            tls: None,
-        }
+        Self { classes: env::var_os(CLASSES_VARIABLE).unwrap_or_else(|| CLASSES.into()) }
+    }
+}
+
+impl StoreOptions for ZooKeeper {
+    fn program() -> PathBuf {
+        programs::server(JAVA_VARIABLE, "java")
     }
 }
 
 impl ZooKeeperOptions {
-    /// Creates the default options.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
     /// Adds configuration lines, such as `["maxSessionTimeout=4000"]`. A later line overrides an
     /// earlier one. A system property `zookeeper.NAME` can be set as `NAME`.
     #[must_use]
-    pub fn settings(mut self, settings: &[&str]) -> Self {
-        self.settings.extend(settings.iter().map(|&setting| setting.to_owned()));
-        self
+    pub fn settings(self, settings: &[&str]) -> Self {
+        self.args(settings)
     }
 
     /// Disables fsync. A killed server still keeps its data, which is in the kernel's page cache.
@@ -84,47 +75,20 @@ impl ZooKeeperOptions {
     /// Sets another class path, in the format of `java -cp`.
     #[must_use]
     pub fn classes(mut self, classes: impl Into<OsString>) -> Self {
-        self.classes = classes.into();
+        self.store.classes = classes.into();
         self
-    }
-
-    /// Sets an environment variable of the server.
-    #[must_use]
-    pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
-        self.environment.push((name.to_owned(), value.into()));
-        self
-    }
-
-    /// Accepts TLS connections from clients on a separate port, with the server's certificate from
-    /// `folder`. Clients need a certificate of the same authority only with the setting
-    /// `["ssl.clientAuth=need"]`.
-    ///
-    /// The testkit's own queries use the unencrypted port.
-    #[must_use]
-    pub fn tls(mut self, folder: &TlsFolder) -> Self {
-        self.tls = Some(folder.clone());
-        self
-    }
-
-    /// Makes the server use these clocks, which must outlive it.
-    #[must_use]
-    pub fn clock(self, clock: &ClockShim) -> Self {
-        clock
-            .environment()
-            .into_iter()
-            .fold(self, |options, (name, value)| options.env(name, value))
     }
 
     /// Returns the configuration lines common to all servers with these options.
     pub(super) fn lines(&self) -> String {
-        let own = self.settings.iter().flat_map(|setting| [setting, "\n"]);
+        let own = self.args.iter().flat_map(|setting| [setting, "\n"]);
         SETTINGS.trim_start().chars().chain(own.flat_map(str::chars)).collect()
     }
 
     /// Returns the `java` command with the class path. The caller adds the program to run.
     pub(super) fn java(&self) -> Command {
-        let mut java = Command::new(&self.java);
-        java.envs(self.environment.iter().map(|(name, value)| (name, value)));
+        let mut java = Command::new(&self.program);
+        self.set_environment(&mut java);
         // Small, because many servers run concurrently. They end before the optimizing compiler
         // would pay off.
         java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1"]);
@@ -132,7 +96,7 @@ impl ZooKeeperOptions {
             "-Dzookeeper.extendedTypesEnabled=true",
             "-Dznode.container.checkIntervalMs=1000",
         ]);
-        java.arg("-cp").arg(&self.classes);
+        java.arg("-cp").arg(&self.store.classes);
         java
     }
 }

@@ -1,17 +1,24 @@
 //! One server process: starts, kills, pauses and queries it.
 
 use std::net::SocketAddr;
-use std::path::Path;
 use std::time::Duration;
 use std::{fs, io};
 
-use tempfile::TempDir;
-use tokio::time::{Instant, sleep, timeout};
+use nix::sys::signal::Signal;
+use tokio::time::timeout;
 
 use super::options::ZooKeeperOptions;
 use super::session::{self, ClientStats};
-use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
+use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server, wait_until_ready};
 use crate::ports::Port;
+
+const PROGRAM: ServerProgram = ServerProgram {
+    name: "ZooKeeper",
+    package: "zookeeper",
+    account: None,
+    stop: Signal::SIGTERM,
+    reap: None,
+};
 
 /// The maximum time for a reply to the `srvr` query.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -55,13 +62,12 @@ public class Edit {
 /// its data when it is killed and started again.
 #[derive(Debug)]
 pub struct ZooKeeperServer {
-    /// For unencrypted clients, and for the testkit's queries.
-    port: Port,
+    /// Its port is for unencrypted clients, and for the testkit's queries. The first field, because
+    /// the process must end before the ports are dropped.
+    server: ManagedServer,
     /// For TLS clients.
     secure_port: Option<Port>,
-    folder: TempDir,
     options: ZooKeeperOptions,
-    running: Option<ManagedProcess>,
 }
 
 impl ZooKeeperServer {
@@ -94,9 +100,9 @@ impl ZooKeeperServer {
     /// Creates a server that is down and has no configuration.
     pub(super) fn prepare(options: ZooKeeperOptions, port: Port) -> io::Result<Self> {
         let secure_port = options.tls.as_ref().map(|_| Port::reserve()).transpose()?;
-        let folder = tempfile::tempdir()?;
-        fs::create_dir(folder.path().join("data"))?;
-        Ok(Self { port, secure_port, folder, options, running: None })
+        let server = Self { server: ManagedServer::on_port(port, &PROGRAM)?, secure_port, options };
+        fs::create_dir(server.data())?;
+        Ok(server)
     }
 
     /// Writes the server's configuration file. `others` contains the lines for the members of an
@@ -104,12 +110,11 @@ impl ZooKeeperServer {
     pub(super) fn configure(&self, others: &str) -> io::Result<()> {
         let mut lines = self.options.lines();
         lines.push_str(others);
-        let folder = self.folder.path();
-        lines.push_str(&format!("clientPort={}\n", self.port.number()));
-        lines.push_str(&format!("dataDir={}\n", folder.join("data").display()));
+        lines.push_str(&format!("clientPort={}\n", self.server.port().number()));
+        lines.push_str(&format!("dataDir={}\n", self.data().display()));
         if let (Some(tls), Some(port)) = (&self.options.tls, &self.secure_port) {
             // The server reads its key and certificate from one file.
-            let both = folder.join("server.pem");
+            let both = self.file("server.pem");
             let [key, cert] = [tls.server_key_file(), tls.server_cert_file()].map(fs::read);
             fs::write(&both, [key?, cert?].concat())?;
             let tls_lines = [
@@ -123,7 +128,7 @@ impl ZooKeeperServer {
             let auth = "ssl.clientAuth=none\n";
             lines = format!("{auth}{lines}{}\n", tls_lines.join("\n"));
         }
-        fs::write(folder.join("server.cfg"), lines)
+        fs::write(self.file("server.cfg"), lines)
     }
 
     /// Kills the server if it runs, starts it on the same port with its previous data, and waits
@@ -147,11 +152,11 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
-        self.kill();
         let mut command = self.options.java();
         command.arg("org.apache.zookeeper.server.quorum.QuorumPeerMain");
-        command.arg(self.folder.path().join("server.cfg"));
-        self.running.insert(ManagedProcess::launch(&command)?).wait_until_started().await
+        command.arg(self.file("server.cfg"));
+        self.launch(&command)?;
+        self.wait_until_started().await
     }
 
     /// Waits until the server serves. A member of an ensemble serves only while there is a
@@ -163,20 +168,10 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// Dropping the future at any time has no effect.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
-        let deadline = Instant::now() + START_LIMIT;
-        while Instant::now() < deadline && self.is_up() {
-            if self.mode().await.is_ok_and(|mode| mode.is_some()) && self.is_open().await {
-                return Ok(());
-            }
-            sleep(Duration::from_millis(10)).await;
-        }
-        if let Some(running) = &mut self.running {
-            running.wait_for_remaining_output().await;
-        }
-        Err(io::Error::other(format!(
-            "ZooKeeper does not serve; is it installed (apt-get install zookeeper)? Its output:\n{}",
-            self.output_text()
-        )))
+        wait_until_ready(self, async |server| {
+            server.mode().await.is_ok_and(|mode| mode.is_some()) && server.is_open().await
+        })
+        .await
     }
 
     /// Returns whether clients can connect. The TLS port opens later than the port of the testkit's
@@ -208,7 +203,7 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// May be dropped at any time. The server then has to close the connection.
     pub async fn send_command(&self, word: &str) -> io::Result<String> {
-        session::send_command(self.port.addr(), word).await
+        session::send_command(self.server.addr(), word).await
     }
 
     /// Returns the metric `name` of `mntr`, such as `zk_watch_count`.
@@ -258,7 +253,7 @@ impl ZooKeeperServer {
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
-        session::end(self.port.addr(), session).await
+        session::end(self.server.addr(), session).await
     }
 
     /// Sets the number of children ever created under the node at `path`, as after a long lifetime.
@@ -288,24 +283,11 @@ impl ZooKeeperServer {
     }
 
     async fn edit(&self, what: [&str; 3]) -> io::Result<()> {
-        let program = self.folder.path().join("Edit.java");
+        let program = self.file("Edit.java");
         fs::write(&program, EDIT)?;
         let mut java = self.options.java();
         java.arg(program).arg(self.data()).args(what);
         crate::run_command::run(java, "").await.map(drop)
-    }
-
-    /// Returns the server's output since it started.
-    #[must_use]
-    pub fn output_text(&self) -> String {
-        self.running.as_ref().map(ManagedProcess::output_text).unwrap_or_default()
-    }
-
-    /// Kills the server, as a crash would. The process has ended when this returns.
-    pub fn kill(&mut self) {
-        if let Some(running) = self.running.take() {
-            running.kill();
-        }
     }
 
     /// Removes all data of the server. Call it only while the server is down. A member of an
@@ -317,39 +299,10 @@ impl ZooKeeperServer {
         fs::remove_dir_all(self.data().join("version-2"))
     }
 
-    /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
-    /// returns.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, or an error if the server is down.
-    pub fn pause(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.pause()
-    }
-
-    /// Resumes a paused server.
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
-    pub fn resume(&self) -> io::Result<()> {
-        self.running.as_ref().ok_or_else(down_error)?.resume()
-    }
-
-    /// Returns whether the server runs, paused or not.
-    #[must_use]
-    pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(ManagedProcess::is_up)
-    }
-
-    /// Returns whether the server is paused.
-    #[must_use]
-    pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(ManagedProcess::is_paused)
-    }
-
     /// Returns the server's address for clients. This is the TLS port if the options enable TLS.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
-        self.secure_port.as_ref().unwrap_or(&self.port).addr()
+        self.secure_port.as_ref().unwrap_or_else(|| self.server.port()).addr()
     }
 
     /// Returns `zk://HOST:PORT`.
@@ -358,20 +311,9 @@ impl ZooKeeperServer {
         format!("zk://{}", self.addr())
     }
 
-    /// Returns the folder of the server's files.
-    #[must_use]
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
-
     pub(super) fn data(&self) -> std::path::PathBuf {
-        self.folder.path().join("data")
+        self.file("data")
     }
 }
 
-impl Drop for ZooKeeperServer {
-    fn drop(&mut self) {
-        // The process must end before the folder and the ports are dropped.
-        self.kill();
-    }
-}
+impl_managed_server!(ZooKeeperServer);

@@ -4,12 +4,17 @@
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 use std::io::ErrorKind;
+use std::sync::Arc;
 use std::time::Duration;
 
+use registry_core::Registry;
+use registry_jdbc::{SqliteBackend, SqliteConfig};
 use registry_testkit::check::{SearchResult, check, search};
 use registry_testkit::eventually;
 use registry_testkit::history::History;
-use registry_testkit::holder::{HolderCommand, HolderOptions, HolderReport, LockHolder, program};
+use registry_testkit::holder::{
+    HolderCommand, HolderReport, LockHolder, run_child_process, serve, write_report,
+};
 use tempfile::TempDir;
 
 /// Sufficient for the slowest machine. It costs time only when a test fails.
@@ -18,20 +23,41 @@ const LEASE: Duration = Duration::from_secs(2);
 /// A key may be any text.
 const KEY: &str = "orders/42 \"quoted\"\n🔒";
 
-fn folder() -> (TempDir, HolderOptions) {
-    let folder = tempfile::tempdir().unwrap();
-    let store = format!("sqlite:{}", folder.path().join("locks.db").display());
-    (folder, HolderOptions::new(store).lease(LEASE))
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn a_holder_process() {
+    run_child_process(async |target| {
+        let (lease_ms, file) = target.split_once(' ').unwrap();
+        let backend = match SqliteBackend::open(SqliteConfig::new(file)).await {
+            Ok(backend) => Arc::new(backend),
+            Err(error) => {
+                return write_report(&HolderReport::failed(None, "open its store", &error));
+            }
+        };
+        let lease = Duration::from_millis(lease_ms.parse().unwrap());
+        serve(Arc::new(Registry::builder(backend).lease(lease).build().unwrap())).await;
+    });
 }
 
-async fn start(options: &HolderOptions) -> LockHolder {
-    LockHolder::spawn(options).await.unwrap()
+/// Returns the target of the holder processes: a lease, and a file in this folder.
+fn folder() -> (TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let target = target(LEASE, &folder);
+    (folder, target)
+}
+
+fn target(lease: Duration, folder: &TempDir) -> String {
+    format!("{} {}", lease.as_millis(), folder.path().join("locks.db").display())
+}
+
+async fn start(target: &str) -> LockHolder {
+    LockHolder::spawn_test("holder::a_holder_process", target).await.unwrap()
 }
 
 #[tokio::test]
 async fn two_processes_exclude_each_other() {
-    let (_folder, options) = folder();
-    let (mut one, mut two) = (start(&options).await, start(&options).await);
+    let (_folder, target) = folder();
+    let (mut one, mut two) = (start(&target).await, start(&target).await);
     let held = one.lock(KEY, LIMIT).await.unwrap();
     assert!(held.valid_for <= LEASE && held.valid_for > Duration::ZERO);
     assert_eq!(one.status(KEY, LIMIT).await.unwrap().unwrap().token, held.token);
@@ -48,8 +74,8 @@ async fn two_processes_exclude_each_other() {
 
 #[tokio::test]
 async fn a_killed_holder_frees_its_lock_at_the_end_of_its_lease() {
-    let (_folder, options) = folder();
-    let (mut one, mut two) = (start(&options).await, start(&options).await);
+    let (_folder, target) = folder();
+    let (mut one, mut two) = (start(&target).await, start(&target).await);
     let held = one.lock(KEY, LIMIT).await.unwrap();
     two.send_command(&HolderCommand::lock(KEY)).unwrap();
     one.process().kill().unwrap();
@@ -60,8 +86,8 @@ async fn a_killed_holder_frees_its_lock_at_the_end_of_its_lease() {
 
 #[tokio::test]
 async fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss() {
-    let (_folder, options) = folder();
-    let (mut one, mut two) = (start(&options).await, start(&options).await);
+    let (_folder, target) = folder();
+    let (mut one, mut two) = (start(&target).await, start(&target).await);
     one.lock(KEY, LIMIT).await.unwrap();
     one.process().pause().await.unwrap();
     two.lock(KEY, LIMIT).await.unwrap();
@@ -77,8 +103,8 @@ async fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss() {
 
 #[tokio::test]
 async fn waits_can_be_cancelled_and_guards_dropped() {
-    let (_folder, options) = folder();
-    let (mut one, mut two) = (start(&options).await, start(&options).await);
+    let (_folder, target) = folder();
+    let (mut one, mut two) = (start(&target).await, start(&target).await);
     one.lock(KEY, LIMIT).await.unwrap();
     two.send_command(&HolderCommand::lock(KEY)).unwrap();
     two.unlock(KEY, LIMIT).await.unwrap();
@@ -92,9 +118,9 @@ async fn waits_can_be_cancelled_and_guards_dropped() {
 
 #[tokio::test]
 async fn a_holder_ends_with_its_input_and_releases_its_locks() {
-    let (_folder, options) = folder();
-    let (mut one, mut two) =
-        (start(&options.clone().lease(LIMIT * 10)).await, start(&options).await);
+    let (folder, short) = folder();
+    let long = target(LIMIT * 10, &folder);
+    let (mut one, mut two) = (start(&long).await, start(&short).await);
     one.lock(KEY, LIMIT).await.unwrap();
     one.close_input();
     assert!(one.process().wait_exit(LIMIT).await.unwrap().success());
@@ -103,11 +129,10 @@ async fn a_holder_ends_with_its_input_and_releases_its_locks() {
 
 #[tokio::test]
 async fn the_histories_of_several_processes_are_checked_as_one() {
-    let (_folder, options) = folder();
-    let options = options.history();
+    let (_folder, target) = folder();
     let mut holders = Vec::new();
     for _ in 0..3 {
-        let mut holder = start(&options).await;
+        let mut holder = start(&target).await;
         holder
             .send_command(&HolderCommand::Repeat { key: KEY.into(), rounds: 40, hold_ms: 0 })
             .unwrap();
@@ -132,26 +157,9 @@ async fn the_histories_of_several_processes_are_checked_as_one() {
 
 #[tokio::test]
 async fn a_store_that_cannot_be_opened_is_reported_with_its_causes() {
-    for store in ["memory:", "sqlite:/nonexistent/folder/locks.db", "carrier-pigeon:"] {
-        match LockHolder::spawn(&HolderOptions::new(store)).await {
-            Ok(holder) => {
-                assert_eq!(store, "memory:");
-                holder.quit(LIMIT).await.unwrap();
-            }
-            Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::Other);
-                assert!(error.to_string().contains("failed to open its store"), "{error}");
-            }
-        }
-    }
-}
-
-#[test]
-fn the_program_is_built_once_and_found_again() {
-    let first = program().unwrap();
-    assert!(first.is_file());
-    assert_eq!(program().unwrap(), first);
-    // The program is built in the target folder of this test, not in a separate one.
-    let test = std::env::current_exe().unwrap();
-    assert!(test.starts_with(first.parent().unwrap()), "{first:?} is not next to {test:?}");
+    let target = "2000 /nonexistent/folder/locks.db";
+    let spawned = LockHolder::spawn_test("holder::a_holder_process", target).await;
+    let error = spawned.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Other);
+    assert!(error.to_string().contains("failed to open its store"), "{error}");
 }

@@ -1,12 +1,62 @@
 //! Conformance of the ZooKeeper store: one standalone server, and an ensemble of three.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
-mod shared;
+use std::fmt::Debug;
+use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_conformance::{Clause, Need, SharedServers, assert_conformance_on_shared_servers};
+use registry_core::LockBackend;
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
-use registry_zk::{Layout, Naming, ZkConfig};
-use shared::{Servers, assert_conformance};
+use registry_zk::{Layout, Naming, ZkBackend, ZkConfig};
+
+/// So long that no session or lease ends while a clause runs, even on a slow machine.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(1_200);
+/// Long, because the suite has its own time limits.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A deployment of servers: standalone or an ensemble.
+#[async_trait]
+trait Servers: Debug + Send + Sync + Sized + 'static {
+    /// Whether any text is a valid key.
+    const ACCEPTS_ALL_KEYS: bool = true;
+
+    async fn start_servers() -> Self;
+    fn config(&self) -> ZkConfig;
+    async fn restart(&mut self);
+}
+
+#[derive(Debug)]
+struct Shared<S>(S);
+
+#[async_trait]
+impl<S: Servers> SharedServers for Shared<S> {
+    async fn client(&self, namespace: &str) -> Arc<dyn LockBackend> {
+        let config = self.0.config().with_namespace(namespace);
+        let config = config.with_session_timeout(SESSION_TIMEOUT);
+        let config = config.with_connect_timeout(REQUEST_TIMEOUT);
+        let config = config.with_request_timeout(REQUEST_TIMEOUT);
+        Arc::new(ZkBackend::open(config).await.unwrap())
+    }
+
+    fn lacks(&self) -> &[Need] {
+        &[Need::Wipe, Need::Roaming]
+    }
+
+    fn applies(&self, clause: &Clause) -> bool {
+        S::ACCEPTS_ALL_KEYS || clause.theme != "keys" || clause.name.contains("refused")
+    }
+
+    async fn restart(&mut self) {
+        self.0.restart().await;
+    }
+}
+
+fn assert_conformance<S: Servers>(runs: usize, skips: usize) {
+    let start = || async { Shared(S::start_servers().await) };
+    assert_conformance_on_shared_servers(start, runs, skips);
+}
 
 /// `ZkConfig` takes the URL without `zk://`.
 fn config(url: &str) -> ZkConfig {

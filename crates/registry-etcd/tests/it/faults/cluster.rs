@@ -6,7 +6,7 @@ use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::EtcdCluster;
 use tokio::time::sleep;
 
-use super::workload::{LEASE, Workload, WorkloadKeys, millis, secs};
+use super::workload::{LEASE, Workload, millis, secs};
 
 async fn cluster() -> (EtcdCluster, EtcdConfig) {
     let cluster = EtcdCluster::start(3).await.unwrap();
@@ -20,10 +20,7 @@ const LEASE_OVER_ELECTIONS: std::time::Duration = secs(12);
 #[tokio::test]
 async fn the_crash_of_any_member_ends_no_hold() {
     let (mut cluster, config) = cluster().await;
-    let configs = vec![config.clone(); 3];
-    let workload =
-        Workload::start_with(&configs, &config, WorkloadKeys::default(), LEASE_OVER_ELECTIONS)
-            .await;
+    let workload = Workload::start(&config, LEASE_OVER_ELECTIONS).await;
     for _ in 0..2 {
         let leader = cluster.leader().await.unwrap();
         for member in [(leader + 1) % 3, leader] {
@@ -34,15 +31,15 @@ async fn the_crash_of_any_member_ends_no_hold() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(cluster.member(0)).await;
+    let outcome = workload.end(cluster.member(0)).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn a_leader_paused_for_longer_than_a_lease_breaks_no_fenced_write() {
     let (cluster, config) = cluster().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for _ in 0..4 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -54,13 +51,13 @@ async fn a_leader_paused_for_longer_than_a_lease_breaks_no_fenced_write() {
     }
     workload.wait_for_progress().await;
     // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
-    workload.finish(cluster.member(0)).await.assert_safe_despite_lagging_members();
+    workload.end(cluster.member(0)).await.assert_guarantees_despite_late_losses();
 }
 
 #[tokio::test]
 async fn a_leader_paused_for_about_a_lease_breaks_no_fenced_write() {
     let (cluster, config) = cluster().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     // A resumed leader sends outdated responses until it detects that it is no longer the leader.
     for part in [3, 4, 5, 6] {
         workload.wait_for_progress().await;
@@ -71,13 +68,13 @@ async fn a_leader_paused_for_about_a_lease_breaks_no_fenced_write() {
     }
     workload.wait_for_progress().await;
     // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
-    workload.finish(cluster.member(0)).await.assert_safe_despite_lagging_members();
+    workload.end(cluster.member(0)).await.assert_guarantees_despite_late_losses();
 }
 
 #[tokio::test]
 async fn without_a_majority_no_lock_is_granted_until_it_returns() {
     let (mut cluster, config) = cluster().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for round in 1..=2 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -96,8 +93,8 @@ async fn without_a_majority_no_lock_is_granted_until_it_returns() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(cluster.member(0)).await;
+    let outcome = workload.end(cluster.member(0)).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }

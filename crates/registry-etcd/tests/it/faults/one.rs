@@ -1,16 +1,16 @@
 //! Faults of one member, of leases, of connections and of clients.
 
-use registry_core::{LockError, LockOptions, LostReason};
+use registry_core::{LockError, LockRegistry as _, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderCommand;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::recording_client::RecordingClient;
+use registry_testkit::workload::suspend_a_holder;
 use registry_testkit::{cause_of_failed_acquire, eventually, within};
 use tokio::time::{Instant, sleep};
 
 use super::child_process;
-use super::workload::{LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs};
+use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
 
 pub(crate) async fn server() -> (EtcdServer, EtcdConfig) {
     let server = EtcdServer::start().await.unwrap();
@@ -37,8 +37,7 @@ async fn an_error_names_operation_key_and_address() {
 #[tokio::test]
 async fn a_member_paused_for_less_than_a_lease_ends_no_hold() {
     let (server, config) = server().await;
-    let configs = vec![config.clone(); 3];
-    let workload = Workload::start_with(&configs, &config, WorkloadKeys::default(), secs(9)).await;
+    let workload = Workload::start(&config, secs(9)).await;
     for _ in 0..2 {
         workload.wait_for_progress().await;
         server.pause().unwrap();
@@ -46,15 +45,15 @@ async fn a_member_paused_for_less_than_a_lease_ends_no_hold() {
         server.resume().unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(&server).await;
+    let outcome = workload.end(&server).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn a_member_paused_for_longer_than_a_lease_causes_no_second_holder() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for round in 1..=2 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -63,16 +62,16 @@ async fn a_member_paused_for_longer_than_a_lease_causes_no_second_holder() {
         server.resume().unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(&server).await;
+    let outcome = workload.end(&server).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn crashes_of_the_member_break_no_guarantee() {
     let (mut server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for down in [millis(0), LEASE / 2, LEASE * 3 / 2] {
         workload.wait_for_progress().await;
         server.kill();
@@ -80,7 +79,7 @@ async fn crashes_of_the_member_break_no_guarantee() {
         server.start_again().await.unwrap();
     }
     workload.wait_for_progress().await;
-    workload.finish(&server).await.assert_no_violation();
+    workload.end(&server).await.assert_guarantees();
 }
 
 /// Returns the lease of the first entry in the queue of `key`.
@@ -94,7 +93,7 @@ pub(crate) async fn first_lease(server: &EtcdServer, key: &str) -> Option<String
 #[tokio::test]
 async fn a_holder_is_notified_at_once_of_a_revoked_lease() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for round in 1..=10 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -105,10 +104,10 @@ async fn a_holder_is_notified_at_once_of_a_revoked_lease() {
         workload.wait_for_steady_losses(3 * round).await;
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(&server).await;
+    let outcome = workload.end(&server).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 /// Returns all keys of locks: queue entries and tombstones.
@@ -200,7 +199,7 @@ async fn a_lost_lock_leaves_no_keys() {
 #[tokio::test]
 async fn compaction_ends_no_hold_and_no_wait() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for _ in 0..10 {
         workload.wait_for_progress().await;
         let status = server.ctl(&["get", "x", "-w", "json"]).await.unwrap();
@@ -209,9 +208,9 @@ async fn compaction_ends_no_hold_and_no_wait() {
         server.ctl(&["compaction", &revision]).await.unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = workload.finish(&server).await;
+    let outcome = workload.end(&server).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
@@ -219,7 +218,7 @@ async fn lost_truncated_or_late_replies_break_no_guarantee() {
     let (server, config) = server().await;
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
     let configs: Vec<_> = proxies.iter().map(|proxy| config_of(proxy.addr())).collect();
-    let workload = Workload::start_with(&configs, &config, WorkloadKeys::default(), LEASE).await;
+    let workload = Workload::start_with(&configs, &config, LEASE).await;
     let faults = [
         ProxyMode::ResetAfterRequest,
         ProxyMode::CutAfter { reply_bytes: 40 },
@@ -243,7 +242,7 @@ async fn lost_truncated_or_late_replies_break_no_guarantee() {
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
     }
     workload.wait_for_progress().await;
-    workload.finish(&server).await.assert_no_violation();
+    workload.end(&server).await.assert_guarantees();
 }
 
 #[tokio::test]
@@ -287,15 +286,14 @@ async fn an_expired_login_is_renewed() {
     let options = EtcdOptions::new().login("worker", "opensesame").args(&["--auth-token-ttl", "2"]);
     let server = EtcdServer::start_with(options).await.unwrap();
     let config = config_of(server.addr()).with_login("worker", "opensesame");
-    let configs = vec![config.clone(); 3];
-    let workload = Workload::start_with(&configs, &config, WorkloadKeys::default(), secs(9)).await;
+    let workload = Workload::start(&config, secs(9)).await;
     for _ in 0..3 {
         sleep(secs(3)).await;
         workload.wait_for_progress().await;
     }
-    let outcome = workload.finish(&server).await;
+    let outcome = workload.end(&server).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 /// The login expires during an idle time, then a caller waits for a lock.
@@ -321,35 +319,13 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
     let url = format!("etcd://{}", server.addr());
     let configs = vec![config.clone(); 3];
     // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
-    let workload =
-        Workload::start_with(&configs, &config, WorkloadKeys::default(), LEASE * 3).await;
-    let local_client = registry(&config, LEASE).await;
-    let recording_client = RecordingClient::new(workload.recorder(), 7_000);
-    let mut child = child_process::client(&url).await;
-    for _ in 0..2 {
-        let held = child.lock("paused", LONG).await.unwrap();
-        child.process().pause().await.unwrap();
-        let lock = local_client.obtain("paused");
-        let next = recording_client
-            .lock_with(&lock, LockOptions::new().wait(LONG))
-            .await
-            .unwrap()
-            .unwrap();
-        assert!(Some(next.fencing_token()) > held.token);
-        assert!(workload.write_as(7_000, "paused", next.fencing_token()));
-        child.process().resume().unwrap();
-        assert_eq!(child.lost("paused", LONG).await.unwrap(), "expired");
-        assert!(!workload.write_as(7_001, "paused", held.token.unwrap()), "a newer token exists");
-        assert!(child.unlock("paused", LONG).await.is_err(), "it was lost");
-        assert!(next.is_held(), "the successor still holds the lock");
-        next.unlock().await.unwrap();
-    }
-    let events = child.events();
-    child.quit(LONG).await.unwrap();
-    drop((recording_client, local_client));
-    let outcome = workload.finish_with(&server, events).await;
+    let workload = Workload::start_with(&configs, &config, LEASE * 3).await;
+    let successor = registry(&config, LEASE).await;
+    let child = child_process::client(&url).await;
+    let events = suspend_a_holder(&workload, child, successor).await.unwrap();
+    let outcome = workload.end_with(&server, events).await;
     assert_eq!(outcome.steady_losses(), [], "no other client was paused");
-    outcome.assert_no_violation();
+    outcome.assert_guarantees();
 }
 
 /// The gap in etcdctl's recipe: a waiter that was suspended beyond its lease must not hold a lock

@@ -8,8 +8,8 @@ use registry_core::LockGuard;
 use registry_etcd::{EtcdConfig, Fence as _};
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::holder::{
-    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
-    run_child_process, serve_with_writer,
+    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
+    serve_with_writer,
 };
 
 use super::workload::{LEASE, LONG, registry};
@@ -34,8 +34,7 @@ impl FencedWriter for StockKey {
 fn a_holder_process() {
     run_child_process(async |url| {
         let registry = registry(&EtcdConfig::from_url(&url).unwrap(), LEASE).await;
-        let options = HolderOptions::new("etcd");
-        serve_with_writer(Arc::new(registry), &options, Some(Arc::new(StockKey))).await;
+        serve_with_writer(Arc::new(registry), Arc::new(StockKey)).await;
     });
 }
 

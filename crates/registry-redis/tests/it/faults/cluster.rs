@@ -6,10 +6,11 @@ use std::time::Duration;
 use registry_core::{LostReason, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::{RedisCluster, RedisServer, ServerOptions};
+use registry_testkit::workload::WorkloadOptions;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
-use super::workload::{LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs};
+use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
 
 /// Returns the slot of a lock, which depends on its name.
 fn slot_of(key: &str) -> u16 {
@@ -22,15 +23,15 @@ fn key_on(master: u16, kind: &str) -> String {
     keys.find(|key| slot_of(key) / 5_462 == master).unwrap()
 }
 
-/// Returns one key of each kind on each master.
-fn keys() -> WorkloadKeys {
-    let keys = |kind| (0..3).map(|master| key_on(master, kind)).collect();
-    WorkloadKeys { contested: keys("contested"), steady: keys("steady") }
+/// Returns one key of this kind on each master.
+fn keys(kind: &str) -> Vec<String> {
+    (0..3).map(|master| key_on(master, kind)).collect()
 }
 
 async fn start_workload(cluster: &RedisCluster, lease: Duration) -> Workload {
     let config = config(cluster);
-    Workload::start_with(&vec![config.clone(); 3], &config, keys(), lease).await
+    let options = WorkloadOptions::new().keys(keys("contested"), keys("steady"));
+    Workload::start_with(&vec![config.clone(); 3], &config, options, lease).await
 }
 
 fn config(cluster: &RedisCluster) -> RedisConfig {
@@ -51,30 +52,30 @@ async fn a_failover_of_a_healthy_master_loses_no_lock_and_creates_no_second_hold
     let cluster = RedisCluster::start().await.unwrap();
     let workload = start_workload(&cluster, secs(6)).await;
     for slot in [0, 8_000, 16_000] {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         cluster.failover(slot).await.unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&masters(&cluster).await).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_correct();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_keep_growing() {
     let mut cluster = RedisCluster::start().await.unwrap();
     let workload = start_workload(&cluster, LEASE).await;
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let (slot, begin) = (slot_of(&key_on(0, "contested")), workload.now());
     let old = cluster.kill_master_of(slot).await.unwrap();
     cluster.wait_for_new_master_of(slot, old).await.unwrap();
     let failover_at = Instant::now();
-    let end = workload.after(LEASE);
-    workload.wait_for_grants().await;
+    let window = workload.window(begin, LEASE);
+    workload.wait_for_progress().await;
     println!("all keys granted again {:?} after the failover", failover_at.elapsed());
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&masters(&cluster).await).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 /// The slot migrates with its locks and channels while clients hold, await, acquire and release
@@ -85,7 +86,7 @@ async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
     let workload = start_workload(&cluster, secs(6)).await;
     for kind in ["steady", "contested"] {
         for (from, to) in [(0, 8_000), (1, 16_000)] {
-            workload.wait_for_grants().await;
+            workload.wait_for_progress().await;
             let key = key_on(from, kind);
             let to = cluster.master_of(to).await.unwrap();
             let migration = cluster.begin_migration(slot_of(&key), to).await.unwrap();
@@ -100,10 +101,10 @@ async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
             cluster.finish_migration(migration).await.unwrap();
         }
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&masters(&cluster).await).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_correct();
+    outcome.assert_guarantees();
 }
 
 /// A waiter on a channel that migrates with its slot must subscribe at the new master.
@@ -169,8 +170,8 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     let mut cluster = RedisCluster::start_with(&options).await.unwrap();
     let lease = LEASE * 2;
     let workload = start_workload(&cluster, lease).await;
-    workload.wait_for_grants().await;
-    let WorkloadKeys { contested, steady } = keys();
+    workload.wait_for_progress().await;
+    let (contested, steady) = (keys("contested"), keys("steady"));
     // One lock on the failing shard and one on another shard.
     let registry_a = registry(&config(&cluster), secs(60)).await;
     let (failing_key, other_key) = (key_on(0, "mine"), key_on(1, "mine"));
@@ -191,16 +192,16 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
             ShardFault::Crashed => cluster.node_mut(*node).kill(),
         }
     }
-    let others: Vec<_> = contested[1..].iter().collect();
+    let others = &contested[1..];
     for _ in 0..3 {
-        workload.wait_for_grants_of(&others).await;
+        workload.wait_for_progress_of(others).await;
     }
     on_other_shard.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap();
     workload.wait_for_steady_losses(1).await;
     // As long as a lease that is not renewed lasts.
     sleep(lease).await;
-    workload.wait_for_grants_of(&others).await;
+    workload.wait_for_progress_of(others).await;
     let losses = workload.losses();
     let lost = losses.iter().filter(|loss| loss.key.starts_with("steady")).map(|loss| &loss.key);
     assert_eq!(lost.collect::<Vec<_>>(), [&steady[0]], "the others were renewed in time");
@@ -212,8 +213,8 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
             ShardFault::Crashed => cluster.node_mut(*node).start_again().await.unwrap(),
         }
     }
-    workload.wait_for_grants().await;
-    let end = workload.after(lease);
+    workload.wait_for_progress().await;
+    let window = workload.window(begin, lease);
     println!("the long lease of the dead shard goes on: {}", on_failing_shard.is_held());
     eventually(LONG, async || {
         on_failing_shard.extend(secs(60)).await.is_ok() || !on_failing_shard.is_held()
@@ -224,5 +225,5 @@ async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
     cluster.wait_until_consistent().await.unwrap();
     let outcome = workload.end(&masters(&cluster).await).await;
     // The replica may have taken over when the shard came back, without the master's last grants.
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }

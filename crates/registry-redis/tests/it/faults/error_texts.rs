@@ -33,7 +33,7 @@ async fn an_error_names_operation_key_and_address() {
 async fn an_error_of_a_quorum_names_one_of_its_masters() {
     let mut quorum = RedisQuorum::start(3).await.unwrap();
     let registry = open(&quorum.url()).await;
-    quorum.servers_mut().iter_mut().for_each(RedisServer::kill);
+    quorum.servers_mut().iter_mut().for_each(|server| server.kill());
     let error = failed_lock(&registry).await;
     let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
     let address = source.address().unwrap();
@@ -63,7 +63,7 @@ async fn an_error_of_a_failed_master_names_the_master_and_not_its_sentinels() {
     let registry = open(&setup.url()).await;
     let master = setup.master().await.unwrap();
     // Without sentinels there is no failover.
-    setup.sentinels_mut().iter_mut().for_each(RedisServer::kill);
+    setup.sentinels_mut().iter_mut().for_each(|server| server.kill());
     setup.server_mut(master).kill();
     let error = failed_lock(&registry).await;
     let _cause = cause_of_failed_acquire(&error, KEY, &master.to_string());

@@ -7,8 +7,8 @@ use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
-    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
-    run_child_process, serve_with_writer,
+    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
+    serve_with_writer,
 };
 use registry_testkit::redis::RedisServer;
 
@@ -38,8 +38,7 @@ fn a_holder_process() {
         let config = RedisConfig::from_url(&url).unwrap();
         let registry = registry(&config, LEASE).await;
         let writer = Arc::new(StockKey(FencedWrites::open(config).await.unwrap()));
-        let options = HolderOptions::new("redis");
-        serve_with_writer(Arc::new(registry), &options, Some(writer)).await;
+        serve_with_writer(Arc::new(registry), writer).await;
     });
 }
 

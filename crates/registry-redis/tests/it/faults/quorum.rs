@@ -12,13 +12,12 @@ use registry_testkit::clock::ClockShim;
 use registry_testkit::history::{Recorder, host_clock};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisQuorum, RedisServer, ServerOptions};
+use registry_testkit::workload::{FencedResource, WorkloadOptions};
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
 use super::remote_client;
-use super::workload::{
-    FencedResource, LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs,
-};
+use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
 
 async fn quorum() -> (RedisQuorum, RedisConfig) {
     let quorum = RedisQuorum::start(5).await.unwrap();
@@ -30,29 +29,25 @@ fn all(quorum: &RedisQuorum) -> Vec<&RedisServer> {
     quorum.servers().iter().collect()
 }
 
-async fn start_workload(config: &RedisConfig, lease: Duration) -> Workload {
-    Workload::start_with(&vec![config.clone(); 3], config, WorkloadKeys::default(), lease).await
-}
-
 #[tokio::test]
 async fn two_dead_masters_of_five_lose_no_lock_and_delay_no_client() {
     let (mut quorum, config) = quorum().await;
-    let workload = start_workload(&config, secs(6)).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, secs(6)).await;
+    workload.wait_for_progress().await;
     quorum.servers_mut()[1].kill();
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     quorum.servers_mut()[4].kill();
     for _ in 0..3 {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
     for dead in [1, 4] {
         quorum.servers_mut()[dead].start_again().await.unwrap();
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
     let outcome = workload.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
     assert_eq!(outcome.errors, [""; 0]);
-    outcome.without_split_votes().assert_correct();
+    outcome.without_split_votes().assert_guarantees();
 }
 
 #[tokio::test]
@@ -62,8 +57,8 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
         RedisBackend::open(config.clone()).await.unwrap(),
         RedisBackend::open(config.clone()).await.unwrap(),
     ];
-    let workload = Workload::start(&config).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     workload.wait_until_steady_held().await;
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
@@ -85,7 +80,7 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     let new_client = within(LONG, RedisBackend::open(config.clone())).await;
     assert_eq!(new_client.unwrap_err().kind(), BackendErrorKind::Transient);
     // Earlier requests have been answered by then.
-    let begin = workload.after(LEASE);
+    let begin = workload.window(0, LEASE).to;
     workload.wait_for_steady_losses(3).await;
     sleep(LEASE * 3 / 2).await;
     let end = workload.now();
@@ -93,15 +88,15 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     for dead in 0..3 {
         quorum.servers_mut()[dead].start_again().await.unwrap();
     }
-    workload.wait_for_grants().await;
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&all(&quorum)).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
     let during = |from: u64| begin < from && from < end;
     let mut granted = outcome.history.grants.iter().filter(|grant| during(grant.acquire.to));
     assert_eq!(granted.next(), None, "without a majority");
-    outcome.without_split_votes().assert_correct();
+    outcome.without_split_votes().assert_guarantees();
 }
 
 /// One master refuses, two are unresponsive and two report a holder: too few to report `Busy`.
@@ -139,33 +134,33 @@ async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
         .map(|server| FaultProxy::start(server.addr()).unwrap())
         .collect();
     let near = proxies.iter().map(FaultProxy::addr);
-    let addresses = near.chain(quorum.servers()[2..].iter().map(RedisServer::addr));
+    let addresses = near.chain(quorum.servers()[2..].iter().map(|server| server.addr()));
     let addresses: Vec<String> = addresses.map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
     // Two clients, because three would often block each other while no master is spare.
     let client_configs = vec![config.clone(); 2];
     let workload =
-        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), secs(6)).await;
-    workload.wait_for_grants().await;
+        Workload::start_with(&client_configs, &config, WorkloadOptions::new(), secs(6)).await;
+    workload.wait_for_progress().await;
     for proxy in &proxies {
         proxy.set_mode(ProxyMode::Delay(millis(300))).await.unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     for proxy in &proxies {
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
     }
     for server in &quorum.servers()[..2] {
         server.pause().unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     for server in &quorum.servers()[..2] {
         server.resume().unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.without_split_votes().assert_correct();
+    outcome.without_split_votes().assert_guarantees();
 }
 
 #[tokio::test]
@@ -250,16 +245,16 @@ async fn a_restart_guard_excludes_masters_that_have_just_been_started() {
 async fn a_restart_guard_prevents_violations_while_masters_lose_data_in_turn() {
     let (mut quorum, config) = quorum().await;
     let guarded = config.clone().with_restart_guard(LEASE);
-    let workload = start_workload(&guarded, LEASE).await;
+    let workload = Workload::start(&guarded, LEASE).await;
     for master in [0, 3] {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         restart_without_data(&mut quorum, master).await;
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         // One master at a time.
         sleep(LEASE + secs(2)).await;
     }
-    workload.wait_for_grants().await;
-    workload.end(&all(&quorum)).await.without_split_votes().assert_correct();
+    workload.wait_for_progress().await;
+    workload.end(&all(&quorum)).await.without_split_votes().assert_guarantees();
 }
 
 /// The leases on one master end at once. That affects only locks that exist on no more than a
@@ -278,21 +273,21 @@ async fn a_clock_jump_of_one_master_ends_no_lock_on_five_masters() {
     let config = RedisConfig::from_url(&url).unwrap();
     let other_registry = registry(&config, LEASE).await;
     let guard = other_registry.obtain("mine").lock().await.unwrap();
-    let workload = start_workload(&config, LEASE).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
-    let end = workload.after(LEASE);
+    let window = workload.window(begin, LEASE);
     for _ in 0..4 {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
     }
     sleep(LEASE).await;
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
     clock.jump_wall(-61).unwrap();
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&servers.iter().collect::<Vec<_>>()).await;
-    outcome.without_split_votes().assert_correct_outside(&[(begin, end)]);
+    outcome.without_split_votes().assert_guarantees_except_in(&[window]);
 }
 
 #[tokio::test]
@@ -300,7 +295,7 @@ async fn a_suspended_holder_is_replaced_and_notified() {
     let (quorum, _) = quorum().await;
     let (url, servers) = (quorum.url(), all(&quorum));
     let outcome = remote_client::a_suspended_holder_is_replaced_and_notified(&url, &servers);
-    outcome.await.without_split_votes().assert_correct();
+    outcome.await.without_split_votes().assert_guarantees();
 }
 
 /// Three of five masters have one lock, and all have the other. An unresponsive master decides
@@ -347,7 +342,7 @@ async fn a_lock_that_depends_on_an_unresponsive_master_affects_no_other_lock() {
 async fn a_slow_master_does_not_grant_a_lock_that_was_already_released() {
     let (quorum, _) = quorum().await;
     let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
-    let others = quorum.servers()[1..].iter().map(RedisServer::addr);
+    let others = quorum.servers()[1..].iter().map(|server| server.addr());
     let addresses: Vec<String> =
         [proxy.addr()].into_iter().chain(others).map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
@@ -410,7 +405,7 @@ impl ThroughputTest {
     async fn start() -> Self {
         let (quorum, _) = quorum().await;
         let proxy = FaultProxy::start(quorum.servers()[0].addr()).unwrap();
-        let others = quorum.servers()[1..].iter().map(RedisServer::addr);
+        let others = quorum.servers()[1..].iter().map(|server| server.addr());
         let addresses: Vec<String> =
             [proxy.addr()].into_iter().chain(others).map(|addr| addr.to_string()).collect();
         let url = format!("redis+quorum://{}", addresses.join(","));

@@ -8,10 +8,11 @@ use registry_redis::RedisConfig;
 use registry_testkit::history::Recorder;
 use registry_testkit::history::host_clock;
 use registry_testkit::redis::{RedisServer, SentinelSetup};
+use registry_testkit::workload::FencedResource;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
-use super::workload::{FencedResource, LEASE, LONG, Workload, registry, secs};
+use super::workload::{LEASE, LONG, Workload, registry, secs};
 
 async fn setup() -> (SentinelSetup, RedisConfig) {
     let setup = SentinelSetup::start().await.unwrap();
@@ -36,57 +37,57 @@ async fn wait_for_clients(master: &RedisServer) {
 #[tokio::test]
 async fn clients_follow_a_manual_failover_and_tokens_keep_growing() {
     let (setup, config) = setup().await;
-    let workload = Workload::start(&config).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     let begin = workload.now();
     let new = setup.failover().await.unwrap();
     // The old master keeps its role until the sentinels reconfigure it.
     let failover_at = Instant::now();
     wait_for_clients(setup.server(new)).await;
     println!("all clients are there {:?} after the failover", failover_at.elapsed());
-    let end = workload.after(LEASE);
-    workload.wait_for_grants().await;
+    let window = workload.window(begin, LEASE);
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[master(&setup).await]).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 #[tokio::test]
 async fn clients_follow_a_failover_after_a_crash_and_tokens_keep_growing() {
     let (mut setup, config) = setup().await;
-    let workload = Workload::start(&config).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     let begin = workload.now();
     let old = setup.kill_master().await.unwrap();
     let new = setup.wait_for_new_master(old).await.unwrap();
     let failover_at = Instant::now();
     wait_for_clients(setup.server(new)).await;
     println!("all clients are there {:?} after the failover", failover_at.elapsed());
-    let end = workload.after(LEASE);
-    workload.wait_for_grants().await;
+    let window = workload.window(begin, LEASE);
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[master(&setup).await]).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 /// The old master resumes and has not been reconfigured yet. No client may use it.
 #[tokio::test]
 async fn an_old_master_that_resumes_after_a_failover_is_not_used() {
     let (setup, config) = setup().await;
-    let workload = Workload::start(&config).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     let begin = workload.now();
     let old = setup.pause_master().await.unwrap();
     setup.wait_for_new_master(old).await.unwrap();
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     setup.resume(old).unwrap();
-    let end = workload.after(LEASE);
-    workload.wait_for_grants().await;
+    let window = workload.window(begin, LEASE);
+    workload.wait_for_progress().await;
     // As long as it believes that it is the master.
     sleep(LEASE * 3 / 2).await;
     let role = setup.server(old).send_command("ROLE").await.unwrap();
     println!("the old master still reports to be one: {}", role.contains("master"));
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[master(&setup).await]).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 /// A sequence that certainly loses a lock. The documented cost is exclusion until the next renewal,

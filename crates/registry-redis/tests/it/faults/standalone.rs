@@ -9,10 +9,11 @@ use registry_testkit::clock::ClockShim;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisServer, ServerOptions};
 use registry_testkit::within;
+use registry_testkit::workload::WorkloadOptions;
 use tokio::time::{Instant, sleep};
 
 use super::remote_client;
-use super::workload::{LEASE, LONG, Workload, WorkloadKeys, millis, registry, secs};
+use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
 
 async fn server() -> (RedisServer, RedisConfig) {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -25,51 +26,49 @@ async fn a_server_suspended_for_less_than_a_lease_loses_no_lock() {
     let (server, config) = server().await;
     // Long enough for a busy machine.
     let lease = secs(6);
-    let client_configs = vec![config.clone(); 3];
-    let workload =
-        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), lease).await;
+    let workload = Workload::start(&config, lease).await;
     for _ in 0..2 {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         server.pause().unwrap();
         sleep(millis(1_500)).await;
         server.resume().unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_correct();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn a_server_suspended_for_longer_than_a_lease_creates_no_second_holder() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for round in 1..=2 {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
         server.pause().unwrap();
         workload.wait_for_steady_losses(3 * round).await;
         server.resume().unwrap();
     }
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_correct();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
 async fn crashes_of_a_durable_server_violate_no_guarantee() {
     let (mut server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     for down in [Duration::ZERO, LEASE / 2, LEASE * 3 / 2] {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         server.kill();
         sleep(down).await;
         server.start_again().await.unwrap();
     }
-    workload.wait_for_grants().await;
-    workload.end(&[&server]).await.assert_correct();
+    workload.wait_for_progress().await;
+    workload.end(&[&server]).await.assert_guarantees();
 }
 
 /// Locks whose records are lost are free. Two holders may therefore exist until the first one's
@@ -77,17 +76,17 @@ async fn crashes_of_a_durable_server_violate_no_guarantee() {
 #[tokio::test]
 async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_tokens_keep_growing() {
     let (mut server, config) = server().await;
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     let mut windows = Vec::new();
     for round in 1..=2 {
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
         let begin = workload.now();
         server.kill();
         server.delete_data().unwrap();
         server.start_again().await.unwrap();
-        windows.push((begin, workload.after(LEASE)));
-        workload.wait_for_grants().await;
+        windows.push(workload.window(begin, LEASE));
+        workload.wait_for_progress().await;
         workload.wait_for_steady_losses(3 * round).await;
         let losses = workload.losses();
         let delays = losses.iter().filter(|loss| loss.at > begin && loss.key.starts_with("steady"));
@@ -95,25 +94,23 @@ async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_token
         println!("notified after {:?}", delays.collect::<Vec<_>>());
     }
     let outcome = workload.end(&[&server]).await;
-    outcome.assert_correct_outside(&windows);
+    outcome.assert_guarantees_except_in(&windows);
 }
 
 #[tokio::test]
 async fn flushed_scripts_and_closed_connections_lose_no_lock() {
     let (server, config) = server().await;
     let lease = secs(6);
-    let client_configs = vec![config.clone(); 3];
-    let workload =
-        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), lease).await;
+    let workload = Workload::start(&config, lease).await;
     for _ in 0..5 {
         for command in ["SCRIPT FLUSH", "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"] {
             server.send_command(command).await.unwrap();
-            workload.wait_for_grants().await;
+            workload.wait_for_progress().await;
         }
     }
     let outcome = workload.end(&[&server]).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_correct();
+    outcome.assert_guarantees();
 }
 
 #[tokio::test]
@@ -190,7 +187,7 @@ async fn lost_truncated_or_late_responses_violate_no_guarantee() {
         |proxy: &FaultProxy| RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
     let client_configs: Vec<_> = proxies.iter().map(behind).collect();
     let workload =
-        Workload::start_with(&client_configs, &config, WorkloadKeys::default(), LEASE).await;
+        Workload::start_with(&client_configs, &config, WorkloadOptions::new(), LEASE).await;
     let faults = [
         ProxyMode::ResetAfterRequest,
         ProxyMode::CutAfter { reply_bytes: 40 },
@@ -203,17 +200,17 @@ async fn lost_truncated_or_late_responses_violate_no_guarantee() {
     ];
     for (number, fault) in faults.into_iter().enumerate() {
         let proxy = &proxies[number % proxies.len()];
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         proxy.set_mode(fault).await.unwrap();
         if fault == ProxyMode::Refuse {
             proxy.cut_all().await;
         }
         // The other clients continue meanwhile.
-        workload.wait_for_grants().await;
+        workload.wait_for_progress().await;
         proxy.set_mode(ProxyMode::Pass).await.unwrap();
     }
-    workload.wait_for_grants().await;
-    workload.end(&[&server]).await.assert_correct();
+    workload.wait_for_progress().await;
+    workload.end(&[&server]).await.assert_guarantees();
 }
 
 /// All leases end at once on the server, but not on the clients. Holders detect the loss at their
@@ -223,16 +220,16 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_keep_growi
     let clock = ClockShim::new().unwrap();
     let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
     let config = RedisConfig::from_url(&server.url()).unwrap();
-    let workload = Workload::start(&config).await;
-    workload.wait_for_grants().await;
+    let workload = Workload::start(&config, LEASE).await;
+    workload.wait_for_progress().await;
     workload.wait_until_steady_held().await;
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
-    let end = workload.after(LEASE);
+    let window = workload.window(begin, LEASE);
     workload.wait_for_steady_losses(3).await;
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 /// All leases last longer on the server, and no client relies on that. They are over once the clock
@@ -245,21 +242,21 @@ async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_nex
     server.send_command("ACL SETUSER plain on >p ~* &* +@all -client|tracking").await.unwrap();
     let url = format!("redis://plain:p@{}", server.addr());
     let config = RedisConfig::from_url(&url).unwrap();
-    let workload = Workload::start(&config).await;
+    let workload = Workload::start(&config, LEASE).await;
     workload.wait_until_steady_held().await;
     clock.jump_wall(-61).unwrap();
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     // Every holder renews during this time.
     sleep(LEASE * 3 / 2).await;
     workload.wait_until_steady_held().await;
     assert_eq!(workload.losses().len(), 0);
     let begin = workload.now();
     clock.jump_wall(61).unwrap();
-    let end = workload.after(LEASE);
+    let window = workload.window(begin, LEASE);
     workload.wait_for_steady_losses(3).await;
-    workload.wait_for_grants().await;
+    workload.wait_for_progress().await;
     let outcome = workload.end(&[&server]).await;
-    outcome.assert_correct_outside(&[(begin, end)]);
+    outcome.assert_guarantees_except_in(&[window]);
 }
 
 #[tokio::test]
@@ -267,5 +264,5 @@ async fn a_suspended_holder_is_replaced_and_notified() {
     let (server, _) = server().await;
     let (url, servers) = (server.url(), [&server]);
     let outcome = remote_client::a_suspended_holder_is_replaced_and_notified(&url, &servers);
-    outcome.await.assert_correct();
+    outcome.await.assert_guarantees();
 }

@@ -67,7 +67,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
     // Longer than the holders' leases, or short enough that the holds survive.
     for (down, is_killed) in [(secs(7), false), (secs(1), true), (secs(7), true)] {
         workload.wait_for_progress().await;
-        workload.steady().await;
+        workload.wait_until_steady_held().await;
         let leader = ensemble.leader().await.unwrap();
         let two = [leader, (leader + 1) % 3];
         for member in two {
@@ -89,7 +89,7 @@ async fn a_temporary_loss_of_the_majority_breaks_no_guarantee() {
                 ensemble.members()[member].resume().unwrap();
             }
         }
-        lost = workload.losses().iter().filter(|loss| loss.key.starts_with("steady")).count();
+        lost = workload.steady_losses();
     }
     workload.wait_for_progress().await;
     let outcome = finish(workload, &url).await;

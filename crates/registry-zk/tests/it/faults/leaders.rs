@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::LockOptions;
 use registry_testkit::recording_client::{RecordedGuard, RecordingClient};
-use registry_testkit::workload::{LONG, Workload};
+use registry_testkit::workload::{LONG, Workload, WorkloadOptions};
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
 use registry_testkit::{eventually, within};
 
@@ -60,12 +60,12 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
         unreachable!("the ensemble has three members")
     };
     let others = format!("{},{}", one.url(), two.addr());
-    let workload = Workload::begin(vec![
+    let registries = vec![
         registry(&partitioned.url(), SESSION).await,
         registry(&others, OTHERS_SESSION).await,
         registry(&others, OTHERS_SESSION).await,
-    ]);
-    let workload = workload.await;
+    ];
+    let workload = Workload::begin(registries, WorkloadOptions::new().queued()).await;
     let (other_client, partitioned_operator) =
         (registry(&others, OTHERS_SESSION).await, operator(partitioned).await);
     let recording_client = RecordingClient::new(workload.recorder(), 7_000);
@@ -75,7 +75,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
         held.lock_with(&idle_client.obtain(IDLE), LockOptions::new()).await.unwrap().unwrap();
     let holder_task = tokio::spawn(record_until_lost(held));
     workload.wait_for_progress().await;
-    workload.steady().await;
+    workload.wait_until_steady_held().await;
 
     let cut_at = workload.now();
     ensemble.isolate(PARTITIONED).await.unwrap();
@@ -126,7 +126,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     })
     .await;
     workload.wait_for_progress().await;
-    workload.steady().await;
+    workload.wait_until_steady_held().await;
     let losses = workload.losses();
     let others = losses.iter().filter(|loss| loss.key.starts_with("steady") && loss.key != STEADY);
     assert_eq!(others.count(), 0, "no other client was partitioned: {losses:?}");

@@ -70,7 +70,7 @@ async fn messages_after_the_end_of_a_session_break_no_guarantee() {
     let workload = start_workload_at(&urls, SESSION).await;
     for (lost, fault) in (1..).zip([ProxyMode::HoldReplies, ProxyMode::BlackHole]) {
         workload.wait_for_progress().await;
-        workload.steady().await;
+        workload.wait_until_steady_held().await;
         // Each client holds a key.
         for proxy in &proxies {
             proxy.set_mode(fault).await.unwrap();

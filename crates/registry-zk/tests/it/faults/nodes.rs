@@ -98,7 +98,7 @@ async fn a_deleted_node_is_a_lost_lock() {
     let mut windows = Vec::new();
     for round in 1..=2 {
         workload.wait_for_progress().await;
-        workload.steady().await;
+        workload.wait_until_steady_held().await;
         // Locks held this long have a watch on their node.
         tokio::time::sleep(secs(1)).await;
         let begin = workload.now();

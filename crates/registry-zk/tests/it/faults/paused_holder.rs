@@ -6,8 +6,8 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_testkit::holder::{
-    FencedWriter, HolderOptions, LockHolder, assert_a_paused_holder_cannot_write,
-    run_child_process, serve_with_writer,
+    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
+    serve_with_writer,
 };
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -38,8 +38,7 @@ impl FencedWriter for StockNode {
 fn a_holder_process() {
     run_child_process(async |url| {
         let registry = registry(&url, SESSION).await;
-        let options = HolderOptions::new("zk");
-        serve_with_writer(Arc::new(registry), &options, Some(Arc::new(StockNode))).await;
+        serve_with_writer(Arc::new(registry), Arc::new(StockNode)).await;
     });
 }
 

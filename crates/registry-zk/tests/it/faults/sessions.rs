@@ -1,11 +1,8 @@
 //! Sessions that end because an operator closes them or because they expire.
 
-use std::time::Duration;
-
-use registry_core::{LockOptions, LostReason};
+use registry_core::{LockOptions, LockRegistry as _, LostReason};
 use registry_testkit::history::Window;
-use registry_testkit::recording_client::RecordingClient;
-use registry_testkit::workload::{LONG, Workload};
+use registry_testkit::workload::{LONG, Workload, WorkloadOptions, suspend_a_holder};
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_testkit::{cause_of_failed_acquire, within};
 
@@ -31,7 +28,7 @@ async fn a_server_paused_for_longer_than_a_session_admits_no_second_holder() {
     let workload = super::support::start_workload(&server.url(), SESSION).await;
     for round in 1..=2 {
         workload.wait_for_progress().await;
-        workload.steady().await;
+        workload.wait_until_steady_held().await;
         server.pause().unwrap();
         workload.wait_for_steady_losses(3 * round).await;
         server.resume().unwrap();
@@ -69,17 +66,17 @@ async fn a_session_ended_by_an_operator_is_lost_and_replaced() {
         registries.push(registry_over(&backend));
         backends.push(backend);
     }
-    let workload = Workload::begin(registries).await;
+    let workload = Workload::begin(registries, WorkloadOptions::new().queued()).await;
     let mut windows = Vec::new();
     for round in 1..=2 {
         for (number, backend) in backends.iter().enumerate() {
             workload.wait_for_progress().await;
-            workload.steady().await;
+            workload.wait_until_steady_held().await;
             let session = backend.session_id().unwrap();
             let begin = workload.now();
             server.end_session(session).await.unwrap();
             workload.wait_for_steady_losses(3 * (round - 1) + number + 1).await;
-            workload.steady().await;
+            workload.wait_until_steady_held().await;
             // A holder that is not notified loses the lock when its lease ends.
             let lease = u64::try_from((SESSION / 2).as_nanos()).unwrap();
             windows.push(Window::new(begin, workload.now() + lease));
@@ -93,10 +90,7 @@ async fn a_session_ended_by_an_operator_is_lost_and_replaced() {
     let is_expected =
         |reason: &LostReason| matches!(reason, LostReason::Gone | LostReason::Expired);
     assert!(losses.iter().all(is_expected), "{losses:?}");
-    for overlap in outcome.assert_guarantees_except_in(&windows) {
-        let length = Duration::from_nanos(overlap.at.to - overlap.at.from);
-        println!("{}: two valid guards for {length:?}", overlap.key);
-    }
+    outcome.assert_guarantees_except_in(&windows);
 }
 
 /// The waiter goes to the end of the queue, and acquires the lock within its time limit.
@@ -109,7 +103,7 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     let client = registry_over(&backend);
     let lock = client.obtain("k");
     let waiter_task =
-        tokio::spawn(async move { lock.try_lock_with(LockOptions::new().wait(LONG)).await });
+        tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
     registry_testkit::eventually(LONG, async || server.metric("zk_watch_count").await.unwrap() > 0)
         .await;
     let session = backend.session_id().unwrap();
@@ -138,38 +132,10 @@ async fn a_suspended_holder_is_replaced_and_detects_the_loss() {
     // Long sessions, so that only the suspended process loses its session.
     let workload = super::support::start_workload(&url, LONG_SESSION).await;
     let client = registry(&url, LONG_SESSION).await;
-    let recording_client = RecordingClient::new(workload.recorder(), 7_000);
-    let mut other_client = other_process::spawn_client(&url).await;
-    for _ in 0..3 {
-        let held = other_client.lock("paused", LONG).await.unwrap();
-        other_client.process().pause().await.unwrap();
-        let lock = client.obtain("paused");
-        let next = recording_client
-            .lock_with(&lock, LockOptions::new().wait(LONG))
-            .await
-            .unwrap()
-            .unwrap();
-        assert!(Some(next.fencing_token()) > held.token);
-        assert!(workload.write_as(7_000, "paused", next.fencing_token()));
-        other_client.process().resume().unwrap();
-        assert_eq!(other_client.lost("paused", LONG).await.unwrap(), "expired");
-        assert_eq!(other_client.status("paused", LONG).await.unwrap(), None);
-        let is_accepted = workload.write_as(7_001, "paused", held.token.unwrap());
-        assert!(!is_accepted, "the successor has written");
-        assert!(other_client.unlock("paused", LONG).await.is_err(), "it was lost");
-        assert!(next.is_held(), "the release of the former holder must not affect the successor");
-        next.unlock().await.unwrap();
-    }
-    workload.wait_for_progress().await;
-    let held = other_client.lock("paused", LONG).await.unwrap();
-    assert!(workload.write_as(7_001, "paused", held.token.unwrap()));
-    other_client.unlock("paused", LONG).await.unwrap();
-    let events = other_client.events();
-    other_client.quit(LONG).await.unwrap();
-    drop((recording_client, client));
+    let other_client = other_process::spawn_client(&url).await;
+    let events = suspend_a_holder(&workload, other_client, client).await.unwrap();
     let new_client = registry(&url, SESSION).await;
     let outcome = workload.end(new_client, LONG, events).await;
-    println!("{outcome}");
     assert_eq!(outcome.steady_losses(), [], "no other holder was suspended");
     outcome.with_paused_holders_of("paused").assert_guarantees();
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::Registry;
-use registry_testkit::workload::{Workload, WorkloadOutcome};
+use registry_testkit::workload::{Workload, WorkloadOptions, WorkloadOutcome};
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_zk::{ZkBackend, ZkConfig};
 use zookeeper_client::Client;
@@ -54,17 +54,14 @@ pub(crate) async fn start_workload_at(urls: &[String], session: Duration) -> Wor
     for url in urls {
         registries.push(registry(url, session).await);
     }
-    Workload::begin(registries).await
+    Workload::begin(registries, WorkloadOptions::new().queued()).await
 }
 
 /// Ends a workload after all faults have ended.
 pub(crate) async fn finish(workload: Workload, url: &str) -> WorkloadOutcome {
     let new_client = registry(url, SESSION).await;
     // Nodes of abandoned sessions exist until those sessions end.
-    let outcome =
-        workload.end(new_client, MINUTE_SESSION + Duration::from_secs(20), Vec::new()).await;
-    println!("{outcome}");
-    outcome
+    workload.end(new_client, MINUTE_SESSION + Duration::from_secs(20), Vec::new()).await
 }
 
 /// Returns a client without a registry, for the actions of operators and other programs.

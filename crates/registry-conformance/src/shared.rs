@@ -1,0 +1,186 @@
+//! Runs the suite over servers that many clauses share, each clause in a namespace of its own. For
+//! servers that take seconds to start. [`conformance!`](crate::conformance) starts a store for each
+//! clause instead.
+
+use std::any::Any;
+use std::fmt::{self, Debug};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use futures_util::future::{BoxFuture, FutureExt as _};
+use registry_core::{Claim, LockBackend};
+use tokio::runtime::Runtime;
+use tokio::sync::RwLock;
+
+use crate::harness::{Harness, Store};
+use crate::list::CLAUSES;
+use crate::need::Need;
+use crate::run::{Clause, run};
+
+/// The number of clauses that run concurrently. Most of the time they wait.
+const CONCURRENT_CLAUSES: usize = 8;
+
+/// One set of servers, with any number of namespaces that share no lock.
+#[async_trait]
+pub trait SharedServers: Debug + Send + Sync + 'static {
+    /// Opens a further client of this namespace with connections of its own.
+    async fn client(&self, namespace: &str) -> Arc<dyn LockBackend>;
+
+    /// Returns what the servers lack beyond their clients' capabilities: any of
+    /// [`Need::Restart`], [`Need::Wipe`] and [`Need::Roaming`]. The default is nothing.
+    fn lacks(&self) -> &[Need] {
+        &[]
+    }
+
+    /// Returns whether a clause whose needs are met applies to the servers. The default is true.
+    fn applies(&self, _clause: &Clause) -> bool {
+        true
+    }
+
+    /// Stops the servers and starts them again with their data. Called only on servers that no
+    /// other clause uses. The default panics.
+    async fn restart(&mut self) {
+        panic!("servers that cannot be restarted lack `Need::Restart`");
+    }
+
+    /// Deletes all data, as a restart without persistence does. Called only on servers that no
+    /// other clause uses. The default panics.
+    async fn wipe(&mut self) {
+        panic!("servers that cannot be wiped lack `Need::Wipe`");
+    }
+
+    /// See [`Store::break_claim`].
+    async fn break_claim(&self, _namespace: &str, _claim: &Claim) -> bool {
+        false
+    }
+}
+
+/// Runs all clauses that the servers of `start` support. Clauses that restart or wipe the servers
+/// get servers of their own. `runs` and `skips` are the expected numbers of clauses, so that none
+/// is skipped unnoticed.
+///
+/// # Panics
+/// With the names of the failed clauses, or if the numbers differ.
+pub fn assert_conformance_on_shared_servers<S, F>(
+    start: impl Fn() -> F + Send + Sync + 'static,
+    runs: usize,
+    skips: usize,
+) where
+    S: SharedServers,
+    F: Future<Output = S> + Send + 'static,
+{
+    let start: Arc<Start<S>> = Arc::new(move || start().boxed());
+    let runtime = Runtime::new().expect("a runtime can be built");
+    let servers = runtime.block_on(start());
+    let (selected, skipped) = runtime.block_on(select(&servers));
+    let servers = Arc::new(RwLock::new(servers));
+    assert_eq!((selected.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+
+    let next = AtomicUsize::new(0);
+    let failed = Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..CONCURRENT_CLAUSES {
+            scope.spawn(|| {
+                while let Some(&clause) = selected.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let (start, servers) = (Arc::clone(&start), Arc::clone(&servers));
+                    let harness = SharedHarness { start, servers, clause };
+                    let clause_run =
+                        catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
+                    if let Err(panic) = clause_run {
+                        let failure = format!("{clause:?}: {}", message(&*panic));
+                        failed.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
+                    }
+                }
+            });
+        }
+    });
+    let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
+}
+
+type Start<S> = dyn Fn() -> BoxFuture<'static, S> + Send + Sync;
+type Clauses = Vec<&'static Clause>;
+
+/// Returns the clauses that the servers support, and the others.
+async fn select(servers: &impl SharedServers) -> (Clauses, Clauses) {
+    let probe = servers.client("probe").await;
+    let capabilities = probe.capabilities();
+    probe.close().await;
+    let is_met = |need: &Need| match need {
+        Need::Remote => false,
+        need if servers.lacks().contains(need) => false,
+        need => need.stated_by(&capabilities).unwrap_or(true),
+    };
+    CLAUSES.iter().partition(|clause| clause.needs.iter().all(is_met) && servers.applies(clause))
+}
+
+fn message(panic: &(dyn Any + Send)) -> &str {
+    let text = panic.downcast_ref::<&str>().copied();
+    text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("a panic")
+}
+
+/// The servers for one clause.
+struct SharedHarness<S> {
+    start: Arc<Start<S>>,
+    servers: Arc<RwLock<S>>,
+    clause: &'static Clause,
+}
+
+impl<S> Debug for SharedHarness<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SharedHarness").field("clause", self.clause).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl<S: SharedServers> Harness for SharedHarness<S> {
+    async fn store(&self) -> Box<dyn Store> {
+        let is_disruptive = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
+        let servers = if self.clause.needs.iter().any(is_disruptive) {
+            Arc::new(RwLock::new((self.start)().await))
+        } else {
+            Arc::clone(&self.servers)
+        };
+        let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
+        let roams = !servers.read().await.lacks().contains(&Need::Roaming);
+        Box::new(NamespaceStore { servers, namespace, roams })
+    }
+}
+
+#[derive(Debug)]
+struct NamespaceStore<S> {
+    servers: Arc<RwLock<S>>,
+    namespace: String,
+    roams: bool,
+}
+
+#[async_trait]
+impl<S: SharedServers> Store for NamespaceStore<S> {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        self.servers.read().await.client(&self.namespace).await
+    }
+
+    fn roams(&self) -> bool {
+        self.roams
+    }
+
+    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
+        Some(self.servers.read().await.client(&format!("{}-other", self.namespace)).await)
+    }
+
+    async fn restart(&self) -> bool {
+        self.servers.write().await.restart().await;
+        true
+    }
+
+    async fn wipe(&self) -> bool {
+        self.servers.write().await.wipe().await;
+        true
+    }
+
+    async fn break_claim(&self, claim: &Claim) -> bool {
+        self.servers.read().await.break_claim(&self.namespace, claim).await
+    }
+}
