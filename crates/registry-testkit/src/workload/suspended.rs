@@ -2,7 +2,7 @@
 
 use std::io;
 
-use registry_core::{LockOptions, LockRegistry as _, Registry};
+use registry_core::{LockOptions, Registry};
 
 use super::{LONG, Workload};
 use crate::eventually;
@@ -42,7 +42,7 @@ pub async fn suspend_a_holder(
         holder.process().pause().await?;
         let next = recording_client.lock_with(&lock, LockOptions::new().wait(LONG)).await;
         let next = next.map_err(io::Error::other)?.expect("the lease of the holder has ended");
-        let tokens = next.fencing_token().zip(held.token);
+        let tokens = held.token.map(|held| (next.fencing_token(), held));
         let (next_token, held_token) = tokens.expect("stores under test issue tokens");
         assert!(next_token > held_token);
         assert!(workload.write_as(SUCCESSOR, KEY, next_token));

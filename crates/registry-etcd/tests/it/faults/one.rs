@@ -1,6 +1,6 @@
 //! Faults of one member, of leases, of connections and of clients.
 
-use registry_core::{LockError, LockRegistry as _, LostReason};
+use registry_core::{LockError, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
 use registry_testkit::holder::HolderCommand;

@@ -1,6 +1,6 @@
 //! Sessions that end because an operator closes them or because they expire.
 
-use registry_core::{LockOptions, LockRegistry as _, LostReason};
+use registry_core::{LockOptions, LostReason};
 use registry_testkit::history::Window;
 use registry_testkit::workload::{LONG, Workload, WorkloadOptions, suspend_a_holder};
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -118,7 +118,7 @@ async fn a_waiter_whose_session_is_ended_is_queued_again_in_a_new_session() {
     .await;
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
-    let next = within(LONG, waiter_task).await.unwrap().unwrap().unwrap();
+    let next = within(LONG, waiter_task).await.unwrap().unwrap();
     assert!(next.is_held());
     next.unlock().await.unwrap();
 }
