@@ -9,7 +9,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use lock_registry::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
+    Key, LockBackend, Reach, Release, Renewal,
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -39,12 +39,6 @@ impl TableRow {
     fn live_claim(&self) -> Option<ClaimId> {
         self.claim.filter(|_| self.until > Instant::now())
     }
-
-    fn holder(&self, key: &Key) -> Option<Holder> {
-        self.live_claim()?;
-        let (token, left) = (FencingToken::new(self.first_token), self.until - Instant::now());
-        Some(Holder::new(key.clone()).with_token(token).with_times(None, Some(left)))
-    }
 }
 
 impl Table {
@@ -63,9 +57,9 @@ impl Table {
         Arc::new(TableBackend { statements, releases })
     }
 
-    fn release(&mut self, key: &Key, is_ours: impl FnOnce(ClaimId) -> bool) -> Release {
-        match self.rows.get_mut(key) {
-            Some(row) if row.live_claim().is_some_and(is_ours) => {
+    fn release(&mut self, claim: &Claim) -> Release {
+        match self.rows.get_mut(claim.key()) {
+            Some(row) if row.live_claim() == Some(claim.id()) => {
                 row.claim = None;
                 self.releases.send_modify(|count| *count += 1); // wakes the waiters
                 Release::Freed
@@ -100,9 +94,9 @@ impl TableBackend {
 #[async_trait]
 impl LockBackend for TableBackend {
     fn capabilities(&self) -> Capabilities {
-        // Only what is true. This store keeps no labels and reports no changes by other clients.
+        // Only what is true: this store keeps no labels and has no operations for operators.
         let table = Capabilities::new("table", GuaranteeClass::Durable, Reach::Process);
-        table.with_fencing().with_wakes().with_inspect()
+        table.with_fencing().with_wakes()
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -148,7 +142,7 @@ impl LockBackend for TableBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let claim = claim.clone();
-        self.execute(move |table| table.release(claim.key(), |holder| holder == claim.id())).await
+        self.execute(move |table| table.release(&claim)).await
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
@@ -159,30 +153,6 @@ impl LockBackend for TableBackend {
             // The table has ended. The next poll returns that error.
             std::future::pending::<()>().await;
         }
-    }
-
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-}
-
-#[async_trait]
-impl LockAdmin for TableBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        let key = key.clone();
-        self.execute(move |table| table.rows.get(&key)?.holder(&key)).await
-    }
-
-    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let holders = |table: &mut Table| {
-            table.rows.iter().filter_map(|(key, row)| row.holder(key)).collect()
-        };
-        self.execute(holders).await
-    }
-
-    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        let key = key.clone();
-        self.execute(move |table| table.release(&key, |_| true)).await
     }
 }
 // ANCHOR_END: backend

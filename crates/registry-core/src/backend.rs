@@ -499,7 +499,8 @@ impl Busy {
     }
 
     /// Sets the check whether wake-ups arrive, so that the engine polls less often. Without it,
-    /// which is the default, waiters poll at their interval.
+    /// which is the default, waiters poll at their interval. A wrapper that does not forward
+    /// [`wait`](LockBackend::wait) must [remove](Self::without_wake_check) it.
     #[must_use]
     pub fn with_wake_check(mut self, check: Arc<dyn WakeCheck>) -> Self {
         self.wake_check = WakeCheckRef(Some(check));
