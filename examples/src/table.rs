@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use lock_registry::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Key, LockBackend, Reach, Release, Renewal,
+    BackendError, Capabilities, FencingToken, GuaranteeClass, Key, Reach,
+    backend::{Attempt, Busy, Claim, ClaimId, Grant, LockBackend, Release, Renewal},
 };
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;

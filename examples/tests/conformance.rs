@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use lock_registry::LockBackend;
+use lock_registry::backend::LockBackend;
 use lock_registry_examples::table::{Table, TableBackend};
 use registry_conformance::{Clock, Harness, Store};
 

@@ -96,7 +96,7 @@ programs! {
         "refused, the newest token is the second holder's: true",
         "booked, the balance is 15",
     ],
-    zookeeper [ZOOKEEPER] [] says ["opened under token Some(FencingToken("],
+    zookeeper [ZOOKEEPER] [] says ["opened under token "],
     fenced_etcd [ETCD] [] says ["force-released: true", "written atomically: true", "refused: true"],
     fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "balance: 15"],
     versions [POSTGRES] [] says [

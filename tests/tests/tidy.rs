@@ -328,6 +328,28 @@ fn comments_have_at_most_100_columns() {
     assert!(found.is_empty(), "comments of more than 100 columns:\n{}", found.join("\n"));
 }
 
+/// The root has what every user needs; the rest is in modules.
+#[test]
+fn the_root_of_the_facade_has_at_most_35_names() {
+    let text = read(&root().join("crates/lock-registry/src/lib.rs"));
+    let mut names = Vec::new();
+    for item in text.split("\npub ").skip(1) {
+        match item.split_once(char::is_whitespace) {
+            Some(("mod", rest)) => names.push(rest.split([' ', ';']).next().unwrap_or_default()),
+            Some(("use", rest)) => {
+                let path = rest.split(';').next().unwrap_or_default();
+                let list = path.rsplit_once("::").map_or(path, |(_, last)| last);
+                let list = path.split_once('{').map_or(list, |(_, inside)| inside);
+                let list = list.trim_end_matches('}').split(',').map(str::trim);
+                names.extend(list.filter(|name| !name.is_empty()));
+            }
+            _ => names.push(item.lines().next().unwrap_or_default()),
+        }
+    }
+    assert!(names.len() >= 25, "not all names are found: {names:?}");
+    assert!(names.len() <= 35, "{} names: {names:?}", names.len());
+}
+
 #[test]
 fn the_architecture_page_and_its_glossary_stay_small() {
     const WORDS_MAX: usize = 3_000;

@@ -1,5 +1,7 @@
-//! Merges the options of all sources by precedence. The options are in `options`, the meaning of
-//! URLs is in `store_url`, and `connect` opens the result.
+//! The configuration of a registry from a URL, a file, the environment and code.
+
+// Merges the options of all sources by precedence. The options are in `options`, the meaning of
+// URLs is in `store_url`, and `connect` opens the result.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,10 +10,14 @@ use std::time::Duration;
 use registry_core::{ConfigError, Observer, Registry};
 
 use crate::connect;
-use crate::layout::Layout;
-use crate::options::{OPTIONS, OptionSpec, Options, Origin};
+use crate::options::{OPTIONS, OptionSpec, Options};
 use crate::scheme;
 use crate::store_url::{StoreLocation, UrlText};
+
+pub use crate::layout::Layout;
+pub use crate::options::Origin;
+pub use crate::store_url::redact_url;
+pub use crate::value::parse_duration;
 
 /// The configuration of a registry: its lock store and options, merged from several sources.
 ///

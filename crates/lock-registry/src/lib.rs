@@ -8,15 +8,15 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 // Options and their sources.
-mod config;
+pub mod config;
 #[cfg(feature = "config")]
 mod environment;
 #[cfg(feature = "config")]
 mod file;
-mod options;
 mod layout;
-mod value;
+mod options;
 mod suggestion;
+mod value;
 // Store URLs.
 mod scheme;
 mod store_url;
@@ -27,54 +27,81 @@ mod memory;
 #[cfg(feature = "tower")]
 pub mod tower;
 
-pub use config::{RegistryConfig, Setting};
+pub use config::RegistryConfig;
 pub use connect::connect;
-pub use layout::Layout;
-pub use options::Origin;
-pub use store_url::redact_url;
-pub use value::parse_duration;
-
 /// Blocking facade for threads without async. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
-pub use registry_core::observe;
 pub use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
-    CloseReport, ConfigError, DistributedLock, Executed, FencingToken, Finding, Grant,
-    GuaranteeClass, Holder, InvalidKey, InvalidOption, Invalidations, Key, LockAdmin, LockBackend,
-    LockError, LockEvent, LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason,
-    MemoryBackend, Observer, Owner, PassThroughBackend, Queueing, Reach, Registry, RegistryBuilder,
-    Release, Renewal, RenewalPolicy, RoutingRegistry, Severity, WakeCheck,
+    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
+    GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockError, LockGuard, LockOptions,
+    LockRegistry, LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
+
+/// Observers of lock events.
+pub mod observe {
+    pub use registry_core::observe::*;
+    pub use registry_core::{LockEvent, Observer};
+}
+
+/// For authors of stores: the traits of a backend, their types, and the backends that need no
+/// server.
+pub mod backend {
+    pub use registry_core::{
+        Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
+        Finding, Grant, InvalidClaimId, InvalidToken, Invalidations, LockAdmin, LockBackend,
+        MemoryBackend, PassThroughBackend, Queueing, RegistryBuilder, Release, Renewal,
+        RenewalPolicy, Severity, WakeCheck,
+    };
+}
+
+/// The store in etcd. Feature `etcd`.
 #[cfg(feature = "etcd")]
-pub use registry_etcd::{
-    Committed as EtcdCommitted, EtcdBackend, EtcdConfig, Fence as EtcdFence,
-    FenceError as EtcdFenceError, FencedTxn as EtcdFencedTxn, Layout as EtcdLayout,
-};
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
-#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Fence, FenceError, sqlx};
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
+pub mod etcd {
+    pub use registry_etcd::{
+        Committed, EtcdBackend, EtcdConfig, Fence, FenceError, FencedTxn, Layout,
+    };
+}
+
+/// The store in MariaDB and MySQL. Feature `mysql`.
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-};
+pub mod mysql {
+    pub use registry_jdbc::{
+        Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend, MySqlConfig,
+        MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend, RowLocksExhausted, SpringTable,
+        TransactionLock, sqlx,
+    };
+}
+
+/// The store in PostgreSQL. Feature `postgres`.
 #[cfg(feature = "postgres")]
-pub use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend,
-};
-#[cfg(feature = "sqlite")]
-pub use registry_jdbc::{SqliteBackend, SqliteConfig};
+pub mod postgres {
+    pub use registry_jdbc::{
+        Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend, PostgresConfig,
+        PostgresRowBackend, PostgresSessionBackend, PostgresSpringBackend, RowLocksExhausted,
+        SpringTable, TransactionLock, sqlx,
+    };
+}
+
+/// The store in Redis or Valkey. Feature `redis`.
 #[cfg(feature = "redis")]
-pub use registry_redis::{
-    Fenced, FencedScript, FencedWrites, Layout as RedisLayout, Publish as RedisPublish,
-    RedisBackend, RedisConfig, ScriptReply,
-};
+pub mod redis {
+    pub use registry_redis::{
+        Fenced, FencedScript, FencedWrites, Layout, Publish, RedisBackend, RedisConfig, ScriptReply,
+    };
+}
+
+/// The store in an SQLite file. Feature `sqlite`.
+#[cfg(feature = "sqlite")]
+pub mod sqlite {
+    pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
+}
+
+/// The store in ZooKeeper. Feature `zk`.
 #[cfg(feature = "zk")]
-pub use registry_zk::{
-    Acl as ZkAcl, FenceError as ZkFenceError, FencedMulti, Layout as ZkLayout, Multi,
-    Naming as ZkNaming, SessionsExhausted as ZkSessionsExhausted, Written, ZkBackend, ZkConfig,
-};
+pub mod zk {
+    pub use registry_zk::{
+        Acl, FenceError, FencedMulti, Layout, Multi, Naming, SessionsExhausted, Written, ZkBackend,
+        ZkConfig,
+    };
+}

@@ -47,7 +47,7 @@ pub(crate) fn format_duration(span: Duration) -> String {
 /// # Examples
 /// ```
 /// # use std::time::Duration;
-/// # use lock_registry::parse_duration;
+/// # use lock_registry::config::parse_duration;
 /// assert_eq!(parse_duration("1m 30s")?, Duration::from_secs(90));
 /// assert!(parse_duration("90").is_err());
 /// # Ok::<(), lock_registry::ConfigError>(())

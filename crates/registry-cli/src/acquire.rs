@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lock_registry::{
-    DistributedLock, FencingToken, Holder, LockError, LockEvent, LockGuard, LockOptions, Observer,
-    Reach, Registry,
+    DistributedLock, FencingToken, Holder, LockError, LockGuard, LockOptions, Reach, Registry,
+    observe::{LockEvent, Observer},
 };
 use nix::sys::signal::Signal;
 use serde_json::json;

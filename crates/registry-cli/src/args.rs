@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use lock_registry::{Key, LockOptions, Reach, parse_duration};
+use lock_registry::{Key, LockOptions, Reach, config::parse_duration};
 
 use crate::exit::{self, CliError};
 

@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use lock_registry::{ClaimId, LockError, Registry};
+use lock_registry::{LockError, Registry, backend::ClaimId};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 

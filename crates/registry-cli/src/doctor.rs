@@ -3,7 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use lock_registry::{Capabilities, Finding, GuaranteeClass, Origin, Setting, Severity};
+use lock_registry::{
+    Capabilities, GuaranteeClass,
+    backend::{Finding, Severity},
+    config::{Origin, Setting},
+};
 use serde_json::json;
 
 use crate::acquire::close;

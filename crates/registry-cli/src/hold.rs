@@ -5,7 +5,7 @@ use std::io::{self, Read as _};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, Observer};
+use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::oneshot;

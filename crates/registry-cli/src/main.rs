@@ -169,9 +169,9 @@ fn redact_argument(argument: OsString) -> OsString {
     }
     match text.split_once('=') {
         Some((name, value)) if name.starts_with('-') && !name.contains([':', '@']) => {
-            format!("{name}={}", lock_registry::redact_url(value))
+            format!("{name}={}", lock_registry::config::redact_url(value))
         }
-        _ => lock_registry::redact_url(&text),
+        _ => lock_registry::config::redact_url(&text),
     }
     .into()
 }

@@ -12,7 +12,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, Observer};
+use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;

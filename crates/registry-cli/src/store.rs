@@ -9,7 +9,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use lock_registry::{Observer, Reach, Registry, RegistryConfig, Setting};
+use lock_registry::{Reach, Registry, RegistryConfig, config::Setting, observe::Observer};
 use serde_json::json;
 
 use crate::args::{AcquireArgs, GlobalArgs};

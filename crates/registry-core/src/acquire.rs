@@ -298,8 +298,8 @@ impl Acquisition<'_> {
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last changed,
-    /// as far as this process knows.
+    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last
+    /// changed, as far as this process knows.
     async fn wait(
         &self,
         claim: Claim,

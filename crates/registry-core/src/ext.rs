@@ -45,8 +45,8 @@ pub trait LockRegistryExt: LockRegistry {
     }
 
     /// As [`execute_locked`](Self::execute_locked), but acquires the lock with `options`. Returns
-    /// `Ok(None)` if the lock was held until the end of their [`wait`](LockOptions::wait). Without a
-    /// wait, it waits without a time limit.
+    /// `Ok(None)` if the lock was held until the end of their [`wait`](LockOptions::wait). Without
+    /// a wait, it waits without a time limit.
     ///
     /// A wait of zero does not make a job run only once if several processes start it. A short
     /// job may be done, and its key free, before the next process tries. To prevent this, keep the

@@ -23,9 +23,9 @@ impl RecordingClient {
         Self { recorder: recorder.clone(), client }
     }
 
-    /// Acquires `lock` as [`DistributedLock::lock_with`] does, but returns `Ok(None)` if the lock was
-    /// held until the end of the wait. Not for an owner that already holds
-    /// the lock: a re-entry is not a separate grant.
+    /// Acquires `lock` as [`DistributedLock::lock_with`] does, but returns `Ok(None)` if the lock
+    /// was held until the end of the wait. Not for an owner that already holds the lock: a re-entry
+    /// is not a separate grant.
     ///
     /// # Errors
     /// Returns the errors of the lock. They are recorded as an unknown outcome, because the store

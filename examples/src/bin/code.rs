@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{LockOptions, MemoryBackend, Registry};
+use lock_registry::{LockOptions, Registry, backend::MemoryBackend};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

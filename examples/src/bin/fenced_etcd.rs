@@ -6,7 +6,7 @@
 //! Then the clerk writes a value based on the old balance. The transaction that writes also
 //! compares the lock's key, so the late write is rejected.
 
-use lock_registry::EtcdFence;
+use lock_registry::etcd::Fence;
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

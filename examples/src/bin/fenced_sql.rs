@@ -6,7 +6,10 @@
 
 use std::time::Duration;
 
-use lock_registry::{Fence, FenceError, LockGuard, LockOptions};
+use lock_registry::{
+    LockGuard, LockOptions,
+    postgres::{Fence, FenceError},
+};
 use sqlx::{Connection, PgConnection};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;

@@ -6,7 +6,10 @@
 
 use std::time::Duration;
 
-use lock_registry::{Fenced, FencedScript, FencedWrites, LockOptions, RedisConfig, ScriptReply};
+use lock_registry::{
+    LockOptions,
+    redis::{Fenced, FencedScript, FencedWrites, RedisConfig, ScriptReply},
+};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

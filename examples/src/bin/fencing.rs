@@ -18,7 +18,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use lock_registry::{Fence, FenceError, FencingToken, Registry, RegistryConfig};
+use lock_registry::{
+    FencingToken, Registry, RegistryConfig,
+    sqlite::{Fence, FenceError},
+};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
 use sqlx::{Connection, Row};
 

@@ -4,7 +4,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use lock_registry::{LockEvent, Observer, RegistryConfig};
+use lock_registry::{
+    RegistryConfig,
+    observe::{LockEvent, Observer},
+};
 
 // ANCHOR: observer
 /// Counts events that need an alarm. Runs synchronously where the event happens, so it must be

@@ -21,7 +21,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{Layout, Registry, RegistryConfig};
+use lock_registry::{Registry, RegistryConfig, config::Layout};
 
 // ANCHOR: open
 /// Uses the same Redis and the same key names as the service.

@@ -3,7 +3,10 @@
 //!
 //! The server is the argument or `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
 
-use lock_registry::{Multi, RegistryConfig, ZkFenceError};
+use lock_registry::{
+    RegistryConfig,
+    zk::{FenceError as ZkFenceError, Multi},
+};
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
@@ -25,7 +28,7 @@ async fn main() -> Result<()> {
         .commit()
         .await;
     match written {
-        Ok(_) => println!("opened under token {:?}", guard.fencing_token()),
+        Ok(_) => println!("opened under token {}", guard.fencing_token()),
         Err(ZkFenceError::Lost { key, .. }) => println!("{key} was lost; nothing was written"),
         Err(ZkFenceError::Refused { step, source, .. }) => println!("write {step}: {source}"),
         Err(error) => return Err(error.into()),

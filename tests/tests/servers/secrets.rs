@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use lock_registry::tower::LockLayer;
 use lock_registry::{
-    ConfigError, LockRegistry, RegistryConfig, RoutingRegistry, connect, redact_url,
+    ConfigError, LockRegistry, RegistryConfig, RoutingRegistry, config::redact_url, connect,
 };
 
 /// The text that must not appear, in any spelling. Nothing else in this file or in a message

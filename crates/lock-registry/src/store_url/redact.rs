@@ -20,7 +20,7 @@ use crate::value::REDACTED;
 ///
 /// # Examples
 /// ```
-/// # use lock_registry::redact_url;
+/// # use lock_registry::config::redact_url;
 /// assert_eq!(redact_url("redis://app:hunter2@db:6379/0?lease=30s"), "redis://***@db:6379/0?lease=30s");
 /// assert_eq!(redact_url("redis://app:hun/ter2@db"), "redis://***");
 /// assert_eq!(redact_url("sqlite:locks.db"), "sqlite:locks.db");

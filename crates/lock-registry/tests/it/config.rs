@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{ConfigError, RegistryConfig, connect, redact_url};
+use lock_registry::{ConfigError, RegistryConfig, config::redact_url, connect};
 use registry_testkit::error_text;
 
 const CANARY: &str = "canary";

@@ -5,7 +5,10 @@
 use std::time::Duration;
 
 use lock_registry::{
-    BackendErrorKind, ConfigError, EtcdFence as _, GuaranteeClass, LockError, Severity, connect,
+    ConfigError, GuaranteeClass, LockError,
+    backend::{BackendErrorKind, Severity},
+    connect,
+    etcd::Fence as _,
 };
 use registry_testkit::error_text;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};

@@ -5,8 +5,11 @@
 
 use std::time::Duration;
 
-use lock_registry::sqlx::{Connection, MySqlConnection, PgConnection};
-use lock_registry::{GuaranteeClass, LockIn, LockInError, Registry, connect};
+use lock_registry::postgres::sqlx::{Connection, MySqlConnection, PgConnection};
+use lock_registry::{
+    GuaranteeClass, Registry, connect,
+    postgres::{LockIn, LockInError},
+};
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 

@@ -1,7 +1,12 @@
 //! MariaDB servers by URL: real servers, and the errors if they cannot be used.
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 
-use lock_registry::{BackendErrorKind, ConfigError, Fence as _, GuaranteeClass, connect, sqlx};
+use lock_registry::{
+    ConfigError, GuaranteeClass,
+    backend::BackendErrorKind,
+    connect,
+    mysql::{Fence as _, sqlx},
+};
 use registry_testkit::error_text;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "mysql-tls")]

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, connect};
+use lock_registry::{ConfigError, GuaranteeClass, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 

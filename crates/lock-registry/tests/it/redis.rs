@@ -10,7 +10,7 @@ mod several;
 use std::time::Duration;
 
 use lock_registry::{
-    BackendErrorKind, ConfigError, GuaranteeClass, Registry, RegistryConfig, connect,
+    ConfigError, GuaranteeClass, Registry, RegistryConfig, backend::BackendErrorKind, connect,
 };
 use registry_testkit::error_text;
 use registry_testkit::redis::RedisServer;

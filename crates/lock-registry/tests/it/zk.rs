@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, Registry, connect};
+use lock_registry::{ConfigError, GuaranteeClass, Registry, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 

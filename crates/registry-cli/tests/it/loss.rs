@@ -140,7 +140,7 @@ fn a_lock_that_was_broken_before_its_first_renewal_is_reported_lost() {
 #[cfg(feature = "sqlite")]
 #[test]
 fn a_loss_is_reported_while_the_store_does_not_respond() {
-    use lock_registry::sqlx::{Connection as _, Executor as _, SqliteConnection};
+    use lock_registry::sqlite::sqlx::{Connection as _, Executor as _, SqliteConnection};
 
     let store = TestStore::new();
     // The loss must be reported long before this time-out of the store.

@@ -111,7 +111,7 @@ fn doctor_prints_the_class_and_the_configuration_faults() {
     let report = redis.json(&["doctor", "--json"]);
     assert_eq!((&report["store"], &report["reachable"]), (&json!("redis"), &json!(true)));
     let promises = &report["capabilities"];
-    assert_eq!((&promises["class"], &promises["reach"]), (&json!("B"), &json!("network")));
+    assert_eq!((&promises["class"], &promises["reach"]), (&json!("volatile"), &json!("network")));
     let warnings = |report: &Value| {
         let findings = report["findings"].as_array().unwrap().clone();
         findings.into_iter().filter(|finding| finding["severity"] == "warning").collect::<Vec<_>>()

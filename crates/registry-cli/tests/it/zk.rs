@@ -87,7 +87,7 @@ fn doctor_prints_the_class_and_the_configuration_faults() {
     let report = zookeeper.json(&["doctor", "--json"]);
     assert_eq!((&report["store"], &report["reachable"]), (&json!("zookeeper"), &json!(true)));
     let promises = &report["capabilities"];
-    assert_eq!((&promises["class"], &promises["fair"]), (&json!("A"), &json!(true)));
+    assert_eq!((&promises["class"], &promises["fair"]), (&json!("durable"), &json!(true)));
     let findings = report["findings"].to_string();
     assert!(
         findings.contains("in the clear") && !report.to_string().contains("canary"),

@@ -1,6 +1,6 @@
 //! Encrypted connections: trusted certificate authorities and client certificates.
 
-use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, connect};
+use lock_registry::{ConfigError, GuaranteeClass, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use lock_registry::{BackendErrorKind, GuaranteeClass, Registry, connect};
+use lock_registry::{GuaranteeClass, Registry, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,

@@ -63,7 +63,7 @@ fn all_commands_work_with_sentinels() {
         let url = setup.url().replace("://", "://worker:canary@");
         format!("{url}?sentinel_user=watcher&sentinel_password=canary2")
     });
-    assert_commands_work(&redis, "C");
+    assert_commands_work(&redis, "best-effort");
     let settings = redis.json(&["doctor", "--json"])["settings"].clone();
     let shown = |name: &str| {
         let all = settings.as_array().unwrap();
@@ -78,7 +78,7 @@ fn all_commands_work_with_a_cluster() {
     let redis = Redis::of(RedisCluster::start_with(&options), |cluster| {
         cluster.url().replace("://", "://worker:canary@")
     });
-    assert_commands_work(&redis, "C");
+    assert_commands_work(&redis, "best-effort");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn all_commands_work_with_a_quorum() {
     let redis = Redis::of(RedisQuorum::start_with(3, &options), |quorum| {
         quorum.url().replace("://", "://worker:canary@")
     });
-    assert_commands_work(&redis, "C");
+    assert_commands_work(&redis, "best-effort");
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn all_commands_work_with_a_unix_socket() {
     let path = folder.path().join("redis.sock").to_str().unwrap().to_owned();
     let arguments = ["--unixsocket", &path, "--requirepass", "canary"];
     let url = |_: &RedisServer| format!("redis+unix://:canary@{path}?db=1");
-    assert_commands_work(&Redis::of(RedisServer::start(&arguments), url), "B");
+    assert_commands_work(&Redis::of(RedisServer::start(&arguments), url), "volatile");
 }
 
 #[cfg(feature = "redis-tls")]
@@ -112,5 +112,5 @@ fn all_commands_work_with_tls_and_a_client_certificate() {
         let key = folder.client_key_file();
         format!("{url}?ca={}&cert={}&key={}", ca.display(), cert.display(), key.display())
     });
-    assert_commands_work(&redis, "B");
+    assert_commands_work(&redis, "volatile");
 }
