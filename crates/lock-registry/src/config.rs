@@ -295,7 +295,7 @@ impl RegistryConfig {
     }
 
     /// Returns the options that are set, each with the source that won. Contains no secrets: the
-    /// URL is shown as by [`redact_url`](crate::redact_url).
+    /// URL is shown as by [`redact_url`].
     ///
     /// # Errors
     /// As [`RegistryConfig::check`].

@@ -130,7 +130,7 @@ impl BlockingRegistry {
         Ok(Self { registry, home })
     }
 
-    /// Returns the lock of `key`. See [`LockRegistry::obtain`].
+    /// Returns the lock of `key`. See [`Registry::obtain`].
     #[must_use]
     pub fn obtain(&self, key: &str) -> BlockingLock {
         BlockingLock { lock: self.registry.obtain(key), home: Arc::clone(&self.home) }
@@ -148,7 +148,7 @@ impl BlockingRegistry {
         &self.registry
     }
 
-    /// Closes the registry and releases its locks. See [`LockRegistry::close`].
+    /// Closes the registry and releases its locks. See [`Registry::close`].
     ///
     /// # Errors
     /// [`LockError::InsideRuntime`].

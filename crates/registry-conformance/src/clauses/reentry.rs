@@ -109,8 +109,7 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
     let enter = async |options: LockOptions| {
-        let guard = lock.lock_with(options).await.expect("the store answers");
-        guard
+        lock.lock_with(options).await.expect("the store answers")
     };
 
     // The inner `min_hold` is ignored.

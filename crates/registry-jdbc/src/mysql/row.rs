@@ -62,7 +62,7 @@ use crate::server::{
 ///
 /// The holder of such a lock is reported like that of a lease, without the remaining time: the
 /// connection holds a named lock for this. A caller's transaction is reported by its key alone.
-/// [Breaking](LockBackend::force_release) such a lock ends the connection that holds it. The user
+/// [Breaking](registry_core::LockAdmin::force_release) such a lock ends the connection that holds it. The user
 /// must be the holder's, or have the privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL). A
 /// transaction of a caller is never ended.
 ///

@@ -59,8 +59,8 @@ use crate::server::{
 /// safe, including those of a [`Fence`](crate::Fence).
 ///
 /// The holder of such a lock is listed like the holder of a lease, without the time left.
-/// [`inspect`](LockBackend::inspect) reports a caller's transaction that holds the key without a
-/// name. [Breaking](LockBackend::force_release) a lock ends the connection that holds it. For that
+/// [`inspect`](registry_core::LockAdmin::inspect) reports a caller's transaction that holds the key without a
+/// name. [Breaking](registry_core::LockAdmin::force_release) a lock ends the connection that holds it. For that
 /// the user must be the holder's user, or have the rights of `pg_signal_backend`. A caller's
 /// transaction is not ended.
 ///
