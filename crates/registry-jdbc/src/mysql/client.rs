@@ -18,7 +18,7 @@ use super::error::{self, ErrorEffect};
 use super::sql;
 use super::statement::MySqlQuery;
 use crate::server::{
-    ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection, SessionFailure,
+    self, ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection, SessionFailure,
 };
 
 /// The maximum number of attempts for a statement that the server rolls back because of conflicts.
@@ -30,8 +30,8 @@ const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
 pub(super) struct MySqlClient {
     pool: ConnectionPool<MySqlConnection>,
     response_timeout: Duration,
-    /// Host and port, for messages.
-    address: String,
+    /// The name of the store with its host and port, for messages.
+    store: String,
 }
 
 /// Whether a statement may be sent again when the connection breaks, although it may have been
@@ -64,7 +64,11 @@ impl MySqlClient {
                 async move { after_connect.execute(connection).await.map(drop) }.boxed()
             },
         ));
-        Self { pool, response_timeout: config.response_timeout, address: config.address() }
+        Self {
+            pool,
+            response_timeout: config.response_timeout,
+            store: format!("mysql at {}", config.address()),
+        }
     }
 
     /// Sends a statement that changes rows.
@@ -125,7 +129,7 @@ impl MySqlClient {
                     drop(pooled);
                     // After a failover, the old address may silently drop all packets.
                     self.pool.close_idle();
-                    return Err(error::timed_out(&self.address, self.response_timeout));
+                    return Err(error::timed_out(&self.store, self.response_timeout));
                 }
             };
             match error::error_effect(&error) {
@@ -186,7 +190,7 @@ impl MySqlClient {
                 None => {
                     drop(pooled);
                     self.pool.close_idle();
-                    return Err(error::timed_out(&self.address, self.response_timeout));
+                    return Err(error::timed_out(&self.store, self.response_timeout));
                 }
             };
             drop(pooled);
@@ -216,11 +220,11 @@ impl MySqlClient {
     }
 
     pub(super) fn explain(&self, error: sqlx::Error) -> BackendError {
-        error::explain(error, &self.address)
+        error::explain(error, &self.store)
     }
 
     fn not_connected(&self, pool_error: PoolError) -> BackendError {
-        error::not_connected(pool_error, &self.address)
+        server::error::not_connected(pool_error, &self.store, |error| self.explain(error))
     }
 
     /// Returns what an error outside of a transaction means for a session.
@@ -241,16 +245,9 @@ impl MySqlClient {
         row.try_get(index).map_err(|error| SessionFailure::Broken(self.explain(error)))
     }
 
-    /// Returns the error for a session whose connection actor has ended.
-    pub(super) fn closed(&self) -> BackendError {
-        let address = self.address();
-        BackendError::transient(format!(
-            "mysql at {address}: the store was closed during the operation"
-        ))
-    }
-
-    pub(super) fn address(&self) -> &str {
-        &self.address
+    /// Returns the name of the store in errors.
+    pub(super) fn store(&self) -> &str {
+        &self.store
     }
 
     /// Closes the idle connections. New ones are opened on demand.
@@ -265,6 +262,6 @@ impl MySqlClient {
 
 impl fmt::Debug for MySqlClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlClient").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("MySqlClient").field("store", &self.store).finish_non_exhaustive()
     }
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use registry_core::{BackendError, Finding};
 use sqlx::Row as _;
 
-use super::backend::MySqlBackend;
+use super::backend::MySqlRows;
 use super::client::MySqlClient;
 use crate::server::ConnectionUse;
 
@@ -21,13 +21,6 @@ const VARIABLES: &str = "\
 const CONNECTION_LIMIT: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
 
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
-
-impl MySqlBackend {
-    /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn check_store(&self) -> Result<Vec<Finding>, BackendError> {
-        check_server(&self.client).await
-    }
-}
 
 /// Returns the findings about the server of this client.
 pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, BackendError> {
@@ -55,12 +48,10 @@ pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, B
     Ok(findings)
 }
 
-impl MySqlBackend {
+impl MySqlRows {
     /// Returns a finding if the server's connection limit is too low for `row_locks`.
-    pub(super) async fn check_connection_limit(
-        &self,
-        row_locks: u32,
-    ) -> Result<Vec<Finding>, BackendError> {
+    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
+        let row_locks = self.config.row_locks;
         let rows =
             self.client.rows(ConnectionUse::Acquire, || sqlx::query(CONNECTION_LIMIT)).await?;
         let connections_max: Option<i64> =

@@ -4,13 +4,14 @@
 //! reference. Every statement is a transaction of its own, so a statement that returned an error
 //! did nothing. If the connection ends with the error, the outcome is unknown.
 
-use std::time::Duration;
-
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::mysql::MySqlDatabaseError;
 
-use crate::server::PoolError;
-
+use crate::server::error;
+pub(super) use crate::server::error::{
+    corrupt, fenced_transaction_open, held_by_caller_transaction, row_locked, still_connected,
+    timed_out,
+};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// What a failed statement means for a retry and for its connection.
@@ -36,105 +37,25 @@ pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
 }
 
 /// Converts an error of sqlx to a `BackendError` with advice.
-pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
-    let (kind, message, refused) = match &error {
+pub(super) fn explain(error: sqlx::Error, store: &str) -> BackendError {
+    let class = match &error {
         sqlx::Error::Database(_) => {
             let MySqlErrorClass { kind, message, ends_connection } =
                 classify_code(number_of(&error).unwrap_or(0));
             (kind, message, !ends_connection)
         }
-        sqlx::Error::Io(io) => match io.kind() {
-            std::io::ErrorKind::ConnectionRefused => {
-                (Transient, "the connection was refused", true)
-            }
-            std::io::ErrorKind::NotFound => (Misconfigured, "the socket does not exist", true),
-            _ => (Transient, "the connection was lost", false),
-        },
-        sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
-        sqlx::Error::Configuration(_)
-        | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => (Misconfigured, "the configuration is invalid", true),
-        sqlx::Error::ColumnDecode { .. }
-        | sqlx::Error::Decode(_)
-        | sqlx::Error::ColumnNotFound(_)
-        | sqlx::Error::ColumnIndexOutOfBounds { .. }
-        | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => (
-            Protocol,
-            "the lock tables contain a value that no version of this program writes",
-            false,
-        ),
-        sqlx::Error::Protocol(_) => {
-            (Protocol, "the response is not valid in the MySQL protocol", false)
-        }
-        // Variants that sqlx may add, or does not return here. The outcome is unknown and a retry
-        // may not help.
-        _ => (Protocol, "the database client failed", false),
+        other => error::classify_client_error(other),
     };
-    let error =
-        BackendError::new(kind, format!("mysql at {address}: {message}")).with_source(error);
-    if refused { error.as_refused() } else { error }
-}
-
-const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
-
-/// Converts the reason for a missing connection. Nothing was sent, so the error is refused.
-pub(super) fn not_connected(pool_error: PoolError, address: &str) -> BackendError {
-    let message = match pool_error {
-        // The client reports certificate errors in this way.
-        PoolError::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
-            return BackendError::new(
-                Misconfigured,
-                format!("mysql at {address}: {NOT_ENCRYPTED}"),
-            )
-            .with_source(io)
-            .as_refused();
-        }
-        PoolError::Sqlx(error) => return explain(error, address).as_refused(),
-        PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
-        PoolError::TimedOut => "the server could not be reached in time",
-    };
-    BackendError::transient(format!("mysql at {address}: {message}")).as_refused()
-}
-
-/// Returns the error for a server that did not answer in time.
-pub(super) fn timed_out(address: &str, limit: Duration) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: the server did not answer within {limit:?}"
-    ))
-}
-
-/// Returns the error for an acquisition that a session's connection did not send in time.
-pub(super) fn queue_timed_out(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: the session's connection was in use for too long, so no request was sent"
-    ))
-    .as_refused()
-}
-
-/// Returns the error for a grant whose row was locked, so that this renewal skipped it.
-pub(super) fn row_locked(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica"
-    ))
-    .as_refused()
-}
-
-/// Returns the error for a release whose claim has fenced a transaction that is still open.
-pub(super) fn fenced_transaction_open(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
-    ))
-    .as_blocked()
+    error::explain(error, store, class)
 }
 
 /// Returns why the connection that has a row locked was not ended.
-pub(super) fn explain_not_ended(error: BackendError, address: &str) -> BackendError {
+pub(super) fn explain_not_ended(error: BackendError, store: &str) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
     }
     let message = format!(
-        "mysql at {address}: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
+        "{store}: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
     );
     BackendError::new(Denied, message).with_source(error).as_refused()
 }
@@ -153,39 +74,13 @@ fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
-/// Returns the error for a connection that received a `KILL` and has not ended yet.
-pub(super) fn still_connected(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: the connection that holds the key still exists, although the server was requested to end it; retry"
-    ))
-}
-
-/// Returns the error for a key whose holder is a caller's transaction, which only the caller can
-/// end.
-pub(super) fn held_by_caller_transaction(address: &str) -> BackendError {
-    BackendError::transient(format!(
-        "mysql at {address}: an application's transaction holds the key until it ends, and cannot be ended from here"
-    ))
-    .as_refused()
-}
-
 /// Returns the error for a read-only server that would still write for this user. Not refused: a
 /// statement may have been executed on its predecessor.
-pub(super) fn read_only(address: &str) -> BackendError {
-    BackendError::transient(format!("mysql at {address}: {READ_ONLY}"))
+pub(super) fn read_only(store: &str) -> BackendError {
+    BackendError::transient(format!("{store}: {READ_ONLY}"))
 }
 
 const READ_ONLY: &str = "the server accepts no writes; it is a replica, or about to be one";
-
-/// Returns the error for inconsistent data.
-pub(super) fn corrupt(address: &str, message: &str) -> BackendError {
-    BackendError::new(
-        Protocol,
-        format!(
-            "mysql at {address}: {message}; was it edited manually? Restore or drop the lock tables"
-        ),
-    )
-}
 
 /// Returns whether a table is missing or belongs to something else.
 pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
@@ -395,21 +290,9 @@ mod tests {
             assert!(!is_busy(&error) && !is_no_such_table(&error) && !is_denied(&error));
             assert_eq!(error_effect(&error), ErrorEffect::Broken);
             let text = error.to_string();
-            let explained = explain(error, "db:3306");
+            let explained = explain(error, "mysql at db:3306");
             assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
             assert!(explained.to_string().contains("db:3306"), "{explained}");
-        }
-    }
-
-    #[test]
-    fn without_a_connection_the_error_is_refused() {
-        for pool_error in [
-            PoolError::Exhausted,
-            PoolError::TimedOut,
-            PoolError::Sqlx(sqlx::Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
-        ] {
-            let explained = not_connected(pool_error, "db:3306");
-            assert_eq!((explained.kind(), explained.refused()), (Transient, true), "{explained}");
         }
     }
 }

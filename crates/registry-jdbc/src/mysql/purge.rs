@@ -9,7 +9,7 @@ use registry_core::{BackendError, Claim};
 use sqlx::Row as _;
 use tokio::time::timeout;
 
-use super::backend::MySqlBackend;
+use super::backend::MySqlRows;
 use super::client::{MySqlClient, Resend};
 use super::sql::MySqlStatements;
 use super::statement;
@@ -26,7 +26,7 @@ const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 /// half of all rows are dead.
 const BATCH_ROWS: usize = 512;
 
-impl MySqlBackend {
+impl MySqlRows {
     /// Purges a random batch after one in 256 releases, chosen by the claim's random id.
     pub(super) async fn maybe_purge(&self, claim: &Claim) {
         maybe_purge(claim, &self.client, &self.statements.texts, self.config.purge_after).await;

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
-use super::backend::{PostgresBackend, column};
+use super::backend::{PgRows, column};
 use super::client::{PgClient, Resend};
 use super::config::{Listen, PostgresConfig};
 use super::error::corrupt;
@@ -16,16 +16,9 @@ use crate::server::ConnectionUse;
 /// The clock difference between server and host that is reported.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
 
-impl PostgresBackend {
-    /// Returns all findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn check_store(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = check_server(&self.client, &self.config).await?;
-        findings.extend(self.check_listener().await);
-        Ok(findings)
-    }
-
+impl PgRows {
     /// Returns a finding if the listener does not receive notifications.
-    async fn check_listener(&self) -> Option<Finding> {
+    pub(super) async fn check_listener(&self) -> Option<Finding> {
         let listener = self.listener.as_ref()?;
         let payload = format!("try_{:016x}", fastrand::u64(..));
         let text = PgStatementText::new(NOTIFY);
@@ -47,15 +40,11 @@ impl PostgresBackend {
             "release notifications do not arrive, so waiters poll; {cause}"
         )))
     }
-}
 
-impl PostgresBackend {
     /// Checks whether the server has connections for this number of row locks, and whether existing
     /// row locks hold back vacuum.
-    pub(super) async fn check_connection_limit(
-        &self,
-        row_locks: u32,
-    ) -> Result<Vec<Finding>, BackendError> {
+    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
+        let row_locks = self.config.row_locks;
         let text = PgStatementText::new(CONNECTION_LIMIT);
         let statement = BoundStatement::new(&text, []);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;

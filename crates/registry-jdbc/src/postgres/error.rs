@@ -10,6 +10,9 @@ use sqlx::postgres::{PgDatabaseError, PgSeverity};
 use crate::server::SessionFailure;
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
+/// The name of the store in errors.
+pub(super) const STORE: &str = "postgres";
+
 /// Classifies an error of sqlx, and adds a hint.
 pub(super) fn explain(error: sqlx::Error) -> BackendError {
     let PgErrorClass { kind, message, refused } = match &error {
@@ -98,11 +101,6 @@ pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
     }
 }
 
-/// The task of the session has ended.
-pub(super) fn closed() -> BackendError {
-    BackendError::transient("postgres: the store was closed during the operation")
-}
-
 /// Returns whether a schema, a table or a column is missing.
 pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
     code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
@@ -161,14 +159,6 @@ pub(super) fn connect_timed_out() -> BackendError {
 pub(super) fn exhausted() -> BackendError {
     BackendError::transient(
         "postgres: all connections were in use for too long; raise `connections`",
-    )
-    .as_refused()
-}
-
-/// The session's connection was busy with other statements for too long.
-pub(super) fn queue_timed_out() -> BackendError {
-    BackendError::transient(
-        "postgres: the session's connection was in use for too long, so no request was sent",
     )
     .as_refused()
 }

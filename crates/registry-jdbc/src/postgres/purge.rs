@@ -8,7 +8,7 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim};
 use tokio::time::timeout;
 
-use super::backend::{PostgresBackend, bytes, column, micros};
+use super::backend::{PgRows, bytes, column, micros};
 use super::client::{PgClient, Resend};
 use super::sql::PgStatements;
 use super::statement::{BoundStatement, PgParam};
@@ -24,7 +24,7 @@ const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 /// last batch, so that at most half of all rows are dead.
 const BATCH_ROWS: i64 = 512;
 
-impl PostgresBackend {
+impl PgRows {
     /// Searches a batch if the claim's random id begins with [`PURGE_FIRST_BYTE`].
     pub(super) async fn maybe_purge(&self, claim: &Claim) {
         maybe_purge(claim, &self.client, &self.texts, self.config.purge_after).await;

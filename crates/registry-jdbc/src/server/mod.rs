@@ -1,6 +1,9 @@
-//! Components that the stores for database servers share, whatever their SQL dialect. Contains no
-//! SQL. Used by `postgres` and `mysql`.
+//! The backend of database servers, whatever their SQL dialect. Contains no SQL. `postgres` and
+//! `mysql` implement its [`Dialect`].
 
+mod backend;
+mod dialect;
+mod fence;
 mod encryption;
 mod connection_actor;
 mod recent_rows;
@@ -12,7 +15,15 @@ mod sessions;
 // Locks in the table of another program.
 pub(crate) mod spring;
 
+// Errors of all servers.
+pub(crate) mod error;
+
+pub(crate) use backend::Locks;
+pub use backend::{SqlBackend, SqlMode};
+pub use dialect::SqlServer;
+pub(crate) use dialect::{Dialect, LeaseStore, TransactionStore};
 pub use encryption::Encryption;
+pub(crate) use fence::fence;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::AfterConnect;
 pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection};
@@ -29,6 +40,9 @@ pub(crate) use token_reservation::TokenPlan;
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
 /// wait for a row. So no client acts on what it read of a key before the key's row was deleted.
 pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// The idle time after which a server ends the connection of a session or row lock.
+pub(crate) const SILENCE: std::time::Duration = std::time::Duration::from_secs(60);
 
 /// The default maximum number of row locks that are held at once.
 pub(crate) const ROW_LOCKS: u32 = 16;

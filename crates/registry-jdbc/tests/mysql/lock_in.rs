@@ -9,7 +9,7 @@ use registry_conformance::sweep::{SweepOutcome, sweep};
 use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
 use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
-use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, MySqlRowBackend};
+use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, SqlMode};
 use registry_testkit::eventually;
 use tokio::time::timeout;
 
@@ -54,7 +54,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
 #[tokio::test]
 async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() {
     let server = server().await;
-    let rows = Arc::new(MySqlRowBackend::open(config(&server)).await.unwrap());
+    let rows = Arc::new(MySqlBackend::open_mode(config(&server), SqlMode::Row).await.unwrap());
     let registries = [registry(config(&server)).await, Registry::builder(rows).build().unwrap()];
     for registry in registries {
         let mut data = data(&server).await;

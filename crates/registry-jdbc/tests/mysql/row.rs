@@ -10,8 +10,8 @@ use registry_core::{
 };
 use registry_jdbc::sqlx::{Connection, Executor, MySqlConnection};
 use registry_jdbc::{
-    Fence, FenceError, LockIn, LockInError, MySqlConfig, MySqlRowBackend, MySqlSessionBackend,
-    MySqlSpringBackend, RowLocksExhausted, SpringTable,
+    Fence, FenceError, LockIn, LockInError, MySqlBackend, MySqlConfig, RowLocksExhausted,
+    SpringTable, SqlMode,
 };
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
@@ -26,8 +26,8 @@ const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
 const ONE_SECOND: Duration = Duration::from_secs(1);
 
-async fn row(config: MySqlConfig) -> Arc<MySqlRowBackend> {
-    Arc::new(MySqlRowBackend::open(config).await.unwrap())
+async fn row(config: MySqlConfig) -> Arc<MySqlBackend> {
+    Arc::new(MySqlBackend::open_mode(config, SqlMode::Row).await.unwrap())
 }
 
 fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
@@ -39,7 +39,9 @@ async fn registry(server: &MariaDbServer) -> Registry {
 }
 
 async fn session(server: &MariaDbServer) -> Registry {
-    registry_over(Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap()))
+    registry_over(Arc::new(
+        MySqlBackend::open_mode(config(server), SqlMode::Session).await.unwrap(),
+    ))
 }
 
 async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
@@ -114,7 +116,7 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
 async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<MySqlBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -179,7 +181,7 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
 async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
     let server = server().await;
     let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&rows));
+    let registry = registry_over(Arc::<MySqlBackend>::clone(&rows));
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
@@ -223,7 +225,8 @@ async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
 #[tokio::test]
 async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
     let server = server().await;
-    let spring = MySqlSpringBackend::open(config(&server), SpringTable::v7()).await.unwrap();
+    let spring =
+        MySqlBackend::open_mode(config(&server), SqlMode::Spring(SpringTable::v7())).await.unwrap();
     for registry in
         [registry(&server).await, session(&server).await, registry_over(Arc::new(spring))]
     {
@@ -258,7 +261,7 @@ async fn capabilities_and_findings_match_the_backend() {
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::C);
-    assert_eq!(capabilities.lease_max, MySqlRowBackend::SILENCE);
+    assert_eq!(capabilities.lease_max, MySqlBackend::SILENCE);
     assert!(
         capabilities.reports_invalidations
             && capabilities.fencing
@@ -270,7 +273,8 @@ async fn capabilities_and_findings_match_the_backend() {
     let many = row(config(&server).with_row_locks(1_000)).await;
     let findings = many.diagnose().await.unwrap();
     assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
-    let none = MySqlRowBackend::open(config(&server).with_row_locks(0)).await.unwrap_err();
+    let none =
+        MySqlBackend::open_mode(config(&server).with_row_locks(0), SqlMode::Row).await.unwrap_err();
     assert!(!none.is_retryable(), "{none}");
 }
 
@@ -352,7 +356,9 @@ async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
     let server = server().await;
     let apart = config(&server).with_namespace("sessions");
     let rows = registry(&server).await;
-    let sessions = registry_over(Arc::new(MySqlSessionBackend::open(apart.clone()).await.unwrap()));
+    let sessions = registry_over(Arc::new(
+        MySqlBackend::open_mode(apart.clone(), SqlMode::Session).await.unwrap(),
+    ));
     let (blocked_row, blocked_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
     let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
@@ -361,7 +367,7 @@ async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
             let row = registry_over(row(blocked_row).await);
-            let session = MySqlSessionBackend::open(blocked_session).await.unwrap();
+            let session = MySqlBackend::open_mode(blocked_session, SqlMode::Session).await.unwrap();
             let session = registry_over(Arc::new(session));
             let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
             (row, session, guards)

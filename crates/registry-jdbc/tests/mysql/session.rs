@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use registry_core::{Attempt, Claim, LockBackend, LockRegistry, Registry, Release, Renewal};
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, MySqlConnection, Row};
-use registry_jdbc::{MySqlConfig, MySqlSessionBackend};
+use registry_jdbc::{MySqlBackend, MySqlConfig, SqlMode};
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
@@ -20,15 +20,15 @@ const AT_ONCE: Duration = Duration::from_secs(5);
 /// "orders/42".
 const NAME: &str = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
 
-async fn session(server: &MariaDbServer) -> Arc<MySqlSessionBackend> {
-    Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap())
+async fn session(server: &MariaDbServer) -> Arc<MySqlBackend> {
+    Arc::new(MySqlBackend::open_mode(config(server), SqlMode::Session).await.unwrap())
 }
 
-fn registry(backend: &Arc<MySqlSessionBackend>) -> Registry {
-    Registry::builder(Arc::<MySqlSessionBackend>::clone(backend)).build().unwrap()
+fn registry(backend: &Arc<MySqlBackend>) -> Registry {
+    Registry::builder(Arc::<MySqlBackend>::clone(backend)).build().unwrap()
 }
 
-async fn attempt(backend: &MySqlSessionBackend, claim: &Claim) -> Attempt {
+async fn attempt(backend: &MySqlBackend, claim: &Claim) -> Attempt {
     backend.try_acquire(claim).await.unwrap()
 }
 
@@ -80,7 +80,7 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let config = MySqlConfig::from_url(&url).unwrap();
-            let backend = MySqlSessionBackend::open(config).await.unwrap();
+            let backend = MySqlBackend::open_mode(config, SqlMode::Session).await.unwrap();
             assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
         });
         runtime.shutdown_background();
@@ -109,8 +109,7 @@ async fn all_locks_of_a_process_share_one_connection() {
     }
     assert_eq!(registry.held(), 31);
     // The server would grant a named lock to its own session again.
-    let second_registry =
-        Registry::builder(Arc::<MySqlSessionBackend>::clone(&backend)).build().unwrap();
+    let second_registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
     assert!(second_registry.obtain("orders/42").try_lock().await.unwrap().is_none());
     let connection = holder.unwrap();
     server.sql(&format!("KILL CONNECTION {connection}")).await.unwrap();

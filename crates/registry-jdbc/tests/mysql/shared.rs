@@ -8,10 +8,7 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
-use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-    SpringTable,
-};
+use registry_jdbc::{MySqlBackend, MySqlConfig, SpringTable, SqlMode};
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::sync::RwLock;
 
@@ -149,11 +146,15 @@ impl InNamespace {
         let config = config.with_row_locks(260);
         match &self.mode {
             StoreMode::Lease => Arc::new(MySqlBackend::open(config).await.unwrap()),
-            StoreMode::Session => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
-            StoreMode::Row => Arc::new(MySqlRowBackend::open(config).await.unwrap()),
+            StoreMode::Session => {
+                Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await.unwrap())
+            }
+            StoreMode::Row => {
+                Arc::new(MySqlBackend::open_mode(config, SqlMode::Row).await.unwrap())
+            }
             StoreMode::Spring(table) => {
                 let table = table.clone().with_region(namespace);
-                Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
+                Arc::new(MySqlBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap())
             }
         }
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Attempt, Claim, LockBackend, Release, Renewal};
 use registry_jdbc::sqlx::{Connection as _, Executor as _};
-use registry_jdbc::{Fence as _, FenceError, MySqlSpringBackend, SpringTable};
+use registry_jdbc::{Fence as _, FenceError, MySqlBackend, SpringTable, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::mariadb::MariaDbServer;
 
@@ -14,15 +14,15 @@ use crate::common::{
 
 const TTL: Duration = Duration::from_secs(10);
 
-async fn backend(server: &MariaDbServer, table: SpringTable) -> MySqlSpringBackend {
-    MySqlSpringBackend::open(config(server), table).await.unwrap()
+async fn backend(server: &MariaDbServer, table: SpringTable) -> MySqlBackend {
+    MySqlBackend::open_mode(config(server), SqlMode::Spring(table)).await.unwrap()
 }
 
 async fn sql(server: &MariaDbServer, text: &str) -> String {
     server.sql(text).await.unwrap().trim().replace('\t', "|")
 }
 
-async fn token(backend: &MySqlSpringBackend, claim: &Claim) -> u64 {
+async fn token(backend: &MySqlBackend, claim: &Claim) -> u64 {
     match backend.try_acquire(claim).await.unwrap() {
         Attempt::Granted(grant) => grant.token.unwrap().get(),
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
@@ -149,12 +149,13 @@ async fn a_table_of_another_generation_is_refused() {
         (SpringTable::v7().with_prefix("a b"), "the prefix"),
         (SpringTable::v7().with_region(""), "the region"),
     ] {
-        let error = MySqlSpringBackend::open(config(&server), table).await.unwrap_err();
+        let error =
+            MySqlBackend::open_mode(config(&server), SqlMode::Spring(table)).await.unwrap_err();
         assert!(error_chain(&error).contains(fragment), "{error}");
     }
     let absent = SpringTable::v7().with_prefix("ABSENT_");
     let strict = config(&server).with_create_schema(false);
-    let error = MySqlSpringBackend::open(strict, absent).await.unwrap_err();
+    let error = MySqlBackend::open_mode(strict, SqlMode::Spring(absent)).await.unwrap_err();
     assert!(error_chain(&error).contains("ABSENT_LOCK` is missing"), "{error}");
 }
 

@@ -10,8 +10,7 @@ use registry_core::{
 };
 use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
 use registry_jdbc::{
-    Fence, FenceError, LockIn, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    RowLocksExhausted,
+    Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted, SqlMode,
 };
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
@@ -26,8 +25,8 @@ const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
 const ONE_SECOND: Duration = Duration::from_secs(1);
 
-async fn row(config: PostgresConfig) -> Arc<PostgresRowBackend> {
-    Arc::new(PostgresRowBackend::open(config).await.unwrap())
+async fn row(config: PostgresConfig) -> Arc<PostgresBackend> {
+    Arc::new(PostgresBackend::open_mode(config, SqlMode::Row).await.unwrap())
 }
 
 fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
@@ -39,7 +38,9 @@ async fn registry(server: &PostgresServer) -> Registry {
 }
 
 async fn session(server: &PostgresServer) -> Registry {
-    registry_over(Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap()))
+    registry_over(Arc::new(
+        PostgresBackend::open_mode(config(server), SqlMode::Session).await.unwrap(),
+    ))
 }
 
 async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
@@ -116,7 +117,7 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
 async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<PostgresBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -194,7 +195,7 @@ async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
 async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
     let server = server().await;
     let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&rows));
+    let registry = registry_over(Arc::<PostgresBackend>::clone(&rows));
     let mut data = data(&server).await;
 
     let lease = claim("orders/42");
@@ -277,7 +278,7 @@ async fn capabilities_and_findings_match_the_backend() {
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::C);
-    assert_eq!(capabilities.lease_max, PostgresRowBackend::SILENCE);
+    assert_eq!(capabilities.lease_max, PostgresBackend::SILENCE);
     assert!(
         capabilities.reports_invalidations
             && capabilities.fencing
@@ -289,7 +290,9 @@ async fn capabilities_and_findings_match_the_backend() {
     let many = row(config(&server).with_row_locks(1_000)).await;
     let findings = many.diagnose().await.unwrap();
     assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
-    let none = PostgresRowBackend::open(config(&server).with_row_locks(0)).await.unwrap_err();
+    let none = PostgresBackend::open_mode(config(&server).with_row_locks(0), SqlMode::Row)
+        .await
+        .unwrap_err();
     assert!(!none.is_retryable(), "{none}");
 }
 
@@ -382,8 +385,9 @@ async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
     let (rows, sessions) = (registry(&server).await, session(&server).await);
     let namespace = "sessions";
     let apart = config(&server).with_namespace(namespace);
-    let sessions_apart =
-        registry_over(Arc::new(PostgresSessionBackend::open(apart.clone()).await.unwrap()));
+    let sessions_apart = registry_over(Arc::new(
+        PostgresBackend::open_mode(apart.clone(), SqlMode::Session).await.unwrap(),
+    ));
     let (blocked_row, blocked_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
     let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
@@ -392,7 +396,8 @@ async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
             let row = registry_over(row(blocked_row).await);
-            let session = PostgresSessionBackend::open(blocked_session).await.unwrap();
+            let session =
+                PostgresBackend::open_mode(blocked_session, SqlMode::Session).await.unwrap();
             let session = registry_over(Arc::new(session));
             let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
             (row, session, guards)

@@ -8,7 +8,7 @@ use registry_core::{
 };
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
-use registry_jdbc::{PostgresConfig, PostgresRowBackend};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
@@ -209,7 +209,7 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     for (mode, config) in [("direct", config(&server)), ("pooled", through)] {
         let config = config.with_namespace(mode).with_busy_timeout(Duration::from_millis(200));
         let backend = backend(config.clone()).await;
-        let rows = PostgresRowBackend::open(config).await.unwrap();
+        let rows = PostgresBackend::open_mode(config, SqlMode::Row).await.unwrap();
         let (held, row) = (claim("held"), claim("row"));
         grant(&backend, &held).await;
         assert!(matches!(rows.try_acquire(&row).await.unwrap(), Attempt::Granted(_)));

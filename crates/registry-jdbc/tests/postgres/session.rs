@@ -8,7 +8,7 @@ use registry_core::{
     Renewal,
 };
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
-use registry_jdbc::{PostgresConfig, PostgresSessionBackend};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
@@ -21,15 +21,15 @@ use crate::common::{
 /// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
-async fn session(server: &PostgresServer) -> Arc<PostgresSessionBackend> {
-    Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap())
+async fn session(server: &PostgresServer) -> Arc<PostgresBackend> {
+    Arc::new(PostgresBackend::open_mode(config(server), SqlMode::Session).await.unwrap())
 }
 
-fn registry(backend: &Arc<PostgresSessionBackend>) -> Registry {
-    Registry::builder(Arc::<PostgresSessionBackend>::clone(backend)).build().unwrap()
+fn registry(backend: &Arc<PostgresBackend>) -> Registry {
+    Registry::builder(Arc::<PostgresBackend>::clone(backend)).build().unwrap()
 }
 
-async fn attempt(backend: &PostgresSessionBackend, claim: &Claim) -> Attempt {
+async fn attempt(backend: &PostgresBackend, claim: &Claim) -> Attempt {
     backend.try_acquire(claim).await.unwrap()
 }
 
@@ -81,7 +81,7 @@ async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
         let runtime = tokio::runtime::Runtime::new().unwrap();
         runtime.block_on(async {
             let config = PostgresConfig::from_url(&server_url).unwrap();
-            let backend = PostgresSessionBackend::open(config).await.unwrap();
+            let backend = PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap();
             assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
         });
         runtime.shutdown_background();
@@ -108,7 +108,7 @@ async fn all_locks_of_a_process_share_one_connection() {
     assert_eq!(server.sql(&pids).await.unwrap(), "30|1");
     // Two registries over the same store still exclude each other.
     let second_registry =
-        Registry::builder(Arc::<PostgresSessionBackend>::clone(&backend)).build().unwrap();
+        Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
     assert!(second_registry.obtain("orders/7").try_lock().await.unwrap().is_none());
     for guard in guards {
         guard.unlock().await.unwrap();
@@ -159,7 +159,7 @@ async fn cancelled_waits_leave_no_lock_behind() {
 /// holds a lock.
 async fn begin_attempt<'a>(
     server: &PostgresServer,
-    backend: &'a PostgresSessionBackend,
+    backend: &'a PostgresBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = Attempt> + 'a {
     let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
@@ -282,7 +282,8 @@ async fn a_short_pause_of_the_server_ends_no_lock() {
 async fn an_unresponsive_server_ends_the_lock_before_the_next_grant() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_millis(1500));
-    let registry = registry(&Arc::new(PostgresSessionBackend::open(config).await.unwrap()));
+    let registry =
+        registry(&Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap()));
     let guard = lock(&registry, "orders/42").await;
     let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
     server.pause_backend(pid).unwrap();
@@ -337,7 +338,7 @@ async fn a_pooler_in_transaction_mode_is_refused() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
     let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
-    let error = PostgresSessionBackend::open(config).await.unwrap_err();
+    let error = PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap_err();
     assert!(
         !error.is_retryable() && error.to_string().contains("pooler"),
         "{}",
@@ -351,9 +352,6 @@ async fn the_server_ends_an_idle_session_only_after_the_maximum_lease() {
     let backend = session(&server).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::C);
-    assert!(
-        capabilities.lease_max <= PostgresSessionBackend::SILENCE
-            && LEASE <= capabilities.lease_max
-    );
+    assert!(capabilities.lease_max <= PostgresBackend::SILENCE && LEASE <= capabilities.lease_max);
     assert!(capabilities.reports_invalidations && !capabilities.inspect);
 }

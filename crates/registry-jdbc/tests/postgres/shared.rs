@@ -8,10 +8,7 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
-use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend, SpringTable,
-};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SpringTable, SqlMode};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use tokio::sync::RwLock;
@@ -134,13 +131,15 @@ impl Servers {
         // One clause holds this many locks.
         let config = config.with_namespace(namespace).with_row_locks(260);
         match &self.mode {
-            StoreMode::Session => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
+            StoreMode::Session => {
+                Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap())
+            }
             StoreMode::Row | StoreMode::RowPgBouncer => {
-                Arc::new(PostgresRowBackend::open(config).await.unwrap())
+                Arc::new(PostgresBackend::open_mode(config, SqlMode::Row).await.unwrap())
             }
             StoreMode::Spring(table) => {
                 let table = table.clone().with_region(namespace);
-                Arc::new(PostgresSpringBackend::open(config, table).await.unwrap())
+                Arc::new(PostgresBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap())
             }
             StoreMode::Direct | StoreMode::PgBouncer => {
                 Arc::new(PostgresBackend::open(config).await.unwrap())

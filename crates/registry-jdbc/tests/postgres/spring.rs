@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Attempt, Claim, LockBackend, Release, Renewal};
 use registry_jdbc::sqlx::{Connection as _, Executor as _};
-use registry_jdbc::{Fence as _, FenceError, PostgresSpringBackend, SpringTable};
+use registry_jdbc::{Fence as _, FenceError, PostgresBackend, SpringTable, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::postgres::PostgresServer;
 
@@ -12,15 +12,15 @@ use crate::common::{LEASE, TEST_TIMEOUT, config, data, error_chain, key, lock, r
 
 const TTL: Duration = Duration::from_secs(10);
 
-async fn backend(server: &PostgresServer, table: SpringTable) -> PostgresSpringBackend {
-    PostgresSpringBackend::open(config(server), table).await.unwrap()
+async fn backend(server: &PostgresServer, table: SpringTable) -> PostgresBackend {
+    PostgresBackend::open_mode(config(server), SqlMode::Spring(table)).await.unwrap()
 }
 
 async fn sql(server: &PostgresServer, text: &str) -> String {
     server.sql(text).await.unwrap().trim().to_owned()
 }
 
-async fn token(backend: &PostgresSpringBackend, claim: &Claim) -> u64 {
+async fn token(backend: &PostgresBackend, claim: &Claim) -> u64 {
     match backend.try_acquire(claim).await.unwrap() {
         Attempt::Granted(grant) => grant.token.unwrap().get(),
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
@@ -142,12 +142,13 @@ async fn a_table_of_another_generation_is_refused() {
         (SpringTable::v7().with_prefix("a b"), "the prefix"),
         (SpringTable::v7().with_region(""), "the region"),
     ] {
-        let error = PostgresSpringBackend::open(config(&server), table).await.unwrap_err();
+        let error =
+            PostgresBackend::open_mode(config(&server), SqlMode::Spring(table)).await.unwrap_err();
         assert!(error_chain(&error).contains(fragment), "{error}");
     }
     let absent = SpringTable::v7().with_prefix("ABSENT_");
     let strict = config(&server).with_create_schema(false);
-    let error = PostgresSpringBackend::open(strict, absent).await.unwrap_err();
+    let error = PostgresBackend::open_mode(strict, SqlMode::Spring(absent)).await.unwrap_err();
     assert!(error_chain(&error).contains("ABSENT_LOCK is missing"), "{error}");
 }
 
@@ -178,7 +179,7 @@ async fn unprepared_statements_have_the_same_effect() {
     for (table, prefix) in [(SpringTable::v7(), "INT_"), (SpringTable::v6(TTL), "OLD_")] {
         let table = table.with_prefix(prefix).with_region("eu/west-1");
         let config = config(&server).with_prepared(false);
-        let backend = PostgresSpringBackend::open(config, table).await.unwrap();
+        let backend = PostgresBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap();
         let claim = claim("it's a $1 {key}").with_label(Some("x'; --".into()));
         let granted = token(&backend, &claim).await;
         assert_eq!(token(&backend, &claim).await, granted);
