@@ -11,7 +11,7 @@ use registry_core::{
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{MySql, MySqlConnection, Row, query};
 
-use super::client::{MySqlClient, Resend};
+use super::client::{MySqlClient, new_client};
 use super::config::MySqlConfig;
 use super::diagnose::check_server;
 use super::error;
@@ -21,7 +21,7 @@ use super::renew::SentRenewal;
 use super::sql::{MySqlStatements, SIZES};
 use super::statement::{StatementBinder, from_micros};
 use super::waiters::MySqlWaiters;
-use crate::server::{ConnectionUse, LeaseStore, RecentRows, TransactionStore};
+use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, TransactionStore};
 
 /// The leases of one namespace.
 pub(crate) struct MySqlRows {
@@ -35,7 +35,7 @@ pub(crate) struct MySqlRows {
 
 impl MySqlRows {
     pub(super) async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
-        let client = Arc::new(MySqlClient::new(&config));
+        let client = Arc::new(new_client(&config));
         let OpenedMySqlStore { texts, store } = open::open(&config, &client).await?;
         let statements = Arc::new(StatementBinder { texts, namespace: config.namespace.clone() });
         let waiters = MySqlWaiters::new(Arc::clone(&client), Arc::clone(&statements));

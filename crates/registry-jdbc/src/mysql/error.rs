@@ -7,24 +7,12 @@
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::mysql::MySqlDatabaseError;
 
-use crate::server::error;
 pub(super) use crate::server::error::{
     corrupt, fenced_transaction_open, held_by_caller_transaction, row_locked, still_connected,
     timed_out,
 };
+use crate::server::{ErrorEffect, error};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
-
-/// What a failed statement means for a retry and for its connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ErrorEffect {
-    /// The server rolled the statement back because of a conflict. It may be sent again at once, on
-    /// the same connection.
-    RolledBack,
-    /// The server returned an error. The connection is usable.
-    Rejected,
-    /// The connection is unusable.
-    Broken,
-}
 
 /// Returns what to do after an error.
 pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
@@ -265,34 +253,6 @@ mod tests {
                     "{number}: {class:?}"
                 );
             }
-        }
-    }
-
-    #[test]
-    fn client_errors_have_a_kind() {
-        let io = |kind| sqlx::Error::Io(std::io::Error::from(kind));
-        let cases = [
-            (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
-            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
-            (io(std::io::ErrorKind::InvalidData), Transient, false),
-            (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
-            (io(std::io::ErrorKind::ConnectionReset), Transient, false),
-            (sqlx::Error::Tls("x".into()), Misconfigured, true),
-            (sqlx::Error::Configuration("x".into()), Misconfigured, true),
-            (sqlx::Error::InvalidArgument("x".to_owned()), Misconfigured, true),
-            (sqlx::Error::Encode("x".into()), Misconfigured, true),
-            (sqlx::Error::RowNotFound, Protocol, false),
-            (sqlx::Error::Decode("x".into()), Protocol, false),
-            (sqlx::Error::Protocol("x".to_owned()), Protocol, false),
-            (sqlx::Error::PoolClosed, Protocol, false),
-        ];
-        for (error, kind, refused) in cases {
-            assert!(!is_busy(&error) && !is_no_such_table(&error) && !is_denied(&error));
-            assert_eq!(error_effect(&error), ErrorEffect::Broken);
-            let text = error.to_string();
-            let explained = explain(error, "mysql at db:3306");
-            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
-            assert!(explained.to_string().contains("db:3306"), "{explained}");
         }
     }
 }

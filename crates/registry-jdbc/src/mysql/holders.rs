@@ -9,10 +9,9 @@ use sqlx::query;
 use tokio::time::{Instant, sleep};
 
 use super::backend::{MySqlRows, release_outcome};
-use super::client::Resend;
 use super::error;
 use super::statement::{HolderKinds, MySqlQuery};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 impl MySqlRows {
     /// Returns the holder of `key`. For a caller's transaction, only the key is known.

@@ -16,11 +16,10 @@ use sqlx::{Executor as _, MySql, MySqlConnection, Row, Transaction};
 use tokio::time::{Instant, sleep};
 
 use super::backend::MySqlRows;
-use super::client::Resend;
 use super::error;
 use super::waiters;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
-use crate::server::{ConnectionUse, Locks, SqlBackend};
+use crate::server::{ConnectionUse, Locks, Resend, SqlBackend};
 
 impl LockIn<MySql> for Registry {
     async fn lock_in(

@@ -39,7 +39,7 @@ use std::sync::Arc;
 use registry_core::{BackendError, Claim, FencingToken, Finding};
 use sqlx::{MySql, MySqlConnection};
 
-use crate::server::{Dialect, SpringTable, SqlBackend, SqlServer};
+use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
 
 /// Locks in a MariaDB or MySQL database. Requires MariaDB 10.6, MySQL 8.0, or newer, and InnoDB
 /// tables.
@@ -140,6 +140,14 @@ impl Dialect for MySql {
         token: FencingToken,
     ) -> Result<Option<bool>, sqlx::Error> {
         fence::find_in(connection, rows.statements.fence_held(claim, token)).await
+    }
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        error::error_effect(error)
+    }
+
+    fn explain(error: sqlx::Error, store: &str) -> BackendError {
+        error::explain(error, store)
     }
 
     fn is_no_such_table(error: &sqlx::Error) -> bool {

@@ -10,10 +10,10 @@ use sqlx::Row as _;
 use tokio::time::timeout;
 
 use super::backend::MySqlRows;
-use super::client::{MySqlClient, Resend};
+use super::client::MySqlClient;
 use super::sql::MySqlStatements;
 use super::statement;
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 /// A release purges a batch if its claim's random id begins with this byte: one in 256.
 const PURGE_FIRST_BYTE: u8 = 0;

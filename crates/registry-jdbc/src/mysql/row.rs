@@ -11,13 +11,13 @@ use tokio::time::{sleep, timeout};
 use super::backend::MySqlRows;
 use super::client::MySqlClient;
 use super::config::misconfigured;
-use super::error::{self, ErrorEffect};
+use super::error;
 use super::sql;
 use super::statement::{MySqlQuery, StatementBinder};
 use super::waiters;
 use crate::server::{
-    ConnectionUse, LockAttempt, RowLockConnections, RowLockPermit, SILENCE, SessionFailure,
-    SessionProtocol, TokenPlan,
+    ConnectionUse, ErrorEffect, LockAttempt, RowLockConnections, RowLockPermit, SILENCE,
+    SessionFailure, SessionProtocol, TokenPlan,
 };
 
 /// The SQL of one lock's connection.

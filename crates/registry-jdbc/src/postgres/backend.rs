@@ -10,7 +10,7 @@ use registry_core::{
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Postgres, Row};
 
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::config::PostgresConfig;
 use super::diagnose::check_server;
 use super::error::{self, corrupt, explain};
@@ -19,7 +19,7 @@ use super::open::{self, OpenedPgStore};
 use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
 use super::sql::{PgStatementText, PgStatements};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::{ConnectionUse, LeaseStore, RecentRows, RowId, TransactionStore};
+use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, RowId, TransactionStore};
 
 /// The leases of one namespace.
 pub(crate) struct PgRows {

@@ -6,12 +6,12 @@ use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
 use super::backend::{PgRows, column};
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::config::{Listen, PostgresConfig};
 use super::error::corrupt;
 use super::sql::PgStatementText;
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 /// The clock difference between server and host that is reported.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);

@@ -7,10 +7,9 @@ use registry_core::{BackendError, Holder, Key, Release};
 use sqlx::postgres::PgRow;
 
 use super::backend::{PgRows, bytes, column, decode_holder, release_outcome};
-use super::client::Resend;
 use super::error::{self, corrupt};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 impl PgRows {
     /// Returns the holder of `key`. Of a caller's transaction only its existence is known.
@@ -65,9 +64,9 @@ impl PgRows {
                 self.client.rows(ConnectionUse::Release, &statement, Resend::Allowed).await?;
                 Ok(Release::Freed)
             }
-            Some(_) => Err(error::still_connected()),
+            Some(_) => Err(error::still_connected(error::STORE)),
             None if self.is_locked_by_transaction(key).await? => {
-                Err(error::held_by_caller_transaction())
+                Err(error::held_by_caller_transaction(error::STORE))
             }
             None => Ok(Release::NotHeld),
         }

@@ -38,7 +38,7 @@ use registry_core::{BackendError, Claim, FencingToken, Finding};
 use sqlx::Postgres;
 use sqlx::postgres::PgConnection;
 
-use crate::server::{Dialect, SpringTable, SqlBackend, SqlServer};
+use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
 
 /// Locks in a PostgreSQL database. They exclude all clients of that database.
 ///
@@ -134,6 +134,14 @@ impl Dialect for Postgres {
         token: FencingToken,
     ) -> Result<Option<bool>, sqlx::Error> {
         rows.fence_by(&rows.texts.fence_held, connection, claim, token).await
+    }
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        error::error_effect(error)
+    }
+
+    fn explain(error: sqlx::Error, _: &str) -> BackendError {
+        error::explain(error)
     }
 
     fn is_no_such_table(error: &sqlx::Error) -> bool {

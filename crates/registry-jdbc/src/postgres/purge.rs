@@ -9,10 +9,10 @@ use registry_core::{BackendError, Claim};
 use tokio::time::timeout;
 
 use super::backend::{PgRows, bytes, column, micros};
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::sql::PgStatements;
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 /// A release searches a batch if its claim's random id begins with this byte: one in 256.
 const PURGE_FIRST_BYTE: u8 = 0;

@@ -3,10 +3,10 @@
 use registry_core::{BackendError, Claim, Renewal};
 
 use super::backend::{column, from_micros, micros};
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::error::{corrupt, row_locked};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
 /// The maximum number of claims that one statement renews.
 pub(super) const CLAIMS_MAX: usize = 1000;

@@ -15,7 +15,9 @@ use super::client;
 use super::config::misconfigured;
 use super::error::{self, corrupt, explain};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::{LockAttempt, RowId, SILENCE, SessionFailure, SessionProtocol, TokenPlan};
+use crate::server::{
+    LockAttempt, PoolError, RowId, SILENCE, SessionFailure, SessionProtocol, TokenPlan,
+};
 
 /// Sends the statements of a session.
 pub(crate) struct PgSessionProtocol {
@@ -77,7 +79,9 @@ impl PgSessionProtocol {
             one.fetch("ROLLBACK").await.map_err(error::session_failure)
         };
         let probed = timeout(self.rows.config.response_timeout, probe).await;
-        match probed.map_err(|_| error::timed_out())? {
+        match probed
+            .map_err(|_| error::timed_out(error::STORE, self.rows.config.response_timeout))?
+        {
             Ok(_) if are_two => {}
             Ok(_) => return Err(pooler_detected()),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
@@ -95,7 +99,8 @@ impl PgSessionProtocol {
         let mut connection = client::connect(&self.rows.config).await?;
         let query =
             timeout(self.rows.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
-        let rows = query.await.map_err(|_| error::connect_timed_out())?.map_err(explain)?;
+        let rows =
+            query.await.map_err(|_| error::not_connected(PoolError::TimedOut))?.map_err(explain)?;
         let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
         Ok(PgSessionConnection { server_process: column(row, 0)?, connection })
     }
@@ -222,7 +227,7 @@ impl SessionProtocol for PgSessionProtocol {
             connected.check_process(&rows.map_err(error::session_failure)?)
         };
         let configured = timeout(self.rows.config.connect_timeout, configure).await;
-        match configured.map_err(|_| error::connect_timed_out())? {
+        match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
             Ok(()) => Ok(connected),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
         }

@@ -10,7 +10,7 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
 };
 
-use super::{SessionProtocol, SpringTable};
+use super::{ErrorEffect, SessionProtocol, SpringTable};
 
 /// A kind of database server that can store locks, by the name that sqlx has for it.
 pub trait SqlServer: sqlx::Database {
@@ -70,6 +70,11 @@ pub(crate) trait Dialect: SqlServer + Sized {
         claim: &Claim,
         token: FencingToken,
     ) -> impl Future<Output = Result<Option<bool>, sqlx::Error>> + Send;
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect;
+
+    /// Adds a kind and a hint to an error.
+    fn explain(error: sqlx::Error, store: &str) -> BackendError;
 
     /// Returns whether a table is missing or belongs to another program.
     fn is_no_such_table(error: &sqlx::Error) -> bool;

@@ -131,3 +131,67 @@ pub(crate) fn corrupt(store: &str, message: &str) -> BackendError {
         format!("{store}: {message}; was it edited manually? Restore or drop the lock tables");
     BackendError::new(Protocol, text)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Dialect, ErrorEffect};
+    use super::*;
+
+    const STORE: &str = "mysql at db:3306";
+
+    fn explained(error: Error) -> BackendError {
+        let class = classify_client_error(&error);
+        explain(error, STORE, class)
+    }
+
+    #[test]
+    fn client_errors_have_a_kind() {
+        let io = |kind| Error::Io(std::io::Error::from(kind));
+        let cases = [
+            (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
+            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
+            (io(std::io::ErrorKind::InvalidData), Transient, false),
+            (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
+            (io(std::io::ErrorKind::ConnectionReset), Transient, false),
+            (Error::Tls("x".into()), Misconfigured, true),
+            (Error::Configuration("x".into()), Misconfigured, true),
+            (Error::InvalidArgument("x".to_owned()), Misconfigured, true),
+            (Error::Encode("x".into()), Misconfigured, true),
+            (Error::RowNotFound, Protocol, false),
+            (Error::Decode("x".into()), Protocol, false),
+            (Error::Protocol("x".to_owned()), Protocol, false),
+            (Error::PoolClosed, Protocol, false),
+        ];
+        for (error, kind, refused) in cases {
+            check_dialects(&error);
+            let text = error.to_string();
+            let explained = explained(error);
+            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
+            assert!(explained.to_string().contains("db:3306"), "{explained}");
+        }
+    }
+
+    /// No server has executed or refused anything.
+    fn check_dialects(error: &Error) {
+        fn check<D: Dialect>(error: &Error) {
+            assert!(!D::is_busy(error) && !D::is_no_such_table(error));
+            assert_eq!(D::error_effect(error), ErrorEffect::Broken);
+        }
+        #[cfg(feature = "postgres")]
+        check::<sqlx::Postgres>(error);
+        #[cfg(feature = "mysql")]
+        check::<sqlx::MySql>(error);
+    }
+
+    #[test]
+    fn without_a_connection_the_error_is_refused() {
+        for reason in [
+            PoolError::Exhausted,
+            PoolError::TimedOut,
+            PoolError::Sqlx(Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
+        ] {
+            let error = not_connected(reason, STORE, explained);
+            assert_eq!((error.kind(), error.refused()), (Transient, true), "{error}");
+        }
+    }
+}

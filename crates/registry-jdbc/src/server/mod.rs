@@ -3,6 +3,7 @@
 
 mod backend;
 mod dialect;
+mod client;
 mod fence;
 mod encryption;
 mod connection_actor;
@@ -20,6 +21,7 @@ pub(crate) mod error;
 
 pub(crate) use backend::Locks;
 pub use backend::{SqlBackend, SqlMode};
+pub(crate) use client::{ErrorEffect, Request, Resend, SqlClient, session_failure};
 pub use dialect::SqlServer;
 pub(crate) use dialect::{Dialect, LeaseStore, TransactionStore};
 pub use encryption::Encryption;

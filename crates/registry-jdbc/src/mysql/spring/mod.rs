@@ -15,7 +15,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row, query, raw_sql};
 
 use super::backend::check_meta;
-use super::client::{MySqlClient, Resend};
+use super::client::{MySqlClient, new_client};
 use super::config::{MySqlConfig, misconfigured};
 use super::error;
 use super::fence::{find_in, transaction_store, wait_for_fence};
@@ -26,7 +26,7 @@ use super::renew::SentRenewal;
 use super::sql::{MySqlStatements, SIZES, quoted};
 use super::statement::{MySqlQuery, bind_padded, from_micros};
 use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
-use crate::server::{ConnectionUse, LeaseStore, RowId, SpringTable, TransactionStore};
+use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::{AcquireValues, MySqlSpringStatements, micros};
 
 /// Leases in the table of Spring Integration.
@@ -47,7 +47,7 @@ impl MySqlSpring {
         config: MySqlConfig,
         table: SpringTable,
     ) -> Result<Self, BackendError> {
-        let client = MySqlClient::new(&config);
+        let client = new_client(&config);
         let OpenedMySqlStore { texts: native, store } = open::open(&config, &client).await?;
         let lock = find_or_create_table(&config, &table, &client).await?;
         let database = config.server.get_database().unwrap_or_default();

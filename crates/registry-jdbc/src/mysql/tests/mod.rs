@@ -3,23 +3,21 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, Key};
+use registry_core::{Attempt, Claim, Key, LockBackend};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use sqlx::{Connection as _, Executor as _, MySqlConnection, Row as _};
 
-use super::backend::MySqlRows;
-use super::{MySqlConfig, session};
-use crate::server::LeaseStore as _;
+use super::{MySqlBackend, MySqlConfig, session};
 
 const HOUR: i64 = 3_600;
 
 /// The start of the first batch.
 const START: [u8; 32] = [0; 32];
 
-async fn lock_and_release(backend: &MySqlRows, key: &str) -> u64 {
+async fn lock_and_release(backend: &MySqlBackend, key: &str) -> u64 {
     let claim = Claim::new(Key::new(key).unwrap(), Duration::from_secs(60));
-    let Attempt::Granted(grant) = backend.attempt(&claim, 0).await.unwrap().unwrap() else {
+    let Attempt::Granted(grant) = backend.try_acquire(&claim).await.unwrap() else {
         panic!("{key} is held")
     };
     backend.release(&claim).await.unwrap();
@@ -32,18 +30,23 @@ async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
     let options = MariaDbOptions::new().without_fsync().clock(&clock);
     let server = MariaDbServer::start_with(options).await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
-    let backend = MySqlRows::open(config.with_purge_after(Duration::from_secs(60))).await.unwrap();
+    let backend =
+        MySqlBackend::open(config.with_purge_after(Duration::from_secs(60))).await.unwrap();
     let held = Claim::new(Key::new("held").unwrap(), Duration::from_secs(86_400));
-    assert!(matches!(backend.attempt(&held, 0).await.unwrap(), Some(Attempt::Granted(_))));
+    assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
     let mut last = 0;
     for _ in 0..3 {
         let token = lock_and_release(&backend, "k").await;
         assert!(token > last, "{token} is not above {last}");
         last = token;
         lock_and_release(&backend, "other").await;
-        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 0, "the rows are not old enough");
+        assert_eq!(
+            backend.rows().unwrap().purge_batch_at(START).await.unwrap(),
+            0,
+            "the rows are not old enough"
+        );
         clock.jump_wall(HOUR).unwrap();
-        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 2);
+        assert_eq!(backend.rows().unwrap().purge_batch_at(START).await.unwrap(), 2);
         assert_eq!(backend.list().await.unwrap().len(), 1, "the held row is kept");
         clock.jump_wall(-3 * HOUR).unwrap();
     }
@@ -54,14 +57,15 @@ async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
 async fn a_session_reads_the_row_after_it_has_the_lock() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
-    let backend = MySqlRows::open(config.clone()).await.unwrap();
+    let backend = MySqlBackend::open(config.clone()).await.unwrap();
     let row_claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
     // Many rows, so that the server might choose among query plans.
     for n in 0..200 {
         lock_and_release(&backend, &format!("other/{n}")).await;
     }
     lock_and_release(&backend, "orders/42").await;
-    let row = backend.statements.row(row_claim.key());
+    let rows = backend.rows().unwrap();
+    let row = rows.statements.row(row_claim.key());
     let id: String = row.hex();
     let mut others = MySqlConnection::connect_with(&config.server).await.unwrap();
     let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
@@ -82,7 +86,7 @@ async fn a_session_reads_the_row_after_it_has_the_lock() {
             query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
             Some(1)
         );
-        let statement = backend.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
+        let statement = rows.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
         let reading = async {
             let row = statement.fetch_one(&mut connection).await.unwrap();
             (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())

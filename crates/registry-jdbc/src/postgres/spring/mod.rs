@@ -17,15 +17,15 @@ use sqlx::postgres::{PgConnection, PgRow};
 use super::backend::{
     bytes, check_meta, claim_id, column, fencing_token, from_micros, micros, transaction_store,
 };
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::config::{PostgresConfig, misconfigured, quoted};
-use super::error::{corrupt, fenced_transaction_open, is_row_lock_error};
+use super::error::{STORE, corrupt, fenced_transaction_open, is_row_lock_error};
 use super::listener::{NotificationChannel, PgReleaseListener};
 use super::open::{self, OpenedPgStore};
 use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
 use super::statement::{BoundStatement, PgParam};
 use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
-use crate::server::{ConnectionUse, LeaseStore, RowId, SpringTable, TransactionStore};
+use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::PgSpringStatements;
 
 /// Leases in the table of Spring Integration.
@@ -200,7 +200,7 @@ impl LeaseStore for PgSpring {
         let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await;
         let rows = rows.map_err(|error| {
             let fence_query = claim.is_fenced() && is_row_lock_error(&error);
-            if fence_query { fenced_transaction_open(error) } else { error }
+            if fence_query { fenced_transaction_open(STORE).with_source(error) } else { error }
         })?;
         super::purge::maybe_purge(claim, &self.client, &self.native, self.config.purge_after).await;
         release_outcome(&rows)
