@@ -2,9 +2,11 @@
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
-mod common;
 mod shared;
 
+#[path = "../servers/mod.rs"]
+mod servers;
+mod server;
 mod fence;
 mod lock_in;
 mod opening;
@@ -18,6 +20,7 @@ use std::time::Duration;
 
 use registry_jdbc::SpringTable;
 use registry_testkit::mariadb::MariaDbOptions;
+use servers::common;
 use shared::{StoreMode, run_conformance, run_conformance_on};
 
 #[test]

@@ -8,28 +8,8 @@ use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
 
-use crate::common::{backend, busy, claim, config, error_chain, grant, server};
-
-async fn open_refused(config: MySqlConfig) -> registry_core::BackendError {
-    let error = MySqlBackend::open(config).await.unwrap_err();
-    assert!(error.refused(), "{}", error_chain(&error));
-    error
-}
-
-#[tokio::test]
-async fn concurrent_starts_create_the_tables_once() {
-    let server = server().await;
-    let mut starts = tokio::task::JoinSet::new();
-    for _ in 0..12 {
-        let config = config(&server);
-        starts.spawn(async move { backend(config).await });
-    }
-    let backends = starts.join_all().await;
-    grant(&backends[0], &claim("k")).await;
-    for backend in &backends {
-        busy(backend, &claim("k")).await;
-    }
-}
+use crate::common::{backend, claim, config, error_chain, grant, server};
+use crate::servers::opening::*;
 
 #[tokio::test]
 async fn a_user_without_the_right_to_create_tables_can_lock() {
@@ -105,15 +85,6 @@ async fn table_names_are_configurable() {
 }
 
 #[tokio::test]
-async fn tables_of_another_version_are_refused_unchanged() {
-    let server = server().await;
-    backend(config(&server)).await.close().await;
-    server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    let error = open_refused(config(&server)).await;
-    assert!(error.to_string().contains("version 2"), "{error}");
-}
-
-#[tokio::test]
 async fn a_refused_login_is_explained_without_the_password() {
     let options = MariaDbOptions::new().password("canary-right");
     let server = MariaDbServer::start_with(options).await.unwrap();
@@ -176,26 +147,5 @@ async fn encrypted_connections_are_verified_as_configured() {
     ] {
         let error = open_refused(config).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-    }
-}
-
-/// The token of a statement that started before a row was created, used and deleted would be
-/// smaller than the row's.
-#[tokio::test]
-async fn purge_after_exceeds_the_duration_of_any_statement() {
-    let server = server().await;
-    let seconds = std::time::Duration::from_secs;
-    for (purge_after, response_timeout, works) in
-        [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
-    {
-        let config = config(&server).with_purge_after(seconds(purge_after));
-        let config = config.with_response_timeout(seconds(response_timeout));
-        if works {
-            backend(config).await;
-        } else {
-            let error = open_refused(config).await;
-            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-            assert!(error.to_string().contains("purge_after"), "{error}");
-        }
     }
 }

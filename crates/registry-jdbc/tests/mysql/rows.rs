@@ -18,12 +18,7 @@ use crate::common::{
     LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock,
     registry, run, server, token,
 };
-
-/// InnoDB's counters of written rows and of waits for row locks.
-async fn written(server: &MariaDbServer) -> String {
-    let counters = "'Innodb_rows_inserted', 'Innodb_rows_updated', 'Innodb_rows_deleted', 'Innodb_row_lock_waits'";
-    server.sql(&format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({counters})")).await.unwrap()
-}
+use crate::server::*;
 
 /// Waits until a statement waits for a row lock.
 async fn waits_for_a_row(server: &MariaDbServer) {
@@ -31,20 +26,6 @@ async fn waits_for_a_row(server: &MariaDbServer) {
         "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
     eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
         .await;
-}
-
-#[tokio::test]
-async fn a_busy_attempt_writes_nothing() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    grant(&backend, &claim("k")).await;
-    let before = written(&server).await;
-    for _ in 0..20 {
-        busy(&backend, &claim("k")).await;
-        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
-        backend.inspect(&key("k")).await.unwrap();
-    }
-    assert_eq!(written(&server).await, before);
 }
 
 #[tokio::test]
@@ -71,9 +52,9 @@ async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
         // Case 2: another client is faster.
         let faster = claim("k");
         let token_of_faster = token(&second_store, &faster).await;
-        let before = written(&server).await;
+        let before = writes(&server).await;
         let reply = busy(&first_store, &claim("k")).await;
-        assert_eq!(written(&server).await, before);
+        assert_eq!(writes(&server).await, before);
         assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
         let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
@@ -353,42 +334,4 @@ async fn renewals_succeed_while_acquisitions_use_all_connections() {
     let granted = attempts.join_all().await.into_iter();
     let granted = granted.filter(|attempt| matches!(attempt, Ok(Attempt::Granted(_))));
     assert_eq!(granted.count(), 1);
-}
-
-#[tokio::test]
-async fn a_batch_is_renewed_claim_by_claim() {
-    let options = MariaDbOptions::new().without_fsync();
-    let server = MariaDbServer::start_with(options).await.unwrap();
-    let backend = backend(config(&server)).await;
-    // More claims than one statement renews.
-    let mut claims = Vec::new();
-    for n in 0..1200 {
-        claims.push(claim(&format!("k{n}")));
-    }
-    for (n, claim) in claims.iter().enumerate() {
-        if n % 100 != 0 {
-            grant(&backend, claim).await;
-        }
-    }
-    claims.push(claims[1].clone());
-    claims.push(claims[2].clone().with_lease(Duration::from_secs(90)));
-    let renewals = backend.renew(&claims).await;
-    assert_eq!(renewals.len(), claims.len());
-    for (n, renewal) in renewals.into_iter().enumerate() {
-        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
-        assert_eq!(is_there, n >= 1200 || n % 100 != 0, "claim {n}");
-    }
-    assert!(backend.renew(&[]).await.is_empty());
-}
-
-#[tokio::test]
-async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let claim = claim("k");
-    grant(&backend, &claim).await;
-    backend.release(&claim).await.unwrap();
-    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
-    let error = backend.try_acquire(&claim).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }

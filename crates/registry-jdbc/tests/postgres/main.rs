@@ -2,8 +2,10 @@
 #![cfg(all(feature = "postgres", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
+#[path = "../servers/mod.rs"]
+mod servers;
+mod server;
 mod fence;
-mod common;
 mod listening;
 mod lock_in;
 mod opening;
@@ -17,6 +19,7 @@ mod failures;
 use std::time::Duration;
 
 use registry_jdbc::SpringTable;
+use servers::common;
 use shared::{StoreMode, run_conformance};
 
 #[test]

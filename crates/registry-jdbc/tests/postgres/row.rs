@@ -4,11 +4,8 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockBackend, LockError, LockGuard, LockRegistry, Registry,
-    Release, Renewal,
-};
-use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
+use registry_core::{Attempt, LockBackend, LockError, LockRegistry, Registry};
+use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
     Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted, SqlMode,
 };
@@ -16,54 +13,16 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, grant, key, lock, server,
-};
-
-/// The time limit for a loss notification: well before the next renewal.
-const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
-
-const ONE_SECOND: Duration = Duration::from_secs(1);
-
-async fn row(config: PostgresConfig) -> Arc<PostgresBackend> {
-    Arc::new(PostgresBackend::open_mode(config, SqlMode::Row).await.unwrap())
-}
-
-fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
-    Registry::builder(backend).build().unwrap()
-}
-
-async fn registry(server: &PostgresServer) -> Registry {
-    registry_over(row(config(server)).await)
-}
-
-async fn session(server: &PostgresServer) -> Registry {
-    registry_over(Arc::new(
-        PostgresBackend::open_mode(config(server), SqlMode::Session).await.unwrap(),
-    ))
-}
-
-async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
-    backend.try_acquire(claim).await.unwrap()
-}
-
-async fn is_free(registry: &Registry, key: &str) -> bool {
-    registry.obtain(key).try_lock().await.unwrap().is_some()
-}
-
-/// The server processes that have a row locked.
-const HOLDERS: &str = "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction'";
-
-async fn holders(server: &PostgresServer) -> usize {
-    server.sql(HOLDERS).await.unwrap().lines().filter(|line| !line.is_empty()).count()
-}
+use crate::common::{TEST_TIMEOUT, backend, busy, claim, config, data, grant, lock, server};
+use crate::server::*;
+use crate::servers::row::*;
 
 #[tokio::test]
 async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_held() {
     let server = server().await;
     let (first, second) = (registry(&server).await, registry(&server).await);
     let cut = lock(&first, "orders/42").await;
-    let pid = server.sql(HOLDERS).await.unwrap();
+    let pid = server.sql(ROW_HOLDERS).await.unwrap();
     let kept = lock(&first, "orders/43").await;
     let began = Instant::now();
     server.sql(&format!("SELECT pg_terminate_backend({pid})")).await.unwrap();
@@ -75,42 +34,6 @@ async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_he
     kept.unlock().await.unwrap();
     // The store continues with another connection.
     lock(&first, "orders/43").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    lock(&registry, "orders/43").await.unlock().await.unwrap();
-    server.kill();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let config = config(&server);
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
-            assert!(matches!(granted, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
 }
 
 #[tokio::test]
@@ -161,37 +84,6 @@ async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process
 }
 
 #[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(holders(&server).await, 0);
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (row(config(&server)).await, registry(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
 async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
     let server = server().await;
     let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
@@ -224,7 +116,7 @@ async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
     let registry = registry_over(row(config).await);
     let guard = lock(&registry, "orders/42").await;
-    let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
+    let pid: i32 = server.sql(ROW_HOLDERS).await.unwrap().parse().unwrap();
     let other = lock(&registry, "orders/43").await;
     server.pause_backend(pid).unwrap();
     assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
@@ -272,38 +164,6 @@ async fn row_locks_work_through_a_pooler_whose_end_notifies_the_holders() {
     drop(timeout(TEST_TIMEOUT, b.obtain("orders/43").lock()).await.unwrap().unwrap());
 }
 
-#[tokio::test]
-async fn capabilities_and_findings_match_the_backend() {
-    let server = server().await;
-    let backend = row(config(&server)).await;
-    let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::C);
-    assert_eq!(capabilities.lease_max, PostgresBackend::SILENCE);
-    assert!(
-        capabilities.reports_invalidations
-            && capabilities.fencing
-            && capabilities.inspect
-            && capabilities.labels
-    );
-    let findings = backend.diagnose().await.unwrap();
-    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
-    let many = row(config(&server).with_row_locks(1_000)).await;
-    let findings = many.diagnose().await.unwrap();
-    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
-    let none = PostgresBackend::open_mode(config(&server).with_row_locks(0), SqlMode::Row)
-        .await
-        .unwrap_err();
-    assert!(!none.is_retryable(), "{none}");
-}
-
-async fn sell(guard: &LockGuard, data: &mut PgConnection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
-    guard.fence(&mut transaction).await?;
-    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
-    transaction.commit().await.unwrap();
-    Ok(())
-}
-
 async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
     server.sql("DROP TABLE IF EXISTS sale; CREATE TABLE sale (coupon text)").await.unwrap();
     let (mut data, mut second) = (data(server).await, data(server).await);
@@ -337,20 +197,6 @@ async fn a_transaction_is_fenced_by_a_row_lock() {
 async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
     let server = server().await;
     fences(&server, session(&server).await, session(&server).await).await;
-}
-
-/// Writes what the next holder would, before the loss notification arrives.
-#[tokio::test]
-async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
-    let server = server().await;
-    server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
-    let mut data = data(&server).await;
-    let stale = lock(&session(&server).await, "coupon/7").await;
-    let table = "UPDATE lock_registry_locks SET claim = '\\x01', token = token + block";
-    server.sql(table).await.unwrap();
-    assert!(stale.is_held());
-    let error = sell(&stale, &mut data).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
 
 #[tokio::test]

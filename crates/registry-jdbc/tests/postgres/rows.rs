@@ -11,32 +11,13 @@ use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
-use registry_testkit::postgres::PostgresServer;
 use tokio::time::{Instant, timeout};
 
 use crate::common::{
     LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry,
     run, server, token,
 };
-
-/// The id of the next transaction that writes.
-async fn next_transaction(server: &PostgresServer) -> String {
-    server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()
-}
-
-#[tokio::test]
-async fn a_busy_attempt_writes_nothing() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    grant(&backend, &claim("k")).await;
-    let before = next_transaction(&server).await;
-    for _ in 0..20 {
-        busy(&backend, &claim("k")).await;
-        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
-        backend.inspect(&key("k")).await.unwrap();
-    }
-    assert_eq!(next_transaction(&server).await, before);
-}
+use crate::server::*;
 
 #[tokio::test]
 async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
@@ -62,9 +43,9 @@ async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
         // Case 2: another client is faster.
         let faster = claim("k");
         let token_of_faster = token(&second_store, &faster).await;
-        let before = next_transaction(&server).await;
+        let before = writes(&server).await;
         let reply = busy(&first_store, &claim("k")).await;
-        assert_eq!(next_transaction(&server).await, before);
+        assert_eq!(writes(&server).await, before);
         assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
         let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
@@ -268,40 +249,4 @@ async fn renewals_succeed_while_acquisitions_use_all_connections() {
         .into_iter()
         .filter(|attempt| matches!(attempt.as_ref().unwrap(), Attempt::Granted(_)));
     assert_eq!(granted.count(), 1);
-}
-
-#[tokio::test]
-async fn a_batch_is_renewed_claim_by_claim() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    // More claims than one statement renews.
-    let mut claims = Vec::new();
-    for n in 0..1200 {
-        claims.push(claim(&format!("k{n}")));
-    }
-    for (n, claim) in claims.iter().enumerate() {
-        if n % 100 != 0 {
-            grant(&backend, claim).await;
-        }
-    }
-    claims.push(claims[1].clone());
-    let renewals = backend.renew(&claims).await;
-    assert_eq!(renewals.len(), claims.len());
-    for (n, renewal) in renewals.into_iter().enumerate() {
-        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
-        assert_eq!(is_there, n == 1200 || n % 100 != 0, "claim {n}");
-    }
-    assert!(backend.renew(&[]).await.is_empty());
-}
-
-#[tokio::test]
-async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let claim = claim("k");
-    grant(&backend, &claim).await;
-    backend.release(&claim).await.unwrap();
-    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
-    let error = backend.try_acquire(&claim).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }

@@ -1,12 +1,9 @@
 //! Locks that end with the connection of their holder.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockBackend, LockOptions, LockRegistry, Registry, Release,
-    Renewal,
-};
+use registry_core::{Attempt, Claim, GuaranteeClass, LockBackend, LockRegistry, Registry, Release};
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
 use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
@@ -14,86 +11,11 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, lock, run, server,
-};
-
-/// The time limit for a loss notification: well before the next renewal.
-const AT_ONCE: Duration = Duration::from_secs(5);
-
-async fn session(server: &PostgresServer) -> Arc<PostgresBackend> {
-    Arc::new(PostgresBackend::open_mode(config(server), SqlMode::Session).await.unwrap())
-}
-
-fn registry(backend: &Arc<PostgresBackend>) -> Registry {
-    Registry::builder(Arc::<PostgresBackend>::clone(backend)).build().unwrap()
-}
-
-async fn attempt(backend: &PostgresBackend, claim: &Claim) -> Attempt {
-    backend.try_acquire(claim).await.unwrap()
-}
+use crate::common::{LEASE, TEST_TIMEOUT, claim, config, data, error_chain, lock, run, server};
+use crate::servers::session::*;
 
 const HOLDERS: &str =
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND mode = 'ExclusiveLock'";
-
-#[tokio::test]
-async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
-    let server = server().await;
-    let (a, b) = (session(&server).await, session(&server).await);
-    let (first, second) = (registry(&a), registry(&b));
-    let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
-    let token = guards[0].fencing_token();
-    let began = Instant::now();
-    server.sql(&format!("SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) h")).await.unwrap();
-    for guard in &guards {
-        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    }
-    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > token);
-    // The store continues with another connection.
-    let other = lock(&first, "orders/43").await;
-    assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
-}
-
-#[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&session(&server).await);
-    let guard = lock(&registry, "orders/42").await;
-    server.stop().await.unwrap();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = session(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let server_url = server.url();
-    let claim_of_dead = claim("orders/42");
-    let dead = claim_of_dead.clone();
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let config = PostgresConfig::from_url(&server_url).unwrap();
-            let backend = PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap();
-            assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard =
-        timeout(TEST_TIMEOUT, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < claim_of_dead.lease() / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
 
 #[tokio::test]
 async fn all_locks_of_a_process_share_one_connection() {
@@ -133,26 +55,6 @@ async fn other_programs_exclude_the_session_by_the_advisory_lock_key() {
     let text = format!("SELECT pg_try_advisory_lock({number})");
     let row = other.fetch_one(AssertSqlSafe(text)).await.unwrap();
     assert!(!row.get::<bool, _>(0));
-}
-
-#[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&session(&server).await), registry(&session(&server).await));
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        let limit = Duration::from_millis(n);
-        assert!(timeout(limit, waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(100 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
-    lock(&a, "orders/42").await.unlock().await.unwrap();
 }
 
 /// Sends a request and lets the server reply, but does not poll for the reply. The session already
@@ -210,36 +112,6 @@ async fn a_waiter_is_woken_by_a_release_in_another_process() {
     assert!(timeout(Duration::from_millis(500), &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
     drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (session(&server).await, session(&server).await);
-    let short = Claim::new(crate::common::key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
-    assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
-    let options = LockOptions::new().wait(TEST_TIMEOUT);
-    let guard = registry(&b).obtain("orders/42").lock_with(options).await.unwrap();
-    assert!(guard.is_some());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
-async fn leases_and_session_locks_exclude_each_other_and_tokens_increase() {
-    let server = server().await;
-    let (leases, sessions) = (backend(config(&server)).await, session(&server).await);
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token;
-    assert!(matches!(attempt(&sessions, &claim("orders/42")).await, Attempt::Busy(_)));
-    assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
-    leases.release(&lease).await.unwrap();
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&sessions, &held).await else { panic!("busy") };
-    sessions.release(&held).await.unwrap();
-    let third = grant(&leases, &lease).await.token;
-    assert!(first < second.token && second.token < third);
 }
 
 /// The floor keeps the tokens of a deleted row. It becomes visible only when the deletion is

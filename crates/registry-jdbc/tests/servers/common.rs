@@ -1,4 +1,4 @@
-//! Helpers that the tests share.
+//! Helpers that the tests of all servers share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -6,29 +6,28 @@ use std::time::Duration;
 use registry_core::{
     Attempt, BackendError, Busy, Claim, Grant, Key, LockBackend, LockGuard, Registry,
 };
-use registry_jdbc::sqlx::postgres::{PgConnectOptions, PgConnection};
 use registry_jdbc::sqlx::{AssertSqlSafe, ConnectOptions, raw_sql};
-use registry_jdbc::{PostgresBackend, PostgresConfig};
-use registry_testkit::postgres::PostgresServer;
+
+use crate::server::{Backend, Config, Connection, DataOptions, Server};
 
 pub(crate) const LEASE: Duration = Duration::from_secs(60);
 
 /// Long enough for the slowest machine; costs time only when a test fails.
 pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-pub(crate) async fn server() -> PostgresServer {
-    PostgresServer::start().await.unwrap()
+pub(crate) async fn server() -> Server {
+    Server::start().await.unwrap()
 }
 
-pub(crate) fn config(server: &PostgresServer) -> PostgresConfig {
-    PostgresConfig::from_url(&server.url()).unwrap()
+pub(crate) fn config(server: &Server) -> Config {
+    Config::from_url(&server.url()).unwrap()
 }
 
-pub(crate) async fn backend(config: PostgresConfig) -> PostgresBackend {
-    PostgresBackend::open(config).await.unwrap()
+pub(crate) async fn backend(config: Config) -> Backend {
+    Backend::open(config).await.unwrap()
 }
 
-pub(crate) async fn registry(config: PostgresConfig) -> Registry {
+pub(crate) async fn registry(config: Config) -> Registry {
     Registry::builder(Arc::new(backend(config).await)).build().unwrap()
 }
 
@@ -38,11 +37,11 @@ pub(crate) async fn lock(registry: &Registry, key: &str) -> LockGuard {
 }
 
 /// A connection of the application.
-pub(crate) async fn data(server: &PostgresServer) -> PgConnection {
-    server.url().parse::<PgConnectOptions>().unwrap().connect().await.unwrap()
+pub(crate) async fn data(server: &Server) -> Connection {
+    server.url().parse::<DataOptions>().unwrap().connect().await.unwrap()
 }
 
-pub(crate) async fn run(connection: &mut PgConnection, statements: &str) {
+pub(crate) async fn run(connection: &mut Connection, statements: &str) {
     raw_sql(AssertSqlSafe(statements.to_owned())).execute(connection).await.unwrap();
 }
 
@@ -55,25 +54,25 @@ pub(crate) fn claim(text: &str) -> Claim {
 }
 
 /// Retries an attempt whose connection broke while idle, as the engine does.
-async fn attempt(backend: &PostgresBackend, claim: &Claim) -> Attempt {
+async fn attempt(backend: &Backend, claim: &Claim) -> Attempt {
     match backend.try_acquire(claim).await {
         Err(error) if error.is_stale_connection() => backend.try_acquire(claim).await.unwrap(),
         attempt => attempt.unwrap(),
     }
 }
 
-pub(crate) async fn grant(backend: &PostgresBackend, claim: &Claim) -> Grant {
+pub(crate) async fn grant(backend: &Backend, claim: &Claim) -> Grant {
     match attempt(backend, claim).await {
         Attempt::Granted(grant) => grant,
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
     }
 }
 
-pub(crate) async fn token(backend: &PostgresBackend, claim: &Claim) -> u64 {
+pub(crate) async fn token(backend: &Backend, claim: &Claim) -> u64 {
     grant(backend, claim).await.token.unwrap().get()
 }
 
-pub(crate) async fn busy(backend: &PostgresBackend, claim: &Claim) -> Busy {
+pub(crate) async fn busy(backend: &Backend, claim: &Claim) -> Busy {
     match attempt(backend, claim).await {
         Attempt::Busy(busy) => busy,
         Attempt::Granted(grant) => panic!("granted: {grant:?}"),

@@ -1,0 +1,158 @@
+//! Locks that are rows, locked by a transaction.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use registry_core::{
+    Attempt, Claim, GuaranteeClass, LockBackend, LockGuard, LockRegistry, Registry, Release,
+    Renewal,
+};
+use registry_jdbc::sqlx::{Connection as _, Executor};
+use registry_jdbc::{Fence, FenceError, SqlMode};
+use tokio::time::timeout;
+
+use super::common::{LEASE, TEST_TIMEOUT, claim, config, data, key, lock, server};
+use crate::server::*;
+
+/// The time limit for a loss notification: well before the next renewal.
+pub(crate) const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
+
+pub(crate) const ONE_SECOND: Duration = Duration::from_secs(1);
+
+pub(crate) async fn row(config: Config) -> Arc<Backend> {
+    Arc::new(Backend::open_mode(config, SqlMode::Row).await.unwrap())
+}
+
+pub(crate) fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
+    Registry::builder(backend).build().unwrap()
+}
+
+pub(crate) async fn registry(server: &Server) -> Registry {
+    registry_over(row(config(server)).await)
+}
+
+pub(crate) async fn session(server: &Server) -> Registry {
+    registry_over(Arc::new(Backend::open_mode(config(server), SqlMode::Session).await.unwrap()))
+}
+
+pub(crate) async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
+    backend.try_acquire(claim).await.unwrap()
+}
+
+pub(crate) async fn is_free(registry: &Registry, key: &str) -> bool {
+    registry.obtain(key).try_lock().await.unwrap().is_some()
+}
+
+#[tokio::test]
+async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
+    let mut server = server().await;
+    let registry = registry(&server).await;
+    let guard = lock(&registry, "orders/42").await;
+    lock(&registry, "orders/43").await.unlock().await.unwrap();
+    server.kill();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+    server.start_again().await.unwrap();
+    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
+    let server = server().await;
+    let other = registry(&server).await;
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
+    let config = config(&server);
+    tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
+            assert!(matches!(granted, Attempt::Granted(_)));
+        });
+        runtime.shutdown_background();
+    })
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
+    assert!(guard.is_held());
+}
+
+#[tokio::test]
+async fn cancelled_waits_leave_no_lock_behind() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    let guard = lock(&a, "orders/42").await;
+    for n in 1..20 {
+        let waiting = b.obtain("orders/42");
+        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+    }
+    guard.unlock().await.unwrap();
+    for n in 1..20 {
+        let free = b.obtain("orders/42");
+        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
+    }
+    b.idle().await;
+    assert_eq!(holders(&server).await, 0);
+    lock(&a, "orders/42").await.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
+    let server = server().await;
+    let (a, b) = (row(config(&server)).await, registry(&server).await);
+    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
+    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
+    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+}
+
+#[tokio::test]
+async fn capabilities_and_findings_match_the_backend() {
+    let server = server().await;
+    let backend = row(config(&server)).await;
+    let capabilities = backend.capabilities();
+    assert_eq!(capabilities.class, GuaranteeClass::C);
+    assert_eq!(capabilities.lease_max, Backend::SILENCE);
+    assert!(
+        capabilities.reports_invalidations
+            && capabilities.fencing
+            && capabilities.inspect
+            && capabilities.labels
+    );
+    let findings = backend.diagnose().await.unwrap();
+    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
+    let many = row(config(&server).with_row_locks(1_000)).await;
+    let findings = many.diagnose().await.unwrap();
+    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
+    let none =
+        Backend::open_mode(config(&server).with_row_locks(0), SqlMode::Row).await.unwrap_err();
+    assert!(!none.is_retryable(), "{none}");
+}
+
+pub(crate) async fn sell(guard: &LockGuard, data: &mut Connection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    if let Err(error) = guard.fence(&mut transaction).await {
+        transaction.rollback().await.unwrap();
+        return Err(error);
+    }
+    transaction.execute(SELL).await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+/// Writes what the next holder would, before the loss notification arrives.
+#[tokio::test]
+async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
+    let server = server().await;
+    server.sql(CREATE_SALE).await.unwrap();
+    let mut data = data(&server).await;
+    let stale = lock(&session(&server).await, "coupon/7").await;
+    server.sql(NEXT_GRANT).await.unwrap();
+    assert!(stale.is_held());
+    let error = sell(&stale, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
