@@ -17,6 +17,7 @@ use super::diagnose::check_server;
 use super::error;
 use super::fence::{find_in, transaction_store, wait_for_fence};
 use super::open::{self, OpenedMySqlStore};
+use super::purge;
 use super::renew::SentRenewal;
 use super::sql::{MySqlStatements, SIZES};
 use super::statement::{StatementBinder, from_micros};
@@ -236,7 +237,8 @@ impl LeaseStore for MySqlRows {
             self.recently_released.insert(self.statements.row(claim.key()));
         }
         self.waiters.poll_soon(claim.key());
-        self.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &self.client, &self.statements.texts, self.config.purge_after)
+            .await;
         Ok(released)
     }
 

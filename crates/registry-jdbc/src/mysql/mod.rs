@@ -124,7 +124,8 @@ impl Dialect for MySql {
     }
 
     async fn maybe_purge(rows: &backend::MySqlRows, claim: &Claim) {
-        rows.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &rows.client, &rows.statements.texts, rows.config.purge_after)
+            .await;
     }
 
     async fn check_connection_limit(

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
+use registry_core::{BackendError, Claim, FencingToken, Key};
 use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
 use tokio::time::{sleep, timeout};
 
@@ -223,17 +223,6 @@ impl SessionProtocol for MySqlRowProtocol {
         if self.client.read::<i64>(row, 1)? == 0 {
             return Err(SessionFailure::Broken(error::read_only(self.client.store())));
         }
-        Ok(())
-    }
-
-    // A locked row is not purged.
-    async fn ensure_row(
-        &self,
-        _: &mut MySqlRowConnection,
-        _: &Claim,
-        _: FencingToken,
-        _: ClaimId,
-    ) -> Result<(), SessionFailure> {
         Ok(())
     }
 

@@ -16,6 +16,7 @@ use super::diagnose::check_server;
 use super::error::{self, corrupt, explain};
 use super::listener::{NotificationChannel, PgReleaseListener};
 use super::open::{self, OpenedPgStore};
+use super::purge;
 use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
 use super::sql::{PgStatementText, PgStatements};
 use super::statement::{BoundStatement, PgParam};
@@ -243,7 +244,7 @@ impl LeaseStore for PgRows {
         if released == Release::Freed {
             self.recently_released.insert(id);
         }
-        self.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &self.client, &self.texts, self.config.purge_after).await;
         Ok(released)
     }
 

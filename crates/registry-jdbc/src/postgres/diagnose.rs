@@ -1,7 +1,5 @@
 //! Checks a PostgreSQL store for `lockreg doctor`. Changes nothing.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
@@ -11,10 +9,7 @@ use super::config::{Listen, PostgresConfig};
 use super::error::corrupt;
 use super::sql::PgStatementText;
 use super::statement::{BoundStatement, PgParam};
-use crate::server::{ConnectionUse, Resend};
-
-/// The clock difference between server and host that is reported.
-const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
+use crate::server::{ConnectionUse, Resend, check_clock, check_row_locks, host_micros};
 
 impl PgRows {
     /// Returns a finding if the listener does not receive notifications.
@@ -44,19 +39,12 @@ impl PgRows {
     /// Checks whether the server has connections for this number of row locks, and whether existing
     /// row locks hold back vacuum.
     pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
-        let row_locks = self.config.row_locks;
         let text = PgStatementText::new(CONNECTION_LIMIT);
         let statement = BoundStatement::new(&text, []);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
         let (connections, old): (i64, i64) = (column(row, 0)?, column(row, 1)?);
-        let mut findings = Vec::new();
-        if i64::from(row_locks) > connections / 2 {
-            findings.push(Finding::warning(format!(
-                "row_locks is {row_locks}, and the server accepts {connections} connections from all programs together; raise max_connections, \
-                 or lower row_locks"
-            )));
-        }
+        let mut findings = Vec::from_iter(check_row_locks(self.config.row_locks, connections));
         if old > 0 {
             findings.push(Finding::warning(format!(
                 "{old} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
@@ -73,20 +61,13 @@ pub(super) async fn check_server(
 ) -> Result<Vec<Finding>, BackendError> {
     let text = PgStatementText::new(SERVER_SETTINGS);
     let statement = BoundStatement::new(&text, []);
-    let before = now();
+    let before = host_micros();
     let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-    let after = now();
+    let after = host_micros();
     let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
 
     let mut findings = settings(row)?;
-    let server_time: i64 = column(row, 8)?;
-    let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
-    if Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX {
-        findings.push(Finding::note(format!(
-            "the server's clock and this host's differ by {:?}: locks use only the server's clock, but one of the two is wrong",
-            Duration::from_millis(difference / 1000)
-        )));
-    }
+    findings.extend(check_clock(before, column(row, 8)?, after));
     if !client.is_prepared() && matches!(config.listen, Listen::SameServer | Listen::Off)
         || matches!(config.listen, Listen::Off)
     {
@@ -156,9 +137,3 @@ const SERVER_SETTINGS: &str = "\
         current_setting('full_page_writes'), current_setting('default_transaction_isolation'), \
         current_setting('default_transaction_read_only'), (SELECT count(*) FROM pg_stat_replication), pg_is_in_recovery(), \
         (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, current_setting('synchronous_standby_names')";
-
-/// Returns this host's time in microseconds, for the comparison only.
-fn now() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
-}

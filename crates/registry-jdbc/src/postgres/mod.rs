@@ -120,7 +120,7 @@ impl Dialect for Postgres {
     }
 
     async fn maybe_purge(rows: &backend::PgRows, claim: &Claim) {
-        rows.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &rows.client, &rows.texts, rows.config.purge_after).await;
     }
 
     async fn check_connection_limit(rows: &backend::PgRows) -> Result<Vec<Finding>, BackendError> {

@@ -233,17 +233,6 @@ impl SessionProtocol for PgRowProtocol {
         if is_same_transaction { Ok(()) } else { Err(SessionFailure::Broken(pooler_detected())) }
     }
 
-    // A locked row is not purged.
-    async fn ensure_row(
-        &self,
-        _: &mut PgRowConnection,
-        _: &Claim,
-        _: FencingToken,
-        _: ClaimId,
-    ) -> Result<(), SessionFailure> {
-        Ok(())
-    }
-
     fn recycle(&self, connected: PgRowConnection) -> Option<PgRowConnection> {
         let PgRowConnection { connection, permit, transaction } = connected;
         if transaction.is_none() {

@@ -25,7 +25,7 @@ use super::purge;
 use super::renew::SentRenewal;
 use super::sql::{MySqlStatements, SIZES, quoted};
 use super::statement::{MySqlQuery, bind_padded, from_micros};
-use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
+use crate::server::spring::{client_id, is_claim, lock_key};
 use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::{AcquireValues, MySqlSpringStatements, micros};
 
@@ -357,11 +357,9 @@ async fn find_or_create_table(
         }
     }
     let has_end_column = found.iter().any(|column| column == "EXPIRED_AFTER");
-    match (table.generation, has_end_column) {
-        (Generation::V7, false) => Err(misconfigured(&spring::older_table_message(&lock))),
-        (Generation::V6 { .. }, true) => Err(misconfigured(&spring::newer_table_message(&lock))),
-        _ => Ok(lock),
-    }
+    let checked = table.check_generation(&lock, has_end_column);
+    checked.map_err(|message| misconfigured(&message))?;
+    Ok(lock)
 }
 
 impl fmt::Debug for MySqlSpring {

@@ -24,7 +24,7 @@ use super::listener::{NotificationChannel, PgReleaseListener};
 use super::open::{self, OpenedPgStore};
 use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
+use crate::server::spring::{client_id, is_claim, lock_key};
 use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::PgSpringStatements;
 
@@ -336,16 +336,10 @@ async fn find_or_create_table(
         }
     }
     let row = rows.first().ok_or_else(|| corrupt("a created table does not exist"))?;
-    let has_end_column: bool = column(row, 2)?;
-    match (table.generation, has_end_column) {
-        (Generation::V7, false) => Err(misconfigured(&spring::older_table_message(&named))),
-        (Generation::V6 { .. }, true) => Err(misconfigured(&spring::newer_table_message(&named))),
-        _ => Ok(format!(
-            "{}.{}",
-            quoted(&column::<String>(row, 0)?),
-            quoted(&column::<String>(row, 1)?)
-        )),
-    }
+    let checked = table.check_generation(&named, column(row, 2)?);
+    checked.map_err(|message| misconfigured(&message))?;
+    let (schema, name): (String, String) = (column(row, 0)?, column(row, 1)?);
+    Ok(format!("{}.{}", quoted(&schema), quoted(&name)))
 }
 
 /// Reads client, claim, token, label and times from adjacent columns, beginning at `first`. The
