@@ -1,10 +1,13 @@
 //! The types and the SQL of this server, for the tests of all servers.
 
+use registry_core::Claim;
+use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::mysql::{
     MySqlConnectOptions as DataOptions, MySqlConnection as Connection,
     MySqlPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{MySqlBackend as Backend, MySqlConfig as Config};
+use registry_testkit::mariadb::MariaDbOptions;
 pub(crate) use registry_testkit::mariadb::MariaDbServer as Server;
 
 pub(crate) const SCHEMA: &str = "app";
@@ -73,4 +76,49 @@ pub(crate) async fn holders(server: &Server) -> usize {
     tokio::time::sleep(std::time::Duration::from_millis(300)).await;
     let open = "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_rows_locked > 0";
     server.sql(open).await.unwrap().trim().parse().unwrap()
+}
+
+/// There, releases are not published.
+pub(crate) const HAS_SPRING_WAKES: bool = false;
+
+pub(crate) type ServerKind = MariaDbOptions;
+
+/// The server of the conformance suite.
+#[derive(Debug)]
+pub(crate) struct TestServer(Server);
+
+impl TestServer {
+    pub(crate) async fn start(options: &ServerKind) -> Self {
+        let options = options.clone().args(&["--max-connections=1000"]);
+        Self(Server::start_with(options).await.unwrap())
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        Config::from_url(&self.0.url()).unwrap()
+    }
+
+    /// Every confirmed write is on disk, so this may be a crash.
+    pub(crate) async fn restart(&mut self) {
+        self.0.start_again().await.unwrap();
+    }
+
+    /// Ends the connection that holds the lock.
+    pub(crate) async fn end_connection(&self, mode: &SqlMode, hashed: &str, claim: &Claim) {
+        // The named lock is the session's lock, or it identifies the connection of the transaction.
+        let name = if *mode == SqlMode::Session {
+            format!("SHA2(UNHEX('{hashed}'), 256)")
+        } else {
+            format!("'lock_registry_row_{}'", claim.id())
+        };
+        let holder = format!("SELECT IFNULL(IS_USED_LOCK({name}), '')");
+        let holder = self.0.sql(&holder).await.unwrap();
+        if !holder.trim().is_empty() {
+            self.0.sql(&format!("KILL CONNECTION {}", holder.trim())).await.unwrap();
+        }
+    }
+
+    pub(crate) async fn wipe(&self) {
+        self.0.sql("DROP TABLE lock_registry_locks, lock_registry_meta").await.unwrap();
+        self.0.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
+    }
 }

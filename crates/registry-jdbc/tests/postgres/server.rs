@@ -1,9 +1,13 @@
 //! The types and the SQL of this server, for the tests of all servers.
 
+use registry_core::Claim;
+use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::postgres::{
     PgConnectOptions as DataOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{PostgresBackend as Backend, PostgresConfig as Config};
+use registry_testkit::pgbouncer::PgBouncer;
+use registry_testkit::postgres::PostgresOptions;
 pub(crate) use registry_testkit::postgres::PostgresServer as Server;
 
 pub(crate) const SCHEMA: &str = "public";
@@ -64,4 +68,76 @@ pub(crate) const ROW_HOLDERS: &str =
 
 pub(crate) async fn holders(server: &Server) -> usize {
     server.sql(ROW_HOLDERS).await.unwrap().lines().filter(|line| !line.is_empty()).count()
+}
+
+/// A release wakes this program's waiters.
+pub(crate) const HAS_SPRING_WAKES: bool = true;
+
+/// How the conformance suite connects to the server.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ServerKind {
+    Direct,
+    /// Through a pooler with a small pool.
+    PgBouncer,
+    /// Through a pooler with a connection for each row lock.
+    LargePgBouncer,
+}
+
+/// The server of the conformance suite.
+#[derive(Debug)]
+pub(crate) struct TestServer {
+    server: Server,
+    bouncer: Option<PgBouncer>,
+}
+
+impl TestServer {
+    pub(crate) async fn start(kind: &ServerKind) -> Self {
+        let options = PostgresOptions::new().settings(&["max_connections=1000"]);
+        let server = Server::start_with(options).await.unwrap();
+        let limits = ["max_client_conn = 1000", "default_pool_size = 800"];
+        let bouncer = match kind {
+            ServerKind::Direct => None,
+            ServerKind::PgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
+            ServerKind::LargePgBouncer => {
+                Some(PgBouncer::start_with(&server, &limits).await.unwrap())
+            }
+        };
+        Self { server, bouncer }
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        let Some(bouncer) = &self.bouncer else {
+            return Config::from_url(&self.server.url()).unwrap();
+        };
+        let config = Config::from_url(&bouncer.url()).unwrap();
+        config.with_prepared(false).with_listen(&self.server.url()).unwrap()
+    }
+
+    /// An orderly stop: a crash may lose the last releases, whose keys then stay locked until the
+    /// end of their lease.
+    pub(crate) async fn restart(&mut self) {
+        self.server.stop().await.unwrap();
+        self.server.start_again().await.unwrap();
+    }
+
+    /// Ends the connection that holds the lock.
+    pub(crate) async fn end_connection(&self, mode: &SqlMode, hashed: &str, _: &Claim) {
+        // The advisory lock is the session's lock, or it identifies the connection of the
+        // transaction.
+        let from = if *mode == SqlMode::Session { 1 } else { 17 };
+        let number = format!(
+            "('x' || substr(encode(sha256('\\x{hashed}'), 'hex'), {from}, 16))::bit(64)::bigint"
+        );
+        let cut = format!(
+            "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND granted \
+             AND (classid::bigint << 32 | objid::bigint) = {number}"
+        );
+        self.server.sql(&cut).await.unwrap();
+    }
+
+    pub(crate) async fn wipe(&self) {
+        let tables = "DROP TABLE lock_registry_locks, lock_registry_meta; DROP FUNCTION lock_registry_purged";
+        self.server.sql(tables).await.unwrap();
+        self.server.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
+    }
 }

@@ -2,6 +2,7 @@
 //! names its types and its SQL.
 
 pub(crate) mod common;
+pub(crate) mod conformance;
 pub(crate) mod fence;
 pub(crate) mod failures;
 mod lock_in;
