@@ -3,30 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    Attempt, BackendErrorKind, LockBackend, LockOptions, LockRegistry, Release, Renewal,
-};
+use registry_core::{Attempt, LockBackend, LockOptions, LockRegistry, Release, Renewal};
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::common::{
     LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock,
     registry, run, server, token,
 };
 use crate::server::*;
-
-/// Waits until a statement waits for a row lock.
-async fn waits_for_a_row(server: &MariaDbServer) {
-    let waiting =
-        "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
-    eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
-        .await;
-}
 
 #[tokio::test]
 async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
@@ -245,46 +235,6 @@ async fn a_clock_jump_ends_a_lease_early_and_the_holder_is_notified() {
 }
 
 #[tokio::test]
-async fn a_locked_row_is_an_error_and_neither_busy_nor_a_loss() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let (held, other, free) = (claim("held"), claim("other"), claim("free"));
-    for claim in [&held, &other, &free] {
-        grant(&backend, claim).await;
-    }
-    backend.release(&free).await.unwrap();
-
-    let mut data = data(&server).await;
-    run(
-        &mut data,
-        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
-         SELECT * FROM lock_registry_locks WHERE lock_key IN ('held', 'free') FOR UPDATE",
-    )
-    .await;
-    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Transient);
-    assert!(error.refused(), "{}", error_chain(&error));
-    let error = backend.release(&held).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
-    // A busy attempt does not need the row lock.
-    busy(&backend, &claim("held")).await;
-
-    // One locked row delays no other renewal, and the call does not wait for it.
-    let claims = [held.clone(), other.clone(), claim("held")];
-    let began = Instant::now();
-    let renewals = timeout(TEST_TIMEOUT, backend.renew(&claims)).await.unwrap();
-    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
-    let error = renewals[0].as_ref().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
-    assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
-    assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
-
-    run(&mut data, "ROLLBACK").await;
-    grant(&backend, &claim("free")).await;
-    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
-}
-
-#[tokio::test]
 async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
@@ -300,38 +250,4 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     let held = backend.list().await.unwrap();
     assert_eq!(held.len(), 1, "{held:?}");
-}
-
-#[tokio::test]
-async fn renewals_succeed_while_acquisitions_use_all_connections() {
-    let server = server().await;
-    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
-    let backend = Arc::new(backend(config).await);
-    let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
-    for claim in [&held, &gone, &locked] {
-        grant(&backend, claim).await;
-    }
-    backend.release(&locked).await.unwrap();
-    let mut data = data(&server).await;
-    run(
-        &mut data,
-        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
-         SELECT * FROM lock_registry_locks WHERE lock_key = 'locked' FOR UPDATE",
-    )
-    .await;
-    let mut attempts = JoinSet::new();
-    for _ in 0..8 {
-        let backend = Arc::clone(&backend);
-        attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
-    }
-    // One attempt waits in the server, and the others wait for its connection.
-    waits_for_a_row(&server).await;
-    let began = Instant::now();
-    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
-    assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
-    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
-    run(&mut data, "ROLLBACK").await;
-    let granted = attempts.join_all().await.into_iter();
-    let granted = granted.filter(|attempt| matches!(attempt, Ok(Attempt::Granted(_))));
-    assert_eq!(granted.count(), 1);
 }

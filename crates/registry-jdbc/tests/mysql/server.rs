@@ -11,6 +11,9 @@ use registry_testkit::mariadb::MariaDbOptions;
 pub(crate) use registry_testkit::mariadb::MariaDbServer as Server;
 
 pub(crate) const SCHEMA: &str = "app";
+pub(crate) const KEY_COLUMN: &str = "lock_key";
+pub(crate) const BEGIN_READ_COMMITTED: &str =
+    "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN";
 
 pub(crate) const CREATE_SALE: &str = "CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB";
 pub(crate) const SELL: &str = "INSERT INTO app.sale VALUES ('7')";
@@ -121,4 +124,14 @@ impl TestServer {
         self.0.sql("DROP TABLE lock_registry_locks, lock_registry_meta").await.unwrap();
         self.0.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
     }
+}
+
+/// Waits until a statement waits for a row lock.
+pub(crate) async fn waits_for_a_row(server: &Server) {
+    let waiting =
+        "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
+    registry_testkit::eventually(crate::common::TEST_TIMEOUT, async || {
+        server.sql(waiting).await.is_ok_and(|count| count != "0")
+    })
+    .await;
 }

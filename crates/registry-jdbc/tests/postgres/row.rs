@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use registry_core::{Attempt, LockBackend, LockError, LockRegistry, Registry};
 use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
-    Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted, SqlMode,
+    Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted,
 };
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
@@ -222,63 +222,6 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     tx.commit().await.unwrap();
     let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     assert!(next.fencing_token().unwrap() > transaction_lock.fencing_token());
-}
-
-/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
-#[tokio::test]
-async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
-    let server = server().await;
-    let (rows, sessions) = (registry(&server).await, session(&server).await);
-    let namespace = "sessions";
-    let apart = config(&server).with_namespace(namespace);
-    let sessions_apart = registry_over(Arc::new(
-        PostgresBackend::open_mode(apart.clone(), SqlMode::Session).await.unwrap(),
-    ));
-    let (blocked_row, blocked_session) = (config(&server), apart);
-    let (holds, held) = tokio::sync::oneshot::channel();
-    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
-    // A runtime with one thread that is blocked, so that all its tasks stop.
-    let blocked = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let locked = runtime.block_on(async {
-            let row = registry_over(row(blocked_row).await);
-            let session =
-                PostgresBackend::open_mode(blocked_session, SqlMode::Session).await.unwrap();
-            let session = registry_over(Arc::new(session));
-            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
-            (row, session, guards)
-        });
-        holds.send(()).unwrap();
-        unblocked.recv().ok();
-        runtime.block_on(async {
-            for guard in &locked.2 {
-                assert!(!guard.is_held(), "it was ended long ago");
-                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-            }
-        });
-    });
-    held.await.unwrap();
-    let began = Instant::now();
-    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
-    // succeeds.
-    let kept = lock(&sessions, "kept").await;
-    let keys = ["orders/42", "orders/42"];
-    let waits = [&rows, &sessions_apart].into_iter().zip(keys).map(|(registry, key)| async move {
-        let guard = timeout(4 * TEST_TIMEOUT, registry.obtain(key).lock()).await.unwrap().unwrap();
-        (began.elapsed(), guard)
-    });
-    for (after, guard) in futures_util::future::join_all(waits).await {
-        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
-        assert!(guard.is_held());
-    }
-    assert!(kept.is_held());
-    server.sql("DELETE FROM lock_registry_locks WHERE key = 'kept'").await.unwrap();
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
-    kept.fence(&mut tx).await.unwrap();
-    tx.commit().await.unwrap();
-    unblock.send(()).unwrap();
-    blocked.join().unwrap();
 }
 
 #[tokio::test]

@@ -11,6 +11,8 @@ use registry_testkit::postgres::PostgresOptions;
 pub(crate) use registry_testkit::postgres::PostgresServer as Server;
 
 pub(crate) const SCHEMA: &str = "public";
+pub(crate) const KEY_COLUMN: &str = "key";
+pub(crate) const BEGIN_READ_COMMITTED: &str = "BEGIN";
 
 pub(crate) const CREATE_SALE: &str = "CREATE TABLE sale (coupon text)";
 pub(crate) const SELL: &str = "INSERT INTO sale VALUES ('7')";
@@ -140,4 +142,11 @@ impl TestServer {
         self.server.sql(tables).await.unwrap();
         self.server.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
     }
+}
+
+/// Waits until a statement waits for a row lock.
+pub(crate) async fn waits_for_a_row(server: &Server) {
+    let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
+    let waits = async || server.sql(waiting).await.is_ok_and(|count| count != "0");
+    registry_testkit::eventually(crate::common::TEST_TIMEOUT, waits).await;
 }

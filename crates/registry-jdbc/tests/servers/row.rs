@@ -156,3 +156,58 @@ async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant
     let error = sell(&stale, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
+
+/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
+#[tokio::test]
+async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
+    let server = server().await;
+    let apart = config(&server).with_namespace("sessions");
+    let rows = registry(&server).await;
+    let sessions =
+        registry_over(Arc::new(Backend::open_mode(apart.clone(), SqlMode::Session).await.unwrap()));
+    let (blocked_row, blocked_session) = (config(&server), apart);
+    let (holds, held) = tokio::sync::oneshot::channel();
+    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
+    // A runtime with one thread that is blocked, so that all its tasks stop.
+    let blocked = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let locked = runtime.block_on(async {
+            let row = registry_over(row(blocked_row).await);
+            let session = Backend::open_mode(blocked_session, SqlMode::Session).await.unwrap();
+            let session = registry_over(Arc::new(session));
+            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
+            (row, session, guards)
+        });
+        holds.send(()).unwrap();
+        unblocked.recv().ok();
+        runtime.block_on(async {
+            for guard in &locked.2 {
+                assert!(!guard.is_held(), "it was ended long ago");
+                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+            }
+        });
+    });
+    held.await.unwrap();
+    let began = Instant::now();
+    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
+    // succeeds.
+    let kept = lock(&sessions, "kept").await;
+    let waits = [&rows, &sessions].map(|registry| async move {
+        let handle = registry.obtain("orders/42");
+        let guard = timeout(4 * TEST_TIMEOUT, handle.lock()).await.unwrap().unwrap();
+        (began.elapsed(), guard)
+    });
+    for (after, guard) in futures_util::future::join_all(waits).await {
+        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
+        assert!(guard.is_held());
+    }
+    assert!(kept.is_held());
+    let delete = format!("DELETE FROM lock_registry_locks WHERE {KEY_COLUMN} = 'kept'");
+    server.sql(&delete).await.unwrap();
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    kept.fence(&mut tx).await.unwrap();
+    tx.commit().await.unwrap();
+    unblock.send(()).unwrap();
+    blocked.join().unwrap();
+}
