@@ -151,7 +151,7 @@ impl PgRows {
         let mark = PgParam::Number(self.row_id(key).transaction_mark());
         let statement = BoundStatement::new(&self.texts.locked_in, [mark]);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         column(row, 0)
     }
 }
@@ -316,6 +316,11 @@ pub(super) fn decode_holder(
         .with_label(label)
         .with_token(Some(fencing_token(column(row, first)?)?))
         .with_times(Some(from_micros(held_for)), remaining.map(from_micros)))
+}
+
+/// Returns the row of a statement that always returns one.
+pub(super) fn one_row(rows: &[PgRow]) -> Result<&PgRow, BackendError> {
+    rows.first().ok_or_else(|| corrupt("a statement returned no row"))
 }
 
 pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>

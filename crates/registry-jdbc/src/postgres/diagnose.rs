@@ -3,10 +3,9 @@
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
-use super::backend::{PgRows, column};
+use super::backend::{PgRows, column, one_row};
 use super::client::PgClient;
 use super::config::{Listen, PostgresConfig};
-use super::error::corrupt;
 use super::sql::PgStatementText;
 use super::statement::{BoundStatement, PgParam};
 use crate::server::{ConnectionUse, Resend, check_clock, check_row_locks, host_micros};
@@ -42,7 +41,7 @@ impl PgRows {
         let text = PgStatementText::new(CONNECTION_LIMIT);
         let statement = BoundStatement::new(&text, []);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         let (connections, old): (i64, i64) = (column(row, 0)?, column(row, 1)?);
         let mut findings = Vec::from_iter(check_row_locks(self.config.row_locks, connections));
         if old > 0 {
@@ -64,7 +63,7 @@ pub(super) async fn check_server(
     let before = host_micros();
     let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
     let after = host_micros();
-    let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+    let row = one_row(&rows)?;
 
     let mut findings = settings(row)?;
     findings.extend(check_clock(before, column(row, 8)?, after));

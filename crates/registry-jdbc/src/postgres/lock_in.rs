@@ -14,18 +14,6 @@ use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 use crate::server::{LeaseStore as _, Locks, SqlBackend};
 
 impl LockIn<Postgres> for Registry {
-    async fn lock_in(
-        &self,
-        transaction: &mut Transaction<'_, Postgres>,
-        key: &str,
-    ) -> Result<TransactionLock, LockInError> {
-        loop {
-            if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
-                return Ok(lock);
-            }
-        }
-    }
-
     async fn try_lock_in_for(
         &self,
         transaction: &mut Transaction<'_, Postgres>,

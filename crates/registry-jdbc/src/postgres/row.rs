@@ -10,7 +10,7 @@ use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
 
-use super::backend::{PgRows, bytes, claim_id, column};
+use super::backend::{PgRows, bytes, claim_id, column, one_row};
 use super::config::misconfigured;
 use super::error::{self, corrupt, explain, row_locked};
 use super::statement::{BoundStatement, PgParam};
@@ -94,9 +94,7 @@ impl PgRowProtocol {
         let rows =
             statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
         let rows = rows.map_err(error::session_failure)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         if let Some(token) = column::<Option<i64>>(row, 0).map_err(SessionFailure::Broken)? {
             let token = FencingToken::try_from(token);
             let token =
@@ -151,9 +149,7 @@ impl PgRowProtocol {
         let rows =
             statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
         let rows = rows.map_err(error::session_failure)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         column(row, 0).map_err(SessionFailure::Broken)
     }
 }
@@ -223,9 +219,7 @@ impl SessionProtocol for PgRowProtocol {
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
         let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         let number: Option<String> = column(row, 1).map_err(SessionFailure::Broken)?;
         let is_same_transaction = number.is_some()
             && Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?)

@@ -10,7 +10,7 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
 use tokio::time::timeout;
 
-use super::backend::{PgRows, bytes, claim_id, column, from_micros};
+use super::backend::{PgRows, bytes, claim_id, column, from_micros, one_row};
 use super::client;
 use super::config::misconfigured;
 use super::error::{self, corrupt, explain};
@@ -43,9 +43,7 @@ impl PgSessionConnection {
     /// Checks that the first column is the expected process id. So a pooler that changes
     /// connections is detected no later than at the next answer.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         if column::<i32>(row, 0).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
         } else {
@@ -101,7 +99,7 @@ impl PgSessionProtocol {
             timeout(self.rows.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
         let rows =
             query.await.map_err(|_| error::not_connected(PoolError::TimedOut))?.map_err(explain)?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         Ok(PgSessionConnection { server_process: column(row, 0)?, connection })
     }
 

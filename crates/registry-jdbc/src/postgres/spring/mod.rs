@@ -15,7 +15,8 @@ use sqlx::Postgres;
 use sqlx::postgres::{PgConnection, PgRow};
 
 use super::backend::{
-    bytes, check_meta, claim_id, column, fencing_token, from_micros, micros, transaction_store,
+    bytes, check_meta, claim_id, column, fencing_token, from_micros, micros, one_row,
+    transaction_store,
 };
 use super::client::PgClient;
 use super::config::{PostgresConfig, misconfigured, quoted};
@@ -132,7 +133,7 @@ impl LeaseStore for PgSpring {
         );
         // Only the engine may retry, as in the native layout.
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
             let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
