@@ -160,5 +160,5 @@ impl Dialect for MySql {
     }
 }
 
-#[cfg(all(test, feature = "server-tests"))]
+#[cfg(test)]
 mod tests;

@@ -43,7 +43,7 @@ impl PgSessionConnection {
     /// Checks that the first column is the expected process id. So a pooler that changes
     /// connections is detected no later than at the next answer.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
-        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
+        let row = one_row(rows).map_err(SessionFailure::Broken)?;
         if column::<i32>(row, 0).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
         } else {

@@ -1,5 +1,5 @@
 //! Tests of internals, on real servers.
-#![cfg(target_os = "linux")]
+#![cfg(all(target_os = "linux", feature = "server-tests"))]
 
 use std::time::Duration;
 
