@@ -11,7 +11,7 @@ use registry_core::BackendError;
 use tokio::time::sleep;
 
 use super::dialect::Dialect;
-use super::{ConnectionPool, ConnectionUse, PoolError, PooledConnection, SessionFailure, error};
+use super::{ConnectionPool, ConnectionUse, PoolError, SessionFailure, error};
 
 /// The maximum number of attempts for a request that the server rolls back because of conflicts.
 const CONFLICTS_MAX: u32 = 5;
@@ -52,6 +52,10 @@ pub(crate) enum Resend {
 pub(crate) enum ErrorEffect {
     /// The server rolled the statement back because of a conflict. It may be sent again at once, on
     /// the same connection.
+    #[cfg_attr(
+        not(feature = "mysql"),
+        expect(dead_code, reason = "PostgreSQL returns such errors to the caller")
+    )]
     RolledBack,
     /// The server returned an error. The connection is usable.
     Rejected,
@@ -149,7 +153,7 @@ impl<D: Dialect> SqlClient<D> {
     #[cfg(feature = "mysql")]
     pub(crate) async fn acquire(
         &self,
-    ) -> Result<PooledConnection<'_, D::Connection>, BackendError> {
+    ) -> Result<super::PooledConnection<'_, D::Connection>, BackendError> {
         let pooled = self.pool.acquire(ConnectionUse::Acquire).await;
         pooled.map_err(|reason| self.not_connected(reason))
     }
@@ -163,6 +167,7 @@ impl<D: Dialect> SqlClient<D> {
     }
 
     /// Returns the name of the store in errors.
+    #[cfg(feature = "mysql")]
     pub(crate) fn store(&self) -> &str {
         &self.store
     }

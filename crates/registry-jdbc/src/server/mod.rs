@@ -1,20 +1,26 @@
 //! The backend of database servers, whatever their SQL dialect. Contains no SQL. `postgres` and
 //! `mysql` implement its [`Dialect`].
 
+// The backend, and what a kind of server implements for it.
 mod backend;
 mod dialect;
+// Sending statements.
 mod client;
-mod fence;
-mod encryption;
-mod connection_actor;
-mod diagnose;
-mod purge;
-mod recent_rows;
 mod pool;
+mod encryption;
+// What this process remembers of rows.
 mod row_id;
-mod token_reservation;
+mod recent_rows;
+// Locks that last as long as a connection: one for all locks, or one for each.
 mod session;
 mod sessions;
+mod connection_actor;
+mod token_reservation;
+// Transactions of the caller.
+mod fence;
+// Housekeeping.
+mod purge;
+mod diagnose;
 // Locks in the table of another program.
 pub(crate) mod spring;
 
