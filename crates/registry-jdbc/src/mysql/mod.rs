@@ -47,8 +47,8 @@ use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
 /// [`SqlMode`](crate::SqlMode) lists what a lock can be. By default it is a lease: it excludes all
 /// clients of the database, and lives until it expires on the server's clock. A token is that
 /// clock's time in microseconds, or the key's last token plus one if that is larger. Tokens grow
-/// across release, expiry, restart, failover and purge. Grants and renewals are on the server's disk
-/// before the response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
+/// across release, expiry, restart, failover and purge. Grants and renewals are on the server's
+/// disk before the response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
 ///
 /// These servers send no notifications, so the backend polls all awaited keys with one small
 /// statement. Polling starts milliseconds after a wait began, and slows down with its length.

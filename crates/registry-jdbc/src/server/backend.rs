@@ -18,9 +18,9 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 /// What a lock in a database server is, and when it ends.
 ///
 /// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So a
-/// namespace may contain locks of all three kinds, and may change from one to another while it is in
-/// use. `Session` respects the leases of a namespace, and leases do not respect session locks: all
-/// programs that lock in one namespace must use the same mode.
+/// namespace may contain locks of all three kinds, and may change from one to another while it is
+/// in use. `Session` respects the leases of a namespace, and leases do not respect session locks:
+/// all programs that lock in one namespace must use the same mode.
 ///
 /// Locks of the modes `Session` and `Row` end with a connection:
 ///
@@ -28,10 +28,10 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 ///   lost, process stopped), it ends the connection after [`SILENCE`](SqlBackend::SILENCE). A lease
 ///   is never longer than that, so the holder has given up by then.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
-///   firewall that cuts connections), the lock is free at once. Its holder is notified up to a third
-///   of a second later, or at the end of its lease if no answer arrives. During that time there can
-///   be two holders, which is why these modes have guarantee class C. Tokens grow nevertheless, so
-///   fenced writes stay safe, including those of a [`Fence`](crate::Fence).
+///   firewall that cuts connections), the lock is free at once. Its holder is notified up to a
+///   third of a second later, or at the end of its lease if no answer arrives. During that time
+///   there can be two holders, which is why these modes have guarantee class C. Tokens grow
+///   nevertheless, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
 /// - A MariaDB or MySQL server that is set `read_only` grants nothing. When it becomes read-only,
 ///   the holders are notified that their locks are lost.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -76,9 +76,9 @@ pub enum SqlMode {
     ///    MariaDB and MySQL `LOCK IN SHARE MODE`. The lock is compatible only with the check of a
     ///    [`Fence`](crate::Fence).
     ///
-    /// One transaction cannot release one of several rows. So each held lock has its own connection,
-    /// which belongs neither to the application nor to a pool. `with_row_locks` of the configuration
-    /// limits their number; an attempt beyond the limit fails with
+    /// One transaction cannot release one of several rows. So each held lock has its own
+    /// connection, which belongs neither to the application nor to a pool. `with_row_locks` of the
+    /// configuration limits their number; an attempt beyond the limit fails with
     /// [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
     ///
     /// The holder is listed like the holder of a lease, without the time left. Of a caller's
@@ -127,8 +127,8 @@ pub(crate) enum Locks<D: Dialect> {
 
 #[expect(private_bounds, reason = "only this crate implements dialects")]
 impl<D: Dialect> SqlBackend<D> {
-    /// The idle time after which the server ends the connection of a session or row lock. It is also
-    /// the maximum lease in these modes.
+    /// The idle time after which the server ends the connection of a session or row lock. It is
+    /// also the maximum lease in these modes.
     pub const SILENCE: Duration = super::SILENCE;
 
     /// Connects to the server, and creates the tables if they are missing. Locks are leases.
@@ -142,7 +142,8 @@ impl<D: Dialect> SqlBackend<D> {
     /// - `Transient` if the server cannot be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave tables behind. The next open of the store creates missing ones.
+    /// Dropping the future may leave tables behind. The next open of the store creates missing
+    /// ones.
     pub async fn open(config: D::Config) -> Result<Self, BackendError> {
         Self::open_mode(config, SqlMode::Lease).await
     }

@@ -30,7 +30,8 @@ pub(crate) struct SqlClient<D: Dialect> {
 pub(crate) trait Request<C>: Sync {
     type Answer: Send;
 
-    // Boxed, because the compiler cannot prove that the futures of sqlx are `Send` for any lifetime.
+    // Boxed, because the compiler cannot prove that the futures of sqlx are `Send` for any
+    // lifetime.
     fn send<'c>(
         &'c self,
         connection: &'c mut C,

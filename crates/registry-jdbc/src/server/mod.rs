@@ -37,7 +37,9 @@ pub use encryption::Encryption;
 pub(crate) use fence::fence;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::AfterConnect;
-pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection};
+#[cfg(feature = "mysql")]
+pub(crate) use pool::PooledConnection;
+pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits};
 pub(crate) use purge::{BATCH_ROWS, maybe_purge};
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
