@@ -3,51 +3,13 @@
 use registry_core::{BackendErrorKind, LockBackend};
 #[cfg(feature = "tls")]
 use registry_jdbc::Encryption;
-use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_jdbc::MySqlConfig;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
 
 use crate::common::{backend, claim, config, error_chain, grant, server};
 use crate::servers::opening::*;
-
-#[tokio::test]
-async fn a_user_without_the_right_to_create_tables_can_lock() {
-    let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
-    server.sql("CREATE USER worker@'127.0.0.1'").await.unwrap();
-    let worker = || config(&server).with_login("worker", None);
-    assert_eq!(open_refused(worker()).await.kind(), BackendErrorKind::Denied);
-
-    server.sql(MySqlBackend::schema()).await.unwrap();
-    server.sql(MySqlBackend::schema()).await.unwrap();
-    let error = open_refused(worker()).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
-    server
-        .sql(
-            "GRANT SELECT, INSERT, UPDATE, DELETE ON app.lock_registry_locks TO worker@'127.0.0.1'; \
-             GRANT SELECT, UPDATE ON app.lock_registry_meta TO worker@'127.0.0.1'",
-        )
-        .await
-        .unwrap();
-    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
-    // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
-    let was_purged =
-        async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
-    let mut number = 0;
-    while !was_purged().await {
-        assert!(number < 20_000, "nothing was purged");
-        for _ in 0..100 {
-            let claim = claim(&format!("k{number}"));
-            grant(&backend, &claim).await;
-            backend.release(&claim).await.unwrap();
-            number += 1;
-        }
-        let age =
-            "UPDATE lock_registry_locks SET since = since - 3600000000, until = until - 3600000000";
-        server.sql(age).await.unwrap();
-    }
-    assert!(backend.diagnose().await.is_ok());
-}
 
 #[tokio::test]
 async fn an_error_for_a_user_that_cannot_create_tables_names_the_command() {

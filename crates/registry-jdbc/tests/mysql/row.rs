@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{Attempt, BackendErrorKind, LockBackend, LockError, LockRegistry, Registry};
+use registry_core::{BackendErrorKind, LockError, LockRegistry, Registry};
 use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
     Fence, FenceError, LockIn, LockInError, MySqlBackend, RowLocksExhausted, SpringTable, SqlMode,
@@ -12,7 +12,7 @@ use registry_jdbc::{
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
-use crate::common::{TEST_TIMEOUT, backend, claim, config, data, grant, lock, server};
+use crate::common::{TEST_TIMEOUT, config, data, lock, server};
 use crate::server::*;
 use crate::servers::row::*;
 
@@ -65,34 +65,6 @@ async fn a_waiter_has_no_connection_and_acquires_the_lock_soon_after_its_release
     assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
     guard.unlock().await.unwrap();
     drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
-}
-
-#[tokio::test]
-async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
-    let server = server().await;
-    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<MySqlBackend>::clone(&rows));
-    let mut data = data(&server).await;
-
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token.unwrap();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    leases.release(&lease).await.unwrap();
-
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token.unwrap();
-    let refused = leases.try_acquire(&claim("orders/42")).await.unwrap_err();
-    assert!(refused.is_retryable(), "{refused}");
-    let mut tx = data.begin().await.unwrap();
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    rows.release(&held).await.unwrap();
-
-    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token.unwrap();
-    assert!(first < second && second < third && third < fourth);
 }
 
 #[tokio::test]

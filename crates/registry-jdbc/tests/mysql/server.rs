@@ -1,6 +1,6 @@
 //! The types and the SQL of this server, for the tests of all servers.
 
-use registry_core::Claim;
+use registry_core::{Attempt, BackendError, Claim};
 use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::mysql::{
     MySqlConnectOptions as DataOptions, MySqlConnection as Connection,
@@ -11,6 +11,9 @@ use registry_testkit::mariadb::MariaDbOptions;
 pub(crate) use registry_testkit::mariadb::MariaDbServer as Server;
 
 pub(crate) const SCHEMA: &str = "app";
+/// A user without rights.
+pub(crate) const WORKER: &str = "worker@'127.0.0.1'";
+pub(crate) const CREATE_WORKER: &str = "CREATE USER worker@'127.0.0.1'";
 pub(crate) const KEY_COLUMN: &str = "lock_key";
 pub(crate) const BEGIN_READ_COMMITTED: &str =
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN";
@@ -134,4 +137,9 @@ pub(crate) async fn waits_for_a_row(server: &Server) {
         server.sql(waiting).await.is_ok_and(|count| count != "0")
     })
     .await;
+}
+
+/// What an attempt on a lease returns while a transaction of the store has the row locked.
+pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
+    assert!(attempt.as_ref().is_err_and(BackendError::is_retryable), "{attempt:?}");
 }

@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{Attempt, LockBackend, LockError, LockRegistry, Registry};
+use registry_core::{LockError, LockRegistry, Registry};
 use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
     Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted,
@@ -13,7 +13,7 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{TEST_TIMEOUT, backend, busy, claim, config, data, grant, lock, server};
+use crate::common::{TEST_TIMEOUT, backend, config, data, lock, server};
 use crate::server::*;
 use crate::servers::row::*;
 
@@ -81,33 +81,6 @@ async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process
     for waiting in waiting {
         drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
     }
-}
-
-#[tokio::test]
-async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
-    let server = server().await;
-    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<PostgresBackend>::clone(&rows));
-    let mut data = data(&server).await;
-
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token.unwrap();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    leases.release(&lease).await.unwrap();
-
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token.unwrap();
-    busy(&leases, &claim("orders/42")).await;
-    let mut tx = data.begin().await.unwrap();
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    rows.release(&held).await.unwrap();
-
-    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token.unwrap();
-    assert!(first < second && second < third && third < fourth);
 }
 
 #[tokio::test]

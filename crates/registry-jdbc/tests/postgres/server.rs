@@ -1,6 +1,6 @@
 //! The types and the SQL of this server, for the tests of all servers.
 
-use registry_core::Claim;
+use registry_core::{Attempt, BackendError, Claim};
 use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::postgres::{
     PgConnectOptions as DataOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
@@ -11,6 +11,9 @@ use registry_testkit::postgres::PostgresOptions;
 pub(crate) use registry_testkit::postgres::PostgresServer as Server;
 
 pub(crate) const SCHEMA: &str = "public";
+/// A user without rights.
+pub(crate) const WORKER: &str = "worker";
+pub(crate) const CREATE_WORKER: &str = "CREATE ROLE worker LOGIN";
 pub(crate) const KEY_COLUMN: &str = "key";
 pub(crate) const BEGIN_READ_COMMITTED: &str = "BEGIN";
 
@@ -149,4 +152,9 @@ pub(crate) async fn waits_for_a_row(server: &Server) {
     let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
     let waits = async || server.sql(waiting).await.is_ok_and(|count| count != "0");
     registry_testkit::eventually(crate::common::TEST_TIMEOUT, waits).await;
+}
+
+/// What an attempt on a lease returns while a transaction of the store has the row locked.
+pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
+    assert!(matches!(attempt, Ok(Attempt::Busy(_))), "{attempt:?}");
 }

@@ -8,10 +8,10 @@ use registry_core::{
     Renewal,
 };
 use registry_jdbc::sqlx::{Connection as _, Executor};
-use registry_jdbc::{Fence, FenceError, SqlMode};
+use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
 use tokio::time::timeout;
 
-use super::common::{LEASE, TEST_TIMEOUT, claim, config, data, key, lock, server};
+use super::common::{LEASE, TEST_TIMEOUT, backend, claim, config, data, grant, key, lock, server};
 use crate::server::*;
 
 /// The time limit for a loss notification: well before the next renewal.
@@ -210,4 +210,31 @@ async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
     tx.commit().await.unwrap();
     unblock.send(()).unwrap();
     blocked.join().unwrap();
+}
+
+#[tokio::test]
+async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
+    let server = server().await;
+    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
+    let registry = registry_over(Arc::<Backend>::clone(&rows));
+    let mut data = data(&server).await;
+
+    let lease = claim("orders/42");
+    let first = grant(&leases, &lease).await.token.unwrap();
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    leases.release(&lease).await.unwrap();
+
+    let held = claim("orders/42");
+    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
+    let second = second.token.unwrap();
+    expect_row_locked(leases.try_acquire(&claim("orders/42")).await);
+    let mut tx = data.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    rows.release(&held).await.unwrap();
+
+    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    tx.commit().await.unwrap();
+    let fourth = grant(&leases, &lease).await.token.unwrap();
+    assert!(first < second && second < third && third < fourth);
 }
