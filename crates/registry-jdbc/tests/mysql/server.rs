@@ -14,6 +14,8 @@ pub(crate) const SCHEMA: &str = "app";
 /// A user without rights.
 pub(crate) const WORKER: &str = "worker@'127.0.0.1'";
 pub(crate) const CREATE_WORKER: &str = "CREATE USER worker@'127.0.0.1'";
+/// A part of the error that a user without rights gets before the tables exist.
+pub(crate) const REFUSAL: &str = "check user and password";
 pub(crate) const KEY_COLUMN: &str = "lock_key";
 pub(crate) const BEGIN_READ_COMMITTED: &str =
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN";

@@ -14,6 +14,8 @@ pub(crate) const SCHEMA: &str = "public";
 /// A user without rights.
 pub(crate) const WORKER: &str = "worker";
 pub(crate) const CREATE_WORKER: &str = "CREATE ROLE worker LOGIN";
+/// A part of the error that a user without rights gets before the tables exist.
+pub(crate) const REFUSAL: &str = "lockreg schema postgres";
 pub(crate) const KEY_COLUMN: &str = "key";
 pub(crate) const BEGIN_READ_COMMITTED: &str = "BEGIN";
 

@@ -63,7 +63,7 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
     let worker = || config(&server).with_login("worker", None);
     let error = open_refused(worker()).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
-    assert!(error.to_string().contains("lockreg schema "), "{error}");
+    assert!(error.to_string().contains(REFUSAL), "{error}");
 
     server.sql(Backend::schema()).await.unwrap();
     server.sql(Backend::schema()).await.unwrap();
