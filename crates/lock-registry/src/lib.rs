@@ -52,20 +52,17 @@ pub use registry_etcd::{
     FenceError as EtcdFenceError, FencedTxn as EtcdFencedTxn, Layout as EtcdLayout,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
+pub use registry_jdbc::{
+    Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable, SqlMode,
+};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-};
+pub use registry_jdbc::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "postgres")]
-pub use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend,
-};
+pub use registry_jdbc::{PostgresBackend, PostgresConfig};
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 #[cfg(feature = "redis")]
