@@ -11,10 +11,7 @@ use std::time::Duration;
 
 use lock_registry_benches::compare;
 use registry_core::{DistributedLock, LockBackend, Registry};
-use registry_jdbc::{
-    MySqlConfig, MySqlRowBackend, MySqlSessionBackend, PostgresConfig, PostgresRowBackend,
-    PostgresSessionBackend,
-};
+use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use sqlx::mysql::{MySqlConnectOptions, MySqlConnection};
@@ -37,9 +34,12 @@ const LABEL: &str = "lock and unlock";
 async fn postgres() {
     let server = PostgresServer::start().await.unwrap();
     let config = PostgresConfig::from_url(&server.url()).unwrap();
-    let session = EngineLock::new(PostgresSessionBackend::open(config.clone()).await.unwrap());
-    let row =
-        EngineLock::new(PostgresRowBackend::open(config.with_namespace("rows")).await.unwrap());
+    let session = EngineLock::new(
+        PostgresBackend::open_mode(config.clone(), SqlMode::Session).await.unwrap(),
+    );
+    let row = EngineLock::new(
+        PostgresBackend::open_mode(config.with_namespace("rows"), SqlMode::Row).await.unwrap(),
+    );
     let options: PgConnectOptions = server.url().parse().unwrap();
     let reference_connection = Mutex::new(options.connect().await.unwrap());
     let advisory = PgAdvisoryLock::new("orders/42");
@@ -126,8 +126,11 @@ async fn verify_row(reference_connection: &Mutex<PgConnection>) {
 async fn mariadb() {
     let server = MariaDbServer::start().await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
-    let session = EngineLock::new(MySqlSessionBackend::open(config.clone()).await.unwrap());
-    let row = EngineLock::new(MySqlRowBackend::open(config.with_namespace("rows")).await.unwrap());
+    let session =
+        EngineLock::new(MySqlBackend::open_mode(config.clone(), SqlMode::Session).await.unwrap());
+    let row = EngineLock::new(
+        MySqlBackend::open_mode(config.with_namespace("rows"), SqlMode::Row).await.unwrap(),
+    );
     let options: MySqlConnectOptions = server.url().parse().unwrap();
     let reference_connection = Mutex::new(options.connect().await.unwrap());
 

@@ -33,7 +33,7 @@ use crate::layout::Layout;
 use crate::memory;
 use crate::options::Options;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-use crate::options::SpringVersion;
+use crate::options::{LockMode, SpringVersion};
 use crate::store_url::StoreLocation;
 
 /// Opens the registry of the store at `url`.
@@ -289,11 +289,15 @@ async fn open_backend(
     })
 }
 
-/// Returns the table of Spring Integration to use, if the layout is `spring`.
+/// Returns what a lock in a database server is.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-fn spring_table(options: &Options) -> Option<registry_jdbc::SpringTable> {
+fn sql_mode(options: &Options) -> registry_jdbc::SqlMode {
     if options.layout != Some(Layout::Spring) {
-        return None;
+        return match options.mode {
+            None | Some(LockMode::Lease) => registry_jdbc::SqlMode::Lease,
+            Some(LockMode::Session) => registry_jdbc::SqlMode::Session,
+            Some(LockMode::Row) => registry_jdbc::SqlMode::Row,
+        };
     }
     let mut table = match (options.spring, options.lease) {
         (Some(SpringVersion::V6), Some(lease)) => registry_jdbc::SpringTable::v6(lease),
@@ -305,7 +309,7 @@ fn spring_table(options: &Options) -> Option<registry_jdbc::SpringTable> {
     if let Some(prefix) = &options.prefix {
         table = table.with_prefix(prefix);
     }
-    Some(table)
+    registry_jdbc::SqlMode::Spring(table)
 }
 
 /// The default of Spring's `idleBetweenTries`.

@@ -68,8 +68,7 @@ pub mod etcd {
 pub mod mysql {
     pub use registry_jdbc::{
         Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend, MySqlConfig,
-        MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend, RowLocksExhausted, SpringTable,
-        TransactionLock, sqlx,
+        RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
     };
 }
 
@@ -78,8 +77,7 @@ pub mod mysql {
 pub mod postgres {
     pub use registry_jdbc::{
         Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend, PostgresConfig,
-        PostgresRowBackend, PostgresSessionBackend, PostgresSpringBackend, RowLocksExhausted,
-        SpringTable, TransactionLock, sqlx,
+        RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
     };
 }
 

@@ -6,12 +6,11 @@
 //! | feature | backend | excludes |
 //! |---|---|---|
 //! | `postgres` | `PostgresBackend` | clients of the database |
-//! | `postgres` | `PostgresSessionBackend`: locks of a connection | clients of the database |
-//! | `postgres` | `PostgresRowBackend`: rows locked by a transaction | clients of the database |
 //! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | clients of the database |
-//! | `mysql` | `MySqlSessionBackend`: locks of a connection | clients of the server |
-//! | `mysql` | `MySqlRowBackend`: rows locked by a transaction | clients of the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
+//!
+//! A lock in a database server is a lease, and with another `SqlMode` a lock of a connection, a row
+//! locked by a transaction, or a row in Spring Integration's table.
 //!
 //! A lock is a row. The row names the claim that holds the lock, the reserved fencing tokens and
 //! the end of the lease. A grant of a lease is a single statement, so an interrupted acquisition
@@ -74,16 +73,11 @@ pub use lock_in::{LockIn, LockInError, TransactionLock};
 #[cfg(all(lock_registry_mutants, any(feature = "postgres", feature = "mysql")))]
 pub use mutant::{Mutant, switch_mutant};
 #[cfg(feature = "mysql")]
-pub use mysql::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-};
+pub use mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "postgres")]
-pub use postgres::{
-    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend,
-};
+pub use postgres::{PostgresBackend, PostgresConfig};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use server::{Encryption, RowLocksExhausted, SpringTable};
+pub use server::{Encryption, RowLocksExhausted, SpringTable, SqlBackend, SqlMode, SqlServer};
 #[cfg(feature = "sqlite")]
 pub use sqlite::{SqliteBackend, SqliteConfig};
 

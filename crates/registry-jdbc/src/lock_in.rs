@@ -29,7 +29,7 @@ use tokio::time::Instant;
 /// # Ok(())
 /// # }
 /// ```
-pub trait LockIn<DB: Database> {
+pub trait LockIn<DB: Database>: Sync {
     /// Waits until the transaction holds the lock of `key`.
     ///
     /// The transaction stays open during the wait, with all rows that it has locked before. Lock
@@ -75,7 +75,15 @@ pub trait LockIn<DB: Database> {
         &self,
         transaction: &mut Transaction<'_, DB>,
         key: &str,
-    ) -> impl Future<Output = Result<TransactionLock, LockInError>> + Send;
+    ) -> impl Future<Output = Result<TransactionLock, LockInError>> + Send {
+        async move {
+            loop {
+                if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
+                    return Ok(lock);
+                }
+            }
+        }
+    }
 
     /// Acquires the lock of `key` for the transaction without waiting. Returns `None` if the lock
     /// is held; the transaction can continue without it.

@@ -14,8 +14,8 @@ use registry_jdbc::sqlx::Connection;
 use registry_jdbc::sqlx::mysql::MySqlConnection;
 use registry_jdbc::sqlx::postgres::PgConnection;
 use registry_jdbc::{
-    Fence, Mutant, MySqlBackend, MySqlConfig, MySqlSessionBackend, PostgresBackend, PostgresConfig,
-    PostgresSessionBackend, switch_mutant,
+    Fence, Mutant, MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode,
+    switch_mutant,
 };
 use registry_testkit::eventually;
 use registry_testkit::mariadb::MariaDbServer;
@@ -60,12 +60,12 @@ impl SqlServer {
             Self::Postgres(server) => {
                 let config =
                     PostgresConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
-                Arc::new(PostgresSessionBackend::open(config).await.unwrap())
+                Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap())
             }
             Self::MariaDb(server) => {
                 let config =
                     MySqlConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
-                Arc::new(MySqlSessionBackend::open(config).await.unwrap())
+                Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await.unwrap())
             }
         }
     }

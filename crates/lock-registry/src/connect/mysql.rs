@@ -4,23 +4,18 @@
 use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
-use registry_jdbc::{
-    Encryption, MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-};
+use registry_jdbc::{Encryption, MySqlBackend, MySqlConfig};
 
 #[cfg(feature = "mysql-tls")]
 use super::pem::PemFiles;
-use crate::options::{LockMode, Options, SERVER_TIME_MIN, SslMode};
+use crate::options::{Options, SERVER_TIME_MIN, SslMode};
 use crate::store_url::{DatabaseAddress, DatabaseServer};
 use crate::value::Secret;
 
 /// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(server: &DatabaseServer, options: &Options) -> Result<(), BackendError> {
     let config = with_table_options(with_limits(connection_config(server), options), options);
-    match super::spring_table(options) {
-        Some(table) => MySqlSpringBackend::check(&config, &table),
-        None => config.check(),
-    }
+    MySqlBackend::check(&config, &super::sql_mode(options))
 }
 
 /// Opens the store in this database.
@@ -30,12 +25,7 @@ pub(super) async fn open(
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
     let config = with_table_options(with_limits(connection_config(server), options), options);
     let config = with_encryption(config, options)?;
-    Ok(match (super::spring_table(options), options.mode) {
-        (Some(table), _) => Arc::new(MySqlSpringBackend::open(config, table).await?),
-        (None, None | Some(LockMode::Lease)) => Arc::new(MySqlBackend::open(config).await?),
-        (None, Some(LockMode::Session)) => Arc::new(MySqlSessionBackend::open(config).await?),
-        (None, Some(LockMode::Row)) => Arc::new(MySqlRowBackend::open(config).await?),
-    })
+    Ok(Arc::new(MySqlBackend::open_mode(config, super::sql_mode(options)).await?))
 }
 
 fn connection_config(server: &DatabaseServer) -> MySqlConfig {

@@ -4,24 +4,18 @@
 use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
-use registry_jdbc::{
-    Encryption, PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend,
-};
+use registry_jdbc::{Encryption, PostgresBackend, PostgresConfig};
 
 #[cfg(feature = "postgres-tls")]
 use super::pem::PemFiles;
-use crate::options::{LockMode, NO_LISTEN, Options, SERVER_TIME_MIN, SslMode};
+use crate::options::{NO_LISTEN, Options, SERVER_TIME_MIN, SslMode};
 use crate::store_url::{DatabaseAddress, DatabaseServer};
 use crate::value::Secret;
 
 /// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(server: &DatabaseServer, options: &Options) -> Result<(), BackendError> {
     let config = with_table_options(with_limits(connection_config(server), options), options);
-    match super::spring_table(options) {
-        Some(table) => PostgresSpringBackend::check(&config, &table),
-        None => config.check(),
-    }
+    PostgresBackend::check(&config, &super::sql_mode(options))
 }
 
 /// Opens the store in this database.
@@ -36,12 +30,7 @@ pub(super) async fn open(
         Some(NO_LISTEN) => config.without_listen(),
         Some(url) => config.with_listen(url)?,
     };
-    Ok(match (super::spring_table(options), options.mode) {
-        (Some(table), _) => Arc::new(PostgresSpringBackend::open(config, table).await?),
-        (None, None | Some(LockMode::Lease)) => Arc::new(PostgresBackend::open(config).await?),
-        (None, Some(LockMode::Session)) => Arc::new(PostgresSessionBackend::open(config).await?),
-        (None, Some(LockMode::Row)) => Arc::new(PostgresRowBackend::open(config).await?),
-    })
+    Ok(Arc::new(PostgresBackend::open_mode(config, super::sql_mode(options)).await?))
 }
 
 fn connection_config(server: &DatabaseServer) -> PostgresConfig {

@@ -620,10 +620,8 @@ mod tests {
     #[cfg(all(feature = "postgres", feature = "mysql"))]
     #[test]
     fn the_maximum_lease_of_connection_locks_is_the_silence_limit_of_the_stores() {
-        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::PostgresSessionBackend::SILENCE);
-        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::PostgresRowBackend::SILENCE);
-        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::MySqlSessionBackend::SILENCE);
-        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::MySqlRowBackend::SILENCE);
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::PostgresBackend::SILENCE);
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::MySqlBackend::SILENCE);
     }
 
     #[test]

@@ -108,9 +108,8 @@ pub async fn hold_limits_are_those_of_the_first_guard_of_a_lock(context: &TestCo
     let (lock, remote) = (local.obtain("orders:42"), remote.obtain("orders:42"));
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
-    let enter = async |options: LockOptions| {
-        lock.lock_with(options).await.expect("the store answers")
-    };
+    let enter =
+        async |options: LockOptions| lock.lock_with(options).await.expect("the store answers");
 
     // The inner `min_hold` is ignored.
     let outer = enter(own()).await;

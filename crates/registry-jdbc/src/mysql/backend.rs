@@ -3,64 +3,30 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release,
+    Renewal, WakeCheck,
 };
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
-use sqlx::{MySql, RawSql, Row};
-use tokio::time::sleep;
+use sqlx::{MySql, MySqlConnection, Row, query};
 
-use super::client::{MySqlClient, Resend};
+use super::client::{MySqlClient, new_client};
 use super::config::MySqlConfig;
+use super::diagnose::check_server;
 use super::error;
-use super::fence::FENCE_CHECK_PAUSES;
+use super::fence::{find_in, transaction_store, wait_for_fence};
 use super::open::{self, OpenedMySqlStore};
-use super::sql;
+use super::purge;
+use super::renew::SentRenewal;
+use super::sql::{MySqlStatements, SIZES};
 use super::statement::{StatementBinder, from_micros};
 use super::waiters::MySqlWaiters;
-use crate::server::{ConnectionUse, RecentRows};
+use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, TransactionStore};
 
-/// Locks in a MariaDB or MySQL database. They exclude all clients of the database. Requires MariaDB
-/// 10.6, MySQL 8.0, or newer, and InnoDB tables.
-///
-/// A grant lives until its lease expires on the server's clock. A token is that clock's time in
-/// microseconds, or the key's last token plus one if that is larger. Tokens grow across release,
-/// expiry, restart, failover and purge. Grants and renewals are on the server's disk before the
-/// response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
-///
-/// These servers send no notifications, so the backend polls all awaited keys with one small
-/// statement. Polling starts milliseconds after a wait began, and slows down with its length.
-///
-/// A promoted replica has only what it had received until then: the last grants may be missing, and
-/// their keys are free. Tokens grow even then, unless the replica's clock is behind by more than
-/// the promotion took. So fenced writes stay safe.
-///
-/// A server that is set `read_only` grants and renews nothing, even for users that may write to it.
-///
-/// The backend opens its own connections and never joins a transaction of the application. It opens
-/// at most as many as [configured](MySqlConfig::with_connections), plus two, for any number of held
-/// or awaited locks.
-///
-/// # Examples
-/// ```no_run
-/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
-/// use registry_jdbc::{MySqlBackend, MySqlConfig};
-/// # use std::time::Duration;
-/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-/// let config = MySqlConfig::from_url("mysql://worker:secret@db.example/shop")?;
-/// let backend = MySqlBackend::open(config).await?;
-/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
-/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
-/// assert_eq!(backend.release(&claim).await?, Release::Freed);
-/// backend.close().await;
-/// # Ok(())
-/// # }
-/// ```
-pub struct MySqlBackend {
+/// The leases of one namespace.
+pub(crate) struct MySqlRows {
     pub(super) config: MySqlConfig,
     pub(super) store: Vec<u8>,
     pub(super) client: Arc<MySqlClient>,
@@ -69,21 +35,9 @@ pub struct MySqlBackend {
     recently_released: RecentRows,
 }
 
-impl MySqlBackend {
-    /// Connects to the server, and creates the tables if they are missing.
-    ///
-    /// # Errors
-    /// [`BackendError`] with a message that says what to do:
-    /// - `Misconfigured` for an unusable setup: no such database, missing or newer tables, an old
-    ///   server, an invalid name.
-    /// - `Denied` for a wrong user or password, or a missing privilege.
-    /// - `Transient` when the server cannot be reached.
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave some of the tables behind. The next open of the store creates
-    /// the others.
-    pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
-        let client = Arc::new(MySqlClient::new(&config));
+impl MySqlRows {
+    pub(super) async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
+        let client = Arc::new(new_client(&config));
         let OpenedMySqlStore { texts, store } = open::open(&config, &client).await?;
         let statements = Arc::new(StatementBinder { texts, namespace: config.namespace.clone() });
         let waiters = MySqlWaiters::new(Arc::clone(&client), Arc::clone(&statements));
@@ -95,24 +49,6 @@ impl MySqlBackend {
             waiters,
             recently_released: RecentRows::default(),
         })
-    }
-
-    /// Returns the SQL that creates the tables of this store, for databases where only an
-    /// administrator may create tables.
-    #[must_use]
-    pub const fn schema() -> &'static str {
-        sql::SCHEMA
-    }
-
-    /// Returns the namespace of this backend's locks.
-    #[must_use]
-    pub fn namespace(&self) -> &str {
-        &self.config.namespace
-    }
-
-    /// Returns the statement that finds the claim's grant and locks its row.
-    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> RawSql {
-        self.statements.fence(claim, token)
     }
 
     /// Grants the key if it is free, in one statement.
@@ -141,22 +77,6 @@ impl MySqlBackend {
             0 => Ok(None),
             token => self.fencing_token(i64::try_from(token).unwrap_or(-1)).map(Some),
         }
-    }
-
-    /// Waits for the end of a transaction that this claim has fenced, which locks the row. Gives up
-    /// after the sum of [`FENCE_CHECK_PAUSES`].
-    async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
-        for pause in FENCE_CHECK_PAUSES.into_iter().map(Some).chain([None]) {
-            // If this fails, nothing was released.
-            let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
-            if !is_open {
-                return Ok(());
-            }
-            if let Some(pause) = pause {
-                sleep(pause).await;
-            }
-        }
-        Err(error::fenced_transaction_open(self.client.address()))
     }
 
     async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
@@ -221,22 +141,26 @@ impl MySqlBackend {
     }
 
     fn corrupt(&self, message: &str) -> BackendError {
-        error::corrupt(self.client.address(), message)
+        error::corrupt(error::STORE, message)
     }
+}
 
-    /// Reads the meta row after an attempt failed although the key is free. Without that row, or on
-    /// a replica, nothing is ever granted.
-    async fn check_meta(&self) -> Result<(), BackendError> {
-        let rows = self.client.rows(ConnectionUse::Acquire, || self.statements.meta()).await?;
-        let row =
-            rows.first().ok_or_else(|| self.corrupt("the meta table has no row").as_refused())?;
-        if self.column::<i64>(row, 2)? == 0 {
-            // New connections may lead to the server's successor.
-            self.client.close_idle();
-            return Err(error::read_only(self.client.address()));
-        }
-        Ok(())
+/// Reads the meta row after an attempt failed although the key is free. Without that row, or on a
+/// replica, nothing is ever granted.
+pub(super) async fn check_meta(
+    client: &MySqlClient,
+    texts: &MySqlStatements,
+) -> Result<(), BackendError> {
+    let rows = client.rows(ConnectionUse::Acquire, || query(texts.meta.safe())).await?;
+    let row = rows.first();
+    let row =
+        row.ok_or_else(|| error::corrupt(error::STORE, "the meta table has no row").as_refused())?;
+    if row.try_get::<i64, _>(2).map_err(|error| client.explain(error))? == 0 {
+        // New connections may lead to the server's successor.
+        client.close_idle();
+        return Err(error::read_only());
     }
+    Ok(())
 }
 
 /// A grant as stored in a row.
@@ -248,56 +172,62 @@ struct StoredGrant {
     holder: Holder,
 }
 
-#[async_trait]
-impl LockBackend for MySqlBackend {
-    fn capabilities(&self) -> Capabilities {
-        let renewal = RenewalPolicy::new().with_batch_max(sql::SIZES[sql::SIZES.len() - 1]);
-        Capabilities::new("mysql", GuaranteeClass::Durable, Reach::Network)
-            .with_fencing()
-            .with_wakes()
-            .with_labels()
-            .with_inspect()
-            .with_renewal(renewal)
+impl LeaseStore for MySqlRows {
+    type Database = MySql;
+
+    const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
+    const RENEWS_ONE_LEASE: bool = true;
+
+    fn namespace(&self) -> &str {
+        &self.config.namespace
     }
 
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between the failed attempt and the query the key may become free. After this many
-        // repetitions, the attempt returns `Busy` without a holder and is retried at once.
-        const TRIES_MAX: u32 = 3;
-        for _ in 0..TRIES_MAX {
-            if let Some(token) = self.try_take(claim).await? {
-                return Ok(Attempt::Granted(Grant::new(token, claim.lease())));
-            }
-            // The failed statement may be a repetition of one that was executed on a connection
-            // that broke.
-            let held = self.current_grant(claim.key(), ConnectionUse::Acquire).await;
-            let Some(held) = held.map_err(BackendError::as_unknown)? else {
-                continue;
-            };
-            if held.claim == claim.id().to_bytes() {
-                let lease = held.lease_left.min(claim.lease());
-                return Ok(Attempt::Granted(Grant::new(held.token, lease)));
-            }
-            return Ok(Attempt::Busy(
-                Busy::new()
-                    .with_retry_after(held.lease_left)
-                    .with_mark(held.token.get())
-                    .with_holder(held.holder)
-                    .with_wake_check(self.waiters.wake_check()),
-            ));
+    fn has_wakes(&self) -> bool {
+        true
+    }
+
+    async fn attempt(&self, claim: &Claim, _: u64) -> Result<Option<Attempt>, BackendError> {
+        if let Some(token) = self.try_take(claim).await? {
+            return Ok(Some(Attempt::Granted(Grant::new(token, claim.lease()))));
         }
-        self.check_meta().await?;
-        let busy = Busy::new().with_retry_after(Duration::ZERO);
-        Ok(Attempt::Busy(busy.with_wake_check(self.waiters.wake_check())))
+        // The failed statement may be a repetition of one that was executed on a connection that
+        // broke.
+        let held = self.current_grant(claim.key(), ConnectionUse::Acquire).await;
+        let Some(held) = held.map_err(BackendError::as_unknown)? else { return Ok(None) };
+        if held.claim == claim.id().to_bytes() {
+            let lease = held.lease_left.min(claim.lease());
+            return Ok(Some(Attempt::Granted(Grant::new(held.token, lease))));
+        }
+        Ok(Some(Attempt::Busy(
+            Busy::new()
+                .with_retry_after(held.lease_left)
+                .with_mark(held.token.get())
+                .with_holder(held.holder),
+        )))
     }
 
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.renew_in_chunks(claims).await
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        check_meta(&self.client, &self.statements.texts).await
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        let lease = claims[0].lease();
+        let requested_at = Instant::now();
+        // A repeated renewal has no further effect.
+        let make = || self.statements.renew(claims, lease);
+        let done = self.client.execute(ConnectionUse::Renew(lease), Resend::Allowed, make).await?;
+        let renewal = SentRenewal { client: &self.client, claims, requested_at, done };
+        renewal
+            .answers(|claim| claim.id().to_bytes().to_vec(), || self.statements.unexpired(claims))
+            .await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.is_fenced() {
-            self.wait_for_fence(claim).await?;
+            wait_for_fence(|| self.has_open_fence(claim)).await?;
         }
         // Not repeated: the second result would be that the claim held nothing. The caller decides
         // about a retry.
@@ -308,7 +238,8 @@ impl LockBackend for MySqlBackend {
             self.recently_released.insert(self.statements.row(claim.key()));
         }
         self.waiters.poll_soon(claim.key());
-        self.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &self.client, &self.statements.texts, self.config.purge_after)
+            .await;
         Ok(released)
     }
 
@@ -316,18 +247,10 @@ impl LockBackend for MySqlBackend {
         self.waiters.wait(self.statements.row(claim.key()), busy.mark).await;
     }
 
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
+        Some(self.waiters.wake_check())
     }
 
-    async fn close(&self) {
-        self.waiters.close();
-        self.client.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for MySqlBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.holder(key).await
     }
@@ -341,7 +264,28 @@ impl LockAdmin for MySqlBackend {
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.check_store().await
+        check_server(&self.client).await
+    }
+
+    async fn close(&self) {
+        self.waiters.close();
+        self.client.close().await;
+    }
+
+    async fn fence(
+        &self,
+        connection: &mut MySqlConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        find_in(connection, self.statements.fence(claim, token)).await
+    }
+
+    async fn transaction_store(
+        &self,
+        connection: &mut MySqlConnection,
+    ) -> Result<TransactionStore, sqlx::Error> {
+        transaction_store(&self.statements.texts, &self.store, connection).await
     }
 }
 
@@ -349,7 +293,7 @@ pub(super) fn release_outcome(result: &MySqlQueryResult) -> Release {
     if result.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
 }
 
-impl fmt::Debug for MySqlBackend {
+impl fmt::Debug for MySqlRows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MySqlBackend").field("config", &self.config).finish_non_exhaustive()
     }

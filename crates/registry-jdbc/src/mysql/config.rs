@@ -164,8 +164,8 @@ impl MySqlConfig {
         self
     }
 
-    /// Sets the maximum number of locks that a [`MySqlRowBackend`](crate::MySqlRowBackend) holds at
-    /// once. Each takes one more connection. Default: 16.
+    /// Sets the maximum number of locks that are held at once in the mode
+    /// [`Row`](crate::SqlMode::Row). Each takes one more connection. Default: 16.
     #[must_use]
     pub fn with_row_locks(mut self, row_locks: u32) -> Self {
         self.row_locks = row_locks;

@@ -1,17 +1,13 @@
 //! The findings of `doctor` about a MariaDB or MySQL store. Reads only, repairs nothing.
 
 use std::collections::HashMap;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::{BackendError, Finding};
 use sqlx::Row as _;
 
-use super::backend::MySqlBackend;
+use super::backend::MySqlRows;
 use super::client::MySqlClient;
-use crate::server::ConnectionUse;
-
-/// A larger difference between the server's clock and this host's is reported.
-const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
+use crate::server::{ConnectionUse, check_clock, check_row_locks, host_micros};
 
 /// The result omits variables that the server does not have.
 const VARIABLES: &str = "\
@@ -21,13 +17,6 @@ const VARIABLES: &str = "\
 const CONNECTION_LIMIT: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
 
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
-
-impl MySqlBackend {
-    /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn check_store(&self) -> Result<Vec<Finding>, BackendError> {
-        check_server(&self.client).await
-    }
-}
 
 /// Returns the findings about the server of this client.
 pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, BackendError> {
@@ -39,40 +28,25 @@ pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, B
         variables.insert(name.to_ascii_lowercase(), row.try_get(1).map_err(explain)?);
     }
     let mut findings = findings(&variables);
-    let before = now();
+    let before = host_micros();
     let rows = client.rows(ConnectionUse::Acquire, || sqlx::query(CLOCK)).await?;
-    let after = now();
+    let after = host_micros();
     if let Some(row) = rows.first() {
-        let server_time: i64 = row.try_get(0).map_err(explain)?;
-        let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
-        if Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX {
-            findings.push(Finding::note(format!(
-                "the server's clock and this host's differ by {:?}: locks use only the server's clock, but one of the two is wrong",
-                Duration::from_millis(difference / 1000)
-            )));
-        }
+        let server_time = row.try_get(0).map_err(explain)?;
+        findings.extend(check_clock(before, server_time, after));
     }
     Ok(findings)
 }
 
-impl MySqlBackend {
+impl MySqlRows {
     /// Returns a finding if the server's connection limit is too low for `row_locks`.
-    pub(super) async fn check_connection_limit(
-        &self,
-        row_locks: u32,
-    ) -> Result<Vec<Finding>, BackendError> {
+    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
         let rows =
             self.client.rows(ConnectionUse::Acquire, || sqlx::query(CONNECTION_LIMIT)).await?;
         let connections_max: Option<i64> =
             rows.first().map(|row| self.column(row, 0)).transpose()?;
         let connections_max = connections_max.unwrap_or(i64::MAX);
-        if i64::from(row_locks) <= connections_max / 2 {
-            return Ok(Vec::new());
-        }
-        Ok(vec![Finding::warning(format!(
-            "row_locks is {row_locks}, and the server accepts {connections_max} connections from all programs together; raise max_connections, \
-             or lower row_locks"
-        ))])
+        Ok(Vec::from_iter(check_row_locks(self.config.row_locks, connections_max)))
     }
 }
 
@@ -127,12 +101,6 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
         ));
     }
     findings
-}
-
-/// Returns this host's clock, only for comparison with the server's.
-fn now() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
 }
 
 #[cfg(test)]

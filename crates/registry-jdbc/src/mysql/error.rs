@@ -4,26 +4,18 @@
 //! reference. Every statement is a transaction of its own, so a statement that returned an error
 //! did nothing. If the connection ends with the error, the outcome is unknown.
 
-use std::time::Duration;
-
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::mysql::MySqlDatabaseError;
 
-use crate::server::PoolError;
-
+pub(super) use crate::server::error::{
+    corrupt, fenced_transaction_open, held_by_caller_transaction, row_locked, still_connected,
+    timed_out,
+};
+use crate::server::{ErrorEffect, error};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// What a failed statement means for a retry and for its connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum ErrorEffect {
-    /// The server rolled the statement back because of a conflict. It may be sent again at once, on
-    /// the same connection.
-    RolledBack,
-    /// The server returned an error. The connection is usable.
-    Rejected,
-    /// The connection is unusable.
-    Broken,
-}
+/// The name of the store in errors.
+pub(super) const STORE: &str = "mysql";
 
 /// Returns what to do after an error.
 pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
@@ -35,124 +27,26 @@ pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
     }
 }
 
-const CONNECTION_LOST: &str =
-    "the connection was lost; check the network and that the server still runs";
-
 /// Converts an error of sqlx to a `BackendError` with advice.
-pub(super) fn explain(error: sqlx::Error, address: &str) -> BackendError {
-    let (kind, message, refused) = match &error {
+pub(super) fn explain(error: sqlx::Error) -> BackendError {
+    let class = match &error {
         sqlx::Error::Database(_) => {
             let MySqlErrorClass { kind, message, ends_connection } =
                 classify_code(number_of(&error).unwrap_or(0));
             (kind, message, !ends_connection)
         }
-        sqlx::Error::Io(io) => match io.kind() {
-            std::io::ErrorKind::ConnectionRefused => (
-                Transient,
-                "the connection was refused; check that the server runs at this address",
-                true,
-            ),
-            std::io::ErrorKind::NotFound => (
-                Misconfigured,
-                "the socket does not exist; check its path and that the server runs",
-                true,
-            ),
-            _ => (Transient, CONNECTION_LOST, false),
-        },
-        sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
-        sqlx::Error::Configuration(_)
-        | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => {
-            (Misconfigured, "the configuration is invalid; see the source of this error", true)
-        }
-        sqlx::Error::ColumnDecode { .. }
-        | sqlx::Error::Decode(_)
-        | sqlx::Error::ColumnNotFound(_)
-        | sqlx::Error::ColumnIndexOutOfBounds { .. }
-        | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => (
-            Protocol,
-            "the lock tables contain a value that no version of this program writes",
-            false,
-        ),
-        sqlx::Error::Protocol(_) => (
-            Protocol,
-            "the response is not valid in the MySQL protocol; check that the server is MariaDB or MySQL",
-            false,
-        ),
-        // Variants that sqlx may add, or does not return here. The outcome is unknown and a retry
-        // may not help.
-        _ => (Protocol, "the database client failed; see the source of this error", false),
+        other => error::classify_client_error(other),
     };
-    let error = BackendError::new(kind, format!("mysql: {message}"))
-        .with_address(address)
-        .with_source(error);
-    if refused { error.as_refused() } else { error }
-}
-
-const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
-
-/// Converts the reason for a missing connection. Nothing was sent, so the error is refused.
-pub(super) fn not_connected(pool_error: PoolError, address: &str) -> BackendError {
-    let message = match pool_error {
-        // The client reports certificate errors in this way.
-        PoolError::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
-            return BackendError::new(Misconfigured, format!("mysql: {NOT_ENCRYPTED}"))
-                .with_address(address)
-                .with_source(io)
-                .as_refused();
-        }
-        PoolError::Sqlx(error) => return explain(error, address).as_refused(),
-        PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
-        PoolError::TimedOut => {
-            "the server could not be reached in time; check its address and the network"
-        }
-    };
-    BackendError::transient(format!("mysql: {message}")).with_address(address).as_refused()
-}
-
-/// Returns the error for a server that did not answer in time.
-pub(super) fn timed_out(address: &str, limit: Duration) -> BackendError {
-    BackendError::transient(format!(
-        "mysql: the server did not answer within {limit:?}; check its load and the network"
-    ))
-    .with_address(address)
-}
-
-/// Returns the error for an acquisition that a session's connection did not send in time.
-pub(super) fn queue_timed_out(address: &str) -> BackendError {
-    BackendError::transient(
-        "mysql: the session's connection was in use for too long, so no request was sent; retry",
-    )
-    .with_address(address)
-    .as_refused()
-}
-
-/// Returns the error for a grant whose row was locked, so that this renewal skipped it.
-pub(super) fn row_locked(address: &str) -> BackendError {
-    BackendError::transient(
-        "mysql: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica",
-    )
-    .with_address(address)
-    .as_refused()
-}
-
-/// Returns the error for a release whose claim has fenced a transaction that is still open.
-pub(super) fn fenced_transaction_open(address: &str) -> BackendError {
-    BackendError::transient(
-        "mysql: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock",
-    )
-    .with_address(address)
-    .as_blocked()
+    error::explain(error, STORE, class)
 }
 
 /// Returns why the connection that has a row locked was not ended.
-pub(super) fn explain_not_ended(error: BackendError, address: &str) -> BackendError {
+pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
     }
     let message = "mysql: the key is held by another user's connection, which this user cannot end; grant it the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)";
-    BackendError::new(Denied, message).with_address(address).with_source(error).as_refused()
+    BackendError::new(Denied, message).with_source(error).as_refused()
 }
 
 /// Returns whether the connection to be ended no longer exists.
@@ -169,40 +63,13 @@ fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
-/// Returns the error for a connection that received a `KILL` and has not ended yet.
-pub(super) fn still_connected(address: &str) -> BackendError {
-    BackendError::transient(
-        "mysql: the connection that holds the key still exists, although the server was requested to end it; retry",
-    )
-    .with_address(address)
-}
-
-/// Returns the error for a key whose holder is a caller's transaction, which only the caller can
-/// end.
-pub(super) fn held_by_caller_transaction(address: &str) -> BackendError {
-    BackendError::transient(
-        "mysql: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction",
-    )
-    .with_address(address)
-    .as_refused()
-}
-
 /// Returns the error for a read-only server that would still write for this user. Not refused: a
 /// statement may have been executed on its predecessor.
-pub(super) fn read_only(address: &str) -> BackendError {
-    BackendError::transient(format!("mysql: {READ_ONLY}")).with_address(address)
+pub(super) fn read_only() -> BackendError {
+    BackendError::transient(format!("{STORE}: {READ_ONLY}"))
 }
 
 const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
-
-/// Returns the error for inconsistent data.
-pub(super) fn corrupt(address: &str, message: &str) -> BackendError {
-    BackendError::new(
-        Protocol,
-        format!("mysql: {message}; was it edited manually? Restore or drop the lock tables"),
-    )
-    .with_address(address)
-}
 
 /// Returns whether a table is missing or belongs to something else.
 pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
@@ -415,46 +282,6 @@ mod tests {
                     "{number}: {class:?}"
                 );
             }
-        }
-    }
-
-    #[test]
-    fn client_errors_have_a_kind() {
-        let io = |kind| sqlx::Error::Io(std::io::Error::from(kind));
-        let cases = [
-            (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
-            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
-            (io(std::io::ErrorKind::InvalidData), Transient, false),
-            (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
-            (io(std::io::ErrorKind::ConnectionReset), Transient, false),
-            (sqlx::Error::Tls("x".into()), Misconfigured, true),
-            (sqlx::Error::Configuration("x".into()), Misconfigured, true),
-            (sqlx::Error::InvalidArgument("x".to_owned()), Misconfigured, true),
-            (sqlx::Error::Encode("x".into()), Misconfigured, true),
-            (sqlx::Error::RowNotFound, Protocol, false),
-            (sqlx::Error::Decode("x".into()), Protocol, false),
-            (sqlx::Error::Protocol("x".to_owned()), Protocol, false),
-            (sqlx::Error::PoolClosed, Protocol, false),
-        ];
-        for (error, kind, refused) in cases {
-            assert!(!is_busy(&error) && !is_no_such_table(&error) && !is_denied(&error));
-            assert_eq!(error_effect(&error), ErrorEffect::Broken);
-            let text = error.to_string();
-            let explained = explain(error, "db:3306");
-            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
-            assert!(explained.to_string().contains("db:3306"), "{explained}");
-        }
-    }
-
-    #[test]
-    fn without_a_connection_the_error_is_refused() {
-        for pool_error in [
-            PoolError::Exhausted,
-            PoolError::TimedOut,
-            PoolError::Sqlx(sqlx::Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
-        ] {
-            let explained = not_connected(pool_error, "db:3306");
-            assert_eq!((explained.kind(), explained.refused()), (Transient, true), "{explained}");
         }
     }
 }

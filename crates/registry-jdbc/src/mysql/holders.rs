@@ -8,13 +8,12 @@ use sqlx::mysql::MySqlRow;
 use sqlx::query;
 use tokio::time::{Instant, sleep};
 
-use super::backend::{MySqlBackend, release_outcome};
-use super::client::Resend;
+use super::backend::{MySqlRows, release_outcome};
 use super::error;
 use super::statement::{HolderKinds, MySqlQuery};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
-impl MySqlBackend {
+impl MySqlRows {
     /// Returns the holder of `key`. For a caller's transaction, only the key is known.
     pub(super) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         // Between the two queries the key may pass to another holder, or become free.
@@ -54,7 +53,7 @@ impl MySqlBackend {
         // there is nothing to update.
         if self.query_holders(|kinds| self.statements.holder(key, kinds)).await?.is_empty() {
             if self.is_locked_by_transaction(key).await? {
-                return Err(error::held_by_caller_transaction(self.client.address()));
+                return Err(error::held_by_caller_transaction(error::STORE));
             }
             return Ok(Release::NotHeld);
         }
@@ -75,13 +74,13 @@ impl MySqlBackend {
         if let Err(error) = killed
             && !error::is_no_such_connection(&error)
         {
-            return Err(error::explain_not_ended(error, self.client.address()));
+            return Err(error::explain_not_ended(error));
         }
         // KILL returns before the connection has ended.
         let began = Instant::now();
         while self.holder_connection(key).await?.as_ref() == Some(holder_connection) {
             if began.elapsed() > END_WAIT {
-                return Err(error::still_connected(self.client.address()));
+                return Err(error::still_connected(error::STORE));
             }
             sleep(END_PAUSE).await;
         }

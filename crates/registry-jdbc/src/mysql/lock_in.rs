@@ -15,38 +15,25 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Executor as _, MySql, MySqlConnection, Row, Transaction};
 use tokio::time::{Instant, sleep};
 
-use super::backend::MySqlBackend;
-use super::client::Resend;
+use super::backend::MySqlRows;
 use super::error;
-use super::row::MySqlRowBackend;
 use super::waiters;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Locks, Resend, SqlBackend};
 
 impl LockIn<MySql> for Registry {
-    async fn lock_in(
-        &self,
-        transaction: &mut Transaction<'_, MySql>,
-        key: &str,
-    ) -> Result<TransactionLock, LockInError> {
-        loop {
-            if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
-                return Ok(lock);
-            }
-        }
-    }
-
     async fn try_lock_in_for(
         &self,
         transaction: &mut Transaction<'_, MySql>,
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let leases = self.backend::<MySqlBackend>();
-        let rows = || self.backend::<MySqlRowBackend>().map(|backend| &backend.rows);
-        let Some(backend) = leases.or_else(rows) else {
-            return Err(LockInError::unsupported(key, "MySQL"));
-        };
+        let backend: &MySqlRows =
+            match self.backend::<SqlBackend<MySql>>().map(|backend| &backend.locks) {
+                Some(Locks::Lease(rows)) => rows,
+                Some(Locks::Row { rows, .. }) => rows,
+                _ => return Err(LockInError::unsupported(key, "MySQL")),
+            };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let deadline = Deadline::after(wait);
         // A transaction that already has the lock must not wait for a local caller that waits for
@@ -62,7 +49,7 @@ impl LockIn<MySql> for Registry {
 }
 
 async fn attempt_until(
-    backend: &MySqlBackend,
+    backend: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
     deadline: Deadline,
@@ -82,7 +69,7 @@ async fn attempt_until(
 
 /// Attempts once. Returns `None` if the lock is held; the transaction has locked nothing then.
 async fn attempt(
-    backend: &MySqlBackend,
+    backend: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
@@ -109,7 +96,7 @@ async fn attempt(
 }
 
 async fn try_lock(
-    backend: &MySqlBackend,
+    backend: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
@@ -147,7 +134,7 @@ async fn try_lock(
 /// Returns an error if the transaction is not on the store's database. The store's id is in this
 /// column of `row`.
 fn check_store(
-    backend: &MySqlBackend,
+    backend: &MySqlRows,
     row: Option<&MySqlRow>,
     column: usize,
     key: &Key,
@@ -170,7 +157,7 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     }
 }
 
-impl MySqlBackend {
+impl MySqlRows {
     /// Returns whether there is no lease on the key. If so, the key has a row that has changed
     /// since the last holder ended.
     async fn prepare_row(&self, key: &Key) -> Result<bool, registry_core::BackendError> {

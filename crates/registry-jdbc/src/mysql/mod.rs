@@ -32,11 +32,137 @@ mod spring;
 mod purge;
 mod diagnose;
 
-pub use backend::MySqlBackend;
 pub use config::MySqlConfig;
-pub use row::MySqlRowBackend;
-pub use session::MySqlSessionBackend;
-pub use spring::MySqlSpringBackend;
 
-#[cfg(all(test, feature = "server-tests"))]
+use std::sync::Arc;
+
+use registry_core::{BackendError, Claim, FencingToken, Finding};
+use sqlx::{MySql, MySqlConnection};
+
+use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
+
+/// Locks in a MariaDB or MySQL database. Requires MariaDB 10.6, MySQL 8.0, or newer, and InnoDB
+/// tables.
+///
+/// [`SqlMode`](crate::SqlMode) lists what a lock can be. By default it is a lease: it excludes all
+/// clients of the database, and lives until it expires on the server's clock. A token is that
+/// clock's time in microseconds, or the key's last token plus one if that is larger. Tokens grow
+/// across release, expiry, restart, failover and purge. Grants and renewals are on the server's
+/// disk before the response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
+///
+/// These servers send no notifications, so the backend polls all awaited keys with one small
+/// statement. Polling starts milliseconds after a wait began, and slows down with its length.
+///
+/// A promoted replica has only what it had received until then: the last grants may be missing, and
+/// their keys are free. Tokens grow even then, unless the replica's clock is behind by more than
+/// the promotion took. So fenced writes stay safe.
+///
+/// A server that is set `read_only` grants and renews nothing, even for users that may write to it.
+///
+/// The backend opens its own connections and never joins a transaction of the application. It opens
+/// at most as many as [configured](MySqlConfig::with_connections), plus two, for any number of held
+/// or awaited leases.
+///
+/// # Examples
+/// ```no_run
+/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
+/// use registry_jdbc::{MySqlBackend, MySqlConfig};
+/// # use std::time::Duration;
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = MySqlConfig::from_url("mysql://worker:secret@db.example/shop")?;
+/// let backend = MySqlBackend::open(config).await?;
+/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
+/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
+/// assert_eq!(backend.release(&claim).await?, Release::Freed);
+/// backend.close().await;
+/// # Ok(())
+/// # }
+/// ```
+pub type MySqlBackend = SqlBackend<MySql>;
+
+impl SqlServer for MySql {
+    type Config = MySqlConfig;
+}
+
+impl Dialect for MySql {
+    const STORE: &'static str = error::STORE;
+    const DATABASE: &'static str = "MySQL";
+    const SCHEMA: &'static str = sql::SCHEMA;
+
+    type Rows = backend::MySqlRows;
+    type Spring = spring::MySqlSpring;
+    type Session = session::MySqlSessionProtocol;
+    type RowLock = row::MySqlRowProtocol;
+
+    fn check(config: &MySqlConfig) -> Result<(), BackendError> {
+        config.check()
+    }
+
+    fn address(config: &MySqlConfig) -> String {
+        config.address()
+    }
+
+    fn misconfigured(message: &str) -> BackendError {
+        config::misconfigured(message)
+    }
+
+    async fn open_rows(config: MySqlConfig) -> Result<backend::MySqlRows, BackendError> {
+        backend::MySqlRows::open(config).await
+    }
+
+    async fn open_spring(
+        config: MySqlConfig,
+        table: SpringTable,
+    ) -> Result<spring::MySqlSpring, BackendError> {
+        spring::MySqlSpring::open(config, table).await
+    }
+
+    async fn open_session(
+        rows: Arc<backend::MySqlRows>,
+    ) -> Result<session::MySqlSessionProtocol, BackendError> {
+        Ok(session::MySqlSessionProtocol::new(rows))
+    }
+
+    fn row_lock(rows: Arc<backend::MySqlRows>) -> row::MySqlRowProtocol {
+        row::MySqlRowProtocol::new(rows)
+    }
+
+    async fn maybe_purge(rows: &backend::MySqlRows, claim: &Claim) {
+        purge::maybe_purge(claim, &rows.client, &rows.statements.texts, rows.config.purge_after)
+            .await;
+    }
+
+    async fn check_connection_limit(
+        rows: &backend::MySqlRows,
+    ) -> Result<Vec<Finding>, BackendError> {
+        rows.check_connection_limit().await
+    }
+
+    async fn fence_held(
+        rows: &backend::MySqlRows,
+        connection: &mut MySqlConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        fence::find_in(connection, rows.statements.fence_held(claim, token)).await
+    }
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        error::error_effect(error)
+    }
+
+    fn explain(error: sqlx::Error) -> BackendError {
+        error::explain(error)
+    }
+
+    fn is_no_such_table(error: &sqlx::Error) -> bool {
+        error::is_no_such_table(error)
+    }
+
+    fn is_busy(error: &sqlx::Error) -> bool {
+        error::is_busy(error)
+    }
+}
+
+#[cfg(test)]
 mod tests;

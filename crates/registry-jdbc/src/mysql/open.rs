@@ -29,8 +29,7 @@ pub(super) async fn open(
     config.check()?;
     let mut connection = client.acquire().await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, client, &mut connection)).await;
-    let opened =
-        opened.unwrap_or_else(|_| Err(error::timed_out(client.address(), OPENING_LIMIT)))?;
+    let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
     connection.release();
     Ok(opened)
 }
@@ -58,7 +57,7 @@ async fn check_tables(
     }
     let rows = meta.map_err(|error| client.explain(error))?;
     let row = rows.first();
-    let row = row.ok_or_else(|| error::corrupt(client.address(), "the meta table has no row"))?;
+    let row = row.ok_or_else(|| error::corrupt(error::STORE, "the meta table has no row"))?;
     let version: i32 = row.try_get(0).map_err(|error| client.explain(error))?;
     if version != sql::VERSION {
         return Err(misconfigured(&format!(
@@ -93,10 +92,7 @@ async fn create_tables(
         return Err(client.explain(error));
     }
     let message = "mysql: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema mysql`";
-    Err(BackendError::new(BackendErrorKind::Denied, message)
-        .with_address(client.address())
-        .with_source(error)
-        .as_refused())
+    Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
 }
 
 async fn read_meta(

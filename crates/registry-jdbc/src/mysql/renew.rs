@@ -1,81 +1,52 @@
-//! Renews many grants at once: one statement for up to 1,024 grants.
+//! Reads the result of a renewal, in both layouts.
 
 use std::collections::{HashMap, HashSet};
+use std::hash::Hash;
 use std::time::{Duration, Instant};
 
 use registry_core::{BackendError, Claim, Renewal};
+use sqlx::mysql::{MySqlQueryResult, MySqlRow};
+use sqlx::{Decode, MySql, Row as _, Type};
 
-use super::backend::MySqlBackend;
-use super::client::Resend;
+use super::client::MySqlClient;
 use super::error;
-use super::sql;
-use super::statement::from_micros;
+use super::statement::{MySqlQuery, from_micros};
 use crate::server::ConnectionUse;
 
-impl MySqlBackend {
-    /// Renews the claims and returns the results in their order.
-    pub(super) async fn renew_in_chunks(
-        &self,
-        claims: &[Claim],
-    ) -> Vec<Result<Renewal, BackendError>> {
-        let mut by_lease: HashMap<Duration, Vec<usize>> = HashMap::new();
-        for (index, claim) in claims.iter().enumerate() {
-            by_lease.entry(claim.lease()).or_default().push(index);
-        }
-        let mut answers: Vec<Option<Result<Renewal, BackendError>>> = vec![None; claims.len()];
-        let mut store_error: Option<BackendError> = None;
-        for (lease, indices) in by_lease {
-            for indices in indices.chunks(sql::SIZES[sql::SIZES.len() - 1]) {
-                let chunk: Vec<&Claim> = indices.iter().map(|&index| &claims[index]).collect();
-                // After an error no further statement is sent: the same fault would probably delay
-                // each of them as long.
-                let renewed = match &store_error {
-                    Some(error) => Err(error.clone()),
-                    None => self.renew_chunk(&chunk, lease).await,
-                };
-                match renewed {
-                    Ok(renewals) => {
-                        for (&index, renewal) in indices.iter().zip(renewals) {
-                            answers[index] = Some(renewal);
-                        }
-                    }
-                    Err(error) => {
-                        for &index in indices {
-                            answers[index] = Some(Err(error.clone()));
-                        }
-                        store_error = Some(error);
-                    }
-                }
-            }
-        }
-        answers.into_iter().map(|answer| answer.expect("every place is in one chunk")).collect()
-    }
+/// A renewal of claims with the same lease, which the server has executed.
+pub(super) struct SentRenewal<'a> {
+    pub(super) client: &'a MySqlClient,
+    pub(super) claims: &'a [&'a Claim],
+    pub(super) requested_at: Instant,
+    pub(super) done: MySqlQueryResult,
+}
 
-    /// Renews claims with the same lease.
-    async fn renew_chunk(
-        &self,
-        claims: &[&Claim],
-        lease: Duration,
-    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let requested_at = Instant::now();
-        // A repeated renewal has no further effect.
-        let make = || self.statements.renew(claims, lease);
-        let done = self.client.execute(ConnectionUse::Renew(lease), Resend::Allowed, make).await?;
+impl SentRenewal<'_> {
+    /// Returns one answer for each claim. `unexpired` finds the holders of the keys, with the time
+    /// that they have left; `holder` is how a claim appears there.
+    pub(super) async fn answers<H>(
+        self,
+        holder: impl Fn(&Claim) -> H + Send,
+        unexpired: impl Fn() -> MySqlQuery + Send + Sync,
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError>
+    where
+        H: Eq + Hash + Send + for<'r> Decode<'r, MySql> + Type<MySql>,
+    {
+        let Self { client, claims, requested_at, done } = self;
+        let lease = claims[0].lease();
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
         // Some grants are gone, or a fence has their rows locked. The rows show which.
-        let rows = self
-            .client
-            .rows(ConnectionUse::Renew(lease), || self.statements.unexpired(claims))
-            .await?;
+        let rows = client.rows(ConnectionUse::Renew(lease), unexpired).await?;
         let since = requested_at.elapsed();
-        let mut unexpired = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
-        for row in &rows {
-            unexpired.insert(self.column(row, 0)?, from_micros(self.column(row, 1)?));
-        }
-        let answer = |claim: &&Claim| match unexpired.get(claim.id().to_bytes().as_slice()) {
+        let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), sqlx::Error> {
+            Ok((row.try_get(0)?, from_micros(row.try_get(1)?)))
+        };
+        let unexpired: Result<HashMap<_, _>, _> = rows.iter().map(read).collect();
+        let unexpired = unexpired.map_err(|error| client.explain(error))?;
+        let answer = |claim: &&Claim| match unexpired.get(&Some(holder(claim))) {
             None => Ok(Renewal::Gone),
             // A renewed grant lasts its lease from the execution of the statement, which was after
             // `requested_at`. A skipped row that lasts as long was granted or renewed recently, so
@@ -83,7 +54,7 @@ impl MySqlBackend {
             Some(left) if left.saturating_add(since) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
-            Some(_) => Err(error::row_locked(self.client.address())),
+            Some(_) => Err(error::row_locked(error::STORE)),
         };
         Ok(claims.iter().map(answer).collect())
     }

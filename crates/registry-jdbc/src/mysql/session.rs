@@ -1,20 +1,15 @@
 //! Session locks: `GET_LOCK` on a dedicated connection, so the locks live as long as the
 //! connection.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
-use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
-};
+use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySqlConnection, Row, query};
 use tokio::time::timeout;
 
-use super::backend::MySqlBackend;
+use super::backend::MySqlRows;
 use super::client::MySqlClient;
 use super::config::MySqlConfig;
 use super::error;
@@ -22,150 +17,18 @@ use super::sql;
 use super::statement::StatementBinder;
 use super::waiters;
 use crate::server::{
-    ConnectionUse, LockAttempt, SessionFailure, SessionGrant, SessionProtocol, SqlSession,
-    TokenPlan,
+    ConnectionUse, LockAttempt, SILENCE, SessionFailure, SessionGrant, SessionProtocol, TokenPlan,
 };
 
-/// Locks on a MariaDB or MySQL server that end with the holder's connection, not with a lease.
-///
-/// They are the server's named locks, `GET_LOCK(NAME, 0)`. NAME is the SHA-256 of namespace and key
-/// in 64 lowercase hexadecimal digits, the longest name that MySQL accepts. (The hash input is the
-/// length of the namespace in eight bytes, the namespace, the key.) Named locks belong to the whole
-/// server, not to a database. They exclude programs in any language that lock the same name. This
-/// backend respects leases of a [`MySqlBackend`], but a `MySqlBackend` does not respect these
-/// locks: use one kind for all locks of a namespace. Servers do not replicate named locks: on
-/// Galera or a replication group, write to only one of the servers.
-///
-/// All locks of a backend share one connection, outside of the application's connections and of the
-/// pool. While a lock is held, the connection is checked several times a second. If it is broken,
-/// all holders are notified at once. The locks of a process that dies are free at once, without a
-/// lease to wait for. If the server cannot notice (the host is unreachable, the process is
-/// stopped), it ends the session after [`SILENCE`](Self::SILENCE). A lease is never longer than
-/// that, so the holder has given up by then.
-///
-/// If the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts
-/// connections), the lock is free at once. Its holder is notified up to a third of a second later,
-/// or at the end of its lease if no message arrives. Until then there can be two holders, so this
-/// store is of class best-effort. Tokens grow as in a [`MySqlBackend`], in the same tables. So fenced writes
-/// to other systems stay safe, including those of a [`Fence`](crate::Fence).
-/// [`LockIn`](crate::LockIn) does not support these locks: a transaction cannot hold one.
-///
-/// A server that is set `read_only` grants nothing. When it becomes read-only, the holders are
-/// notified that their locks are lost.
-///
-/// The server does not know the key of such a lock. So it cannot be listed, and only `KILL` breaks
-/// it, which ends all locks of that process.
-///
-/// A proxy that sends each statement on another connection would mix up the locks of its clients.
-/// If the backend detects one, locking fails.
-pub struct MySqlSessionBackend {
-    /// For the tables, and for waiters.
-    pub(super) rows: MySqlBackend,
-    pub(super) session: SqlSession<MySqlSessionProtocol>,
-}
-
-impl MySqlSessionBackend {
-    /// How long the server keeps an idle session. Also the maximum lease.
-    pub const SILENCE: Duration = Duration::from_secs(60);
-
-    /// Connects to the server, and creates the tables if they are missing.
-    ///
-    /// # Errors
-    /// As for [`MySqlBackend::open`].
-    ///
-    /// # Cancel safety
-    /// As for [`MySqlBackend::open`].
-    pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
-        let rows = MySqlBackend::open(config.clone()).await?;
-        let (client, statements) = (Arc::clone(&rows.client), Arc::clone(&rows.statements));
-        Ok(Self {
-            rows,
-            session: SqlSession::new(MySqlSessionProtocol { config, client, statements }),
-        })
-    }
-
-    /// Returns the namespace of this backend's locks.
-    #[must_use]
-    pub fn namespace(&self) -> &str {
-        self.rows.namespace()
-    }
-
-    /// Returns whether the named lock is free and there is no lease.
-    async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let build = || self.rows.statements.session_is_free(key);
-        let rows = self.rows.client.rows(ConnectionUse::Acquire, build).await?;
-        let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
-        Ok(free.flatten() != Some(0))
-    }
-}
-
-#[async_trait]
-impl LockBackend for MySqlSessionBackend {
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::new("mysql", GuaranteeClass::BestEffort, Reach::Network)
-            .with_fencing()
-            .with_wakes()
-            .with_invalidations()
-            .with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
-    }
-
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.session.try_acquire(claim).await
-    }
-
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.session.renew(claims).await
-    }
-
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let released = self.session.release(claim).await;
-        self.rows.maybe_purge(claim).await;
-        released
-    }
-
-    /// Polls at growing intervals, because the server sends no notifications.
-    async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        waiters::poll_until_free(|| self.is_free(claim.key())).await;
-    }
-
-    fn subscribe(&self, invalidations: Invalidations) {
-        self.session.subscribe_invalidations(invalidations);
-    }
-
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-
-    async fn close(&self) {
-        self.session.close().await;
-        self.rows.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for MySqlSessionBackend {
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.rows.diagnose().await
-    }
-}
-
-impl fmt::Debug for MySqlSessionBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlSessionBackend")
-            .field("config", &self.rows.config)
-            .finish_non_exhaustive()
-    }
-}
-
 /// The SQL of a session's connection.
-pub(super) struct MySqlSessionProtocol {
-    config: MySqlConfig,
+pub(crate) struct MySqlSessionProtocol {
+    rows: Arc<MySqlRows>,
     client: Arc<MySqlClient>,
     statements: Arc<StatementBinder>,
 }
 
 /// A connection and the server's id of it.
-pub(super) struct MySqlSessionConnection {
+pub(crate) struct MySqlSessionConnection {
     connection: MySqlConnection,
     id: u64,
 }
@@ -187,6 +50,19 @@ impl MySqlSessionConnection {
 }
 
 impl MySqlSessionProtocol {
+    pub(super) fn new(rows: Arc<MySqlRows>) -> Self {
+        let (client, statements) = (Arc::clone(&rows.client), Arc::clone(&rows.statements));
+        Self { rows, client, statements }
+    }
+
+    /// Returns whether the named lock is free and there is no lease.
+    async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
+        let build = || self.statements.session_is_free(key);
+        let rows = self.client.rows(ConnectionUse::Acquire, build).await?;
+        let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
+        Ok(free.flatten() != Some(0))
+    }
+
     fn row_name(&self, key: &Key) -> String {
         self.statements.row(key).hex()
     }
@@ -227,7 +103,7 @@ impl MySqlSessionProtocol {
         let token = i64::try_from(token).ok();
         let granted =
             token.and_then(|token| plan.grant_from_write(claim, token, is_consecutive)).map(Some);
-        let message = || error::corrupt(self.client.address(), "a row's token is invalid");
+        let message = || error::corrupt(error::STORE, "a row's token is invalid");
         granted.ok_or_else(|| SessionFailure::Broken(message()))
     }
 
@@ -253,14 +129,14 @@ impl SessionProtocol for MySqlSessionProtocol {
 
     async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
         let connecting = async {
-            let mut connection = connect(&self.config, MySqlSessionBackend::SILENCE).await?;
+            let mut connection = connect(&self.rows.config, SILENCE).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
             let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
-        match timeout(self.config.connect_timeout, connecting).await {
+        match timeout(self.rows.config.connect_timeout, connecting).await {
             Ok(connected) => connected.map_err(|error| self.client.explain(error)),
-            Err(_) => Err(error::timed_out(self.client.address(), self.config.connect_timeout)),
+            Err(_) => Err(error::timed_out(error::STORE, self.rows.config.connect_timeout)),
         }
     }
 
@@ -315,7 +191,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         connected: &mut MySqlSessionConnection,
     ) -> Result<(), SessionFailure> {
         match self.fetch_number(connected, CURRENT_GRANT, None).await? {
-            Some(0) => Err(SessionFailure::Broken(error::read_only(self.client.address()))),
+            Some(0) => Err(SessionFailure::Broken(error::read_only())),
             _ => Ok(()),
         }
     }
@@ -341,20 +217,17 @@ impl SessionProtocol for MySqlSessionProtocol {
         self.statements.row(key).bytes().to_vec()
     }
 
-    fn timed_out(&self) -> BackendError {
-        error::timed_out(self.client.address(), self.config.response_timeout)
+    /// Polls at growing intervals, because the server sends no notifications.
+    async fn wait(&self, key: &Key, _: u64) {
+        waiters::poll_until_free(|| self.is_free(key)).await;
     }
 
-    fn closed(&self) -> BackendError {
-        self.client.closed()
-    }
-
-    fn queue_timed_out(&self) -> BackendError {
-        error::queue_timed_out(self.client.address())
+    fn store(&self) -> &str {
+        error::STORE
     }
 
     fn response_timeout(&self) -> Duration {
-        self.config.response_timeout
+        self.rows.config.response_timeout
     }
 }
 

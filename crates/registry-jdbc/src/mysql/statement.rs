@@ -36,13 +36,8 @@ impl StatementBinder {
         query(self.texts.meta.safe())
     }
 
-    /// Like [`meta`](Self::meta), for a connection of the caller.
-    pub(super) fn meta_inline(&self) -> RawSql {
-        inline(&self.texts.meta, &[])
-    }
-
-    /// Like [`meta_inline`](Self::meta_inline), but reads the latest version instead of the
-    /// snapshot.
+    /// Like [`meta`](Self::meta), for a connection of the caller. Reads the latest version instead
+    /// of the snapshot.
     pub(super) fn meta_now_inline(&self) -> RawSql {
         inline(&self.texts.meta_now, &[])
     }

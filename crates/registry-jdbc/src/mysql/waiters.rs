@@ -173,11 +173,7 @@ impl Drop for WaiterRegistration<'_> {
 
 impl WakeCheck for PollerShared {
     /// Returns whether the task polls all awaited keys, and the server has answered it recently.
-    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
-        // The task polls rows, which do not show the end of a session that holds the key.
-        if busy.retry_after.is_none() {
-            return false;
-        }
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
         let table = self.table();
         table.task.as_ref().is_some_and(|task| !task.is_finished())
             && table.answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)

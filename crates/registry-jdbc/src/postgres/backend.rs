@@ -2,60 +2,30 @@
 //! server's clock is used.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release,
+    Renewal, WakeCheck,
 };
-use sqlx::postgres::PgRow;
+use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Postgres, Row};
 
-use super::client::{PgClient, Resend};
+use super::client::PgClient;
 use super::config::PostgresConfig;
+use super::diagnose::check_server;
 use super::error::{self, corrupt, explain};
 use super::listener::{NotificationChannel, PgReleaseListener};
 use super::open::{self, OpenedPgStore};
-use super::renew::CLAIMS_MAX;
-use super::sql::{self, PgStatementText, PgStatements};
+use super::purge;
+use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
+use super::sql::{PgStatementText, PgStatements};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::{ConnectionUse, RecentRows, RowId};
+use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, RowId, TransactionStore};
 
-/// Locks in a PostgreSQL database. They exclude all clients of that database.
-///
-/// A grant lasts until its lease ends on the server's clock. A token is that clock's time in
-/// microseconds, or the key's last token plus one if that is larger. So tokens grow across release,
-/// expiry, restart, failover and purge.
-///
-/// A grant or a renewal is on the server's disk when it is answered, if the server is configured so
-/// (`synchronous_commit`, `fsync`). A release need not be. A release wakes the waiting callers of
-/// all processes by `NOTIFY`.
-///
-/// A promoted standby has the grants that were replicated to it. With asynchronous replication the
-/// last grants may be missing, and their keys are then free. Tokens grow even then, unless the
-/// standby's clock is behind by more than the promotion took. So fenced writes stay safe.
-///
-/// The backend uses its own connections and never joins a transaction of the application. It opens
-/// at most as many as [configured](PostgresConfig::with_connections), plus three, independent of
-/// the number of held or awaited locks.
-///
-/// # Examples
-/// ```no_run
-/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
-/// use registry_jdbc::{PostgresBackend, PostgresConfig};
-/// # use std::time::Duration;
-/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
-/// let config = PostgresConfig::from_url("postgres://worker:secret@db.example/shop")?;
-/// let backend = PostgresBackend::open(config).await?;
-/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
-/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
-/// assert_eq!(backend.release(&claim).await?, Release::Freed);
-/// backend.close().await;
-/// # Ok(())
-/// # }
-/// ```
-pub struct PostgresBackend {
+/// The leases of one namespace.
+pub(crate) struct PgRows {
     pub(super) config: PostgresConfig,
     pub(super) store: String,
     pub(super) texts: PgStatements,
@@ -68,20 +38,8 @@ pub struct PostgresBackend {
     not_notified: RecentRows,
 }
 
-impl PostgresBackend {
-    /// Connects to the server, and creates the tables if they are missing.
-    ///
-    /// # Errors
-    /// [`BackendError`] with a message that says what to do:
-    ///
-    /// - `Misconfigured` for a missing database, missing or newer tables, an old server or an
-    ///   invalid name.
-    /// - `Denied` for a wrong user or password, or a missing right.
-    /// - `Transient` if the server cannot be reached.
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave complete tables behind, never partial ones.
-    pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
+impl PgRows {
+    pub(super) async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let OpenedPgStore { tables, store } = open::open(&config).await?;
         let channel = NotificationChannel::new(RowId::namespace_hash(&config.namespace));
         let listener =
@@ -98,38 +56,9 @@ impl PostgresBackend {
         })
     }
 
-    /// Returns the statements that create the tables, for installations where this program must not
-    /// create them.
-    #[must_use]
-    pub const fn schema() -> &'static str {
-        sql::SCHEMA
-    }
-
-    /// Returns the namespace of this backend's locks.
-    #[must_use]
-    pub fn namespace(&self) -> &str {
-        &self.config.namespace
-    }
-
-    /// Returns whether the backend has a listener.
-    pub(super) const fn has_listener(&self) -> bool {
-        self.listener.is_some()
-    }
-
-    /// Returns the statements and the channel for the backends whose locks end with a connection.
-    pub(super) fn session_statements(&self) -> SessionStatements {
-        SessionStatements { texts: self.texts.clone(), channel: self.channel.clone() }
-    }
-
     /// Returns the name of this namespace's notification channel.
     pub(super) fn channel(&self) -> &str {
         self.channel.name()
-    }
-
-    /// Returns the current position in the listener's notifications, for
-    /// [`wait_for_release`](Self::wait_for_release).
-    pub(super) fn position(&self) -> u64 {
-        self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
     /// Returns when the lock may have been released after `position`. Never returns if there is no
@@ -145,35 +74,23 @@ impl PostgresBackend {
         RowId::new(&self.config.namespace, key)
     }
 
-    /// Returns the statement that finds the claim's grant and keeps it from passing to another
-    /// claim.
-    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> BoundStatement<'_> {
-        self.build_fence(&self.texts.fence, claim, token)
-    }
-
-    /// Returns the same for a grant that ends with a connection.
-    pub(super) fn fence_held_statement(
+    /// Finds the grant as it was issued, in the caller's transaction, by the statement of its kind.
+    pub(super) async fn fence_by(
         &self,
+        text: &PgStatementText,
+        connection: &mut PgConnection,
         claim: &Claim,
         token: FencingToken,
-    ) -> BoundStatement<'_> {
-        self.build_fence(&self.texts.fence_held, claim, token)
-    }
-
-    fn build_fence<'a>(
-        &self,
-        text: &'a PgStatementText,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> BoundStatement<'a> {
+    ) -> Result<Option<bool>, sqlx::Error> {
         let id = self.row_id(claim.key());
         let token = PgParam::Number(i64::from(token));
-        BoundStatement::new(text, [bytes(id.bytes()), claim_id(claim), token])
+        let statement = BoundStatement::new(text, [bytes(id.bytes()), claim_id(claim), token]);
+        statement.find_in(connection, self.client.is_prepared()).await
     }
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key between the statements.
-    async fn attempt(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+    async fn acquire(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());
         let block = PgParam::Number(i64::from(claim.token_block()));
         let label = PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec()));
@@ -208,11 +125,9 @@ impl PostgresBackend {
             let token = fencing_token(column(row, 1)?)?;
             return Ok(Some(Attempt::Granted(Grant::new(token, remaining.min(claim.lease())))));
         }
-        let busy = Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder);
-        Ok(Some(Attempt::Busy(match &self.listener {
-            Some(listener) => busy.with_wake_check(listener.wake_check()),
-            None => busy,
-        })))
+        Ok(Some(Attempt::Busy(
+            Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder),
+        )))
     }
 
     async fn fetch_grant(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
@@ -222,7 +137,8 @@ impl PostgresBackend {
 
     /// Returns the parameters of a release notification: channel, message, presence lock.
     pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
-        notification_params(&self.channel, id)
+        let presence_lock = PgParam::Number(self.channel.presence_lock(id.notification_id()));
+        [PgParam::Identifier(self.channel().to_owned()), Self::message(id), presence_lock]
     }
 
     /// Returns the message that wakes the waiting callers of the lock.
@@ -235,86 +151,85 @@ impl PostgresBackend {
         let mark = PgParam::Number(self.row_id(key).transaction_mark());
         let statement = BoundStatement::new(&self.texts.locked_in, [mark]);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         column(row, 0)
     }
+}
 
-    /// Checks that the row of the table `meta` exists, after several attempts without an answer.
-    /// Without that row no lock is ever granted.
-    async fn check_meta(&self) -> Result<(), BackendError> {
-        let statement = BoundStatement::new(&self.texts.meta, []);
-        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        if rows.is_empty() {
-            return Err(corrupt("the meta table has no row").as_refused());
-        }
-        Ok(())
+/// Checks that the row of the table `meta` exists.
+pub(super) async fn check_meta(
+    client: &PgClient,
+    texts: &PgStatements,
+) -> Result<(), BackendError> {
+    let statement = BoundStatement::new(&texts.meta, []);
+    let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
+    if rows.is_empty() {
+        return Err(corrupt("the meta table has no row").as_refused());
     }
+    Ok(())
 }
 
-/// The statements and the channel of this backend, for
-/// [`PostgresSessionBackend`](crate::PostgresSessionBackend) and
-/// [`PostgresRowBackend`](crate::PostgresRowBackend).
-pub(super) struct SessionStatements {
-    pub(super) texts: PgStatements,
-    channel: NotificationChannel,
-}
-
-impl SessionStatements {
-    /// Returns the parameters of a release notification: channel, message, presence lock.
-    pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
-        notification_params(&self.channel, id)
+/// Reads the row of the table `meta` in the caller's transaction.
+pub(super) async fn transaction_store(
+    texts: &PgStatements,
+    store: &str,
+    connection: &mut PgConnection,
+) -> Result<TransactionStore, sqlx::Error> {
+    let rows = sqlx::query(texts.meta.safe()).persistent(false).fetch_all(connection).await?;
+    let found: Option<String> = rows.first().and_then(|row| row.try_get(1).ok());
+    if found.as_deref() != Some(store) {
+        return Ok(TransactionStore::Other);
     }
+    let has_old_snapshot = rows.first().is_some_and(|row| row.try_get(2).unwrap_or(false));
+    Ok(TransactionStore::Same { has_old_snapshot })
 }
 
-fn notification_params(channel: &NotificationChannel, id: RowId) -> [PgParam; 3] {
-    let presence_lock = PgParam::Number(channel.presence_lock(id.notification_id()));
-    [PgParam::Identifier(channel.name().to_owned()), PostgresBackend::message(id), presence_lock]
-}
+impl LeaseStore for PgRows {
+    type Database = Postgres;
 
-#[async_trait]
-impl LockBackend for PostgresBackend {
-    fn capabilities(&self) -> Capabilities {
-        let capabilities = Capabilities::new("postgres", GuaranteeClass::Durable, Reach::Network)
-            .with_fencing()
-            .with_labels()
-            .with_inspect()
-            .with_renewal(RenewalPolicy::new().with_batch_max(CLAIMS_MAX));
-        if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
+    const RENEWALS_MAX: usize = CLAIMS_MAX;
+    const RENEWS_ONE_LEASE: bool = false;
+
+    fn namespace(&self) -> &str {
+        &self.config.namespace
     }
 
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Another client may acquire or release the row between reading and locking it. After
-        // several such attempts the answer is `Busy` without a holder, which makes the engine retry
-        // at once.
-        const TRIES_MAX: u32 = 3;
+    fn has_wakes(&self) -> bool {
+        self.listener.is_some()
+    }
+
+    fn position(&self) -> u64 {
+        self.listener.as_ref().map_or(0, PgReleaseListener::position)
+    }
+
+    async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
         if self.not_notified.remove(self.row_id(claim.key()))
-            && let Some(holder) = self.find_holder(claim, self.position()).await?
+            && let Some(holder) = self.find_holder(claim, position).await?
         {
-            return Ok(holder);
+            return Ok(Some(holder));
         }
-        for attempt_number in 0..TRIES_MAX {
-            let mark = self.position();
-            match self.attempt(claim, mark).await {
-                Ok(Some(attempt)) => return Ok(attempt),
-                Ok(None) => {}
-                Err(error) => {
-                    let is_locked = error::is_row_lock_error(&error);
-                    // An earlier attempt of this loop may itself have been granted, on a connection
-                    // that then broke.
-                    let error = if attempt_number > 0 { error.as_unknown() } else { error };
-                    if is_locked && self.is_locked_by_transaction(claim.key()).await? {
-                        return Ok(Attempt::Busy(Busy::new().with_mark(mark)));
-                    }
-                    return Err(error);
-                }
+        match self.acquire(claim, position).await {
+            Err(error)
+                if error::is_row_lock_error(&error)
+                    && self.is_locked_by_transaction(claim.key()).await? =>
+            {
+                Ok(Some(Attempt::Busy(Busy::new().with_mark(position))))
             }
+            attempt => attempt,
         }
-        self.check_meta().await?;
-        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
     }
 
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.renew_in_chunks(claims).await
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        check_meta(&self.client, &self.texts).await
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        let ids = claims.iter().map(|claim| self.row_id(claim.key()).bytes().to_vec());
+        let values = [PgParam::ManyBytes(ids.collect()), claim_ids(claims), leases(claims)];
+        renew_rows(&self.client, BoundStatement::new(&self.texts.renew, values), claims).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
@@ -329,8 +244,12 @@ impl LockBackend for PostgresBackend {
         if released == Release::Freed {
             self.recently_released.insert(id);
         }
-        self.maybe_purge(claim).await;
+        purge::maybe_purge(claim, &self.client, &self.texts, self.config.purge_after).await;
         Ok(released)
+    }
+
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
+        self.listener.as_ref().map(PgReleaseListener::wake_check)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -341,22 +260,8 @@ impl LockBackend for PostgresBackend {
         self.not_notified.remove(id);
     }
 
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-
-    async fn close(&self) {
-        if let Some(listener) = &self.listener {
-            listener.close();
-        }
-        self.client.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for PostgresBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.holder(key).await
+        self.find_any_holder(key).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
@@ -368,7 +273,32 @@ impl LockAdmin for PostgresBackend {
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.check_store().await
+        let mut findings = check_server(&self.client, &self.config).await?;
+        findings.extend(self.check_listener().await);
+        Ok(findings)
+    }
+
+    async fn close(&self) {
+        if let Some(listener) = &self.listener {
+            listener.close();
+        }
+        self.client.close().await;
+    }
+
+    async fn fence(
+        &self,
+        connection: &mut PgConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        self.fence_by(&self.texts.fence, connection, claim, token).await
+    }
+
+    async fn transaction_store(
+        &self,
+        connection: &mut PgConnection,
+    ) -> Result<TransactionStore, sqlx::Error> {
+        transaction_store(&self.texts, &self.store, connection).await
     }
 }
 
@@ -388,6 +318,11 @@ pub(super) fn decode_holder(
         .with_times(Some(from_micros(held_for)), remaining.map(from_micros)))
 }
 
+/// Returns the row of a statement that always returns one.
+pub(super) fn one_row(rows: &[PgRow]) -> Result<&PgRow, BackendError> {
+    rows.first().ok_or_else(|| corrupt("a statement returned no row"))
+}
+
 pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>
 where
     T: sqlx::Decode<'r, Postgres> + sqlx::Type<Postgres>,
@@ -395,7 +330,7 @@ where
     row.try_get(index).map_err(explain)
 }
 
-fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
+pub(super) fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
     FencingToken::try_from(token).map_err(|_| corrupt("a row's token is negative"))
 }
 
@@ -424,7 +359,7 @@ pub(super) fn release_outcome(rows: &[PgRow]) -> Release {
     if rows.is_empty() { Release::NotHeld } else { Release::Freed }
 }
 
-impl fmt::Debug for PostgresBackend {
+impl fmt::Debug for PgRows {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresBackend").field("config", &self.config).finish_non_exhaustive()
     }

@@ -250,8 +250,8 @@ impl PostgresConfig {
         self
     }
 
-    /// Sets the maximum number of locks that a [`PostgresRowBackend`](crate::PostgresRowBackend)
-    /// holds at once. Each of them takes one more connection. Default: 16.
+    /// Sets the maximum number of locks that are held at once in the mode
+    /// [`Row`](crate::SqlMode::Row). Each of them takes one more connection. Default: 16.
     #[must_use]
     pub fn with_row_locks(mut self, row_locks: u32) -> Self {
         self.row_locks = row_locks;

@@ -1,31 +1,18 @@
 //! Checks a PostgreSQL store for `lockreg doctor`. Changes nothing.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
-use super::backend::{PostgresBackend, column};
-use super::client::{PgClient, Resend};
+use super::backend::{PgRows, column, one_row};
+use super::client::PgClient;
 use super::config::{Listen, PostgresConfig};
-use super::error::corrupt;
 use super::sql::PgStatementText;
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend, check_clock, check_row_locks, host_micros};
 
-/// The clock difference between server and host that is reported.
-const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
-
-impl PostgresBackend {
-    /// Returns all findings of [`diagnose`](registry_core::LockBackend::diagnose).
-    pub(super) async fn check_store(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = check_server(&self.client, &self.config).await?;
-        findings.extend(self.check_listener().await);
-        Ok(findings)
-    }
-
+impl PgRows {
     /// Returns a finding if the listener does not receive notifications.
-    async fn check_listener(&self) -> Option<Finding> {
+    pub(super) async fn check_listener(&self) -> Option<Finding> {
         let listener = self.listener.as_ref()?;
         let payload = format!("try_{:016x}", fastrand::u64(..));
         let text = PgStatementText::new(NOTIFY);
@@ -47,27 +34,16 @@ impl PostgresBackend {
             "release notifications do not arrive, so waiters poll; {cause}"
         )))
     }
-}
 
-impl PostgresBackend {
     /// Checks whether the server has connections for this number of row locks, and whether existing
     /// row locks hold back vacuum.
-    pub(super) async fn check_connection_limit(
-        &self,
-        row_locks: u32,
-    ) -> Result<Vec<Finding>, BackendError> {
+    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
         let text = PgStatementText::new(CONNECTION_LIMIT);
         let statement = BoundStatement::new(&text, []);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         let (connections, old): (i64, i64) = (column(row, 0)?, column(row, 1)?);
-        let mut findings = Vec::new();
-        if i64::from(row_locks) > connections / 2 {
-            findings.push(Finding::warning(format!(
-                "row_locks is {row_locks}, and the server accepts {connections} connections from all programs together; raise max_connections, \
-                 or lower row_locks"
-            )));
-        }
+        let mut findings = Vec::from_iter(check_row_locks(self.config.row_locks, connections));
         if old > 0 {
             findings.push(Finding::warning(format!(
                 "{old} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
@@ -84,20 +60,13 @@ pub(super) async fn check_server(
 ) -> Result<Vec<Finding>, BackendError> {
     let text = PgStatementText::new(SERVER_SETTINGS);
     let statement = BoundStatement::new(&text, []);
-    let before = now();
+    let before = host_micros();
     let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-    let after = now();
-    let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+    let after = host_micros();
+    let row = one_row(&rows)?;
 
     let mut findings = settings(row)?;
-    let server_time: i64 = column(row, 8)?;
-    let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
-    if Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX {
-        findings.push(Finding::note(format!(
-            "the server's clock and this host's differ by {:?}: locks use only the server's clock, but one of the two is wrong",
-            Duration::from_millis(difference / 1000)
-        )));
-    }
+    findings.extend(check_clock(before, column(row, 8)?, after));
     if !client.is_prepared() && matches!(config.listen, Listen::SameServer | Listen::Off)
         || matches!(config.listen, Listen::Off)
     {
@@ -167,9 +136,3 @@ const SERVER_SETTINGS: &str = "\
         current_setting('full_page_writes'), current_setting('default_transaction_isolation'), \
         current_setting('default_transaction_read_only'), (SELECT count(*) FROM pg_stat_replication), pg_is_in_recovery(), \
         (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, current_setting('synchronous_standby_names')";
-
-/// Returns this host's time in microseconds, for the comparison only.
-fn now() -> i64 {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
-}

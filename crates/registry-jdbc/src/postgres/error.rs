@@ -5,91 +5,45 @@
 //! unknown only if the error also ends the connection (severity FATAL).
 
 use registry_core::{BackendError, BackendErrorKind};
+use sqlx::Postgres;
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
-use crate::server::SessionFailure;
+use crate::server::error::ErrorClass;
+pub(super) use crate::server::error::{
+    fenced_transaction_open, held_by_caller_transaction, still_connected, timed_out,
+};
+use crate::server::{self, ErrorEffect, PoolError, SessionFailure};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
+
+/// The name of the store in errors.
+pub(super) const STORE: &str = "postgres";
 
 /// Classifies an error of sqlx, and adds a hint.
 pub(super) fn explain(error: sqlx::Error) -> BackendError {
-    let PgErrorClass { kind, message, refused } = match &error {
+    let class = match &error {
         sqlx::Error::Database(database) => {
             classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
         }
-        sqlx::Error::Io(io) => match io.kind() {
-            std::io::ErrorKind::ConnectionRefused => PgErrorClass::new(
-                Transient,
-                "the connection was refused; check that the server runs at this address",
-            )
-            .refused(),
-            std::io::ErrorKind::NotFound => PgErrorClass::new(
-                Misconfigured,
-                "the directory contains no server socket; check its path and that the server runs",
-            )
-            .refused(),
-            _ => PgErrorClass::new(
-                Transient,
-                "the connection was lost; check the network and that the server still runs",
-            ),
-        },
-        sqlx::Error::Tls(_) => PgErrorClass::new(Misconfigured, NOT_ENCRYPTED).refused(),
-        sqlx::Error::Configuration(_)
-        | sqlx::Error::InvalidArgument(_)
-        | sqlx::Error::Encode(_) => PgErrorClass::new(
-            Misconfigured,
-            "the configuration is invalid; see the source of this error",
-        )
-        .refused(),
-        sqlx::Error::ColumnDecode { .. }
-        | sqlx::Error::Decode(_)
-        | sqlx::Error::ColumnNotFound(_)
-        | sqlx::Error::ColumnIndexOutOfBounds { .. }
-        | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => PgErrorClass::new(
-            Protocol,
-            "the lock tables contain a value that no version of this program writes",
-        ),
         // sqlx does not detect the end of the connection here, and takes the missing byte for the
         // server's answer.
-        sqlx::Error::Protocol(message) if message.contains("response from SSLRequest: 0x00") => {
-            PgErrorClass::new(
-                Transient,
-                "the server closed the connection before its first response; see its log",
-            )
-            .refused()
-        }
-        sqlx::Error::Protocol(_) => PgErrorClass::new(
-            Protocol,
-            "the response is not valid in the PostgreSQL protocol; check that the server is PostgreSQL",
+        sqlx::Error::Protocol(message) if message.contains("response from SSLRequest: 0x00") => (
+            Transient,
+            "the server closed the connection before its first response; see its log",
+            true,
         ),
-        // Includes future variants and those that do not occur here. The outcome is unknown, and a
-        // retry is not useful.
-        _ => {
-            PgErrorClass::new(Protocol, "the database client failed; see the source of this error")
-        }
+        other => server::error::classify_client_error(other),
     };
-    let error = BackendError::new(kind, format!("postgres: {message}")).with_source(error);
-    if refused { error.as_refused() } else { error }
+    server::error::explain(error, STORE, class)
 }
 
-/// Classifies a failure to connect. No statement was sent, so nothing was executed.
-pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
-    match error {
-        // The TLS client reports an untrusted certificate in this way.
-        sqlx::Error::Io(io) if io.kind() == std::io::ErrorKind::InvalidData => {
-            BackendError::new(Misconfigured, format!("postgres: {NOT_ENCRYPTED}"))
-                .with_source(io)
-                .as_refused()
-        }
-        error => explain(error).as_refused(),
-    }
+/// Converts the reason for a missing connection. Nothing was sent.
+pub(super) fn not_connected(reason: PoolError) -> BackendError {
+    server::error::not_connected(reason, STORE, explain)
 }
-
-const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
 
 /// Returns whether the connection is usable after this error.
-pub(super) fn keeps_connection(error: &sqlx::Error) -> bool {
-    let sqlx::Error::Database(database) = error else { return false };
+pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+    let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
     let code = code(database.as_ref());
     // These codes mean that another server may have become the primary, that the connection is in a
     // foreign transaction, or that prepared statements are missing.
@@ -97,21 +51,16 @@ pub(super) fn keeps_connection(error: &sqlx::Error) -> bool {
         || code.starts_with("08")
         || code.starts_with("57P")
         || matches!(code, "26000" | "42P05" | "0A000");
-    !is_fatal(database.as_ref()) && !may_be_foreign
+    if is_fatal(database.as_ref()) || may_be_foreign {
+        ErrorEffect::Broken
+    } else {
+        ErrorEffect::Rejected
+    }
 }
 
 /// Classifies an error outside of a transaction for a session.
 pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
-    if keeps_connection(&error) {
-        SessionFailure::Rejected(explain(error))
-    } else {
-        SessionFailure::Broken(explain(error))
-    }
-}
-
-/// The task of the session has ended.
-pub(super) fn closed() -> BackendError {
-    BackendError::transient("postgres: the store was closed during the operation; open it again")
+    server::session_failure::<Postgres>(error)
 }
 
 /// Returns whether a schema, a table or a column is missing.
@@ -158,49 +107,9 @@ fn is_fatal(database: &dyn sqlx::error::DatabaseError) -> bool {
         .is_none_or(|error| matches!(error.severity(), PgSeverity::Fatal | PgSeverity::Panic))
 }
 
-/// The server did not answer within the time limit.
-pub(super) fn timed_out() -> BackendError {
-    BackendError::transient(
-        "postgres: the server did not answer in time; check its load and the network",
-    )
-}
-
-/// The connection was not established within the time limit.
-pub(super) fn connect_timed_out() -> BackendError {
-    BackendError::transient(
-        "postgres: the server could not be reached in time; check its address and the network",
-    )
-    .as_refused()
-}
-
-/// No connection became free within the time limit.
-pub(super) fn exhausted() -> BackendError {
-    BackendError::transient(
-        "postgres: all connections were in use for too long; raise `connections`",
-    )
-    .as_refused()
-}
-
-/// The session's connection was busy with other statements for too long.
-pub(super) fn queue_timed_out() -> BackendError {
-    BackendError::transient(
-        "postgres: the session's connection was in use for too long, so no request was sent; retry",
-    )
-    .as_refused()
-}
-
 /// Another transaction has locked the row of one claim.
 pub(super) fn row_locked() -> BackendError {
-    BackendError::transient(
-        "postgres: another transaction has locked this lock's row; the renewal is repeated",
-    )
-    .as_refused()
-}
-
-/// The error of a release whose claim has fenced a transaction that is still open.
-pub(super) fn fenced_transaction_open(error: BackendError) -> BackendError {
-    let message = "postgres: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock";
-    BackendError::transient(message).with_source(error).as_blocked()
+    server::error::row_locked(STORE)
 }
 
 /// The error of an attempt to end the connection that has a row locked.
@@ -213,48 +122,14 @@ pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     BackendError::new(Denied, message).with_source(error).as_refused()
 }
 
-/// The server was requested to end a connection, which still exists.
-pub(super) fn still_connected() -> BackendError {
-    BackendError::transient(
-        "postgres: the connection that holds the key still exists, although the server was requested to end it; retry",
-    )
-}
-
-/// The holder is a caller's transaction, which only its owner ends.
-pub(super) fn held_by_caller_transaction() -> BackendError {
-    BackendError::transient(
-        "postgres: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction",
-    )
-    .as_refused()
-}
-
-/// A lock's row, or the row of the table `meta`, contains a value that this program does not write.
+/// A row contains a value that this program does not write.
 pub(super) fn corrupt(message: &str) -> BackendError {
-    BackendError::new(Protocol, format!("postgres: {message}; was it edited manually?"))
+    server::error::corrupt(STORE, message)
 }
 
-/// The classification of one code.
-#[derive(Debug, PartialEq, Eq)]
-struct PgErrorClass {
-    kind: BackendErrorKind,
-    message: &'static str,
-    refused: bool,
-}
-
-impl PgErrorClass {
-    const fn new(kind: BackendErrorKind, message: &'static str) -> Self {
-        Self { kind, message, refused: false }
-    }
-
-    const fn refused(mut self) -> Self {
-        self.refused = true;
-        self
-    }
-}
-
-fn classify_code(code: &str, is_fatal: bool) -> PgErrorClass {
+fn classify_code(code: &str, is_fatal: bool) -> ErrorClass {
     let (kind, message, is_before_execution) = classify(code, is_fatal);
-    PgErrorClass { kind, message, refused: is_before_execution || !is_fatal }
+    (kind, message, is_before_execution || !is_fatal)
 }
 
 /// Returns the kind, the text, and whether the error occurs only before anything was executed.
@@ -413,7 +288,7 @@ mod tests {
         ];
         for &(code, kind) in table {
             let class = classify_code(code, false);
-            assert_eq!((class.kind, class.refused), (kind, true), "{code}: {class:?}");
+            assert_eq!((class.0, class.2), (kind, true), "{code}: {class:?}");
         }
     }
 
@@ -435,33 +310,7 @@ mod tests {
         ];
         for &(code, kind, refused) in table {
             let class = classify_code(code, true);
-            assert_eq!((class.kind, class.refused), (kind, refused), "{code}: {class:?}");
-        }
-    }
-
-    #[test]
-    fn client_errors_have_a_kind() {
-        let io = |kind| sqlx::Error::Io(std::io::Error::from(kind));
-        let cases = [
-            (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
-            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
-            (io(std::io::ErrorKind::InvalidData), Transient, false),
-            (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
-            (io(std::io::ErrorKind::ConnectionReset), Transient, false),
-            (sqlx::Error::Tls("x".into()), Misconfigured, true),
-            (sqlx::Error::Configuration("x".into()), Misconfigured, true),
-            (sqlx::Error::InvalidArgument("x".to_owned()), Misconfigured, true),
-            (sqlx::Error::Encode("x".into()), Misconfigured, true),
-            (sqlx::Error::RowNotFound, Protocol, false),
-            (sqlx::Error::Decode("x".into()), Protocol, false),
-            (sqlx::Error::Protocol("x".to_owned()), Protocol, false),
-            (sqlx::Error::PoolClosed, Protocol, false),
-        ];
-        for (error, kind, refused) in cases {
-            assert!(!keeps_connection(&error) && !is_busy(&error) && !is_no_such_table(&error));
-            let text = error.to_string();
-            let explained = explain(error);
-            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
+            assert_eq!((class.0, class.2), (kind, refused), "{code}: {class:?}");
         }
     }
 }

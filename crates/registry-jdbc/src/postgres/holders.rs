@@ -6,15 +6,14 @@ use std::time::Duration;
 use registry_core::{BackendError, Holder, Key, Release};
 use sqlx::postgres::PgRow;
 
-use super::backend::{PostgresBackend, bytes, column, decode_holder, release_outcome};
-use super::client::Resend;
+use super::backend::{PgRows, bytes, column, decode_holder, release_outcome};
 use super::error::{self, corrupt};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::ConnectionUse;
+use crate::server::{ConnectionUse, Resend};
 
-impl PostgresBackend {
+impl PgRows {
     /// Returns the holder of `key`. Of a caller's transaction only its existence is known.
-    pub(super) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    pub(super) async fn find_any_holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         // The key may change its holder or become free between the two queries.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
@@ -35,7 +34,7 @@ impl PostgresBackend {
     /// Returns the holders of the namespace. Keys of callers' transactions are not listed: their
     /// rows are not visible to others before these transactions end.
     pub(super) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
-        let namespace = bytes(self.namespace().as_bytes());
+        let namespace = bytes(self.config.namespace.as_bytes());
         let statement = BoundStatement::new(&self.texts.list, [namespace]);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         rows.iter().map(holder_of).collect()
@@ -65,9 +64,9 @@ impl PostgresBackend {
                 self.client.rows(ConnectionUse::Release, &statement, Resend::Allowed).await?;
                 Ok(Release::Freed)
             }
-            Some(_) => Err(error::still_connected()),
+            Some(_) => Err(error::still_connected(error::STORE)),
             None if self.is_locked_by_transaction(key).await? => {
-                Err(error::held_by_caller_transaction())
+                Err(error::held_by_caller_transaction(error::STORE))
             }
             None => Ok(Release::NotHeld),
         }

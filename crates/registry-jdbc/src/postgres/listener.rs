@@ -26,6 +26,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::error;
+use crate::server::PoolError;
 
 /// Identifies a lock in notifications.
 type LockId = [u8; 16];
@@ -158,8 +159,8 @@ impl PgReleaseListener {
         let listening = timeout(SELF_TEST_TIMEOUT, connect(&self.server, &self.channel)).await;
         let mut listener = match listening {
             Ok(Ok(listener)) => listener,
-            Ok(Err(error)) => return Err(error::not_connected(error)),
-            Err(_) => return Err(error::connect_timed_out()),
+            Ok(Err(error)) => return Err(error::not_connected(PoolError::Sqlx(error))),
+            Err(_) => return Err(error::not_connected(PoolError::TimedOut)),
         };
         send_probe.await?;
         let received = timeout(SELF_TEST_TIMEOUT, async {

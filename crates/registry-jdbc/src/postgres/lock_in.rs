@@ -7,26 +7,13 @@ use sqlx::postgres::PgRow;
 use sqlx::{AssertSqlSafe, Executor as _, PgConnection, Postgres, Row, Transaction, raw_sql};
 use tokio::time::timeout;
 
-use super::backend::{PostgresBackend, bytes};
+use super::backend::{PgRows, bytes};
 use super::error;
-use super::row::PostgresRowBackend;
-use super::session::PostgresSessionBackend;
 use super::statement::{BoundStatement, PgParam};
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
+use crate::server::{LeaseStore as _, Locks, SqlBackend};
 
 impl LockIn<Postgres> for Registry {
-    async fn lock_in(
-        &self,
-        transaction: &mut Transaction<'_, Postgres>,
-        key: &str,
-    ) -> Result<TransactionLock, LockInError> {
-        loop {
-            if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
-                return Ok(lock);
-            }
-        }
-    }
-
     async fn try_lock_in_for(
         &self,
         transaction: &mut Transaction<'_, Postgres>,
@@ -81,17 +68,18 @@ async fn attempt_until(
 
 /// The layout of a registry's locks.
 struct LockLayout<'a> {
-    rows: &'a PostgresBackend,
+    rows: &'a PgRows,
     /// The lock is a row and, in addition, an advisory lock of a session.
     in_sessions: bool,
 }
 
 fn layout(registry: &Registry) -> Option<LockLayout<'_>> {
-    let leases = registry.backend::<PostgresBackend>();
-    let rows = || registry.backend::<PostgresRowBackend>().map(|backend| &backend.rows);
-    let session = || registry.backend::<PostgresSessionBackend>().map(|backend| &backend.rows);
-    let in_rows = leases.or_else(rows).map(|rows| LockLayout { rows, in_sessions: false });
-    in_rows.or_else(|| session().map(|rows| LockLayout { rows, in_sessions: true }))
+    match &registry.backend::<SqlBackend<Postgres>>()?.locks {
+        Locks::Lease(rows) => Some(LockLayout { rows, in_sessions: false }),
+        Locks::Row { rows, .. } => Some(LockLayout { rows, in_sessions: false }),
+        Locks::Session { rows, .. } => Some(LockLayout { rows, in_sessions: true }),
+        Locks::Spring(_) => None,
+    }
 }
 
 /// The result of one attempt. Only `Granted` leaves anything locked.
@@ -177,7 +165,7 @@ async fn fetch(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>
     connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
 }
 
-impl PostgresBackend {
+impl PgRows {
     /// Returns the statement that locks the row for the transaction that sends it, and waits for it
     /// at most `row_wait`.
     fn lock_in_statement(

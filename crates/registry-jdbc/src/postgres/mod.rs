@@ -30,11 +30,129 @@ mod spring;
 mod purge;
 mod diagnose;
 
-pub use backend::PostgresBackend;
 pub use config::PostgresConfig;
-pub use row::PostgresRowBackend;
-pub use session::PostgresSessionBackend;
-pub use spring::PostgresSpringBackend;
 
-#[cfg(test)]
-mod tests;
+use std::sync::Arc;
+
+use registry_core::{BackendError, Claim, FencingToken, Finding};
+use sqlx::Postgres;
+use sqlx::postgres::PgConnection;
+
+use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
+
+/// Locks in a PostgreSQL database. They exclude all clients of that database.
+///
+/// [`SqlMode`](crate::SqlMode) lists what a lock can be. By default it is a lease: a grant lasts
+/// until its lease ends on the server's clock. A token is that clock's time in microseconds, or the
+/// key's last token plus one if that is larger. So tokens grow across release, expiry, restart,
+/// failover and purge.
+///
+/// A grant or a renewal is on the server's disk when it is answered, if the server is configured so
+/// (`synchronous_commit`, `fsync`). A release need not be. A release wakes the waiting callers of
+/// all processes by `NOTIFY`.
+///
+/// A promoted standby has the grants that were replicated to it. With asynchronous replication the
+/// last grants may be missing, and their keys are then free. Tokens grow even then, unless the
+/// standby's clock is behind by more than the promotion took. So fenced writes stay safe.
+///
+/// The backend uses its own connections and never joins a transaction of the application. It opens
+/// at most as many as [configured](PostgresConfig::with_connections), plus three, independent of
+/// the number of held or awaited leases.
+///
+/// # Examples
+/// ```no_run
+/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
+/// use registry_jdbc::{PostgresBackend, PostgresConfig};
+/// # use std::time::Duration;
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = PostgresConfig::from_url("postgres://worker:secret@db.example/shop")?;
+/// let backend = PostgresBackend::open(config).await?;
+/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
+/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
+/// assert_eq!(backend.release(&claim).await?, Release::Freed);
+/// backend.close().await;
+/// # Ok(())
+/// # }
+/// ```
+pub type PostgresBackend = SqlBackend<Postgres>;
+
+impl SqlServer for Postgres {
+    type Config = PostgresConfig;
+}
+
+impl Dialect for Postgres {
+    const STORE: &'static str = error::STORE;
+    const DATABASE: &'static str = "PostgreSQL";
+    const SCHEMA: &'static str = sql::SCHEMA;
+
+    type Rows = backend::PgRows;
+    type Spring = spring::PgSpring;
+    type Session = session::PgSessionProtocol;
+    type RowLock = row::PgRowProtocol;
+
+    fn check(config: &PostgresConfig) -> Result<(), BackendError> {
+        config.check()
+    }
+
+    fn address(config: &PostgresConfig) -> String {
+        client::address(&config.statement_options())
+    }
+
+    fn misconfigured(message: &str) -> BackendError {
+        config::misconfigured(message)
+    }
+
+    async fn open_rows(config: PostgresConfig) -> Result<backend::PgRows, BackendError> {
+        backend::PgRows::open(config).await
+    }
+
+    async fn open_spring(
+        config: PostgresConfig,
+        table: SpringTable,
+    ) -> Result<spring::PgSpring, BackendError> {
+        spring::PgSpring::open(config, table).await
+    }
+
+    async fn open_session(
+        rows: Arc<backend::PgRows>,
+    ) -> Result<session::PgSessionProtocol, BackendError> {
+        session::PgSessionProtocol::open(rows).await
+    }
+
+    fn row_lock(rows: Arc<backend::PgRows>) -> row::PgRowProtocol {
+        row::PgRowProtocol::new(rows)
+    }
+
+    async fn maybe_purge(rows: &backend::PgRows, claim: &Claim) {
+        purge::maybe_purge(claim, &rows.client, &rows.texts, rows.config.purge_after).await;
+    }
+
+    async fn check_connection_limit(rows: &backend::PgRows) -> Result<Vec<Finding>, BackendError> {
+        rows.check_connection_limit().await
+    }
+
+    async fn fence_held(
+        rows: &backend::PgRows,
+        connection: &mut PgConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        rows.fence_by(&rows.texts.fence_held, connection, claim, token).await
+    }
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        error::error_effect(error)
+    }
+
+    fn explain(error: sqlx::Error) -> BackendError {
+        error::explain(error)
+    }
+
+    fn is_no_such_table(error: &sqlx::Error) -> bool {
+        error::is_no_such_table(error)
+    }
+
+    fn is_busy(error: &sqlx::Error) -> bool {
+        error::is_busy(error)
+    }
+}

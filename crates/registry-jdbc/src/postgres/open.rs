@@ -26,9 +26,7 @@ pub(super) async fn open(config: &PostgresConfig) -> Result<OpenedPgStore, Backe
     config.check()?;
     let mut connection = super::client::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
-    let opened = opened.unwrap_or_else(|_| Err(error::timed_out()));
-    let address = || super::client::address(&config.statement_options());
-    let opened = opened.map_err(|error| error.with_address(address()))?;
+    let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
     // Optional: the server would notice the end of the connection anyway.
     let _ = timeout(config.connect_timeout, connection.close()).await;
     Ok(opened)

@@ -3,191 +3,30 @@
 //!
 //! The connections and their queues are in `server::sessions`; the statements are in `sql`.
 
-use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
-use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Holder, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
-};
+use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
 
-use super::backend::SessionStatements;
-use super::backend::{PostgresBackend, bytes, claim_id, column};
-use super::config::{PostgresConfig, misconfigured};
+use super::backend::{PgRows, bytes, claim_id, column, one_row};
+use super::config::misconfigured;
 use super::error::{self, corrupt, explain, row_locked};
-use super::session::PostgresSessionBackend;
 use super::statement::{BoundStatement, PgParam};
 use crate::server::{
-    LockAttempt, RowId, RowLockConnections, RowLockPermit, SessionFailure, SessionProtocol,
-    SqlSessions, TokenPlan,
+    LockAttempt, RowId, RowLockConnections, RowLockPermit, SILENCE, SessionFailure,
+    SessionProtocol, TokenPlan,
 };
 
-/// Locks in a PostgreSQL database that are rows: pessimistic row locks. A transaction of its own
-/// keeps each row locked until the lock is released.
-///
-/// They are the rows in which a [`PostgresBackend`] stores its leases, and which
-/// [`LockIn`](crate::LockIn) locks in a transaction of the caller. All three exclude each other. So
-/// a namespace may contain locks of each kind, and may change from one to another while it is in
-/// use.
-///
-/// A grant takes two steps on one connection:
-///
-/// - A separate, committed statement writes the claim and a larger token to the row, unless another
-///   client holds the row.
-/// - Then a transaction locks the row `FOR NO KEY UPDATE`, if the row still contains this claim.
-///
-/// A crash between the steps loses only a token. So every token is committed before use, and no two
-/// transactions have the same one. `FOR NO KEY UPDATE` excludes everything that `FOR UPDATE`
-/// excludes, except the check of a [`Fence`](crate::Fence).
-///
-/// One transaction cannot release one of several rows. So each held lock has its own connection,
-/// which belongs neither to the application nor to a pool. The
-/// [configuration](PostgresConfig::with_row_locks) limits their number; an attempt beyond the limit
-/// fails with [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
-///
-/// When a process dies, the server frees its locks at once. If the server cannot notice (host lost,
-/// process stopped), it ends the transaction after [`SILENCE`](Self::SILENCE). A lease is never
-/// longer than that, so the holder has given up by then.
-///
-/// If the *server* ends the connection (`pg_terminate_backend`, restart, failover, a firewall that
-/// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
-/// or at the end of its lease if no answer arrives. During that time there can be two holders,
-/// which is why this backend has guarantee class best-effort. Tokens grow nevertheless, so fenced writes stay
-/// safe, including those of a [`Fence`](crate::Fence).
-///
-/// The holder of such a lock is listed like the holder of a lease, without the time left.
-/// [`inspect`](registry_core::LockAdmin::inspect) reports a caller's transaction that holds the key without a
-/// name. [Breaking](registry_core::LockAdmin::force_release) a lock ends the connection that holds it. For that
-/// the user must be the holder's user, or have the rights of `pg_signal_backend`. A caller's
-/// transaction is not ended.
-///
-/// An open transaction keeps the server from vacuuming dead rows in all tables of the database. So
-/// hold these locks for seconds or minutes. They work through a pooler in every mode, because a
-/// transaction keeps its connection. Each held lock also takes one of the pooler's connections.
-pub struct PostgresRowBackend {
-    /// The tables and the listener.
-    pub(super) rows: PostgresBackend,
-    sessions: SqlSessions<PgRowProtocol>,
-}
-
-impl PostgresRowBackend {
-    /// The idle time after which the server ends a holder's transaction. It is
-    /// also the maximum lease.
-    pub const SILENCE: Duration = PostgresSessionBackend::SILENCE;
-
-    /// Connects to the server, and creates the tables if they are missing.
-    ///
-    /// # Errors
-    /// As for [`PostgresBackend::open`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave complete tables behind, never partial ones.
-    pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
-        let rows = PostgresBackend::open(config.clone()).await?;
-        let connections = RowLockConnections::new(config.row_locks);
-        let protocol = PgRowProtocol { rows: rows.session_statements(), config, connections };
-        Ok(Self { rows, sessions: SqlSessions::new(protocol) })
-    }
-
-    /// Returns the namespace of this backend's locks.
-    #[must_use]
-    pub fn namespace(&self) -> &str {
-        self.rows.namespace()
-    }
-}
-
-#[async_trait]
-impl LockBackend for PostgresRowBackend {
-    fn capabilities(&self) -> Capabilities {
-        let capabilities =
-            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
-                .with_fencing()
-                .with_invalidations()
-                .with_labels()
-                .with_inspect()
-                .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
-        if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
-    }
-
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mark = self.rows.position();
-        let attempt = self.sessions.try_acquire(claim).await;
-        Ok(match attempt.map_err(|error| self.rows.client.with_address(error))? {
-            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
-            granted @ Attempt::Granted(_) => granted,
-        })
-    }
-
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.sessions.renew(claims).await
-    }
-
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let released = self.sessions.release(claim).await;
-        self.rows.maybe_purge(claim).await;
-        released.map_err(|error| self.rows.client.with_address(error))
-    }
-
-    async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.rows.wait_for_release(claim.key(), busy.mark).await;
-    }
-
-    fn subscribe(&self, invalidations: Invalidations) {
-        self.sessions.subscribe_invalidations(invalidations);
-    }
-
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-
-    async fn close(&self) {
-        self.sessions.protocol().connections.close_idle();
-        self.rows.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for PostgresRowBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.rows.holder(key).await
-    }
-
-    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.rows.holders().await
-    }
-
-    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.rows.force_release_key(key).await
-    }
-
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = self.rows.diagnose().await?;
-        findings.extend(self.rows.check_connection_limit(self.rows.config.row_locks).await?);
-        Ok(findings)
-    }
-}
-
-impl fmt::Debug for PostgresRowBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostgresRowBackend")
-            .field("config", &self.rows.config)
-            .field("sessions", &self.sessions)
-            .finish()
-    }
-}
-
 /// Sends the statements of one lock's session.
-struct PgRowProtocol {
-    rows: SessionStatements,
-    config: PostgresConfig,
+pub(crate) struct PgRowProtocol {
+    rows: Arc<PgRows>,
     connections: RowLockConnections<PgConnection>,
 }
 
 /// The connection of one lock.
-struct PgRowConnection {
+pub(crate) struct PgRowConnection {
     connection: PgConnection,
     permit: RowLockPermit,
     /// The open transaction, if there is one.
@@ -224,8 +63,12 @@ enum ClaimWrite {
 }
 
 impl PgRowProtocol {
+    pub(super) fn new(rows: Arc<PgRows>) -> Self {
+        Self { connections: RowLockConnections::new(rows.config.row_locks), rows }
+    }
+
     fn row_id(&self, key: &Key) -> RowId {
-        RowId::new(&self.config.namespace, key)
+        self.rows.row_id(key)
     }
 
     /// Writes the claim and a larger token to the row, unless another client holds the row. Does
@@ -240,7 +83,7 @@ impl PgRowProtocol {
             &self.rows.texts.row_write_claim,
             [
                 bytes(id.bytes()),
-                bytes(self.config.namespace.as_bytes()),
+                bytes(self.rows.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
                 PgParam::Number(i64::from(claim.token_block())),
@@ -248,11 +91,10 @@ impl PgRowProtocol {
                 PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
-        let rows = statement.send(&mut connected.connection, self.config.simple_query_mode()).await;
+        let rows =
+            statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
         let rows = rows.map_err(error::session_failure)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         if let Some(token) = column::<Option<i64>>(row, 0).map_err(SessionFailure::Broken)? {
             let token = FencingToken::try_from(token);
             let token =
@@ -270,7 +112,7 @@ impl PgRowProtocol {
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
         let id = self.row_id(claim.key());
-        let silence = PgParam::Identifier(format!("{}s", PostgresRowBackend::SILENCE.as_secs()));
+        let silence = PgParam::Identifier(format!("{}s", SILENCE.as_secs()));
         let statement = BoundStatement::new(
             &self.rows.texts.row_lock,
             [
@@ -282,7 +124,7 @@ impl PgRowProtocol {
             ],
         );
         // Sent as one message. The settings end with the transaction.
-        let lock_timeout = self.config.busy_timeout.as_millis().max(1);
+        let lock_timeout = self.rows.config.busy_timeout.as_millis().max(1);
         let text = format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
             statement.inlined()
@@ -304,11 +146,10 @@ impl PgRowProtocol {
     ) -> Result<bool, SessionFailure> {
         let mark = PgParam::Number(self.row_id(key).transaction_mark());
         let statement = BoundStatement::new(&self.rows.texts.locked_in, [mark]);
-        let rows = statement.send(&mut connected.connection, self.config.simple_query_mode()).await;
+        let rows =
+            statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
         let rows = rows.map_err(error::session_failure)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         column(row, 0).map_err(SessionFailure::Broken)
     }
 }
@@ -321,7 +162,7 @@ impl SessionProtocol for PgRowProtocol {
             self.connections.acquire().map_err(|full| full.into_backend_error("postgres"))?;
         let connection = match idle {
             Some(connection) => connection,
-            None => super::client::connect(&self.config).await?,
+            None => super::client::connect(&self.rows.config).await?,
         };
         Ok(PgRowConnection { connection, permit, transaction: None })
     }
@@ -378,25 +219,12 @@ impl SessionProtocol for PgRowProtocol {
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
         let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
         let number: Option<String> = column(row, 1).map_err(SessionFailure::Broken)?;
         let is_same_transaction = number.is_some()
             && Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?)
                 == connected.transaction;
         if is_same_transaction { Ok(()) } else { Err(SessionFailure::Broken(pooler_detected())) }
-    }
-
-    // A locked row is not purged.
-    async fn ensure_row(
-        &self,
-        _: &mut PgRowConnection,
-        _: &Claim,
-        _: FencingToken,
-        _: ClaimId,
-    ) -> Result<(), SessionFailure> {
-        Ok(())
     }
 
     fn recycle(&self, connected: PgRowConnection) -> Option<PgRowConnection> {
@@ -411,20 +239,20 @@ impl SessionProtocol for PgRowProtocol {
         self.row_id(key).bytes().to_vec()
     }
 
-    fn timed_out(&self) -> BackendError {
-        error::timed_out()
+    async fn wait(&self, key: &Key, position: u64) {
+        self.rows.wait_for_release(key, position).await;
     }
 
-    fn closed(&self) -> BackendError {
-        error::closed()
+    fn close_idle(&self) {
+        self.connections.close_idle();
     }
 
-    fn queue_timed_out(&self) -> BackendError {
-        error::queue_timed_out()
+    fn store(&self) -> &str {
+        error::STORE
     }
 
     fn response_timeout(&self) -> Duration {
-        self.config.response_timeout
+        self.rows.config.response_timeout
     }
 }
 

@@ -2,160 +2,30 @@
 //!
 //! The connection and its queue are in `server::session`; the statements are in `sql`.
 
-use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
-use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
-};
+use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
 use tokio::time::timeout;
 
-use super::backend::{PostgresBackend, bytes, claim_id, column, from_micros};
+use super::backend::{PgRows, bytes, claim_id, column, from_micros, one_row};
 use super::client;
-use super::config::{PostgresConfig, misconfigured};
+use super::config::misconfigured;
 use super::error::{self, corrupt, explain};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::{LockAttempt, RowId, SessionFailure, SessionProtocol, SqlSession, TokenPlan};
-
-/// Locks in a PostgreSQL database that end with their holder's connection, not with a lease.
-///
-/// They are advisory locks, `pg_try_advisory_lock(N)`. N is the first eight bytes of a SHA-256
-/// hash, as a signed number in network byte order. The hash covers the length of the namespace in
-/// eight bytes, the namespace, and the key. Among ten thousand keys that are held at once, two
-/// share a number with odds of 3 in 10^12; the only effect is that they exclude each other. The
-/// lock also excludes every other program in this database that locks the same number, in any
-/// language.
-///
-/// These locks respect the leases of a [`PostgresBackend`], but a `PostgresBackend` does not
-/// respect these locks. All programs that lock in one namespace must use the same kind of lock.
-///
-/// All locks of a backend share one connection, which belongs neither to the application nor to a
-/// pool. While a lock is held, the backend checks the connection several times a second. If it is
-/// broken, all holders are notified at once. When a process dies, the server frees its locks at
-/// once, without waiting for a lease. If the server cannot notice (host lost, process stopped), it
-/// ends the session after [`SILENCE`](Self::SILENCE). A lease is never longer than that, so the
-/// holder has given up by then.
-///
-/// If the *server* ends the session (`pg_terminate_backend`, restart, failover, a firewall that
-/// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
-/// or at the end of its lease if no answer arrives. During that time there can be two holders,
-/// which is why this backend has guarantee class best-effort. Tokens grow as in a [`PostgresBackend`], in the
-/// same tables. So fenced writes to other systems stay safe, including those of a
-/// [`Fence`](crate::Fence). [`LockIn`](crate::LockIn) acquires both the row and the advisory lock
-/// for a transaction.
-///
-/// The server does not know the key or the holder of such a lock, so the lock cannot be listed or
-/// broken. An administrator can only end the session by `pg_terminate_backend`, which frees all of
-/// its locks.
-///
-/// A pooler that gives each transaction another connection would pass locks to unrelated clients.
-/// If one is detected, opening or locking fails. A pooler with one connection per session works.
-pub struct PostgresSessionBackend {
-    /// The tables and the listener.
-    pub(super) rows: PostgresBackend,
-    pub(super) session: SqlSession<PgSessionProtocol>,
-}
-
-impl PostgresSessionBackend {
-    /// The idle time after which the server ends the session. It is also the
-    /// maximum lease.
-    pub const SILENCE: Duration = Duration::from_secs(60);
-
-    /// Connects to the server, and creates the tables if they are missing.
-    ///
-    /// # Errors
-    /// As for [`PostgresBackend::open`]; also `Misconfigured` behind a pooler that changes
-    /// connections between transactions.
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave complete tables behind, never partial ones.
-    pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
-        let rows = PostgresBackend::open(config.clone()).await?;
-        let protocol = PgSessionProtocol { rows: rows.session_statements(), config };
-        protocol.detect_pooler().await?;
-        Ok(Self { rows, session: SqlSession::new(protocol) })
-    }
-
-    /// Returns the namespace of this backend's locks.
-    #[must_use]
-    pub fn namespace(&self) -> &str {
-        self.rows.namespace()
-    }
-}
-
-#[async_trait]
-impl LockBackend for PostgresSessionBackend {
-    fn capabilities(&self) -> Capabilities {
-        let capabilities =
-            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
-                .with_fencing()
-                .with_invalidations()
-                .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
-        if self.rows.has_listener() { capabilities.with_wakes() } else { capabilities }
-    }
-
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let mark = self.rows.position();
-        let attempt = self.session.try_acquire(claim).await;
-        Ok(match attempt.map_err(|error| self.rows.client.with_address(error))? {
-            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
-            granted @ Attempt::Granted(_) => granted,
-        })
-    }
-
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.session.renew(claims).await
-    }
-
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let released = self.session.release(claim).await;
-        self.rows.maybe_purge(claim).await;
-        released.map_err(|error| self.rows.client.with_address(error))
-    }
-
-    async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.rows.wait_for_release(claim.key(), busy.mark).await;
-    }
-
-    fn subscribe(&self, invalidations: Invalidations) {
-        self.session.subscribe_invalidations(invalidations);
-    }
-
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-
-    async fn close(&self) {
-        self.session.close().await;
-        self.rows.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for PostgresSessionBackend {
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.rows.diagnose().await
-    }
-}
-
-impl fmt::Debug for PostgresSessionBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostgresSessionBackend").field("config", &self.rows.config).finish()
-    }
-}
+use crate::server::{
+    LockAttempt, PoolError, RowId, SILENCE, SessionFailure, SessionProtocol, TokenPlan,
+};
 
 /// Sends the statements of a session.
-pub(super) struct PgSessionProtocol {
-    rows: super::backend::SessionStatements,
-    config: PostgresConfig,
+pub(crate) struct PgSessionProtocol {
+    rows: Arc<PgRows>,
 }
 
 /// A connection, and the process id of its server process.
-pub(super) struct PgSessionConnection {
+pub(crate) struct PgSessionConnection {
     connection: PgConnection,
     server_process: i32,
 }
@@ -173,9 +43,7 @@ impl PgSessionConnection {
     /// Checks that the first column is the expected process id. So a pooler that changes
     /// connections is detected no later than at the next answer.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
-        let row = rows
-            .first()
-            .ok_or_else(|| SessionFailure::Broken(corrupt("a statement returned no row")))?;
+        let row = one_row(rows).map_err(SessionFailure::Broken)?;
         if column::<i32>(row, 0).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
         } else {
@@ -185,6 +53,13 @@ impl PgSessionConnection {
 }
 
 impl PgSessionProtocol {
+    /// Fails behind a pooler that changes connections between transactions.
+    pub(super) async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
+        let protocol = Self { rows };
+        protocol.detect_pooler().await?;
+        Ok(protocol)
+    }
+
     /// Detects a pooler that changes connections between transactions. Leaves nothing behind on
     /// them.
     async fn detect_pooler(&self) -> Result<(), BackendError> {
@@ -201,8 +76,10 @@ impl PgSessionProtocol {
             two.check_session().await?;
             one.fetch("ROLLBACK").await.map_err(error::session_failure)
         };
-        let probed = timeout(self.config.response_timeout, probe).await;
-        match probed.map_err(|_| error::timed_out())? {
+        let probed = timeout(self.rows.config.response_timeout, probe).await;
+        match probed
+            .map_err(|_| error::timed_out(error::STORE, self.rows.config.response_timeout))?
+        {
             Ok(_) if are_two => {}
             Ok(_) => return Err(pooler_detected()),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
@@ -211,17 +88,18 @@ impl PgSessionProtocol {
         }
         for connected in [one, two] {
             // Optional: the server would notice the end of the connection anyway.
-            let _ = timeout(self.config.connect_timeout, connected.connection.close()).await;
+            let _ = timeout(self.rows.config.connect_timeout, connected.connection.close()).await;
         }
         Ok(())
     }
 
     async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
-        let mut connection = client::connect(&self.config).await?;
+        let mut connection = client::connect(&self.rows.config).await?;
         let query =
-            timeout(self.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
-        let rows = query.await.map_err(|_| error::connect_timed_out())?.map_err(explain)?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+            timeout(self.rows.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
+        let rows =
+            query.await.map_err(|_| error::not_connected(PoolError::TimedOut))?.map_err(explain)?;
+        let row = one_row(&rows)?;
         Ok(PgSessionConnection { server_process: column(row, 0)?, connection })
     }
 
@@ -230,14 +108,14 @@ impl PgSessionProtocol {
         connected: &mut PgSessionConnection,
         statement: &BoundStatement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let rows = statement.send(&mut connected.connection, self.config.query_mode()).await;
+        let rows = statement.send(&mut connected.connection, self.rows.config.query_mode()).await;
         let rows = rows.map_err(error::session_failure)?;
         connected.check_process(&rows)?;
         Ok(rows)
     }
 
     fn row_id(&self, key: &Key) -> RowId {
-        RowId::new(&self.config.namespace, key)
+        self.rows.row_id(key)
     }
 
     async fn attempt(
@@ -292,7 +170,7 @@ impl PgSessionProtocol {
             text,
             [
                 bytes(id.bytes()),
-                bytes(self.config.namespace.as_bytes()),
+                bytes(self.rows.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
                 PgParam::Number(plan.tokens_to_write(is_consecutive)),
@@ -334,8 +212,8 @@ impl SessionProtocol for PgSessionProtocol {
         let configure = async {
             // The server checks the connection as well. On a Unix socket some of these settings
             // have no effect.
-            let seconds = PostgresSessionBackend::SILENCE.as_secs();
-            let lock_timeout = self.config.busy_timeout.as_millis().max(1);
+            let seconds = SILENCE.as_secs();
+            let lock_timeout = self.rows.config.busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
                  SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {CHECK_SESSION}",
@@ -346,8 +224,8 @@ impl SessionProtocol for PgSessionProtocol {
             let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await;
             connected.check_process(&rows.map_err(error::session_failure)?)
         };
-        let configured = timeout(self.config.connect_timeout, configure).await;
-        match configured.map_err(|_| error::connect_timed_out())? {
+        let configured = timeout(self.rows.config.connect_timeout, configure).await;
+        match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
             Ok(()) => Ok(connected),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
         }
@@ -403,7 +281,7 @@ impl SessionProtocol for PgSessionProtocol {
             &self.rows.texts.session_ensure_row,
             [
                 bytes(self.row_id(claim.key()).bytes()),
-                bytes(self.config.namespace.as_bytes()),
+                bytes(self.rows.config.namespace.as_bytes()),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
                 PgParam::Number(i64::from(token)),
@@ -419,20 +297,16 @@ impl SessionProtocol for PgSessionProtocol {
         self.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
 
-    fn timed_out(&self) -> BackendError {
-        error::timed_out()
+    async fn wait(&self, key: &Key, position: u64) {
+        self.rows.wait_for_release(key, position).await;
     }
 
-    fn closed(&self) -> BackendError {
-        error::closed()
-    }
-
-    fn queue_timed_out(&self) -> BackendError {
-        error::queue_timed_out()
+    fn store(&self) -> &str {
+        error::STORE
     }
 
     fn response_timeout(&self) -> Duration {
-        self.config.response_timeout
+        self.rows.config.response_timeout
     }
 }
 

@@ -81,8 +81,19 @@ impl<'a> BoundStatement<'a> {
         }
     }
 
+    /// Returns whether the caller's transaction finds a row. A pooler keeps the connection for the
+    /// duration of a transaction, so an unnamed prepared statement is still present.
+    pub(super) async fn find_in(
+        &self,
+        connection: &mut PgConnection,
+        is_prepared: bool,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        let found = self.query().persistent(is_prepared).fetch_all(connection).await?;
+        Ok((!found.is_empty()).then_some(true))
+    }
+
     /// Returns the statement with bound values.
-    pub(super) fn query(&self) -> Query<'_, Postgres, PgArguments> {
+    fn query(&self) -> Query<'_, Postgres, PgArguments> {
         self.values.iter().fold(query(self.text.safe()), |query, value| match value {
             PgParam::Bytes(bytes) => query.bind(bytes),
             PgParam::MaybeBytes(bytes) => query.bind(bytes),

@@ -1,21 +1,46 @@
-//! Components that the stores for database servers share, whatever their SQL dialect. Contains no
-//! SQL. Used by `postgres` and `mysql`.
+//! The backend of database servers, whatever their SQL dialect. Contains no SQL. `postgres` and
+//! `mysql` implement its [`Dialect`].
 
-mod encryption;
-mod connection_actor;
-mod recent_rows;
+// The backend, and what a kind of server implements for it.
+mod backend;
+mod dialect;
+// Sending statements.
+mod client;
 mod pool;
+mod encryption;
+// What this process remembers of rows.
 mod row_id;
-mod token_reservation;
+mod recent_rows;
+// Locks that last as long as a connection: one for all locks, or one for each.
 mod session;
 mod sessions;
+mod connection_actor;
+mod token_reservation;
+// Transactions of the caller.
+mod fence;
+// Housekeeping.
+mod purge;
+mod diagnose;
 // Locks in the table of another program.
 pub(crate) mod spring;
 
+// Errors of all servers.
+pub(crate) mod error;
+
+pub(crate) use backend::Locks;
+pub use backend::{SqlBackend, SqlMode};
+pub(crate) use client::{ErrorEffect, Request, Resend, SqlClient, session_failure};
+pub(crate) use diagnose::{check_clock, check_row_locks, host_micros};
+pub use dialect::SqlServer;
+pub(crate) use dialect::{Dialect, LeaseStore, TransactionStore};
 pub use encryption::Encryption;
+pub(crate) use fence::fence;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::AfterConnect;
-pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits, PooledConnection};
+#[cfg(feature = "mysql")]
+pub(crate) use pool::PooledConnection;
+pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits};
+pub(crate) use purge::{BATCH_ROWS, maybe_purge};
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
@@ -29,6 +54,9 @@ pub(crate) use token_reservation::TokenPlan;
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
 /// wait for a row. So no client acts on what it read of a key before the key's row was deleted.
 pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::from_secs(60);
+
+/// The idle time after which a server ends the connection of a session or row lock.
+pub(crate) const SILENCE: std::time::Duration = std::time::Duration::from_secs(60);
 
 /// The default maximum number of row locks that are held at once.
 pub(crate) const ROW_LOCKS: u32 = 16;

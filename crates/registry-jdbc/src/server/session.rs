@@ -24,11 +24,11 @@ use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
-use super::PURGE_AFTER_MIN;
 use super::connection_actor::{
     self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
 };
 use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
+use super::{PURGE_AFTER_MIN, error};
 use crate::mutant::{Mutant, mutated};
 
 /// The statements that a session sends.
@@ -67,13 +67,16 @@ pub(crate) trait SessionProtocol: Send + Sync + 'static {
 
     /// Ensures that the row of a held lock exists and contains the claim and its token. The row may
     /// have been purged, or it may contain `row_claim`, the earlier claim that reserved the token.
+    /// By default nothing: a locked row is not purged.
     fn ensure_row(
         &self,
-        connection: &mut Self::Connection,
-        claim: &Claim,
-        token: FencingToken,
-        row_claim: ClaimId,
-    ) -> impl Future<Output = Result<(), SessionFailure>> + Send;
+        _connection: &mut Self::Connection,
+        _claim: &Claim,
+        _token: FencingToken,
+        _row_claim: ClaimId,
+    ) -> impl Future<Output = Result<(), SessionFailure>> + Send {
+        std::future::ready(Ok(()))
+    }
 
     /// Receives a connection without locks, and may return it to the session.
     fn recycle(&self, connection: Self::Connection) -> Option<Self::Connection> {
@@ -83,15 +86,15 @@ pub(crate) trait SessionProtocol: Send + Sync + 'static {
     /// Returns the name of the server's lock. Two keys with the same name are never held at once.
     fn name(&self, key: &Key) -> Vec<u8>;
 
-    /// Returns the error for an answer that did not arrive in time.
-    fn timed_out(&self) -> BackendError;
+    /// Returns when the lock may have been released after `position`. Polls if the server sends no
+    /// notifications.
+    fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send;
 
-    /// Returns the error for a session whose task has ended.
-    fn closed(&self) -> BackendError;
+    /// Closes the connections without a lock that [`recycle`](Self::recycle) has kept.
+    fn close_idle(&self) {}
 
-    /// Returns the error for an acquisition that was not sent, because the connection was busy with
-    /// other statements for too long.
-    fn queue_timed_out(&self) -> BackendError;
+    /// Returns the name of the store in errors.
+    fn store(&self) -> &str;
 
     /// Returns the time limit for an answer.
     fn response_timeout(&self) -> Duration;
@@ -187,11 +190,15 @@ impl<P: SessionProtocol> SqlSession<P> {
         sleep(pause)
     }
 
+    pub(crate) fn protocol(&self) -> &P {
+        &self.protocol
+    }
+
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let owned = claims.to_vec();
         match self.request(|reply| SessionCommand::Renew { claims: owned, reply }).await {
             Ok(responses) => responses.into_iter().map(Ok).collect(),
-            Err(_) => claims.iter().map(|_| Err(self.protocol.closed())).collect(),
+            Err(_) => claims.iter().map(|_| Err(error::closed(self.protocol.store()))).collect(),
         }
     }
 
@@ -239,10 +246,10 @@ impl<P: SessionProtocol> SqlSession<P> {
             }
             Dispatch::Queue(commands, command) => {
                 let sent = commands.queue_for(&command).send(command).await;
-                sent.map_err(|_| self.protocol.closed().as_refused())?;
+                sent.map_err(|_| error::closed(self.protocol.store()).as_refused())?;
             }
         }
-        response.await.map_err(|_| self.protocol.closed())
+        response.await.map_err(|_| error::closed(self.protocol.store()))
     }
 
     /// Starts the command. Opens a new connection actor if the runtime of the last one has ended.
@@ -551,7 +558,7 @@ impl<P: SessionProtocol> SessionState<P> {
                 if requested_at.elapsed()
                     > self.protocol.response_timeout() / QUEUE_TIME_DIVISOR =>
             {
-                CommandResponse::Acquire(reply, Err(self.protocol.queue_timed_out()))
+                CommandResponse::Acquire(reply, Err(error::queue_timed_out(self.protocol.store())))
             }
             SessionCommand::Acquire { claim, reply, .. } => {
                 CommandResponse::Acquire(reply, self.try_acquire(&claim).await)
@@ -660,7 +667,9 @@ impl<P: SessionProtocol> SessionState<P> {
         };
         let plan = self.reservations.plan(name, claim, Instant::now());
         let attempt = timeout(limit, self.protocol.try_acquire(connection, claim, &plan)).await;
-        attempt.unwrap_or_else(|_| Err(SessionFailure::Broken(self.protocol.timed_out())))
+        attempt.unwrap_or_else(|_| {
+            Err(SessionFailure::Broken(error::timed_out(self.protocol.store(), limit)))
+        })
     }
 
     /// One check of the session covers all of its locks.
@@ -710,9 +719,11 @@ impl<P: SessionProtocol> SessionState<P> {
             return Ok(true);
         }
         let ensured = self.protocol.ensure_row(connection, claim, held.token, held.row_claim);
-        let ensured = timeout(self.protocol.response_timeout(), ensured).await;
-        let ensured =
-            ensured.unwrap_or_else(|_| Err(SessionFailure::Broken(self.protocol.timed_out())));
+        let limit = self.protocol.response_timeout();
+        let ensured = timeout(limit, ensured).await;
+        let ensured = ensured.unwrap_or_else(|_| {
+            Err(SessionFailure::Broken(error::timed_out(self.protocol.store(), limit)))
+        });
         if ensured.is_ok() {
             held.row_claim = claim.id();
         }

@@ -179,18 +179,19 @@ const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 /// The finding of `lockreg doctor` for every such table.
 pub(crate) const CLOCK_WARNING: &str = "locks are shared with Spring, whose programs check the end of a lock by their own hosts' clocks; keep these clocks synchronised";
 
-/// Returns the error text for a table of version 6 where version 7 is configured.
-pub(crate) fn older_table_message(table: &str) -> String {
-    format!(
-        "the table {table} has no column EXPIRED_AFTER: it belongs to Spring Integration 6 or before (`spring=v6`)"
-    )
-}
-
-/// Returns the error text for a table of version 7 where version 6 is configured.
-pub(crate) fn newer_table_message(table: &str) -> String {
-    format!(
-        "the table {table} has a column EXPIRED_AFTER: it belongs to Spring Integration 7 (`spring=v7`)"
-    )
+impl SpringTable {
+    /// Checks that the table is of this generation. The error is a text.
+    pub(crate) fn check_generation(&self, table: &str, has_end_column: bool) -> Result<(), String> {
+        match (self.generation, has_end_column) {
+            (Generation::V7, false) => Err(format!(
+                "the table {table} has no column EXPIRED_AFTER: it belongs to Spring Integration 6 or before (`spring=v6`)"
+            )),
+            (Generation::V6 { .. }, true) => Err(format!(
+                "the table {table} has a column EXPIRED_AFTER: it belongs to Spring Integration 7 (`spring=v7`)"
+            )),
+            _ => Ok(()),
+        }
+    }
 }
 
 #[cfg(test)]

@@ -7,9 +7,7 @@ use std::time::Duration;
 
 use registry_core::{BackendError, LockBackend, Registry};
 use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
-    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    PostgresSpringBackend, SpringTable,
+    MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SpringTable, SqlMode,
 };
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
@@ -267,11 +265,11 @@ pub(crate) async fn spring_with_long_timeouts(url: &str) -> Arc<dyn LockBackend>
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap();
         let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
-        return Arc::new(PostgresSpringBackend::open(config, table).await.unwrap());
+        return Arc::new(PostgresBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap());
     }
     let config = MySqlConfig::from_url(url).unwrap();
     let config = config.with_response_timeout(TEST_TIMEOUT * 2).with_busy_timeout(TEST_TIMEOUT);
-    Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
+    Arc::new(MySqlBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap())
 }
 
 async fn open_with(
@@ -284,16 +282,16 @@ async fn open_with(
         let config = PostgresConfig::from_url(url)?;
         let config = config.with_response_timeout(answer).with_busy_timeout(busy);
         if mode == LockMode::Session {
-            return Ok(Arc::new(PostgresSessionBackend::open(config).await?));
+            return Ok(Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await?));
         }
-        return Ok(Arc::new(PostgresRowBackend::open(config).await?));
+        return Ok(Arc::new(PostgresBackend::open_mode(config, SqlMode::Row).await?));
     }
     let config = MySqlConfig::from_url(url)?;
     let config = config.with_response_timeout(answer).with_busy_timeout(busy);
     if mode == LockMode::Session {
-        return Ok(Arc::new(MySqlSessionBackend::open(config).await?));
+        return Ok(Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await?));
     }
-    Ok(Arc::new(MySqlRowBackend::open(config).await?))
+    Ok(Arc::new(MySqlBackend::open_mode(config, SqlMode::Row).await?))
 }
 
 pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{LockBackend, LockOptions, Registry};
-use registry_jdbc::{MySqlConfig, MySqlSessionBackend, PostgresConfig, PostgresSessionBackend};
+use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::within;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
@@ -27,11 +27,11 @@ async fn registry(server: &Server) -> Registry {
     let backend: Arc<dyn LockBackend> = match server {
         Server::Postgres(_) => {
             let config = PostgresConfig::from_url(&url).unwrap();
-            Arc::new(PostgresSessionBackend::open(config).await.unwrap())
+            Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap())
         }
         Server::MariaDb(_) => {
             let config = MySqlConfig::from_url(&url).unwrap();
-            Arc::new(MySqlSessionBackend::open(config).await.unwrap())
+            Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await.unwrap())
         }
     };
     Registry::builder(backend).lease(LEASE).build().unwrap()

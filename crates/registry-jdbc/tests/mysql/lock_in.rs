@@ -1,16 +1,12 @@
 //! A lock that lasts until the caller's transaction ends.
 
-use std::cell::RefCell;
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_conformance::sweep::{SweepOutcome, sweep};
-use registry_core::{LockBackend, LockOptions, Registry, Renewal};
-use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
+use registry_core::{LockBackend, Registry, Renewal};
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
-use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, MySqlRowBackend};
-use registry_testkit::eventually;
+use registry_jdbc::{LockIn, LockInError, MySqlBackend, SqlMode};
 use tokio::time::timeout;
 
 use crate::common::{
@@ -54,7 +50,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
 #[tokio::test]
 async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() {
     let server = server().await;
-    let rows = Arc::new(MySqlRowBackend::open(config(&server)).await.unwrap());
+    let rows = Arc::new(MySqlBackend::open_mode(config(&server), SqlMode::Row).await.unwrap());
     let registries = [registry(config(&server)).await, Registry::builder(rows).build().unwrap()];
     for registry in registries {
         let mut data = data(&server).await;
@@ -125,20 +121,6 @@ async fn a_transaction_excludes_leases_until_it_ends() {
         assert!(guard.fencing_token() > held.fencing_token());
         guard.unlock().await.unwrap();
     }
-}
-
-#[tokio::test]
-async fn a_transaction_acquires_the_lock_of_an_expired_lease() {
-    let server = server().await;
-    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
-    let options = LockOptions::new().lease(Duration::from_millis(500)).auto_renew(false);
-    let stale = a.obtain("orders/42").lock_with(options).await.unwrap();
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
-    let held = timeout(TEST_TIMEOUT, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
-    assert!(!stale.is_held(), "the holder was notified first");
-    assert!(held.fencing_token() > stale.fencing_token());
-    tx.commit().await.unwrap();
 }
 
 #[tokio::test]
@@ -234,53 +216,4 @@ async fn transactions_and_leases_lose_no_increment() {
     }
     workers.join_all().await;
     assert_eq!(server.sql("SELECT n FROM counter").await.unwrap().trim(), (4 * EACH).to_string());
-}
-
-/// A call that is dropped at any point rolls its transaction back. The connection serves the next
-/// transaction, and the lock is free.
-#[tokio::test]
-#[expect(clippy::async_yields_async, reason = "the sweep polls what is made")]
-async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
-    let server = server().await;
-    let registry = registry(config(&server)).await;
-    let pool = MySqlPoolOptions::new().max_connections(1).connect(&server.url()).await.unwrap();
-    let tokens = RefCell::new(Vec::new());
-    let check_lock = async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
-            tokens.borrow_mut().push(output);
-        }
-        let guard =
-            timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-        tokens.borrow_mut().push(guard.fencing_token());
-        guard.unlock().await.unwrap();
-    };
-    let locked = async || {
-        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
-        let registry = registry.clone();
-        async move {
-            let lock = registry.lock_in(&mut tx, "orders/42").await.unwrap();
-            tx.commit().await.unwrap();
-            lock.fencing_token()
-        }
-    };
-    sweep(locked, 100, check_lock).await;
-    assert!(tokens.borrow().is_sorted_by(|one, next| one < next), "{tokens:?}");
-
-    let guard = Arc::new(registry.obtain("orders/43").lock().await.unwrap());
-    let fenced = async || {
-        let mut tx = timeout(TEST_TIMEOUT, pool.begin()).await.unwrap().unwrap();
-        let guard = Arc::clone(&guard);
-        async move {
-            guard.fence(&mut tx).await.unwrap();
-            tx.commit().await.unwrap();
-        }
-    };
-    // The pool rolls back in the background, and the server needs time to process it.
-    let renewed =
-        async || guard.extend(Duration::from_secs(30)).await.map_err(|error| error.to_string());
-    let check_guard = async |_| {
-        eventually(TEST_TIMEOUT, renewed).await;
-        assert!(guard.is_held());
-    };
-    sweep(fenced, 100, check_guard).await;
 }

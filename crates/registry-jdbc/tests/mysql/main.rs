@@ -2,9 +2,9 @@
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
-mod common;
-mod shared;
-
+#[path = "../servers/mod.rs"]
+mod servers;
+mod server;
 mod fence;
 mod lock_in;
 mod opening;
@@ -16,40 +16,45 @@ mod failures;
 
 use std::time::Duration;
 
-use registry_jdbc::SpringTable;
+use registry_jdbc::{SpringTable, SqlMode};
 use registry_testkit::mariadb::MariaDbOptions;
-use shared::{StoreMode, run_conformance, run_conformance_on};
+use servers::common;
+use servers::conformance::run_conformance;
 
 #[test]
 fn a_server_passes_the_conformance_suite() {
-    run_conformance(StoreMode::Lease, 221, 11);
+    run_conformance(&MariaDbOptions::new(), &SqlMode::Lease, 221, 11);
 }
 
 /// One node of a cluster, which all clients use.
 #[test]
 fn a_node_of_a_galera_cluster_passes_the_conformance_suite() {
-    let options = MariaDbOptions::new().galera_node().args(&["--max-connections=1000"]);
-    run_conformance_on(&options, StoreMode::Lease, 221, 11);
+    run_conformance(&MariaDbOptions::new().galera_node(), &SqlMode::Lease, 221, 11);
 }
 
 #[test]
 fn session_locks_pass_the_applicable_conformance_clauses() {
-    run_conformance(StoreMode::Session, 194, 38);
+    run_conformance(&MariaDbOptions::new(), &SqlMode::Session, 194, 38);
 }
 
 #[test]
 fn row_locks_pass_the_applicable_conformance_clauses() {
-    run_conformance(StoreMode::Row, 218, 14);
+    run_conformance(&MariaDbOptions::new(), &SqlMode::Row, 218, 14);
 }
 
 /// There releases are not published.
 #[test]
 fn a_table_of_spring_7_passes_the_conformance_suite_without_wakes() {
-    run_conformance(StoreMode::Spring(SpringTable::v7()), 216, 16);
+    run_conformance(&MariaDbOptions::new(), &SqlMode::Spring(SpringTable::v7()), 216, 16);
 }
 
 /// The clauses have leases shorter and longer than the time to live.
 #[test]
 fn a_table_of_spring_6_passes_the_conformance_suite_without_wakes() {
-    run_conformance(StoreMode::Spring(SpringTable::v6(Duration::from_secs(10))), 216, 16);
+    run_conformance(
+        &MariaDbOptions::new(),
+        &SqlMode::Spring(SpringTable::v6(Duration::from_secs(10))),
+        216,
+        16,
+    );
 }

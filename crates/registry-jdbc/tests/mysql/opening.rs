@@ -1,73 +1,15 @@
 //! Connecting to a store and creating its schema.
 
-use registry_core::{BackendErrorKind, LockAdmin, LockBackend};
+use registry_core::{BackendErrorKind, LockBackend};
 #[cfg(feature = "tls")]
 use registry_jdbc::Encryption;
-use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_jdbc::MySqlConfig;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
 
-use crate::common::{backend, busy, claim, config, error_chain, grant, server};
-
-async fn open_refused(config: MySqlConfig) -> registry_core::BackendError {
-    let error = MySqlBackend::open(config).await.unwrap_err();
-    assert!(error.refused(), "{}", error_chain(&error));
-    error
-}
-
-#[tokio::test]
-async fn concurrent_starts_create_the_tables_once() {
-    let server = server().await;
-    let mut starts = tokio::task::JoinSet::new();
-    for _ in 0..12 {
-        let config = config(&server);
-        starts.spawn(async move { backend(config).await });
-    }
-    let backends = starts.join_all().await;
-    grant(&backends[0], &claim("k")).await;
-    for backend in &backends {
-        busy(backend, &claim("k")).await;
-    }
-}
-
-#[tokio::test]
-async fn a_user_without_the_right_to_create_tables_can_lock() {
-    let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
-    server.sql("CREATE USER worker@'127.0.0.1'").await.unwrap();
-    let worker = || config(&server).with_login("worker", None);
-    assert_eq!(open_refused(worker()).await.kind(), BackendErrorKind::Denied);
-
-    server.sql(MySqlBackend::schema()).await.unwrap();
-    server.sql(MySqlBackend::schema()).await.unwrap();
-    let error = open_refused(worker()).await;
-    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
-    server
-        .sql(
-            "GRANT SELECT, INSERT, UPDATE, DELETE ON app.lock_registry_locks TO worker@'127.0.0.1'; \
-             GRANT SELECT, UPDATE ON app.lock_registry_meta TO worker@'127.0.0.1'",
-        )
-        .await
-        .unwrap();
-    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
-    // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
-    let was_purged =
-        async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
-    let mut number = 0;
-    while !was_purged().await {
-        assert!(number < 20_000, "nothing was purged");
-        for _ in 0..100 {
-            let claim = claim(&format!("k{number}"));
-            grant(&backend, &claim).await;
-            backend.release(&claim).await.unwrap();
-            number += 1;
-        }
-        let age =
-            "UPDATE lock_registry_locks SET since = since - 3600000000, until = until - 3600000000";
-        server.sql(age).await.unwrap();
-    }
-    assert!(backend.diagnose().await.is_ok());
-}
+use crate::common::{backend, claim, config, error_chain, grant, server};
+use crate::servers::opening::*;
 
 #[tokio::test]
 async fn an_error_for_a_user_that_cannot_create_tables_names_the_command() {
@@ -102,15 +44,6 @@ async fn table_names_are_configurable() {
     server.sql("CREATE DATABASE `a``b c`").await.unwrap();
     let strange = MySqlConfig::new("127.0.0.1", server.addr().port(), "a`b c");
     grant(&backend(strange.with_login("root", None)).await, &claim("k")).await;
-}
-
-#[tokio::test]
-async fn tables_of_another_version_are_refused_unchanged() {
-    let server = server().await;
-    backend(config(&server)).await.close().await;
-    server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
-    let error = open_refused(config(&server)).await;
-    assert!(error.to_string().contains("version 2"), "{error}");
 }
 
 #[tokio::test]
@@ -176,26 +109,5 @@ async fn encrypted_connections_are_verified_as_configured() {
     ] {
         let error = open_refused(config).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-    }
-}
-
-/// The token of a statement that started before a row was created, used and deleted would be
-/// smaller than the row's.
-#[tokio::test]
-async fn purge_after_exceeds_the_duration_of_any_statement() {
-    let server = server().await;
-    let seconds = std::time::Duration::from_secs;
-    for (purge_after, response_timeout, works) in
-        [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
-    {
-        let config = config(&server).with_purge_after(seconds(purge_after));
-        let config = config.with_response_timeout(seconds(response_timeout));
-        if works {
-            backend(config).await;
-        } else {
-            let error = open_refused(config).await;
-            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-            assert!(error.to_string().contains("purge_after"), "{error}");
-        }
     }
 }

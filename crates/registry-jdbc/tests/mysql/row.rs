@@ -4,58 +4,17 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{
-    Attempt, BackendErrorKind, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard,
-    Registry, Release, Renewal,
-};
-use registry_jdbc::sqlx::{Connection, Executor, MySqlConnection};
+use registry_core::{BackendErrorKind, LockError, Registry};
+use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
-    Fence, FenceError, LockIn, LockInError, MySqlConfig, MySqlRowBackend, MySqlSessionBackend,
-    MySqlSpringBackend, RowLocksExhausted, SpringTable,
+    Fence, FenceError, LockIn, LockInError, MySqlBackend, RowLocksExhausted, SpringTable, SqlMode,
 };
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::time::timeout;
 
-use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, claim, close_all_connections, config, data, grant, key, lock,
-    server,
-};
-
-/// The time limit for a loss notification: well before the next renewal.
-const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
-
-const ONE_SECOND: Duration = Duration::from_secs(1);
-
-async fn row(config: MySqlConfig) -> Arc<MySqlRowBackend> {
-    Arc::new(MySqlRowBackend::open(config).await.unwrap())
-}
-
-fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
-    Registry::builder(backend).build().unwrap()
-}
-
-async fn registry(server: &MariaDbServer) -> Registry {
-    registry_over(row(config(server)).await)
-}
-
-async fn session(server: &MariaDbServer) -> Registry {
-    registry_over(Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap()))
-}
-
-async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
-    backend.try_acquire(claim).await.unwrap()
-}
-
-async fn is_free(registry: &Registry, key: &str) -> bool {
-    registry.obtain(key).try_lock().await.unwrap().is_some()
-}
-
-/// The number of transactions with a locked row. The table is up to a tenth of a second old.
-async fn holders(server: &MariaDbServer) -> usize {
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    let open = "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_rows_locked > 0";
-    server.sql(open).await.unwrap().trim().parse().unwrap()
-}
+use crate::common::{TEST_TIMEOUT, config, data, lock, server};
+use crate::server::*;
+use crate::servers::row::*;
 
 #[tokio::test]
 async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
@@ -63,7 +22,7 @@ async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
     let (first, second) = (registry(&server).await, registry(&server).await);
     let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
     let began = Instant::now();
-    close_all_connections(&server).await;
+    end_sessions(&server).await;
     for guard in &guards {
         timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
     }
@@ -75,46 +34,10 @@ async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
 }
 
 #[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    lock(&registry, "orders/43").await.unlock().await.unwrap();
-    server.kill();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let config = config(&server);
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
-            assert!(matches!(granted, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
-
-#[tokio::test]
 async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<MySqlBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -145,65 +68,6 @@ async fn a_waiter_has_no_connection_and_acquires_the_lock_soon_after_its_release
 }
 
 #[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(holders(&server).await, 0);
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (row(config(&server)).await, registry(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
-async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
-    let server = server().await;
-    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<MySqlRowBackend>::clone(&rows));
-    let mut data = data(&server).await;
-
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token;
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    leases.release(&lease).await.unwrap();
-
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token;
-    let refused = leases.try_acquire(&claim("orders/42")).await.unwrap_err();
-    assert!(refused.is_retryable(), "{refused}");
-    let mut tx = data.begin().await.unwrap();
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    rows.release(&held).await.unwrap();
-
-    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token;
-    assert!(first < second && second < third && third < fourth);
-}
-
-#[tokio::test]
 async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
@@ -223,7 +87,8 @@ async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
 #[tokio::test]
 async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
     let server = server().await;
-    let spring = MySqlSpringBackend::open(config(&server), SpringTable::v7()).await.unwrap();
+    let spring =
+        MySqlBackend::open_mode(config(&server), SqlMode::Spring(SpringTable::v7())).await.unwrap();
     for registry in
         [registry(&server).await, session(&server).await, registry_over(Arc::new(spring))]
     {
@@ -250,39 +115,6 @@ async fn a_read_only_server_grants_nothing_and_notifies_the_holders() {
         server.sql("SET GLOBAL read_only = 0").await.unwrap();
         lock(&registry, "orders/42").await.unlock().await.unwrap();
     }
-}
-
-#[tokio::test]
-async fn capabilities_and_findings_match_the_backend() {
-    let server = server().await;
-    let backend = row(config(&server)).await;
-    let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
-    assert_eq!(capabilities.lease_max, MySqlRowBackend::SILENCE);
-    assert!(
-        capabilities.reports_invalidations
-            && capabilities.fencing
-            && capabilities.inspect
-            && capabilities.labels
-    );
-    let findings = backend.diagnose().await.unwrap();
-    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
-    let many = row(config(&server).with_row_locks(1_000)).await;
-    let findings = many.diagnose().await.unwrap();
-    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
-    let none = MySqlRowBackend::open(config(&server).with_row_locks(0)).await.unwrap_err();
-    assert!(!none.is_retryable(), "{none}");
-}
-
-async fn sell(guard: &LockGuard, data: &mut MySqlConnection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
-    if let Err(error) = guard.fence(&mut transaction).await {
-        transaction.rollback().await.unwrap();
-        return Err(error);
-    }
-    transaction.execute("INSERT INTO app.sale VALUES ('7')").await.unwrap();
-    transaction.commit().await.unwrap();
-    Ok(())
 }
 
 async fn fences(server: &MariaDbServer, a: Registry, b: Registry) {
@@ -323,19 +155,6 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
     fences(&server, session(&server).await, session(&server).await).await;
 }
 
-/// Writes what the next holder would, before the loss notification arrives.
-#[tokio::test]
-async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
-    let server = server().await;
-    server.sql("CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB").await.unwrap();
-    let mut data = data(&server).await;
-    let stale = lock(&session(&server).await, "coupon/7").await;
-    server.sql("UPDATE lock_registry_locks SET claim = '1', token = token + block").await.unwrap();
-    assert!(stale.is_held());
-    let error = sell(&stale, &mut data).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
-}
-
 #[tokio::test]
 async fn lock_in_does_not_support_session_locks() {
     let server = server().await;
@@ -344,57 +163,4 @@ async fn lock_in_does_not_support_session_locks() {
     let mut tx = data.begin().await.unwrap();
     let error = registry.lock_in(&mut tx, "orders/42").await.unwrap_err();
     assert!(matches!(error, LockInError::Unsupported { .. }), "{error:?}");
-}
-
-/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
-#[tokio::test]
-async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
-    let server = server().await;
-    let apart = config(&server).with_namespace("sessions");
-    let rows = registry(&server).await;
-    let sessions = registry_over(Arc::new(MySqlSessionBackend::open(apart.clone()).await.unwrap()));
-    let (blocked_row, blocked_session) = (config(&server), apart);
-    let (holds, held) = tokio::sync::oneshot::channel();
-    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
-    // A runtime with one thread that is blocked, so that all its tasks stop.
-    let blocked = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let locked = runtime.block_on(async {
-            let row = registry_over(row(blocked_row).await);
-            let session = MySqlSessionBackend::open(blocked_session).await.unwrap();
-            let session = registry_over(Arc::new(session));
-            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
-            (row, session, guards)
-        });
-        holds.send(()).unwrap();
-        unblocked.recv().ok();
-        runtime.block_on(async {
-            for guard in &locked.2 {
-                assert!(!guard.is_held(), "it was ended long ago");
-                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-            }
-        });
-    });
-    held.await.unwrap();
-    let began = Instant::now();
-    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
-    // succeeds.
-    let kept = lock(&sessions, "kept").await;
-    let waits = [&rows, &sessions].map(|registry| async move {
-        let handle = registry.obtain("orders/42");
-        let guard = timeout(4 * TEST_TIMEOUT, handle.lock()).await.unwrap().unwrap();
-        (began.elapsed(), guard)
-    });
-    for (after, guard) in futures_util::future::join_all(waits).await {
-        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
-        assert!(guard.is_held());
-    }
-    assert!(kept.is_held());
-    server.sql("DELETE FROM lock_registry_locks WHERE lock_key = 'kept'").await.unwrap();
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
-    kept.fence(&mut tx).await.unwrap();
-    tx.commit().await.unwrap();
-    unblock.send(()).unwrap();
-    blocked.join().unwrap();
 }

@@ -3,49 +3,20 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    Attempt, BackendErrorKind, LockAdmin, LockBackend, LockOptions, Release, Renewal,
-};
+use registry_core::{Attempt, LockAdmin, LockBackend, LockOptions, Release, Renewal};
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use crate::common::{
     LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock,
     registry, run, server, token,
 };
-
-/// InnoDB's counters of written rows and of waits for row locks.
-async fn written(server: &MariaDbServer) -> String {
-    let counters = "'Innodb_rows_inserted', 'Innodb_rows_updated', 'Innodb_rows_deleted', 'Innodb_row_lock_waits'";
-    server.sql(&format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({counters})")).await.unwrap()
-}
-
-/// Waits until a statement waits for a row lock.
-async fn waits_for_a_row(server: &MariaDbServer) {
-    let waiting =
-        "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
-    eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
-        .await;
-}
-
-#[tokio::test]
-async fn a_busy_attempt_writes_nothing() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    grant(&backend, &claim("k")).await;
-    let before = written(&server).await;
-    for _ in 0..20 {
-        busy(&backend, &claim("k")).await;
-        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
-        backend.inspect(&key("k")).await.unwrap();
-    }
-    assert_eq!(written(&server).await, before);
-}
+use crate::server::*;
 
 #[tokio::test]
 async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
@@ -71,9 +42,9 @@ async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
         // Case 2: another client is faster.
         let faster = claim("k");
         let token_of_faster = token(&second_store, &faster).await;
-        let before = written(&server).await;
+        let before = writes(&server).await;
         let reply = busy(&first_store, &claim("k")).await;
-        assert_eq!(written(&server).await, before);
+        assert_eq!(writes(&server).await, before);
         assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
         let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
@@ -264,46 +235,6 @@ async fn a_clock_jump_ends_a_lease_early_and_the_holder_is_notified() {
 }
 
 #[tokio::test]
-async fn a_locked_row_is_an_error_and_neither_busy_nor_a_loss() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let (held, other, free) = (claim("held"), claim("other"), claim("free"));
-    for claim in [&held, &other, &free] {
-        grant(&backend, claim).await;
-    }
-    backend.release(&free).await.unwrap();
-
-    let mut data = data(&server).await;
-    run(
-        &mut data,
-        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
-         SELECT * FROM lock_registry_locks WHERE lock_key IN ('held', 'free') FOR UPDATE",
-    )
-    .await;
-    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Transient);
-    assert!(error.refused(), "{}", error_chain(&error));
-    let error = backend.release(&held).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
-    // A busy attempt does not need the row lock.
-    busy(&backend, &claim("held")).await;
-
-    // One locked row delays no other renewal, and the call does not wait for it.
-    let claims = [held.clone(), other.clone(), claim("held")];
-    let began = Instant::now();
-    let renewals = timeout(TEST_TIMEOUT, backend.renew(&claims)).await.unwrap();
-    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
-    let error = renewals[0].as_ref().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
-    assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
-    assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
-
-    run(&mut data, "ROLLBACK").await;
-    grant(&backend, &claim("free")).await;
-    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
-}
-
-#[tokio::test]
 async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
@@ -319,76 +250,4 @@ async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     let held = backend.list().await.unwrap();
     assert_eq!(held.len(), 1, "{held:?}");
-}
-
-#[tokio::test]
-async fn renewals_succeed_while_acquisitions_use_all_connections() {
-    let server = server().await;
-    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
-    let backend = Arc::new(backend(config).await);
-    let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
-    for claim in [&held, &gone, &locked] {
-        grant(&backend, claim).await;
-    }
-    backend.release(&locked).await.unwrap();
-    let mut data = data(&server).await;
-    run(
-        &mut data,
-        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
-         SELECT * FROM lock_registry_locks WHERE lock_key = 'locked' FOR UPDATE",
-    )
-    .await;
-    let mut attempts = JoinSet::new();
-    for _ in 0..8 {
-        let backend = Arc::clone(&backend);
-        attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
-    }
-    // One attempt waits in the server, and the others wait for its connection.
-    waits_for_a_row(&server).await;
-    let began = Instant::now();
-    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
-    assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
-    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
-    run(&mut data, "ROLLBACK").await;
-    let granted = attempts.join_all().await.into_iter();
-    let granted = granted.filter(|attempt| matches!(attempt, Ok(Attempt::Granted(_))));
-    assert_eq!(granted.count(), 1);
-}
-
-#[tokio::test]
-async fn a_batch_is_renewed_claim_by_claim() {
-    let options = MariaDbOptions::new().without_fsync();
-    let server = MariaDbServer::start_with(options).await.unwrap();
-    let backend = backend(config(&server)).await;
-    // More claims than one statement renews.
-    let mut claims = Vec::new();
-    for n in 0..1200 {
-        claims.push(claim(&format!("k{n}")));
-    }
-    for (n, claim) in claims.iter().enumerate() {
-        if n % 100 != 0 {
-            grant(&backend, claim).await;
-        }
-    }
-    claims.push(claims[1].clone());
-    claims.push(claims[2].clone().with_lease(Duration::from_secs(90)));
-    let renewals = backend.renew(&claims).await;
-    assert_eq!(renewals.len(), claims.len());
-    for (n, renewal) in renewals.into_iter().enumerate() {
-        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
-        assert_eq!(is_there, n >= 1200 || n % 100 != 0, "claim {n}");
-    }
-    assert!(backend.renew(&[]).await.is_empty());
-}
-
-#[tokio::test]
-async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let claim = claim("k");
-    grant(&backend, &claim).await;
-    backend.release(&claim).await.unwrap();
-    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
-    let error = backend.try_acquire(&claim).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
 }

@@ -1,184 +1,11 @@
 //! Locks in Spring's table: their rows, and the effects of Spring's own operations on them.
 
-use std::time::Duration;
+use registry_core::{Attempt, LockBackend};
+use registry_jdbc::SpringTable;
 
-use registry_core::{Attempt, Claim, LockAdmin, LockBackend, Release, Renewal};
-use registry_jdbc::sqlx::{Connection as _, Executor as _};
-use registry_jdbc::{Fence as _, FenceError, MySqlSpringBackend, SpringTable};
-use registry_testkit::eventually;
-use registry_testkit::mariadb::MariaDbServer;
-
-use crate::common::{
-    LEASE, TEST_TIMEOUT, close_all_connections, config, data, error_chain, key, lock, run, server,
-};
-
-const TTL: Duration = Duration::from_secs(10);
-
-async fn backend(server: &MariaDbServer, table: SpringTable) -> MySqlSpringBackend {
-    MySqlSpringBackend::open(config(server), table).await.unwrap()
-}
-
-async fn sql(server: &MariaDbServer, text: &str) -> String {
-    server.sql(text).await.unwrap().trim().replace('\t', "|")
-}
-
-async fn token(backend: &MySqlSpringBackend, claim: &Claim) -> u64 {
-    match backend.try_acquire(claim).await.unwrap() {
-        Attempt::Granted(grant) => grant.token.get(),
-        Attempt::Busy(busy) => panic!("busy: {busy:?}"),
-    }
-}
-
-fn claim(text: &str) -> Claim {
-    Claim::new(key(text), LEASE)
-}
-
-#[tokio::test]
-async fn a_row_is_what_spring_7_writes() {
-    let server = server().await;
-    // The result must not depend on the time zone of a session.
-    sql(&server, "SET GLOBAL time_zone = '+05:45'").await;
-    let backend = backend(&server, SpringTable::v7()).await;
-    let claim = claim("foo");
-    token(&backend, &claim).await;
-    let row = "SELECT REGION, LOCK_KEY, REPLACE(CLIENT_ID, '-', ''), TIMESTAMPDIFF(MICROSECOND, CREATED_DATE, EXPIRED_AFTER), \
-               ABS(TIMESTAMPDIFF(SECOND, CREATED_DATE, UTC_TIMESTAMP(6))) < 30 FROM app.INT_LOCK";
-    let expected =
-        format!("DEFAULT|acbd18db-4cc2-385c-adef-654fccc4a4d8|{}|60000000|1", claim.id());
-    assert_eq!(sql(&server, row).await, expected);
-    assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
-    assert_eq!(sql(&server, "SELECT COUNT(*) FROM app.INT_LOCK").await, "0");
-}
-
-/// The date of a row plus the time to live is the end of the lease, for shorter and longer leases
-/// too.
-#[tokio::test]
-async fn a_row_is_what_spring_6_writes_and_ends_with_its_lease() {
-    let server = server().await;
-    let backend = backend(&server, SpringTable::v6(TTL)).await;
-    for (lease, name) in [(TTL, "foo"), (TTL / 5, "shorter"), (TTL * 6, "longer")] {
-        let claim = Claim::new(key(name), lease);
-        token(&backend, &claim).await;
-        let row = format!(
-            "SELECT ABS(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CREATED_DATE + INTERVAL 10 SECOND) - {}) < 1500000 \
-             FROM app.INT_LOCK",
-            lease.as_micros()
-        );
-        assert_eq!(sql(&server, &row).await, "1", "{name}");
-        backend.release(&claim).await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn tokens_increase_although_rows_are_deleted() {
-    let server = server().await;
-    let backend = backend(&server, SpringTable::v7()).await;
-    let mut last = 0;
-    for _ in 0..5 {
-        let claim = claim("k").with_token_block(1_000_000_000);
-        let next = token(&backend, &claim).await;
-        assert!(next >= last + 1_000_000_000 || last == 0, "{next} after {last}");
-        backend.release(&claim).await.unwrap();
-        last = next;
-    }
-}
-
-#[tokio::test]
-async fn an_expired_lease_is_not_renewed_even_if_the_key_is_free() {
-    let server = server().await;
-    for table in [SpringTable::v7(), SpringTable::v6(TTL).with_prefix("OLD_")] {
-        let backend = backend(&server, table).await;
-        let short = Claim::new(key("k"), Duration::from_millis(100));
-        token(&backend, &short).await;
-        eventually(TEST_TIMEOUT, async || backend.inspect(short.key()).await.unwrap().is_none())
-            .await;
-        let renewed = backend.renew(std::slice::from_ref(&short)).await;
-        assert!(matches!(renewed[..], [Ok(Renewal::Gone)]), "{renewed:?}");
-        assert_eq!(backend.inspect(short.key()).await.unwrap(), None);
-        assert_eq!(backend.release(&short).await.unwrap(), Release::NotHeld);
-    }
-}
-
-#[tokio::test]
-async fn keys_of_one_uuid_are_one_lock() {
-    let server = server().await;
-    let backend = backend(&server, SpringTable::v7()).await;
-    let held = claim("foo");
-    token(&backend, &held).await;
-    for same in ["acbd18db-4cc2-385c-adef-654fccc4a4d8", "ACBD18DB-4CC2-385C-ADEF-654FCCC4A4D8"] {
-        let other = claim(same);
-        assert!(matches!(backend.try_acquire(&other).await.unwrap(), Attempt::Busy(_)), "{same}");
-    }
-}
-
-/// Uses the UUID, which is a key of the same lock.
-#[tokio::test]
-async fn locks_of_spring_are_listed_and_can_be_broken() {
-    let server = server().await;
-    let backend = backend(&server, SpringTable::v7()).await;
-    sql(
-        &server,
-        "INSERT INTO app.INT_LOCK (REGION, LOCK_KEY, CLIENT_ID, CREATED_DATE, EXPIRED_AFTER) \
-         SELECT r, 'acbd18db-4cc2-385c-adef-654fccc4a4d8', 'short', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL 60 SECOND \
-         FROM (SELECT 'DEFAULT' AS r UNION SELECT 'OTHER') AS regions",
-    )
-    .await;
-    let own_claim = claim("bar").with_label(Some("us".into()));
-    let granted = token(&backend, &own_claim).await;
-    let mut listed = backend.list().await.unwrap();
-    listed.sort_by(|a, b| a.key.as_str().cmp(b.key.as_str()));
-    let [spring_holder, own_holder] = &listed[..] else { panic!("{listed:?}") };
-    assert_eq!(spring_holder.key.as_str(), "acbd18db-4cc2-385c-adef-654fccc4a4d8");
-    assert_eq!((spring_holder.token, &spring_holder.label), (None, &None));
-    assert_eq!((own_holder.key.as_str(), own_holder.token.unwrap().get()), ("bar", granted));
-    assert_eq!(own_holder.label.as_deref(), Some("us"));
-    assert!(backend.inspect(&key("foo")).await.unwrap().unwrap().lease_left.is_some());
-    assert_eq!(backend.force_release(&spring_holder.key).await.unwrap(), Release::Freed);
-    assert_eq!(backend.inspect(&key("foo")).await.unwrap(), None);
-    assert_eq!(sql(&server, "SELECT COUNT(*) FROM app.INT_LOCK WHERE REGION = 'OTHER'").await, "1");
-}
-
-#[tokio::test]
-async fn a_table_of_another_generation_is_refused() {
-    let server = server().await;
-    backend(&server, SpringTable::v7()).await;
-    backend(&server, SpringTable::v6(TTL).with_prefix("app.OLD_")).await;
-    for (table, fragment) in [
-        (SpringTable::v6(TTL), "has a column EXPIRED_AFTER"),
-        (SpringTable::v7().with_prefix("OLD_"), "has no column EXPIRED_AFTER"),
-        (SpringTable::v7().with_prefix("a b"), "the prefix"),
-        (SpringTable::v7().with_region(""), "the region"),
-    ] {
-        let error = MySqlSpringBackend::open(config(&server), table).await.unwrap_err();
-        assert!(error_chain(&error).contains(fragment), "{error}");
-    }
-    let absent = SpringTable::v7().with_prefix("ABSENT_");
-    let strict = config(&server).with_create_schema(false);
-    let error = MySqlSpringBackend::open(strict, absent).await.unwrap_err();
-    assert!(error_chain(&error).contains("ABSENT_LOCK` is missing"), "{error}");
-}
-
-/// Without the fence, Spring's own statement would take over the row while the transaction is open.
-#[tokio::test]
-async fn a_fenced_transaction_excludes_spring_until_it_ends() {
-    let server = server().await;
-    let backend = backend(&server, SpringTable::v7()).await;
-    let registry = registry_core::Registry::builder(std::sync::Arc::new(backend)).build().unwrap();
-    let guard = lock(&registry, "k").await;
-    let mut connection = data(&server).await;
-    let mut transaction = connection.begin().await.unwrap();
-    guard.fence(&mut transaction).await.unwrap();
-    let mut peer = data(&server).await;
-    let steal = "SET SESSION innodb_lock_wait_timeout = 1; \
-                 UPDATE INT_LOCK SET CLIENT_ID = 'x', EXPIRED_AFTER = UTC_TIMESTAMP(6) + INTERVAL 1 HOUR";
-    let refused = peer.execute(steal).await.unwrap_err();
-    assert!(refused.to_string().contains("Lock wait timeout"), "{refused}");
-    transaction.commit().await.unwrap();
-    run(&mut peer, steal).await;
-    let mut transaction = connection.begin().await.unwrap();
-    let error = guard.fence(&mut transaction).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
-}
+use crate::common::server;
+use crate::server::*;
+use crate::servers::spring::*;
 
 /// A grant consists of two rows. Both exist or neither does, and a retry finds its token, wherever
 /// the connection broke.
@@ -215,7 +42,7 @@ async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
     };
     let cuts = async {
         loop {
-            close_all_connections(&server).await;
+            end_sessions(&server).await;
         }
     };
     tokio::select! {

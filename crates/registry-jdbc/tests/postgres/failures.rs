@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Registry, Release, Renewal};
+use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Release};
 use registry_jdbc::{PostgresBackend, PostgresConfig};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
@@ -16,6 +16,7 @@ use crate::common::{
     TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock, registry, run,
     server,
 };
+use crate::servers::failures::*;
 
 /// The sessions of the store, except the listener.
 const SESSIONS: &str =
@@ -52,26 +53,6 @@ async fn a_dropped_call_corrupts_no_connection() {
         let open = "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'";
         assert_eq!(server.sql(open).await.unwrap(), "0");
     }
-}
-
-#[tokio::test]
-async fn a_killed_server_has_its_locks_after_the_restart() {
-    let mut server = server().await;
-    let backend = backend(config(&server)).await;
-    let held = claim("k");
-    grant(&backend, &held).await;
-    for _ in 0..3 {
-        server.kill();
-        let error = backend.try_acquire(&claim("k")).await.unwrap_err();
-        assert_eq!(error.kind(), BackendErrorKind::Transient, "{}", error_chain(&error));
-        server.start_again().await.unwrap();
-        assert!(matches!(
-            backend.renew(std::slice::from_ref(&held)).await[0],
-            Ok(Renewal::Renewed(_))
-        ));
-        busy(&backend, &claim("k")).await;
-    }
-    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 }
 
 #[tokio::test]
@@ -178,24 +159,6 @@ async fn several_unresponsive_connections_cost_one_timeout() {
 }
 
 #[tokio::test]
-async fn a_missing_reply_leaves_the_outcome_unknown() {
-    let server = server().await;
-    let config = config(&server).with_busy_timeout(Duration::from_millis(100));
-    let config = config.with_connect_timeout(Duration::from_secs(2));
-    let backend = backend(config.with_response_timeout(Duration::from_secs(2))).await;
-    let held = claim("k");
-    grant(&backend, &held).await;
-    server.pause().unwrap();
-    let error = within(TEST_TIMEOUT, backend.try_acquire(&held)).await.unwrap_err();
-    assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
-    // Without a connection the request is not sent.
-    let error = within(TEST_TIMEOUT, backend.try_acquire(&held)).await.unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
-    server.resume().unwrap();
-    grant(&backend, &held).await;
-}
-
-#[tokio::test]
 async fn a_waiter_is_woken_by_a_release_in_another_process() {
     let server = server().await;
     let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
@@ -226,41 +189,6 @@ async fn a_missed_release_is_found_after_the_listener_reconnects() {
         server.resume_backend(listener).unwrap();
         within(TEST_TIMEOUT, waiting).await.unwrap().unlock().await.unwrap();
     }
-}
-
-#[tokio::test]
-async fn a_waiter_is_woken_although_another_registry_of_the_store_was_closed() {
-    let server = server().await;
-    let a = registry(config(&server)).await;
-    let shared = Arc::new(PostgresBackend::open(config(&server)).await.unwrap());
-    let build = || {
-        let shared = Arc::<PostgresBackend>::clone(&shared);
-        Registry::builder(shared).poll(Duration::from_secs(600)).build().unwrap()
-    };
-    let (b, closed) = (build(), build());
-    let guard = lock(&a, "k").await;
-    let other = b.obtain("k");
-    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    _ = closed.close(TEST_TIMEOUT).await;
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    guard.unlock().await.unwrap();
-    let guard = within(Duration::from_secs(5), waiting).await.unwrap();
-    // A later waiter is woken too.
-    let next = a.obtain("k");
-    let _ = (guard.unlock().await, lock(&a, "k2").await);
-    let guard = next.lock().await.unwrap();
-    let other = b.obtain("k");
-    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    guard.unlock().await.unwrap();
-    within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
-}
-
-/// A registry that relies on wake-ups.
-async fn slow_poller(config: PostgresConfig) -> Registry {
-    let backend = Arc::new(PostgresBackend::open(config).await.unwrap());
-    Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()
 }
 
 #[tokio::test]

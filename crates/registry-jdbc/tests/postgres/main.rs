@@ -2,55 +2,63 @@
 #![cfg(all(feature = "postgres", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
+#[path = "../servers/mod.rs"]
+mod servers;
+mod server;
 mod fence;
-mod common;
 mod listening;
 mod lock_in;
 mod opening;
 mod row;
 mod rows;
 mod session;
-mod shared;
 mod spring;
 mod failures;
 
 use std::time::Duration;
 
-use registry_jdbc::SpringTable;
-use shared::{StoreMode, run_conformance};
+use registry_jdbc::{SpringTable, SqlMode};
+use server::ServerKind;
+use servers::common;
+use servers::conformance::run_conformance;
 
 #[test]
 fn a_server_passes_the_conformance_suite() {
-    run_conformance(StoreMode::Direct, 221, 11);
+    run_conformance(&ServerKind::Direct, &SqlMode::Lease, 221, 11);
 }
 
 #[test]
 fn a_server_behind_pgbouncer_passes_the_conformance_suite() {
-    run_conformance(StoreMode::PgBouncer, 221, 11);
+    run_conformance(&ServerKind::PgBouncer, &SqlMode::Lease, 221, 11);
 }
 
 #[test]
 fn session_locks_pass_the_applicable_conformance_clauses() {
-    run_conformance(StoreMode::Session, 194, 38);
+    run_conformance(&ServerKind::Direct, &SqlMode::Session, 194, 38);
 }
 
 #[test]
 fn row_locks_pass_the_applicable_conformance_clauses() {
-    run_conformance(StoreMode::Row, 218, 14);
+    run_conformance(&ServerKind::Direct, &SqlMode::Row, 218, 14);
 }
 
 #[test]
 fn row_locks_behind_pgbouncer_pass_the_applicable_conformance_clauses() {
-    run_conformance(StoreMode::RowPgBouncer, 218, 14);
+    run_conformance(&ServerKind::LargePgBouncer, &SqlMode::Row, 218, 14);
 }
 
 #[test]
 fn a_table_of_spring_7_passes_the_conformance_suite() {
-    run_conformance(StoreMode::Spring(SpringTable::v7()), 221, 11);
+    run_conformance(&ServerKind::Direct, &SqlMode::Spring(SpringTable::v7()), 221, 11);
 }
 
 /// The clauses have leases shorter and longer than the time to live.
 #[test]
 fn a_table_of_spring_6_passes_the_conformance_suite() {
-    run_conformance(StoreMode::Spring(SpringTable::v6(Duration::from_secs(10))), 221, 11);
+    run_conformance(
+        &ServerKind::Direct,
+        &SqlMode::Spring(SpringTable::v6(Duration::from_secs(10))),
+        221,
+        11,
+    );
 }

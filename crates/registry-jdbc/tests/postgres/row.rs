@@ -4,65 +4,25 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard, Registry,
-    Release, Renewal,
-};
-use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
+use registry_core::{LockError, Registry};
+use registry_jdbc::sqlx::{Connection, Executor};
 use registry_jdbc::{
-    Fence, FenceError, LockIn, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
-    RowLocksExhausted,
+    Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted,
 };
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, grant, key, lock, server,
-};
-
-/// The time limit for a loss notification: well before the next renewal.
-const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
-
-const ONE_SECOND: Duration = Duration::from_secs(1);
-
-async fn row(config: PostgresConfig) -> Arc<PostgresRowBackend> {
-    Arc::new(PostgresRowBackend::open(config).await.unwrap())
-}
-
-fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
-    Registry::builder(backend).build().unwrap()
-}
-
-async fn registry(server: &PostgresServer) -> Registry {
-    registry_over(row(config(server)).await)
-}
-
-async fn session(server: &PostgresServer) -> Registry {
-    registry_over(Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap()))
-}
-
-async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
-    backend.try_acquire(claim).await.unwrap()
-}
-
-async fn is_free(registry: &Registry, key: &str) -> bool {
-    registry.obtain(key).try_lock().await.unwrap().is_some()
-}
-
-/// The server processes that have a row locked.
-const HOLDERS: &str = "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction'";
-
-async fn holders(server: &PostgresServer) -> usize {
-    server.sql(HOLDERS).await.unwrap().lines().filter(|line| !line.is_empty()).count()
-}
+use crate::common::{TEST_TIMEOUT, backend, config, data, lock, server};
+use crate::server::*;
+use crate::servers::row::*;
 
 #[tokio::test]
 async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_held() {
     let server = server().await;
     let (first, second) = (registry(&server).await, registry(&server).await);
     let cut = lock(&first, "orders/42").await;
-    let pid = server.sql(HOLDERS).await.unwrap();
+    let pid = server.sql(ROW_HOLDERS).await.unwrap();
     let kept = lock(&first, "orders/43").await;
     let began = Instant::now();
     server.sql(&format!("SELECT pg_terminate_backend({pid})")).await.unwrap();
@@ -77,46 +37,10 @@ async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_he
 }
 
 #[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    lock(&registry, "orders/43").await.unlock().await.unwrap();
-    server.kill();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let config = config(&server);
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
-            assert!(matches!(granted, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
-
-#[tokio::test]
 async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
     let server = server().await;
     let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&limited));
+    let registry = registry_over(Arc::<PostgresBackend>::clone(&limited));
     let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
     assert_eq!(holders(&server).await, 2);
     let error = registry.obtain("c").try_lock().await.unwrap_err();
@@ -160,70 +84,12 @@ async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process
 }
 
 #[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(holders(&server).await, 0);
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (row(config(&server)).await, registry(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
-async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
-    let server = server().await;
-    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
-    let registry = registry_over(Arc::<PostgresRowBackend>::clone(&rows));
-    let mut data = data(&server).await;
-
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token;
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    leases.release(&lease).await.unwrap();
-
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
-    let second = second.token;
-    busy(&leases, &claim("orders/42")).await;
-    let mut tx = data.begin().await.unwrap();
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    rows.release(&held).await.unwrap();
-
-    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
-    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
-    tx.commit().await.unwrap();
-    let fourth = grant(&leases, &lease).await.token;
-    assert!(first < second && second < third && third < fourth);
-}
-
-#[tokio::test]
 async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_secs(3));
     let registry = registry_over(row(config).await);
     let guard = lock(&registry, "orders/42").await;
-    let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
+    let pid: i32 = server.sql(ROW_HOLDERS).await.unwrap().parse().unwrap();
     let other = lock(&registry, "orders/43").await;
     server.pause_backend(pid).unwrap();
     assert!(timeout(ONE_SECOND, guard.lost()).await.is_err());
@@ -271,36 +137,6 @@ async fn row_locks_work_through_a_pooler_whose_end_notifies_the_holders() {
     drop(timeout(TEST_TIMEOUT, b.obtain("orders/43").lock()).await.unwrap().unwrap());
 }
 
-#[tokio::test]
-async fn capabilities_and_findings_match_the_backend() {
-    let server = server().await;
-    let backend = row(config(&server)).await;
-    let capabilities = backend.capabilities();
-    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
-    assert_eq!(capabilities.lease_max, PostgresRowBackend::SILENCE);
-    assert!(
-        capabilities.reports_invalidations
-            && capabilities.fencing
-            && capabilities.inspect
-            && capabilities.labels
-    );
-    let findings = backend.diagnose().await.unwrap();
-    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
-    let many = row(config(&server).with_row_locks(1_000)).await;
-    let findings = many.diagnose().await.unwrap();
-    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
-    let none = PostgresRowBackend::open(config(&server).with_row_locks(0)).await.unwrap_err();
-    assert!(!none.is_retryable(), "{none}");
-}
-
-async fn sell(guard: &LockGuard, data: &mut PgConnection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
-    guard.fence(&mut transaction).await?;
-    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
-    transaction.commit().await.unwrap();
-    Ok(())
-}
-
 async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
     server.sql("DROP TABLE IF EXISTS sale; CREATE TABLE sale (coupon text)").await.unwrap();
     let (mut data, mut second) = (data(server).await, data(server).await);
@@ -336,20 +172,6 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
     fences(&server, session(&server).await, session(&server).await).await;
 }
 
-/// Writes what the next holder would, before the loss notification arrives.
-#[tokio::test]
-async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
-    let server = server().await;
-    server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
-    let mut data = data(&server).await;
-    let stale = lock(&session(&server).await, "coupon/7").await;
-    let table = "UPDATE lock_registry_locks SET claim = '\\x01', token = token + block";
-    server.sql(table).await.unwrap();
-    assert!(stale.is_held());
-    let error = sell(&stale, &mut data).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
-}
-
 #[tokio::test]
 async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     let server = server().await;
@@ -373,61 +195,6 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     tx.commit().await.unwrap();
     let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
     assert!(next.fencing_token() > transaction_lock.fencing_token());
-}
-
-/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
-#[tokio::test]
-async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
-    let server = server().await;
-    let (rows, sessions) = (registry(&server).await, session(&server).await);
-    let namespace = "sessions";
-    let apart = config(&server).with_namespace(namespace);
-    let sessions_apart =
-        registry_over(Arc::new(PostgresSessionBackend::open(apart.clone()).await.unwrap()));
-    let (blocked_row, blocked_session) = (config(&server), apart);
-    let (holds, held) = tokio::sync::oneshot::channel();
-    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
-    // A runtime with one thread that is blocked, so that all its tasks stop.
-    let blocked = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let locked = runtime.block_on(async {
-            let row = registry_over(row(blocked_row).await);
-            let session = PostgresSessionBackend::open(blocked_session).await.unwrap();
-            let session = registry_over(Arc::new(session));
-            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
-            (row, session, guards)
-        });
-        holds.send(()).unwrap();
-        unblocked.recv().ok();
-        runtime.block_on(async {
-            for guard in &locked.2 {
-                assert!(!guard.is_held(), "it was ended long ago");
-                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-            }
-        });
-    });
-    held.await.unwrap();
-    let began = Instant::now();
-    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
-    // succeeds.
-    let kept = lock(&sessions, "kept").await;
-    let keys = ["orders/42", "orders/42"];
-    let waits = [&rows, &sessions_apart].into_iter().zip(keys).map(|(registry, key)| async move {
-        let guard = timeout(4 * TEST_TIMEOUT, registry.obtain(key).lock()).await.unwrap().unwrap();
-        (began.elapsed(), guard)
-    });
-    for (after, guard) in futures_util::future::join_all(waits).await {
-        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
-        assert!(guard.is_held());
-    }
-    assert!(kept.is_held());
-    server.sql("DELETE FROM lock_registry_locks WHERE key = 'kept'").await.unwrap();
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
-    kept.fence(&mut tx).await.unwrap();
-    tx.commit().await.unwrap();
-    unblock.send(()).unwrap();
-    blocked.join().unwrap();
 }
 
 #[tokio::test]

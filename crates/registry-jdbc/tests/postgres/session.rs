@@ -1,98 +1,21 @@
 //! Locks that end with the connection of their holder.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockBackend, LockOptions, Registry, Release, Renewal,
-};
+use registry_core::{Attempt, Claim, GuaranteeClass, LockBackend, Registry, Release};
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
-use registry_jdbc::{PostgresConfig, PostgresSessionBackend};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
-use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, lock, run, server,
-};
-
-/// The time limit for a loss notification: well before the next renewal.
-const AT_ONCE: Duration = Duration::from_secs(5);
-
-async fn session(server: &PostgresServer) -> Arc<PostgresSessionBackend> {
-    Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap())
-}
-
-fn registry(backend: &Arc<PostgresSessionBackend>) -> Registry {
-    Registry::builder(Arc::<PostgresSessionBackend>::clone(backend)).build().unwrap()
-}
-
-async fn attempt(backend: &PostgresSessionBackend, claim: &Claim) -> Attempt {
-    backend.try_acquire(claim).await.unwrap()
-}
+use crate::common::{LEASE, TEST_TIMEOUT, claim, config, data, error_chain, lock, run, server};
+use crate::servers::session::*;
 
 const HOLDERS: &str =
     "SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND mode = 'ExclusiveLock'";
-
-#[tokio::test]
-async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
-    let server = server().await;
-    let (a, b) = (session(&server).await, session(&server).await);
-    let (first, second) = (registry(&a), registry(&b));
-    let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
-    let token = guards[0].fencing_token();
-    let began = Instant::now();
-    server.sql(&format!("SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) h")).await.unwrap();
-    for guard in &guards {
-        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    }
-    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > token);
-    // The store continues with another connection.
-    let other = lock(&first, "orders/43").await;
-    assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
-}
-
-#[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&session(&server).await);
-    let guard = lock(&registry, "orders/42").await;
-    server.stop().await.unwrap();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = session(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let server_url = server.url();
-    let claim_of_dead = claim("orders/42");
-    let dead = claim_of_dead.clone();
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let config = PostgresConfig::from_url(&server_url).unwrap();
-            let backend = PostgresSessionBackend::open(config).await.unwrap();
-            assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard =
-        timeout(TEST_TIMEOUT, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < claim_of_dead.lease() / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
 
 #[tokio::test]
 async fn all_locks_of_a_process_share_one_connection() {
@@ -107,7 +30,7 @@ async fn all_locks_of_a_process_share_one_connection() {
     assert_eq!(server.sql(&pids).await.unwrap(), "30|1");
     // Two registries over the same store still exclude each other.
     let second_registry =
-        Registry::builder(Arc::<PostgresSessionBackend>::clone(&backend)).build().unwrap();
+        Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
     assert!(second_registry.obtain("orders/7").try_lock().await.unwrap().is_none());
     for guard in guards {
         guard.unlock().await.unwrap();
@@ -134,31 +57,11 @@ async fn other_programs_exclude_the_session_by_the_advisory_lock_key() {
     assert!(!row.get::<bool, _>(0));
 }
 
-#[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&session(&server).await), registry(&session(&server).await));
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        let limit = Duration::from_millis(n);
-        assert!(timeout(limit, waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(100 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
 /// Sends a request and lets the server reply, but does not poll for the reply. The session already
 /// holds a lock.
 async fn begin_attempt<'a>(
     server: &PostgresServer,
-    backend: &'a PostgresSessionBackend,
+    backend: &'a PostgresBackend,
     claim: &'a Claim,
 ) -> impl Future<Output = Attempt> + 'a {
     let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
@@ -211,36 +114,6 @@ async fn a_waiter_is_woken_by_a_release_in_another_process() {
     drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
 }
 
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (session(&server).await, session(&server).await);
-    let short = Claim::new(crate::common::key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
-    assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
-    let options = LockOptions::new().wait(TEST_TIMEOUT);
-    let guard = registry(&b).obtain("orders/42").try_lock_with(options).await.unwrap();
-    assert!(guard.is_some());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
-async fn leases_and_session_locks_exclude_each_other_and_tokens_increase() {
-    let server = server().await;
-    let (leases, sessions) = (backend(config(&server)).await, session(&server).await);
-    let lease = claim("orders/42");
-    let first = grant(&leases, &lease).await.token;
-    assert!(matches!(attempt(&sessions, &claim("orders/42")).await, Attempt::Busy(_)));
-    assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
-    leases.release(&lease).await.unwrap();
-    let held = claim("orders/42");
-    let Attempt::Granted(second) = attempt(&sessions, &held).await else { panic!("busy") };
-    sessions.release(&held).await.unwrap();
-    let third = grant(&leases, &lease).await.token;
-    assert!(first < second.token && second.token < third);
-}
-
 /// The floor keeps the tokens of a deleted row. It becomes visible only when the deletion is
 /// committed.
 #[tokio::test]
@@ -281,7 +154,8 @@ async fn a_short_pause_of_the_server_ends_no_lock() {
 async fn an_unresponsive_server_ends_the_lock_before_the_next_grant() {
     let server = server().await;
     let config = config(&server).with_response_timeout(Duration::from_millis(1500));
-    let registry = registry(&Arc::new(PostgresSessionBackend::open(config).await.unwrap()));
+    let registry =
+        registry(&Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap()));
     let guard = lock(&registry, "orders/42").await;
     let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
     server.pause_backend(pid).unwrap();
@@ -336,7 +210,7 @@ async fn a_pooler_in_transaction_mode_is_refused() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
     let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
-    let error = PostgresSessionBackend::open(config).await.unwrap_err();
+    let error = PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap_err();
     assert!(
         !error.is_retryable() && error.to_string().contains("pooler"),
         "{}",
@@ -350,9 +224,6 @@ async fn the_server_ends_an_idle_session_only_after_the_maximum_lease() {
     let backend = session(&server).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
-    assert!(
-        capabilities.lease_max <= PostgresSessionBackend::SILENCE
-            && LEASE <= capabilities.lease_max
-    );
+    assert!(capabilities.lease_max <= PostgresBackend::SILENCE && LEASE <= capabilities.lease_max);
     assert!(capabilities.reports_invalidations && !capabilities.inspect);
 }

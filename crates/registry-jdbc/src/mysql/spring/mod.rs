@@ -5,41 +5,32 @@
 
 mod sql;
 
-use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySql, Row, query, raw_sql};
-use tokio::time::sleep;
+use sqlx::{MySql, MySqlConnection, Row, query, raw_sql};
 
-use super::client::{MySqlClient, Resend};
+use super::backend::check_meta;
+use super::client::{MySqlClient, new_client};
 use super::config::{MySqlConfig, misconfigured};
 use super::error;
-use super::fence::{FENCE_CHECK_PAUSES, MySqlFenceQuery};
+use super::fence::{find_in, transaction_store, wait_for_fence};
 use super::inline::{InlineValue, inline};
 use super::open::{self, OpenedMySqlStore};
 use super::purge;
+use super::renew::SentRenewal;
 use super::sql::{MySqlStatements, SIZES, quoted};
 use super::statement::{MySqlQuery, bind_padded, from_micros};
-use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lock_key};
-use crate::server::{ConnectionUse, RowId, SpringTable};
+use crate::server::spring::{client_id, is_claim, lock_key};
+use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::{AcquireValues, MySqlSpringStatements, micros};
 
-/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a MariaDB or MySQL database.
-/// This program and Java programs exclude each other.
-///
-/// For the requirements of both sides, see [`SpringTable`]. Here, the table's name is
-/// case-sensitive. Everything else is as in [`MySqlBackend`](crate::MySqlBackend): leases expire by
-/// the server's clock, tokens only grow, a claim is its own owner, and a [`Fence`](crate::Fence)
-/// works. There are no release notifications: waiters detect releases by the registry's
-/// [poll](registry_core::RegistryBuilder::poll).
-pub struct MySqlSpringBackend {
+/// Leases in the table of Spring Integration.
+pub(crate) struct MySqlSpring {
     config: MySqlConfig,
     table: SpringTable,
     store: Vec<u8>,
@@ -51,30 +42,12 @@ pub struct MySqlSpringBackend {
     table_part: String,
 }
 
-impl MySqlSpringBackend {
-    /// Validates the configuration without I/O. Opening the store calls this first.
-    ///
-    /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first invalid value.
-    pub fn check(config: &MySqlConfig, table: &SpringTable) -> Result<(), BackendError> {
-        table.check().map_err(|message| misconfigured(&message))?;
-        config.check()
-    }
-
-    /// Connects to the server. Creates Spring's table and the native tables if they are missing,
-    /// unless this is [turned off](MySqlConfig::with_create_schema). The namespace is ignored:
-    /// Spring has regions.
-    ///
-    /// # Errors
-    /// As for [`MySqlBackend::open`](crate::MySqlBackend::open). Also `Misconfigured` for a table
-    /// of another generation of Spring.
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave some of the tables behind. The next open of the store creates
-    /// the others.
-    pub async fn open(config: MySqlConfig, table: SpringTable) -> Result<Self, BackendError> {
-        Self::check(&config, &table)?;
-        let client = MySqlClient::new(&config);
+impl MySqlSpring {
+    pub(super) async fn open(
+        config: MySqlConfig,
+        table: SpringTable,
+    ) -> Result<Self, BackendError> {
+        let client = new_client(&config);
         let OpenedMySqlStore { texts: native, store } = open::open(&config, &client).await?;
         let lock = find_or_create_table(&config, &table, &client).await?;
         let database = config.server.get_database().unwrap_or_default();
@@ -97,39 +70,9 @@ impl MySqlSpringBackend {
 
     /// Returns a namespace that no native namespace equals, because those are UTF-8. A hash,
     /// because a table's name may be too long.
-    fn namespace(&self) -> Vec<u8> {
+    fn native_namespace(&self) -> Vec<u8> {
         let table_part = RowId::for_foreign_lock(&self.table_part, "");
         [b"\xffspring ", table_part.bytes()].concat()
-    }
-
-    /// Returns the queries of a fence.
-    pub(super) fn fence_query(&self, claim: &Claim, token: FencingToken) -> MySqlFenceQuery<'_> {
-        let (lock_key, token) = (lock_key(claim.key()), i64::from(token));
-        let values = [
-            InlineValue::Bytes(self.row_id(&lock_key)),
-            InlineValue::Bytes(claim.id().to_bytes().to_vec()),
-            InlineValue::Number(token),
-            InlineValue::Number(token),
-            InlineValue::Identifier(lock_key),
-            InlineValue::Identifier(client_id(claim.id())),
-        ];
-        let statement = inline(&self.statements.fence, &values);
-        MySqlFenceQuery { statement, meta: inline(&self.native.meta, &[]), store: &self.store }
-    }
-
-    /// Waits for the end of a transaction that this claim has fenced, as in the native layout.
-    async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
-        for pause in FENCE_CHECK_PAUSES.into_iter().map(Some).chain([None]) {
-            // If this fails, nothing was released.
-            let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
-            if !is_open {
-                return Ok(());
-            }
-            if let Some(pause) = pause {
-                sleep(pause).await;
-            }
-        }
-        Err(error::fenced_transaction_open(self.client.address()))
     }
 
     async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
@@ -162,7 +105,7 @@ impl MySqlSpringBackend {
     /// Grants the key if it is free. Returns the grant that the key has afterwards.
     async fn try_take(&self, claim: &Claim) -> Result<Option<SpringGrant>, BackendError> {
         let (lock_key, spring_client) = (lock_key(claim.key()), client_id(claim.id()));
-        let (id, namespace) = (self.row_id(&lock_key), self.namespace());
+        let (id, namespace) = (self.row_id(&lock_key), self.native_namespace());
         let create_statement = || {
             raw_sql(self.statements.acquire(&AcquireValues {
                 lock_key: &lock_key,
@@ -200,68 +143,6 @@ impl MySqlSpringBackend {
         Ok(SpringGrant { spring_client, lease_left, holder })
     }
 
-    /// Renews claims with the same lease.
-    async fn renew_chunk(
-        &self,
-        claims: &[&Claim],
-        lease: Duration,
-    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let requested_at = Instant::now();
-        let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
-        let clients: Vec<String> = claims.iter().map(|claim| client_id(claim.id())).collect();
-        let limit = i64::try_from(claims.len()).unwrap_or(i64::MAX);
-        // A repeated renewal has no further effect.
-        let create_statement = || {
-            let statement =
-                query(MySqlStatements::sized(&self.statements.renew, claims.len()).safe());
-            let statement = bind_padded(statement, keys.iter().cloned());
-            let statement = bind_padded(statement, clients.iter().cloned());
-            statement.bind(limit).bind(self.statements.stored_offset(lease))
-        };
-        let done = self
-            .client
-            .execute(ConnectionUse::Renew(lease), Resend::Allowed, create_statement)
-            .await?;
-        let create_statement = || {
-            let statement =
-                query(MySqlStatements::sized(&self.statements.renew_native, claims.len()).safe());
-            let statement = bind_padded(statement, keys.iter().map(|key| self.row_id(key)));
-            let ids = claims.iter().map(|claim| claim.id().to_bytes().to_vec());
-            bind_padded(statement, ids).bind(limit).bind(micros(lease))
-        };
-        // The grants are renewed. The native rows matter only for the purge, so an error is
-        // ignored.
-        let _ = self
-            .client
-            .execute(ConnectionUse::Renew(lease), Resend::Allowed, create_statement)
-            .await;
-        let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
-        if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
-            return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
-        }
-        // Some grants are gone, or a fence has their rows locked. The rows show which.
-        let create_statement = || {
-            let statement =
-                query(MySqlStatements::sized(&self.statements.unexpired, claims.len()).safe());
-            bind_padded(statement, keys.iter().cloned())
-        };
-        let rows = self.client.rows(ConnectionUse::Renew(lease), create_statement).await?;
-        let since = requested_at.elapsed();
-        let mut unexpired = HashMap::<Option<String>, Duration>::with_capacity(rows.len());
-        for row in &rows {
-            unexpired.insert(self.column(row, 0)?, from_micros(self.column(row, 1)?));
-        }
-        let answer = |spring_client: String| match unexpired.get(&Some(spring_client)) {
-            None => Ok(Renewal::Gone),
-            // Valid for the reason given in the native layout, see `MySqlBackend::renew_chunk`.
-            Some(left) if left.saturating_add(since) >= lease => {
-                Ok(Renewal::Renewed((*left).min(lease)))
-            }
-            Some(_) => Err(error::row_locked(self.client.address())),
-        };
-        Ok(clients.into_iter().map(answer).collect())
-    }
-
     fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, BackendError>
     where
         T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
@@ -270,22 +151,7 @@ impl MySqlSpringBackend {
     }
 
     fn corrupt(&self, message: &str) -> BackendError {
-        error::corrupt(self.client.address(), message)
-    }
-
-    /// Reads the meta row after an attempt failed although the key is free. Without that row, or on
-    /// a replica, nothing ever gets a token.
-    async fn check_meta(&self) -> Result<(), BackendError> {
-        let rows =
-            self.client.rows(ConnectionUse::Acquire, || query(self.native.meta.safe())).await?;
-        let row = rows.first();
-        let row = row.ok_or_else(|| self.corrupt("the meta table has no row").as_refused())?;
-        if self.column::<i64>(row, 2)? == 0 {
-            // New connections may lead to the server's successor.
-            self.client.close_idle();
-            return Err(error::read_only(self.client.address()));
-        }
-        Ok(())
+        error::corrupt(error::STORE, message)
     }
 
     fn key_and_client(text: &super::sql::MySqlStatementText, claim: &Claim) -> MySqlQuery {
@@ -301,76 +167,79 @@ struct SpringGrant {
     holder: Holder,
 }
 
-#[async_trait]
-impl LockBackend for MySqlSpringBackend {
-    /// Class best-effort because of the Spring peers: they check the expiry of locks by the clocks of their
-    /// own hosts.
-    fn capabilities(&self) -> Capabilities {
-        Capabilities::new("mysql", GuaranteeClass::BestEffort, Reach::Network)
-            .with_fencing()
-            .with_peer_poll(PEER_POLL)
-            .with_labels()
-            .with_inspect()
+impl LeaseStore for MySqlSpring {
+    type Database = MySql;
+
+    const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
+    const RENEWS_ONE_LEASE: bool = true;
+
+    fn namespace(&self) -> &str {
+        self.table.region()
     }
 
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between an attempt and the query the key may become free. After this many repetitions,
-        // the attempt returns `Busy` without a holder and is retried at once.
-        const TRIES_MAX: u32 = 3;
-        for _ in 0..TRIES_MAX {
-            let held = match self.current_grant(claim.key(), ConnectionUse::Acquire).await? {
-                Some(held) => held,
-                None => match self.try_take(claim).await? {
-                    Some(held) => held,
-                    None => continue,
-                },
+    fn has_wakes(&self) -> bool {
+        false
+    }
+
+    async fn attempt(&self, claim: &Claim, _: u64) -> Result<Option<Attempt>, BackendError> {
+        let held = match self.current_grant(claim.key(), ConnectionUse::Acquire).await? {
+            None => self.try_take(claim).await?,
+            held => held,
+        };
+        let Some(held) = held else { return Ok(None) };
+        if held.spring_client == Some(client_id(claim.id())) {
+            let Some(token) = held.holder.token else {
+                return Err(self.corrupt("a grant has no row with a token"));
             };
-            if held.spring_client == Some(client_id(claim.id())) {
-                let Some(token) = held.holder.token else {
-                    return Err(self.corrupt("a grant has no row with a token"));
-                };
-                let lease = held.lease_left.min(claim.lease());
-                return Ok(Attempt::Granted(Grant::new(token, lease)));
-            }
-            return Ok(Attempt::Busy(
-                Busy::new().with_retry_after(held.lease_left).with_holder(held.holder),
-            ));
+            let lease = held.lease_left.min(claim.lease());
+            return Ok(Some(Attempt::Granted(Grant::new(token, lease))));
         }
-        self.check_meta().await?;
-        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+        Ok(Some(Attempt::Busy(
+            Busy::new().with_retry_after(held.lease_left).with_holder(held.holder),
+        )))
     }
 
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut by_lease: HashMap<Duration, Vec<usize>> = HashMap::new();
-        for (index, claim) in claims.iter().enumerate() {
-            by_lease.entry(claim.lease()).or_default().push(index);
-        }
-        let mut answers: Vec<Option<Result<Renewal, BackendError>>> = vec![None; claims.len()];
-        let mut store_error: Option<BackendError> = None;
-        for (lease, indices) in by_lease {
-            for indices in indices.chunks(SIZES[SIZES.len() - 1]) {
-                let chunk: Vec<&Claim> = indices.iter().map(|&index| &claims[index]).collect();
-                // After an error no further statement is sent: the same fault would probably delay
-                // each of them as long.
-                let renewed = match &store_error {
-                    Some(error) => Err(error.clone()),
-                    None => self.renew_chunk(&chunk, lease).await,
-                };
-                let renewed = renewed.unwrap_or_else(|error| {
-                    store_error = Some(error.clone());
-                    indices.iter().map(|_| Err(error.clone())).collect()
-                });
-                for (&index, renewal) in indices.iter().zip(renewed) {
-                    answers[index] = Some(renewal);
-                }
-            }
-        }
-        answers.into_iter().map(|answer| answer.expect("every place is in one chunk")).collect()
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        check_meta(&self.client, &self.native).await
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        let (lease, requested_at) = (claims[0].lease(), Instant::now());
+        let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
+        let clients: Vec<String> = claims.iter().map(|claim| client_id(claim.id())).collect();
+        let limit = i64::try_from(claims.len()).unwrap_or(i64::MAX);
+        let (connection_use, sized) = (ConnectionUse::Renew(lease), MySqlStatements::sized);
+        // A repeated renewal has no further effect.
+        let create_statement = || {
+            let statement = query(sized(&self.statements.renew, claims.len()).safe());
+            let statement = bind_padded(statement, keys.iter().cloned());
+            let statement = bind_padded(statement, clients.iter().cloned());
+            statement.bind(limit).bind(self.statements.stored_offset(lease))
+        };
+        let done = self.client.execute(connection_use, Resend::Allowed, create_statement).await?;
+        let create_statement = || {
+            let statement = query(sized(&self.statements.renew_native, claims.len()).safe());
+            let statement = bind_padded(statement, keys.iter().map(|key| self.row_id(key)));
+            let ids = claims.iter().map(|claim| claim.id().to_bytes().to_vec());
+            bind_padded(statement, ids).bind(limit).bind(micros(lease))
+        };
+        // The grants are renewed. The native rows matter only for the purge, so an error is
+        // ignored.
+        let _ = self.client.execute(connection_use, Resend::Allowed, create_statement).await;
+        let create_statement = || {
+            let statement = query(sized(&self.statements.unexpired, claims.len()).safe());
+            bind_padded(statement, keys.iter().cloned())
+        };
+        let renewal = SentRenewal { client: &self.client, claims, requested_at, done };
+        renewal.answers(|claim| client_id(claim.id()), create_statement).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.is_fenced() {
-            self.wait_for_fence(claim).await?;
+            wait_for_fence(|| self.has_open_fence(claim)).await?;
         }
         // Not repeated: the second result would be that the claim held nothing. The caller decides
         // about a retry.
@@ -387,17 +256,11 @@ impl LockBackend for MySqlSpringBackend {
         Ok(if release_outcome { Release::Freed } else { Release::NotHeld })
     }
 
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
+    /// There are no notifications.
+    async fn wait(&self, _: &Claim, _: &Busy) {
+        std::future::pending().await
     }
 
-    async fn close(&self) {
-        self.client.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for MySqlSpringBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         Ok(self.current_grant(key, ConnectionUse::Acquire).await?.map(|held| held.holder))
     }
@@ -405,7 +268,7 @@ impl LockAdmin for MySqlSpringBackend {
     /// Lists the grants of this program by key, and those of peers by UUID, which is a key of the
     /// same lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let create_statement = || query(self.statements.list.safe()).bind(self.namespace());
+        let create_statement = || query(self.statements.list.safe()).bind(self.native_namespace());
         let rows = self.client.rows(ConnectionUse::Acquire, create_statement).await?;
         rows.iter()
             .map(|row| {
@@ -429,9 +292,36 @@ impl LockAdmin for MySqlSpringBackend {
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = super::diagnose::check_server(&self.client).await?;
-        findings.push(Finding::note(spring::CLOCK_WARNING));
-        Ok(findings)
+        super::diagnose::check_server(&self.client).await
+    }
+
+    async fn close(&self) {
+        self.client.close().await;
+    }
+
+    async fn fence(
+        &self,
+        connection: &mut MySqlConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        let (lock_key, token) = (lock_key(claim.key()), i64::from(token));
+        let values = [
+            InlineValue::Bytes(self.row_id(&lock_key)),
+            InlineValue::Bytes(claim.id().to_bytes().to_vec()),
+            InlineValue::Number(token),
+            InlineValue::Number(token),
+            InlineValue::Identifier(lock_key),
+            InlineValue::Identifier(client_id(claim.id())),
+        ];
+        find_in(connection, inline(&self.statements.fence, &values)).await
+    }
+
+    async fn transaction_store(
+        &self,
+        connection: &mut MySqlConnection,
+    ) -> Result<TransactionStore, sqlx::Error> {
+        transaction_store(&self.native, &self.store, connection).await
     }
 }
 
@@ -467,16 +357,14 @@ async fn find_or_create_table(
         }
     }
     let has_end_column = found.iter().any(|column| column == "EXPIRED_AFTER");
-    match (table.generation, has_end_column) {
-        (Generation::V7, false) => Err(misconfigured(&spring::older_table_message(&lock))),
-        (Generation::V6 { .. }, true) => Err(misconfigured(&spring::newer_table_message(&lock))),
-        _ => Ok(lock),
-    }
+    let checked = table.check_generation(&lock, has_end_column);
+    checked.map_err(|message| misconfigured(&message))?;
+    Ok(lock)
 }
 
-impl fmt::Debug for MySqlSpringBackend {
+impl fmt::Debug for MySqlSpring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlSpringBackend")
+        f.debug_struct("MySqlBackend")
             .field("config", &self.config)
             .field("table", &self.table)
             .finish_non_exhaustive()

@@ -1,5 +1,5 @@
 //! Tests of internals, on real servers.
-#![cfg(target_os = "linux")]
+#![cfg(all(target_os = "linux", feature = "server-tests"))]
 
 use std::time::Duration;
 
@@ -40,9 +40,13 @@ async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
         assert!(token > last, "{token} is not above {last}");
         last = token;
         lock_and_release(&backend, "other").await;
-        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 0, "the rows are not old enough");
+        assert_eq!(
+            backend.rows().unwrap().purge_batch_at(START).await.unwrap(),
+            0,
+            "the rows are not old enough"
+        );
         clock.jump_wall(HOUR).unwrap();
-        assert_eq!(backend.purge_batch_at(START).await.unwrap(), 2);
+        assert_eq!(backend.rows().unwrap().purge_batch_at(START).await.unwrap(), 2);
         assert_eq!(backend.list().await.unwrap().len(), 1, "the held row is kept");
         clock.jump_wall(-3 * HOUR).unwrap();
     }
@@ -60,7 +64,8 @@ async fn a_session_reads_the_row_after_it_has_the_lock() {
         lock_and_release(&backend, &format!("other/{n}")).await;
     }
     lock_and_release(&backend, "orders/42").await;
-    let row = backend.statements.row(row_claim.key());
+    let rows = backend.rows().unwrap();
+    let row = rows.statements.row(row_claim.key());
     let id: String = row.hex();
     let mut others = MySqlConnection::connect_with(&config.server).await.unwrap();
     let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
@@ -81,7 +86,7 @@ async fn a_session_reads_the_row_after_it_has_the_lock() {
             query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
             Some(1)
         );
-        let statement = backend.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
+        let statement = rows.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
         let reading = async {
             let row = statement.fetch_one(&mut connection).await.unwrap();
             (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())

@@ -8,36 +8,29 @@ mod sql;
 use std::fmt;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
-    Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
 };
-use sqlx::postgres::PgRow;
+use sqlx::Postgres;
+use sqlx::postgres::{PgConnection, PgRow};
 
-use super::backend::{bytes, claim_id, column, from_micros, micros};
-use super::client::{PgClient, Resend};
+use super::backend::{
+    bytes, check_meta, claim_id, column, fencing_token, from_micros, micros, one_row,
+    transaction_store,
+};
+use super::client::PgClient;
 use super::config::{PostgresConfig, misconfigured, quoted};
-use super::error::{corrupt, fenced_transaction_open, is_row_lock_error, row_locked};
-use super::fence::PgFenceQuery;
+use super::error::{STORE, corrupt, fenced_transaction_open, is_row_lock_error};
 use super::listener::{NotificationChannel, PgReleaseListener};
 use super::open::{self, OpenedPgStore};
+use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
 use super::statement::{BoundStatement, PgParam};
-use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lock_key};
-use crate::server::{ConnectionUse, RowId, SpringTable};
+use crate::server::spring::{client_id, is_claim, lock_key};
+use crate::server::{ConnectionUse, LeaseStore, Resend, RowId, SpringTable, TransactionStore};
 use sql::PgSpringStatements;
 
-/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a PostgreSQL database. This
-/// program and the Java programs exclude each other.
-///
-/// [`SpringTable`] lists what both sides must agree on. Everything else works as in a
-/// [`PostgresBackend`](crate::PostgresBackend): the server's clock ends grants, tokens only grow,
-/// and each claim is its own owner. A [`Fence`](crate::Fence) works too, but its row lock blocks
-/// renewals: the lock is not renewed while the fenced transaction is open.
-///
-/// A release by this program wakes its waiting callers at once. Spring sends no notification, so
-/// its releases are found by the registry's [poll](registry_core::RegistryBuilder::poll).
-pub struct PostgresSpringBackend {
+/// Leases in the table of Spring Integration.
+pub(crate) struct PgSpring {
     config: PostgresConfig,
     table: SpringTable,
     store: String,
@@ -51,30 +44,11 @@ pub struct PostgresSpringBackend {
     table_part: String,
 }
 
-impl PostgresSpringBackend {
-    /// Checks the configuration and the table without I/O. Opening the store calls this first.
-    ///
-    /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first invalid setting.
-    pub fn check(config: &PostgresConfig, table: &SpringTable) -> Result<(), BackendError> {
-        table.check().map_err(|message| misconfigured(&message))?;
-        config.check()
-    }
-
-    /// Connects to the server, and creates Spring's table and those of this program if they are
-    /// missing.
-    ///
-    /// [`with_create_schema`](PostgresConfig::with_create_schema) turns the creation off. The
-    /// namespace is ignored: Spring has regions.
-    ///
-    /// # Errors
-    /// As for [`PostgresBackend::open`](crate::PostgresBackend::open); also `Misconfigured` for a
-    /// table of another generation of Spring.
-    ///
-    /// # Cancel safety
-    /// Dropping the future may leave complete tables behind, never partial ones.
-    pub async fn open(config: PostgresConfig, table: SpringTable) -> Result<Self, BackendError> {
-        Self::check(&config, &table)?;
+impl PgSpring {
+    pub(super) async fn open(
+        config: PostgresConfig,
+        table: SpringTable,
+    ) -> Result<Self, BackendError> {
         let OpenedPgStore { tables, store } = open::open(&config).await?;
         let client = PgClient::new(&config);
         let lock = find_or_create_table(&config, &table, &client).await?;
@@ -102,7 +76,7 @@ impl PostgresSpringBackend {
 
     /// Returns a namespace that no native one can equal: it begins with a byte that is not valid
     /// UTF-8.
-    fn namespace(&self) -> PgParam {
+    fn native_namespace(&self) -> PgParam {
         PgParam::Bytes([b"\xff", self.table_part.as_bytes()].concat())
     }
 
@@ -118,31 +92,27 @@ impl PostgresSpringBackend {
     fn message(&self, lock_key: &str) -> PgParam {
         bytes(&self.row_id(lock_key).notification_id())
     }
+}
 
-    /// Returns the statements that a fence sends.
-    pub(super) fn fence_query(&self, claim: &Claim, token: FencingToken) -> PgFenceQuery<'_> {
-        let lock_key = lock_key(claim.key());
-        let statement = BoundStatement::new(
-            &self.texts.fence,
-            [
-                self.region(),
-                bytes(lock_key.as_bytes()),
-                bytes(client_id(claim.id()).as_bytes()),
-                bytes(self.row_id(&lock_key).bytes()),
-                claim_id(claim),
-                PgParam::Number(i64::from(token)),
-            ],
-        );
-        PgFenceQuery {
-            statement,
-            meta: &self.native.meta,
-            store: &self.store,
-            prepared: self.client.is_prepared(),
-        }
+impl LeaseStore for PgSpring {
+    type Database = Postgres;
+
+    const RENEWALS_MAX: usize = CLAIMS_MAX;
+    const RENEWS_ONE_LEASE: bool = false;
+
+    fn namespace(&self) -> &str {
+        self.table.region()
     }
 
-    /// Grants the key if it is free, or returns its holder, by one statement. Returns `None` if
-    /// another client acquired or released the key during the statement.
+    fn has_wakes(&self) -> bool {
+        self.listener.is_some()
+    }
+
+    fn position(&self) -> u64 {
+        self.listener.as_ref().map_or(0, PgReleaseListener::position)
+    }
+
+    // One statement grants the key or returns its holder.
     async fn attempt(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let (lock_key, spring_client) = (lock_key(claim.key()), client_id(claim.id()));
         let statement = BoundStatement::new(
@@ -153,7 +123,7 @@ impl PostgresSpringBackend {
                 bytes(spring_client.as_bytes()),
                 PgParam::Number(micros(claim.lease())),
                 bytes(self.row_id(&lock_key).bytes()),
-                self.namespace(),
+                self.native_namespace(),
                 bytes(claim.key().as_str().as_bytes()),
                 claim_id(claim),
                 PgParam::Number(i64::from(claim.token_block())),
@@ -163,7 +133,7 @@ impl PostgresSpringBackend {
         );
         // Only the engine may retry, as in the native layout.
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
-        let row = rows.first().ok_or_else(|| corrupt("a statement returned no row"))?;
+        let row = one_row(&rows)?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
             let grant = Grant::new(fencing_token(token)?, claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
@@ -184,7 +154,7 @@ impl PostgresSpringBackend {
 
     async fn renew_chunk(
         &self,
-        claims: &[Claim],
+        claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
         let ids = keys.iter().map(|key| self.row_id(key).bytes().to_vec()).collect();
@@ -197,90 +167,15 @@ impl PostgresSpringBackend {
                     claims.iter().map(|claim| client_id(claim.id()).into_bytes()).collect(),
                 ),
                 PgParam::ManyBytes(ids),
-                PgParam::ManyBytes(
-                    claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect(),
-                ),
-                PgParam::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
+                claim_ids(claims),
+                leases(claims),
             ],
         );
-        let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
-        // A repeated renewal has the same effect as a single one.
-        let rows =
-            self.client.rows(ConnectionUse::Renew(shortest), &statement, Resend::Allowed).await?;
-        if rows.len() != claims.len() {
-            return Err(corrupt("a renewal did not return one row per claim"));
-        }
-        rows.iter()
-            .zip(claims)
-            .map(|(row, claim)| {
-                let (left, exists): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
-                Ok(match left {
-                    Some(left) => Ok(Renewal::Renewed(from_micros(left).min(claim.lease()))),
-                    None if exists => Err(row_locked()),
-                    None => Ok(Renewal::Gone),
-                })
-            })
-            .collect()
+        renew_rows(&self.client, statement, claims).await
     }
 
-    /// Checks that the row of the table `meta` exists, after several attempts without an answer.
-    /// Without that row no lock is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        let statement = BoundStatement::new(&self.native.meta, []);
-        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        if rows.is_empty() {
-            return Err(corrupt("the meta table has no row").as_refused());
-        }
-        Ok(())
-    }
-}
-
-#[async_trait]
-impl LockBackend for PostgresSpringBackend {
-    /// Class best-effort, because the Java peers decide by their own hosts' clocks whether a lock has
-    /// expired.
-    fn capabilities(&self) -> Capabilities {
-        let capabilities =
-            Capabilities::new("postgres", GuaranteeClass::BestEffort, Reach::Network)
-                .with_fencing()
-                .with_peer_poll(PEER_POLL)
-                .with_labels()
-                .with_inspect();
-        if self.listener.is_some() { capabilities.with_wakes() } else { capabilities }
-    }
-
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // The same limit, and for the same reason, as in the native layout.
-        const TRIES_MAX: u32 = 3;
-        for _ in 0..TRIES_MAX {
-            let mark = self.listener.as_ref().map_or(0, PgReleaseListener::position);
-            if let Some(attempt) = self.attempt(claim, mark).await? {
-                return Ok(attempt);
-            }
-        }
-        self.check_meta().await?;
-        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
-    }
-
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut answers = Vec::with_capacity(claims.len());
-        let mut store_error: Option<BackendError> = None;
-        for chunk in claims.chunks(CLAIMS_MAX) {
-            // After a store error the remaining chunks fail at once. Otherwise each could wait for
-            // the full time-out.
-            let answer = match store_error.take() {
-                Some(error) => Err(error),
-                None => self.renew_chunk(chunk).await,
-            };
-            match answer {
-                Ok(renewals) => answers.extend(renewals),
-                Err(error) => {
-                    answers.extend(chunk.iter().map(|_| Err(error.clone())));
-                    store_error = Some(error);
-                }
-            }
-        }
-        answers
+        check_meta(&self.client, &self.native).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
@@ -307,7 +202,7 @@ impl LockBackend for PostgresSpringBackend {
         let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await;
         let rows = rows.map_err(|error| {
             let fence_query = claim.is_fenced() && is_row_lock_error(&error);
-            if fence_query { fenced_transaction_open(error) } else { error }
+            if fence_query { fenced_transaction_open(STORE).with_source(error) } else { error }
         })?;
         super::purge::maybe_purge(claim, &self.client, &self.native, self.config.purge_after).await;
         release_outcome(&rows)
@@ -324,20 +219,6 @@ impl LockBackend for PostgresSpringBackend {
         }
     }
 
-    fn admin(&self) -> Option<&dyn LockAdmin> {
-        Some(self)
-    }
-
-    async fn close(&self) {
-        if let Some(listener) = &self.listener {
-            listener.close();
-        }
-        self.client.close().await;
-    }
-}
-
-#[async_trait]
-impl LockAdmin for PostgresSpringBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let lock_key = lock_key(key);
         let id = bytes(self.row_id(&lock_key).bytes());
@@ -350,7 +231,8 @@ impl LockAdmin for PostgresSpringBackend {
     /// Returns the holders of the region. A lock of this program is listed by its key, any other
     /// lock by its UUID, which is a key of the same lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let statement = BoundStatement::new(&self.texts.list, [self.region(), self.namespace()]);
+        let statement =
+            BoundStatement::new(&self.texts.list, [self.region(), self.native_namespace()]);
         let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
         rows.iter()
             .map(|row| {
@@ -385,9 +267,42 @@ impl LockAdmin for PostgresSpringBackend {
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = super::diagnose::check_server(&self.client, &self.config).await?;
-        findings.push(Finding::note(spring::CLOCK_WARNING));
-        Ok(findings)
+        super::diagnose::check_server(&self.client, &self.config).await
+    }
+
+    async fn close(&self) {
+        if let Some(listener) = &self.listener {
+            listener.close();
+        }
+        self.client.close().await;
+    }
+
+    async fn fence(
+        &self,
+        connection: &mut PgConnection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<Option<bool>, sqlx::Error> {
+        let lock_key = lock_key(claim.key());
+        let statement = BoundStatement::new(
+            &self.texts.fence,
+            [
+                self.region(),
+                bytes(lock_key.as_bytes()),
+                bytes(client_id(claim.id()).as_bytes()),
+                bytes(self.row_id(&lock_key).bytes()),
+                claim_id(claim),
+                PgParam::Number(i64::from(token)),
+            ],
+        );
+        statement.find_in(connection, self.client.is_prepared()).await
+    }
+
+    async fn transaction_store(
+        &self,
+        connection: &mut PgConnection,
+    ) -> Result<TransactionStore, sqlx::Error> {
+        transaction_store(&self.native, &self.store, connection).await
     }
 }
 
@@ -423,16 +338,10 @@ async fn find_or_create_table(
         }
     }
     let row = rows.first().ok_or_else(|| corrupt("a created table does not exist"))?;
-    let has_end_column: bool = column(row, 2)?;
-    match (table.generation, has_end_column) {
-        (Generation::V7, false) => Err(misconfigured(&spring::older_table_message(&named))),
-        (Generation::V6 { .. }, true) => Err(misconfigured(&spring::newer_table_message(&named))),
-        _ => Ok(format!(
-            "{}.{}",
-            quoted(&column::<String>(row, 0)?),
-            quoted(&column::<String>(row, 1)?)
-        )),
-    }
+    let checked = table.check_generation(&named, column(row, 2)?);
+    checked.map_err(|message| misconfigured(&message))?;
+    let (schema, name): (String, String) = (column(row, 0)?, column(row, 1)?);
+    Ok(format!("{}.{}", quoted(&schema), quoted(&name)))
 }
 
 /// Reads client, claim, token, label and times from adjacent columns, beginning at `first`. The
@@ -452,10 +361,6 @@ fn decode_holder(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, Ba
         .with_times(Some(from_micros(column(row, first + 4)?)), left))
 }
 
-fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
-    FencingToken::try_from(token).map_err(|_| corrupt("a row's token is negative"))
-}
-
 fn release_outcome(rows: &[PgRow]) -> Result<Release, BackendError> {
     for row in rows {
         if column(row, 0)? {
@@ -469,12 +374,9 @@ fn release_outcome(rows: &[PgRow]) -> Result<Release, BackendError> {
 /// lock it for a shorter time.
 const FENCED_ROW_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The maximum number of claims that one statement renews.
-const CLAIMS_MAX: usize = 1000;
-
-impl fmt::Debug for PostgresSpringBackend {
+impl fmt::Debug for PgSpring {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostgresSpringBackend")
+        f.debug_struct("PostgresBackend")
             .field("config", &self.config)
             .field("table", &self.table)
             .finish_non_exhaustive()

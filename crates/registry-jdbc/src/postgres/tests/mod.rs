@@ -1,1 +1,0 @@
-//! Tests of private items. The other tests are in `tests/`.

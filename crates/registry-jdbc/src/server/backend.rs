@@ -1,0 +1,397 @@
+//! The backend of all database servers, in all of its modes. What differs between the servers is in
+//! their [`Dialect`]; session and row locks are in `session` and `sessions`.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder,
+    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+};
+
+use super::dialect::{self, Dialect, LeaseStore};
+use super::spring::PEER_POLL;
+use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
+
+/// What a lock in a database server is, and when it ends.
+///
+/// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So a
+/// namespace may contain locks of all three kinds, and may change from one to another while it is
+/// in use. `Session` respects the leases of a namespace, and leases do not respect session locks:
+/// all programs that lock in one namespace must use the same mode.
+///
+/// Locks of the modes `Session` and `Row` end with a connection:
+///
+/// - When a process dies, the server frees its locks at once. If the server cannot notice (host
+///   lost, process stopped), it ends the connection after [`SILENCE`](SqlBackend::SILENCE). A lease
+///   is never longer than that, so the holder has given up by then.
+/// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
+///   firewall that cuts connections), the lock is free at once. Its holder is notified up to a
+///   third of a second later, or at the end of its lease if no answer arrives. During that time
+///   there can be two holders, which is why these modes are of class best-effort. Tokens grow
+///   nevertheless, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
+/// - A MariaDB or MySQL server that is set `read_only` grants nothing. When it becomes read-only,
+///   the holders are notified that their locks are lost.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum SqlMode {
+    /// A lock is a row with the end of its lease.
+    #[default]
+    Lease,
+    /// A lock ends with the connection that all locks of the backend share. It belongs neither to
+    /// the application nor to a pool. While a lock is held, the backend checks the connection
+    /// several times a second. If it is broken, all holders are notified at once.
+    ///
+    /// The server knows neither the key nor the holder of such a lock, so the lock cannot be listed
+    /// or broken. An administrator can only end the session (`pg_terminate_backend`, `KILL`), which
+    /// frees all of its locks. A pooler or proxy that gives each transaction or statement another
+    /// connection would pass locks to unrelated clients. If one is detected, opening or locking
+    /// fails.
+    ///
+    /// **PostgreSQL**: an advisory lock, `pg_try_advisory_lock(N)`. N is the first eight bytes of a
+    /// SHA-256 hash, as a signed number in network byte order. The hash covers the length of the
+    /// namespace in eight bytes, the namespace, and the key. Among ten thousand keys that are held
+    /// at once, two share a number with odds of 3 in 10^12; the only effect is that they exclude
+    /// each other. The lock also excludes every other program in this database that locks the same
+    /// number, in any language. [`LockIn`](crate::LockIn) acquires both the row and the advisory
+    /// lock.
+    ///
+    /// **MariaDB and MySQL**: a named lock, `GET_LOCK(NAME, 0)`. NAME is the same hash in 64
+    /// lowercase hexadecimal digits, the longest name that MySQL accepts. Named locks belong to the
+    /// whole server, not to a database, and exclude programs in any language that lock the same
+    /// name. Servers do not replicate them: on Galera or a replication group, write to only one of
+    /// the servers. [`LockIn`](crate::LockIn) does not support them, because a transaction cannot
+    /// hold one.
+    Session,
+    /// A lock is a row that a transaction of its own keeps locked.
+    ///
+    /// A grant takes two steps on one connection. A crash between them loses only a token. So every
+    /// token is committed before use, and no two transactions have the same one.
+    ///
+    /// 1. A separate, committed statement writes the claim and a larger token to the row, unless
+    ///    another client holds the row.
+    /// 2. A transaction locks the row if it still contains this claim: `FOR NO KEY UPDATE`, or in
+    ///    MariaDB and MySQL `LOCK IN SHARE MODE`. The lock is compatible only with the check of a
+    ///    [`Fence`](crate::Fence).
+    ///
+    /// One transaction cannot release one of several rows. So each held lock has its own
+    /// connection, which belongs neither to the application nor to a pool. `with_row_locks` of the
+    /// configuration limits their number; an attempt beyond the limit fails with
+    /// [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
+    ///
+    /// The holder is listed like the holder of a lease, without the time left. Of a caller's
+    /// transaction that holds a key, only the key is known.
+    /// [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but never a
+    /// caller's transaction. For that the user must be the holder's user, or have the rights of
+    /// `pg_signal_backend`, or the privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL).
+    ///
+    /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
+    /// of the database. So hold these locks for seconds or minutes. They work through a pooler in
+    /// every mode, because a transaction keeps its connection. Each held lock also takes one of the
+    /// pooler's connections.
+    ///
+    /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
+    /// retryable error after `busy_timeout`, because the server does not report why a row is
+    /// locked. Galera nodes lock no rows for each other: use the same node for all clients.
+    Row,
+    /// A lock is a row in the table of a Spring Integration `JdbcLockRegistry`. This program and
+    /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.
+    ///
+    /// Everything else works as with leases: the server's clock ends grants, tokens only grow, and
+    /// each claim is its own owner. In PostgreSQL, the row lock of a [`Fence`](crate::Fence) blocks
+    /// renewals: the lock is not renewed while the fenced transaction is open. Class best-effort,
+    /// because the Java peers decide by their own hosts' clocks whether a lock has expired.
+    ///
+    /// Spring sends no notifications, so its releases are found by the registry's
+    /// [poll](registry_core::RegistryBuilder::poll). The namespace is ignored: Spring has regions.
+    /// In MariaDB and MySQL, the table's name is case-sensitive.
+    Spring(SpringTable),
+}
+
+/// Locks in a database server: [`PostgresBackend`](crate::PostgresBackend) or
+/// [`MySqlBackend`](crate::MySqlBackend).
+#[expect(private_bounds, reason = "only this crate implements dialects")]
+pub struct SqlBackend<D: Dialect> {
+    pub(crate) locks: Locks<D>,
+    /// The address of the server, for errors.
+    address: Arc<str>,
+}
+
+/// The locks of a backend, by mode.
+pub(crate) enum Locks<D: Dialect> {
+    Lease(D::Rows),
+    Session { rows: Arc<D::Rows>, session: SqlSession<D::Session> },
+    Row { rows: Arc<D::Rows>, sessions: SqlSessions<D::RowLock> },
+    Spring(D::Spring),
+}
+
+#[expect(private_bounds, reason = "only this crate implements dialects")]
+impl<D: Dialect> SqlBackend<D> {
+    /// The idle time after which the server ends the connection of a session or row lock. It is
+    /// also the maximum lease in these modes.
+    pub const SILENCE: Duration = super::SILENCE;
+
+    /// Connects to the server, and creates the tables if they are missing. Locks are leases.
+    ///
+    /// # Errors
+    /// [`BackendError`] with a message that says what to do:
+    ///
+    /// - `Misconfigured` for a missing database, missing or newer tables, an old server or an
+    ///   invalid name.
+    /// - `Denied` for a wrong user or password, or a missing right.
+    /// - `Transient` if the server cannot be reached.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may leave tables behind. The next open of the store creates missing
+    /// ones.
+    pub async fn open(config: D::Config) -> Result<Self, BackendError> {
+        Self::open_mode(config, SqlMode::Lease).await
+    }
+
+    /// Connects to the server, and creates the tables if they are missing, among them Spring's.
+    ///
+    /// # Errors
+    /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
+    /// changes connections between transactions, and for a table of another generation of Spring.
+    ///
+    /// # Cancel safety
+    /// As for [`open`](Self::open).
+    pub async fn open_mode(config: D::Config, mode: SqlMode) -> Result<Self, BackendError> {
+        Self::check(&config, &mode)?;
+        let address: Arc<str> = D::address(&config).into();
+        let opened = Self::open_locks(config, mode).await;
+        let locks = opened.map_err(|error| error.with_address(Arc::clone(&address)))?;
+        Ok(Self { locks, address })
+    }
+
+    async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
+        Ok(match mode {
+            SqlMode::Lease => Locks::Lease(D::open_rows(config).await?),
+            SqlMode::Session => {
+                let rows = Arc::new(D::open_rows(config).await?);
+                let protocol = D::open_session(Arc::clone(&rows)).await?;
+                Locks::Session { rows, session: SqlSession::new(protocol) }
+            }
+            SqlMode::Row => {
+                let rows = Arc::new(D::open_rows(config).await?);
+                let sessions = SqlSessions::new(D::row_lock(Arc::clone(&rows)));
+                Locks::Row { rows, sessions }
+            }
+            SqlMode::Spring(table) => Locks::Spring(D::open_spring(config, table).await?),
+        })
+    }
+
+    /// Checks the configuration without I/O. Opening the store calls this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first invalid setting.
+    pub fn check(config: &D::Config, mode: &SqlMode) -> Result<(), BackendError> {
+        if let SqlMode::Spring(table) = mode {
+            table.check().map_err(|message| D::misconfigured(&message))?;
+        }
+        D::check(config)
+    }
+
+    /// Returns the statements that create the tables, for installations where this program must not
+    /// create them.
+    #[must_use]
+    pub const fn schema() -> &'static str {
+        D::SCHEMA
+    }
+
+    /// Returns the namespace of this backend's locks, or the region in Spring's table.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        self.rows().map_or_else(|spring| spring.namespace(), LeaseStore::namespace)
+    }
+
+    /// Returns the native tables, or the foreign one.
+    pub(crate) fn rows(&self) -> Result<&D::Rows, &D::Spring> {
+        match &self.locks {
+            Locks::Lease(rows) => Ok(rows),
+            Locks::Session { rows, .. } | Locks::Row { rows, .. } => Ok(rows),
+            Locks::Spring(spring) => Err(spring),
+        }
+    }
+
+    /// Adds the address of the server to an error.
+    pub(crate) fn with_address(&self, error: BackendError) -> BackendError {
+        error.with_address(Arc::clone(&self.address))
+    }
+
+    /// Adds the address of the server to the error of a result.
+    fn located<T>(&self, result: Result<T, BackendError>) -> Result<T, BackendError> {
+        result.map_err(|error| self.with_address(error))
+    }
+
+    async fn attempt(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let (attempt, position) = match &self.locks {
+            Locks::Lease(rows) => {
+                let attempt = dialect::try_acquire(rows, claim).await?;
+                return Ok(match (attempt, rows.wake_check()) {
+                    // The end of a session that holds the key sends no notification and changes no
+                    // row.
+                    (Attempt::Busy(busy), Some(check)) if busy.retry_after.is_some() => {
+                        Attempt::Busy(busy.with_wake_check(check))
+                    }
+                    (attempt, _) => attempt,
+                });
+            }
+            Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
+            // The position is read before the attempt is sent, so that a release after it is seen.
+            Locks::Session { rows, session } => {
+                let position = rows.position();
+                (session.try_acquire(claim).await?, position)
+            }
+            Locks::Row { rows, sessions } => {
+                let position = rows.position();
+                (sessions.try_acquire(claim).await?, position)
+            }
+        };
+        Ok(match attempt {
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(position)),
+            granted @ Attempt::Granted(_) => granted,
+        })
+    }
+}
+
+#[async_trait]
+impl<D: Dialect> LockBackend for SqlBackend<D> {
+    fn capabilities(&self) -> Capabilities {
+        let is_lease = matches!(self.locks, Locks::Lease(_));
+        let class = if is_lease { GuaranteeClass::Durable } else { GuaranteeClass::BestEffort };
+        let capabilities = Capabilities::new(D::STORE, class, Reach::Network).with_fencing();
+        let capabilities = match &self.locks {
+            Locks::Lease(_) => {
+                let renewal = RenewalPolicy::new().with_batch_max(D::Rows::RENEWALS_MAX);
+                capabilities.with_labels().with_inspect().with_renewal(renewal)
+            }
+            Locks::Session { .. } => capabilities.with_invalidations(),
+            Locks::Row { .. } => capabilities.with_invalidations().with_labels().with_inspect(),
+            Locks::Spring(_) => capabilities.with_peer_poll(PEER_POLL).with_labels().with_inspect(),
+        };
+        let capabilities = match &self.locks {
+            Locks::Session { .. } | Locks::Row { .. } => {
+                capabilities.with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
+            }
+            _ => capabilities,
+        };
+        let has_wakes = self.rows().map_or_else(|spring| spring.has_wakes(), LeaseStore::has_wakes);
+        if has_wakes { capabilities.with_wakes() } else { capabilities }
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.located(self.attempt(claim).await)
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let renewed = match &self.locks {
+            Locks::Lease(rows) => dialect::renew(rows, claims).await,
+            Locks::Session { session, .. } => session.renew(claims).await,
+            Locks::Row { sessions, .. } => sessions.renew(claims).await,
+            Locks::Spring(spring) => dialect::renew(spring, claims).await,
+        };
+        renewed.into_iter().map(|renewal| self.located(renewal)).collect()
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let (released, rows) = match &self.locks {
+            Locks::Lease(rows) => return self.located(rows.release(claim).await),
+            Locks::Spring(spring) => return self.located(spring.release(claim).await),
+            Locks::Session { rows, session } => (session.release(claim).await, rows),
+            Locks::Row { rows, sessions } => (sessions.release(claim).await, rows),
+        };
+        D::maybe_purge(rows, claim).await;
+        self.located(released)
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        match &self.locks {
+            Locks::Lease(rows) => rows.wait(claim, busy).await,
+            Locks::Session { session, .. } => session.protocol().wait(claim.key(), busy.mark).await,
+            Locks::Row { sessions, .. } => sessions.protocol().wait(claim.key(), busy.mark).await,
+            Locks::Spring(spring) => spring.wait(claim, busy).await,
+        }
+    }
+
+    fn subscribe(&self, invalidations: Invalidations) {
+        match &self.locks {
+            Locks::Session { session, .. } => session.subscribe_invalidations(invalidations),
+            Locks::Row { sessions, .. } => sessions.subscribe_invalidations(invalidations),
+            Locks::Lease(_) | Locks::Spring(_) => {}
+        }
+    }
+
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+
+    async fn close(&self) {
+        match &self.locks {
+            Locks::Session { session, .. } => session.close().await,
+            Locks::Row { sessions, .. } => sessions.protocol().close_idle(),
+            Locks::Lease(_) | Locks::Spring(_) => {}
+        }
+        match self.rows() {
+            Ok(rows) => rows.close().await,
+            Err(spring) => spring.close().await,
+        }
+    }
+}
+
+#[async_trait]
+impl<D: Dialect> LockAdmin for SqlBackend<D> {
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        match self.rows() {
+            _ if matches!(self.locks, Locks::Session { .. }) => Ok(None),
+            Ok(rows) => self.located(rows.inspect(key).await),
+            Err(spring) => self.located(spring.inspect(key).await),
+        }
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        match self.rows() {
+            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
+            Ok(rows) => self.located(rows.list().await),
+            Err(spring) => self.located(spring.list().await),
+        }
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        match self.rows() {
+            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Release::NotHeld),
+            Ok(rows) => self.located(rows.force_release(key).await),
+            Err(spring) => self.located(spring.force_release(key).await),
+        }
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        let mut findings = match self.rows() {
+            Ok(rows) => self.located(rows.diagnose().await)?,
+            Err(spring) => self.located(spring.diagnose().await)?,
+        };
+        match &self.locks {
+            Locks::Row { rows, .. } => {
+                findings.extend(self.located(D::check_connection_limit(rows).await)?);
+            }
+            Locks::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
+            Locks::Lease(_) | Locks::Session { .. } => {}
+        }
+        Ok(findings)
+    }
+}
+
+impl<D: Dialect> fmt::Debug for SqlBackend<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.locks {
+            Locks::Lease(rows) => f.debug_tuple("Lease").field(rows).finish(),
+            Locks::Session { rows, .. } => f.debug_tuple("Session").field(rows).finish(),
+            Locks::Row { rows, sessions } => {
+                f.debug_tuple("Row").field(rows).field(sessions).finish()
+            }
+            Locks::Spring(spring) => f.debug_tuple("Spring").field(spring).finish(),
+        }
+    }
+}

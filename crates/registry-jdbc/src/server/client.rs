@@ -1,0 +1,194 @@
+//! Sends requests to a server over a free connection.
+//!
+//! Repeats a request that the server rolled back because of a conflict, and one that was sent on an
+//! idle connection that had broken unnoticed.
+
+use std::fmt;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use registry_core::BackendError;
+use tokio::time::sleep;
+
+use super::dialect::Dialect;
+use super::{ConnectionPool, ConnectionUse, PoolError, SessionFailure, error};
+
+/// The maximum number of attempts for a request that the server rolls back because of conflicts.
+const CONFLICTS_MAX: u32 = 5;
+/// The maximum pause before the second attempt. It doubles with each attempt; the minimum is half
+/// of it.
+const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
+
+pub(crate) struct SqlClient<D: Dialect> {
+    pool: ConnectionPool<D::Connection>,
+    response_timeout: Duration,
+}
+
+/// One or more statements that can be sent several times.
+pub(crate) trait Request<C>: Sync {
+    type Answer: Send;
+
+    // Boxed, because the compiler cannot prove that the futures of sqlx are `Send` for any
+    // lifetime.
+    fn send<'c>(
+        &'c self,
+        connection: &'c mut C,
+    ) -> BoxFuture<'c, Result<Self::Answer, sqlx::Error>>;
+}
+
+/// Whether a request may be sent again after the connection breaks, although the server may have
+/// executed it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Resend {
+    Allowed,
+    Never,
+    /// Never. The request begins a transaction, so after any error the connection is closed.
+    Transaction,
+}
+
+/// What a failed statement means for a retry and for its connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ErrorEffect {
+    /// The server rolled the statement back because of a conflict. It may be sent again at once, on
+    /// the same connection.
+    #[cfg_attr(
+        not(feature = "mysql"),
+        expect(dead_code, reason = "PostgreSQL returns such errors to the caller")
+    )]
+    RolledBack,
+    /// The server returned an error. The connection is usable.
+    Rejected,
+    /// The connection is unusable.
+    Broken,
+}
+
+impl<D: Dialect> SqlClient<D> {
+    /// Creates the client without connecting.
+    pub(crate) fn new(pool: ConnectionPool<D::Connection>, response_timeout: Duration) -> Self {
+        Self { pool, response_timeout }
+    }
+
+    /// Sends the request, and returns its answer.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connection. The server may complete the request.
+    pub(crate) async fn send<R: Request<D::Connection>>(
+        &self,
+        connection_use: ConnectionUse,
+        resend: Resend,
+        request: &R,
+    ) -> Result<R::Answer, BackendError> {
+        let (mut conflicts, mut reconnect) = (0, false);
+        // Once an attempt may have been executed, the outcome is unknown, whatever later attempts
+        // return.
+        let mut is_unknown = false;
+        let with_outcome =
+            |error: BackendError, is_unknown| if is_unknown { error.as_unknown() } else { error };
+        loop {
+            let pooled = if reconnect {
+                self.pool.acquire_new(connection_use).await
+            } else {
+                self.pool.acquire(connection_use).await
+            };
+            let mut pooled =
+                pooled.map_err(|reason| with_outcome(self.not_connected(reason), is_unknown))?;
+            let was_idle = pooled.was_idle();
+            let (connection, timer) = pooled.split();
+            let error = match timer.wait_for(request.send(connection)).await {
+                Some(Ok(answer)) => {
+                    pooled.release();
+                    return Ok(answer);
+                }
+                Some(Err(error)) => error,
+                // Dropping it closes the connection, so no later statement receives the late
+                // response.
+                None => {
+                    drop(pooled);
+                    // After a failover, the old address may silently drop all packets.
+                    self.pool.close_idle();
+                    let error = error::timed_out(D::STORE, self.response_timeout);
+                    return Err(with_outcome(error, is_unknown));
+                }
+            };
+            let effect = D::error_effect(&error);
+            let error = self.explain(error);
+            if effect != ErrorEffect::Broken && !resend.is_transaction() {
+                pooled.release();
+            } else {
+                drop(pooled);
+            }
+            match effect {
+                ErrorEffect::Rejected => return Err(with_outcome(error, is_unknown)),
+                ErrorEffect::RolledBack => {
+                    conflicts += 1;
+                    if conflicts >= CONFLICTS_MAX {
+                        return Err(with_outcome(error, is_unknown));
+                    }
+                    let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts - 1);
+                    sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
+                }
+                ErrorEffect::Broken => {
+                    // The connection broke while it was idle, as all do when the server restarts.
+                    if !was_idle || reconnect || resend != Resend::Allowed {
+                        // The other idle connections are probably broken too.
+                        self.pool.close_idle();
+                        let error = with_outcome(error, is_unknown);
+                        // The request may still be executed, so the caller decides about a retry.
+                        let is_stale = was_idle && !reconnect;
+                        return Err(if is_stale { error.on_stale_connection() } else { error });
+                    }
+                    reconnect = true;
+                    is_unknown = !error.refused();
+                }
+            }
+        }
+    }
+
+    /// Returns an exclusively used connection, for more than one statement.
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn acquire(
+        &self,
+    ) -> Result<super::PooledConnection<'_, D::Connection>, BackendError> {
+        let pooled = self.pool.acquire(ConnectionUse::Acquire).await;
+        pooled.map_err(|reason| self.not_connected(reason))
+    }
+
+    pub(crate) fn explain(&self, error: sqlx::Error) -> BackendError {
+        D::explain(error)
+    }
+
+    fn not_connected(&self, reason: PoolError) -> BackendError {
+        error::not_connected(reason, D::STORE, |error| self.explain(error))
+    }
+
+    /// Closes the idle connections. New ones are opened on demand.
+    #[cfg(feature = "mysql")]
+    pub(crate) fn close_idle(&self) {
+        self.pool.close_idle();
+    }
+
+    /// Closes the idle connections with a termination message. New ones are opened on demand.
+    pub(crate) async fn close(&self) {
+        self.pool.close().await;
+    }
+}
+
+impl Resend {
+    fn is_transaction(self) -> bool {
+        self == Self::Transaction
+    }
+}
+
+/// Returns what an error outside of a transaction means for a session.
+pub(crate) fn session_failure<D: Dialect>(error: sqlx::Error) -> SessionFailure {
+    match D::error_effect(&error) {
+        ErrorEffect::Broken => SessionFailure::Broken(D::explain(error)),
+        _ => SessionFailure::Rejected(D::explain(error)),
+    }
+}
+
+impl<D: Dialect> fmt::Debug for SqlClient<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SqlClient").field("store", &D::STORE).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,213 @@
+//! Errors that the stores of all database servers return. `store` names the kind of server; the
+//! backend adds the address. The classification of the servers' codes is in the `error` of each store.
+
+use std::time::Duration;
+
+use registry_core::{BackendError, BackendErrorKind};
+use sqlx::Error;
+
+use super::PoolError;
+use BackendErrorKind::{Misconfigured, Protocol, Transient};
+
+/// The kind and message of an error, and whether nothing was executed.
+pub(crate) type ErrorClass = (BackendErrorKind, &'static str, bool);
+
+/// Classifies an error that the client found, not the server.
+pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
+    match error {
+        Error::Io(io) => match io.kind() {
+            std::io::ErrorKind::ConnectionRefused => (
+                Transient,
+                "the connection was refused; check that the server runs at this address",
+                true,
+            ),
+            std::io::ErrorKind::NotFound => (
+                Misconfigured,
+                "the socket of the server does not exist; check its path and that the server runs",
+                true,
+            ),
+            _ => (
+                Transient,
+                "the connection was lost; check the network and that the server still runs",
+                false,
+            ),
+        },
+        Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
+        Error::Configuration(_) | Error::InvalidArgument(_) | Error::Encode(_) => {
+            (Misconfigured, "the configuration is invalid; see the source of this error", true)
+        }
+        Error::ColumnDecode { .. }
+        | Error::Decode(_)
+        | Error::ColumnNotFound(_)
+        | Error::ColumnIndexOutOfBounds { .. }
+        | Error::TypeNotFound { .. }
+        | Error::RowNotFound => (
+            Protocol,
+            "the lock tables contain a value that no version of this program writes",
+            false,
+        ),
+        Error::Protocol(_) => (
+            Protocol,
+            "the response is not valid in the protocol of the server; check the kind of the server",
+            false,
+        ),
+        // Variants that sqlx may add, or that do not occur here. The outcome is unknown, and a
+        // retry is not useful.
+        _ => (Protocol, "the database client failed; see the source of this error", false),
+    }
+}
+
+/// Adds the classification to an error.
+pub(crate) fn explain(error: Error, store: &str, class: ErrorClass) -> BackendError {
+    let (kind, message, refused) = class;
+    let error = BackendError::new(kind, format!("{store}: {message}")).with_source(error);
+    if refused { error.as_refused() } else { error }
+}
+
+/// Converts the reason for a missing connection. Nothing was sent.
+pub(crate) fn not_connected(
+    pool_error: PoolError,
+    store: &str,
+    explain: impl FnOnce(Error) -> BackendError,
+) -> BackendError {
+    let message = match pool_error {
+        // The TLS client reports an untrusted certificate in this way.
+        PoolError::Sqlx(Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
+            return BackendError::new(Misconfigured, format!("{store}: {NOT_ENCRYPTED}"))
+                .with_source(io)
+                .as_refused();
+        }
+        PoolError::Sqlx(error) => return explain(error).as_refused(),
+        PoolError::Exhausted => "all connections were in use for too long; raise `connections`",
+        PoolError::TimedOut => {
+            "the server could not be reached in time; check its address and the network"
+        }
+    };
+    BackendError::transient(format!("{store}: {message}")).as_refused()
+}
+
+const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted; check `sslmode` and `ca`";
+
+/// The server did not answer within `limit`.
+pub(crate) fn timed_out(store: &str, limit: Duration) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: the server did not answer within {limit:?}; check its load and the network"
+    ))
+}
+
+/// The task of a session has ended.
+pub(crate) fn closed(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: the store was closed during the operation; open it again"
+    ))
+}
+
+/// An acquisition was not sent, because the session's connection ran other statements for too long.
+pub(crate) fn queue_timed_out(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: the session's connection was in use for too long, so no request was sent; retry"
+    ))
+    .as_refused()
+}
+
+/// Another transaction has locked the row of one claim.
+pub(crate) fn row_locked(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: another transaction has locked this lock's row, perhaps one with a fence, or the server is a replica"
+    ))
+    .as_refused()
+}
+
+/// A transaction that the released claim has fenced is still open.
+pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
+    ))
+    .as_blocked()
+}
+
+/// The server was requested to end a connection, which still exists.
+pub(crate) fn still_connected(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: the connection that holds the key still exists, although the server was requested to end it; retry"
+    ))
+}
+
+/// The holder is a caller's transaction, which only the caller can end.
+pub(crate) fn held_by_caller_transaction(store: &str) -> BackendError {
+    BackendError::transient(format!(
+        "{store}: an application's transaction holds the key until it ends, and cannot be ended from here; end that transaction"
+    ))
+    .as_refused()
+}
+
+/// A row contains a value that this program does not write.
+pub(crate) fn corrupt(store: &str, message: &str) -> BackendError {
+    let text =
+        format!("{store}: {message}; was it edited manually? Restore or drop the lock tables");
+    BackendError::new(Protocol, text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Dialect, ErrorEffect};
+    use super::*;
+
+    const STORE: &str = "mysql";
+
+    fn explained(error: Error) -> BackendError {
+        let class = classify_client_error(&error);
+        explain(error, STORE, class)
+    }
+
+    #[test]
+    fn client_errors_have_a_kind() {
+        let io = |kind| Error::Io(std::io::Error::from(kind));
+        let cases = [
+            (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
+            (io(std::io::ErrorKind::NotFound), Misconfigured, true),
+            (io(std::io::ErrorKind::InvalidData), Transient, false),
+            (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
+            (io(std::io::ErrorKind::ConnectionReset), Transient, false),
+            (Error::Tls("x".into()), Misconfigured, true),
+            (Error::Configuration("x".into()), Misconfigured, true),
+            (Error::InvalidArgument("x".to_owned()), Misconfigured, true),
+            (Error::Encode("x".into()), Misconfigured, true),
+            (Error::RowNotFound, Protocol, false),
+            (Error::Decode("x".into()), Protocol, false),
+            (Error::Protocol("x".to_owned()), Protocol, false),
+            (Error::PoolClosed, Protocol, false),
+        ];
+        for (error, kind, refused) in cases {
+            check_dialects(&error);
+            let text = error.to_string();
+            let explained = explained(error);
+            assert_eq!((explained.kind(), explained.refused()), (kind, refused), "{text}");
+            assert!(explained.to_string().starts_with("mysql: "), "{explained}");
+        }
+    }
+
+    /// No server has executed or refused anything.
+    fn check_dialects(error: &Error) {
+        fn check<D: Dialect>(error: &Error) {
+            assert!(!D::is_busy(error) && !D::is_no_such_table(error));
+            assert_eq!(D::error_effect(error), ErrorEffect::Broken);
+        }
+        #[cfg(feature = "postgres")]
+        check::<sqlx::Postgres>(error);
+        #[cfg(feature = "mysql")]
+        check::<sqlx::MySql>(error);
+    }
+
+    #[test]
+    fn without_a_connection_the_error_is_refused() {
+        for reason in [
+            PoolError::Exhausted,
+            PoolError::TimedOut,
+            PoolError::Sqlx(Error::Io(std::io::ErrorKind::UnexpectedEof.into())),
+        ] {
+            let error = not_connected(reason, STORE, explained);
+            assert_eq!((error.kind(), error.refused()), (Transient, true), "{error}");
+        }
+    }
+}

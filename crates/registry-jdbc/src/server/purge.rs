@@ -1,0 +1,31 @@
+//! When rows are purged: after some of the releases, a batch of limited size. The statements are in
+//! `purge` of each store.
+
+use std::future::Future;
+use std::time::Duration;
+
+use registry_core::{BackendError, Claim};
+use tokio::time::timeout;
+
+/// A release purges a batch if its claim's random id begins with this byte: one in 256.
+const PURGE_FIRST_BYTE: u8 = 0;
+
+/// The maximum time that a batch adds to a release, even if all connections are busy.
+const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// The number of rows in a batch. It is twice the number that releases can have added since the
+/// last batch, so that at most half of all rows are dead.
+pub(crate) const BATCH_ROWS: u16 = 512;
+
+/// Purges the batch that begins at a random id, after one in 256 releases.
+pub(crate) async fn maybe_purge<T, F>(claim: &Claim, purge_batch: impl FnOnce([u8; 32]) -> F)
+where
+    F: Future<Output = Result<T, BackendError>>,
+{
+    if claim.id().to_bytes()[0] == PURGE_FIRST_BYTE {
+        // The release is complete and must not fail because of the purge. The next acquisition
+        // returns any error of the tables.
+        let start: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
+        let _ = timeout(BATCH_TIMEOUT, purge_batch(start)).await;
+    }
+}

@@ -1,0 +1,144 @@
+//! The types and the SQL of this server, for the tests of all servers.
+
+use registry_core::{Attempt, BackendError, Claim};
+use registry_jdbc::SqlMode;
+pub(crate) use registry_jdbc::sqlx::mysql::{
+    MySqlConnectOptions as DataOptions, MySqlConnection as Connection,
+    MySqlPoolOptions as PoolOptions,
+};
+pub(crate) use registry_jdbc::{MySqlBackend as Backend, MySqlConfig as Config};
+use registry_testkit::mariadb::MariaDbOptions;
+pub(crate) use registry_testkit::mariadb::MariaDbServer as Server;
+
+pub(crate) const SCHEMA: &str = "app";
+/// A user without rights.
+pub(crate) const WORKER: &str = "worker@'127.0.0.1'";
+pub(crate) const CREATE_WORKER: &str = "CREATE USER worker@'127.0.0.1'";
+/// A part of the error that a user without rights gets before the tables exist.
+pub(crate) const REFUSAL: &str = "check user and password";
+pub(crate) const KEY_COLUMN: &str = "lock_key";
+pub(crate) const BEGIN_READ_COMMITTED: &str =
+    "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN";
+
+pub(crate) const CREATE_SALE: &str = "CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB";
+pub(crate) const SELL: &str = "INSERT INTO app.sale VALUES ('7')";
+
+/// A takeover by another client, as the store does it, but without the commit.
+pub(crate) const TAKE_OVER: &str =
+    "BEGIN; UPDATE lock_registry_locks SET claim = '0123456789abcdef'";
+
+/// What the next grant changes.
+pub(crate) const NEXT_GRANT: &str =
+    "UPDATE lock_registry_locks SET claim = '1', token = token + block";
+
+pub(crate) const SET_TIME_ZONE: &str = "SET GLOBAL time_zone = '+05:45'";
+
+/// The row that Spring 7 writes, with the microseconds of its lease, and whether it begins now.
+pub(crate) const SPRING_ROW: &str = "\
+    SELECT REGION, LOCK_KEY, REPLACE(CLIENT_ID, '-', ''), TIMESTAMPDIFF(MICROSECOND, CREATED_DATE, EXPIRED_AFTER), \
+        ABS(TIMESTAMPDIFF(SECOND, CREATED_DATE, UTC_TIMESTAMP(6))) < 30 FROM INT_LOCK";
+
+/// Whether a row of Spring 6 with a time to live of 10 s ends in this number of seconds.
+pub(crate) const SPRING_6_LEASE: &str = "\
+    SELECT ABS(TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), CREATED_DATE + INTERVAL 10 SECOND) - {seconds} * 1000000) < 1500000 \
+    FROM INT_LOCK";
+
+/// Locks `foo` in two regions, as Spring does.
+pub(crate) const SPRING_INSERT: &str = "\
+    INSERT INTO INT_LOCK (REGION, LOCK_KEY, CLIENT_ID, CREATED_DATE, EXPIRED_AFTER) \
+    SELECT r, 'acbd18db-4cc2-385c-adef-654fccc4a4d8', 'short', UTC_TIMESTAMP(6), UTC_TIMESTAMP(6) + INTERVAL 60 SECOND \
+    FROM (SELECT 'DEFAULT' AS r UNION SELECT 'OTHER') AS regions";
+
+/// Takes a lock over, without a long wait.
+pub(crate) const SPRING_STEAL: &str = "\
+    SET SESSION innodb_lock_wait_timeout = 1; \
+    UPDATE INT_LOCK SET CLIENT_ID = 'x', EXPIRED_AFTER = UTC_TIMESTAMP(6) + INTERVAL 1 HOUR";
+
+/// The name of the session lock of `orders/42`: the SHA-256 of 00 00 00 00 00 00 00 07 "default"
+/// "orders/42".
+pub(crate) const NAME: &str = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
+
+/// Checks the session lock of `orders/42`.
+pub(crate) async fn assert_no_session_locks(server: &Server) {
+    let is_free = server.sql(&format!("SELECT IS_FREE_LOCK('{NAME}')")).await.unwrap();
+    assert_eq!(is_free.trim(), "1");
+}
+
+/// Ends all connections of the store. The testkit itself connects through a Unix socket.
+pub(crate) async fn end_sessions(server: &Server) {
+    let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
+    for id in server.sql(all).await.unwrap().lines() {
+        // The connection may already have ended.
+        server.sql(&format!("KILL CONNECTION {id}")).await.ok();
+    }
+}
+
+/// InnoDB's counters of written rows and of waits for row locks.
+pub(crate) async fn writes(server: &Server) -> String {
+    let counters = "'Innodb_rows_inserted', 'Innodb_rows_updated', 'Innodb_rows_deleted', 'Innodb_row_lock_waits'";
+    server.sql(&format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({counters})")).await.unwrap()
+}
+
+/// The number of transactions with a locked row. The table is up to a tenth of a second old.
+pub(crate) async fn holders(server: &Server) -> usize {
+    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    let open = "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_rows_locked > 0";
+    server.sql(open).await.unwrap().trim().parse().unwrap()
+}
+
+pub(crate) type ServerKind = MariaDbOptions;
+
+/// The server of the conformance suite.
+#[derive(Debug)]
+pub(crate) struct TestServer(Server);
+
+impl TestServer {
+    pub(crate) async fn start(options: &ServerKind) -> Self {
+        let options = options.clone().args(&["--max-connections=1000"]);
+        Self(Server::start_with(options).await.unwrap())
+    }
+
+    pub(crate) fn config(&self) -> Config {
+        Config::from_url(&self.0.url()).unwrap()
+    }
+
+    /// Every confirmed write is on disk, so this may be a crash.
+    pub(crate) async fn restart(&mut self) {
+        self.0.start_again().await.unwrap();
+    }
+
+    /// Ends the connection that holds the lock.
+    pub(crate) async fn end_connection(&self, mode: &SqlMode, hashed: &str, claim: &Claim) {
+        // The named lock is the session's lock, or it identifies the connection of the transaction.
+        let name = if *mode == SqlMode::Session {
+            format!("SHA2(UNHEX('{hashed}'), 256)")
+        } else {
+            format!("'lock_registry_row_{}'", claim.id())
+        };
+        let holder = format!("SELECT IFNULL(IS_USED_LOCK({name}), '')");
+        let holder = self.0.sql(&holder).await.unwrap();
+        if !holder.trim().is_empty() {
+            self.0.sql(&format!("KILL CONNECTION {}", holder.trim())).await.unwrap();
+        }
+    }
+
+    pub(crate) async fn wipe(&self) {
+        self.0.sql("DROP TABLE lock_registry_locks, lock_registry_meta").await.unwrap();
+        self.0.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
+    }
+}
+
+/// Waits until a statement waits for a row lock.
+pub(crate) async fn waits_for_a_row(server: &Server) {
+    let waiting =
+        "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
+    registry_testkit::eventually(crate::common::TEST_TIMEOUT, async || {
+        server.sql(waiting).await.is_ok_and(|count| count != "0")
+    })
+    .await;
+}
+
+/// What an attempt on a lease returns while a transaction of the store has the row locked.
+pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
+    assert!(attempt.as_ref().is_err_and(BackendError::is_retryable), "{attempt:?}");
+}

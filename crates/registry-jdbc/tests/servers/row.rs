@@ -1,0 +1,239 @@
+//! Locks that are rows, locked by a transaction.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use registry_core::{
+    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockGuard, Registry, Release, Renewal,
+};
+use registry_jdbc::sqlx::{Connection as _, Executor};
+use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
+use tokio::time::timeout;
+
+use super::common::{LEASE, TEST_TIMEOUT, backend, claim, config, data, grant, key, lock, server};
+use crate::server::*;
+
+/// The time limit for a loss notification: well before the next renewal.
+pub(crate) const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
+
+pub(crate) const ONE_SECOND: Duration = Duration::from_secs(1);
+
+pub(crate) async fn row(config: Config) -> Arc<Backend> {
+    Arc::new(Backend::open_mode(config, SqlMode::Row).await.unwrap())
+}
+
+pub(crate) fn registry_over(backend: Arc<dyn LockBackend>) -> Registry {
+    Registry::builder(backend).build().unwrap()
+}
+
+pub(crate) async fn registry(server: &Server) -> Registry {
+    registry_over(row(config(server)).await)
+}
+
+pub(crate) async fn session(server: &Server) -> Registry {
+    registry_over(Arc::new(Backend::open_mode(config(server), SqlMode::Session).await.unwrap()))
+}
+
+pub(crate) async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
+    backend.try_acquire(claim).await.unwrap()
+}
+
+pub(crate) async fn is_free(registry: &Registry, key: &str) -> bool {
+    registry.obtain(key).try_lock().await.unwrap().is_some()
+}
+
+#[tokio::test]
+async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
+    let mut server = server().await;
+    let registry = registry(&server).await;
+    let guard = lock(&registry, "orders/42").await;
+    lock(&registry, "orders/43").await.unlock().await.unwrap();
+    server.kill();
+    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+    server.start_again().await.unwrap();
+    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
+    let server = server().await;
+    let other = registry(&server).await;
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
+    let config = config(&server);
+    tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
+            assert!(matches!(granted, Attempt::Granted(_)));
+        });
+        runtime.shutdown_background();
+    })
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
+    assert!(guard.is_held());
+}
+
+#[tokio::test]
+async fn cancelled_waits_leave_no_lock_behind() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    let guard = lock(&a, "orders/42").await;
+    for n in 1..20 {
+        let waiting = b.obtain("orders/42");
+        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+    }
+    guard.unlock().await.unwrap();
+    for n in 1..20 {
+        let free = b.obtain("orders/42");
+        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
+    }
+    b.idle().await;
+    assert_eq!(holders(&server).await, 0);
+    lock(&a, "orders/42").await.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
+    let server = server().await;
+    let (a, b) = (row(config(&server)).await, registry(&server).await);
+    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
+    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
+    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+}
+
+#[tokio::test]
+async fn capabilities_and_findings_match_the_backend() {
+    let server = server().await;
+    let backend = row(config(&server)).await;
+    let capabilities = backend.capabilities();
+    assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
+    assert_eq!(capabilities.lease_max, Backend::SILENCE);
+    assert!(
+        capabilities.reports_invalidations
+            && capabilities.fencing
+            && capabilities.inspect
+            && capabilities.labels
+    );
+    let findings = backend.diagnose().await.unwrap();
+    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
+    let many = row(config(&server).with_row_locks(1_000)).await;
+    let findings = many.diagnose().await.unwrap();
+    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
+    let none =
+        Backend::open_mode(config(&server).with_row_locks(0), SqlMode::Row).await.unwrap_err();
+    assert!(!none.is_retryable(), "{none}");
+}
+
+pub(crate) async fn sell(guard: &LockGuard, data: &mut Connection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    if let Err(error) = guard.fence(&mut transaction).await {
+        transaction.rollback().await.unwrap();
+        return Err(error);
+    }
+    transaction.execute(SELL).await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+/// Writes what the next holder would, before the loss notification arrives.
+#[tokio::test]
+async fn a_holder_without_a_loss_notification_cannot_commit_after_the_next_grant() {
+    let server = server().await;
+    server.sql(CREATE_SALE).await.unwrap();
+    let mut data = data(&server).await;
+    let stale = lock(&session(&server).await, "coupon/7").await;
+    server.sql(NEXT_GRANT).await.unwrap();
+    assert!(stale.is_held());
+    let error = sell(&stale, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+/// Runs in real time: the server's clock ends the lock of an unresponsive holder.
+#[tokio::test]
+async fn the_server_frees_the_locks_of_a_frozen_process_after_a_minute() {
+    let server = server().await;
+    let apart = config(&server).with_namespace("sessions");
+    let rows = registry(&server).await;
+    let sessions =
+        registry_over(Arc::new(Backend::open_mode(apart.clone(), SqlMode::Session).await.unwrap()));
+    let (blocked_row, blocked_session) = (config(&server), apart);
+    let (holds, held) = tokio::sync::oneshot::channel();
+    let (unblock, unblocked) = std::sync::mpsc::channel::<()>();
+    // A runtime with one thread that is blocked, so that all its tasks stop.
+    let blocked = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let locked = runtime.block_on(async {
+            let row = registry_over(row(blocked_row).await);
+            let session = Backend::open_mode(blocked_session, SqlMode::Session).await.unwrap();
+            let session = registry_over(Arc::new(session));
+            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
+            (row, session, guards)
+        });
+        holds.send(()).unwrap();
+        unblocked.recv().ok();
+        runtime.block_on(async {
+            for guard in &locked.2 {
+                assert!(!guard.is_held(), "it was ended long ago");
+                timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+            }
+        });
+    });
+    held.await.unwrap();
+    let began = Instant::now();
+    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
+    // succeeds.
+    let kept = lock(&sessions, "kept").await;
+    let waits = [&rows, &sessions].map(|registry| async move {
+        let handle = registry.obtain("orders/42");
+        let guard = timeout(4 * TEST_TIMEOUT, handle.lock()).await.unwrap().unwrap();
+        (began.elapsed(), guard)
+    });
+    for (after, guard) in futures_util::future::join_all(waits).await {
+        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
+        assert!(guard.is_held());
+    }
+    assert!(kept.is_held());
+    let delete = format!("DELETE FROM lock_registry_locks WHERE {KEY_COLUMN} = 'kept'");
+    server.sql(&delete).await.unwrap();
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    kept.fence(&mut tx).await.unwrap();
+    tx.commit().await.unwrap();
+    unblock.send(()).unwrap();
+    blocked.join().unwrap();
+}
+
+#[tokio::test]
+async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
+    let server = server().await;
+    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
+    let registry = registry_over(Arc::<Backend>::clone(&rows));
+    let mut data = data(&server).await;
+
+    let lease = claim("orders/42");
+    let first = grant(&leases, &lease).await.token;
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    leases.release(&lease).await.unwrap();
+
+    let held = claim("orders/42");
+    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
+    let second = second.token;
+    expect_row_locked(leases.try_acquire(&claim("orders/42")).await);
+    let mut tx = data.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    rows.release(&held).await.unwrap();
+
+    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    tx.commit().await.unwrap();
+    let fourth = grant(&leases, &lease).await.token;
+    assert!(first < second && second < third && third < fourth);
+}

@@ -1,0 +1,135 @@
+//! The writes of each operation, and their results.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{Attempt, BackendErrorKind, LockAdmin, LockBackend, Release, Renewal};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+use super::common::{
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, run, server,
+};
+use crate::server::*;
+
+#[tokio::test]
+async fn a_busy_attempt_writes_nothing() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    grant(&backend, &claim("k")).await;
+    let before = writes(&server).await;
+    for _ in 0..20 {
+        busy(&backend, &claim("k")).await;
+        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
+        backend.inspect(&key("k")).await.unwrap();
+    }
+    assert_eq!(writes(&server).await, before);
+}
+
+#[tokio::test]
+async fn a_batch_is_renewed_claim_by_claim() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    // More claims than one statement renews.
+    let mut claims = Vec::new();
+    for n in 0..1200 {
+        claims.push(claim(&format!("k{n}")));
+    }
+    for (n, claim) in claims.iter().enumerate() {
+        if n % 100 != 0 {
+            grant(&backend, claim).await;
+        }
+    }
+    claims.push(claims[1].clone());
+    claims.push(claims[2].clone().with_lease(Duration::from_secs(90)));
+    let renewals = backend.renew(&claims).await;
+    assert_eq!(renewals.len(), claims.len());
+    for (n, renewal) in renewals.into_iter().enumerate() {
+        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
+        assert_eq!(is_there, n >= 1200 || n % 100 != 0, "claim {n}");
+    }
+    assert!(backend.renew(&[]).await.is_empty());
+}
+
+#[tokio::test]
+async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let claim = claim("k");
+    grant(&backend, &claim).await;
+    backend.release(&claim).await.unwrap();
+    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
+    let error = backend.try_acquire(&claim).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
+}
+
+/// Begins a transaction that locks the rows of these keys.
+async fn lock_rows(data: &mut Connection, keys: &str) {
+    let lock =
+        format!("SELECT * FROM lock_registry_locks WHERE {KEY_COLUMN} IN ({keys}) FOR UPDATE");
+    run(data, &format!("{BEGIN_READ_COMMITTED}; {lock}")).await;
+}
+
+#[tokio::test]
+async fn a_locked_row_is_an_error_and_neither_busy_nor_a_loss() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let (held, other, free) = (claim("held"), claim("other"), claim("free"));
+    for claim in [&held, &other, &free] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&free).await.unwrap();
+
+    let mut data = data(&server).await;
+    lock_rows(&mut data, "'held', 'free'").await;
+    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Transient);
+    assert!(error.refused(), "{}", error_chain(&error));
+    let error = backend.release(&held).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
+    // A busy attempt does not need the row lock.
+    busy(&backend, &claim("held")).await;
+
+    // One locked row delays no other renewal, and the call does not wait for it.
+    let claims = [held.clone(), other.clone(), claim("held")];
+    let began = Instant::now();
+    let renewals = timeout(TEST_TIMEOUT, backend.renew(&claims)).await.unwrap();
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    let error = renewals[0].as_ref().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
+    assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
+    assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
+
+    run(&mut data, "ROLLBACK").await;
+    grant(&backend, &claim("free")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+}
+
+#[tokio::test]
+async fn renewals_succeed_while_acquisitions_use_all_connections() {
+    let server = server().await;
+    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
+    let backend = Arc::new(backend(config).await);
+    let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
+    for claim in [&held, &gone, &locked] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&locked).await.unwrap();
+    let mut data = data(&server).await;
+    lock_rows(&mut data, "'locked'").await;
+    let mut attempts = JoinSet::new();
+    for _ in 0..8 {
+        let backend = Arc::clone(&backend);
+        attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
+    }
+    // One attempt waits in the server, and the others wait for its connection.
+    waits_for_a_row(&server).await;
+    let began = Instant::now();
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    run(&mut data, "ROLLBACK").await;
+    let granted = attempts.join_all().await.into_iter();
+    let granted = granted.filter(|attempt| matches!(attempt, Ok(Attempt::Granted(_))));
+    assert_eq!(granted.count(), 1);
+}
