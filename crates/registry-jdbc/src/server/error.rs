@@ -1,5 +1,6 @@
 //! Errors that the stores of all database servers return. `store` names the kind of server; the
-//! backend adds the address. The classification of the servers' codes is in the `error` of each store.
+//! backend adds the address. The classification of the servers' codes is in the `error` of each
+//! store.
 
 use std::time::Duration;
 

@@ -9,7 +9,7 @@ use super::error::Detached;
 const WAL_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
 impl SqliteBackend {
-    /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
+    /// Returns the findings of [`diagnose`](registry_core::LockAdmin::diagnose).
     pub(super) async fn collect_findings(&self) -> Result<Vec<Finding>, BackendError> {
         match self.writer.check() {
             // This error is a finding, because removing the hard link repairs the store. Further

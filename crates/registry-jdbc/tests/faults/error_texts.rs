@@ -1,16 +1,20 @@
 //! The texts of errors: operation, key, address, cause and hint.
 
+use registry_core::Registry;
 use registry_testkit::{cause_of_failed_acquire, within};
 
-use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
+use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in, spring_with_long_timeouts};
 use crate::workload::LEASE;
 
 async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     let mut server = kind.start().await;
     let mut registries = Vec::new();
     for mode in [LockMode::Lease, LockMode::Session, LockMode::Row] {
-        registries.push((mode, registry_in(&server.url(), LEASE, mode).await));
+        let registry = registry_in(&server.url(), LEASE, mode).await;
+        registries.push((format!("{mode:?}"), registry));
     }
+    let spring = spring_with_long_timeouts(&server.url()).await;
+    registries.push(("Spring".to_owned(), Registry::builder(spring).build().unwrap()));
     server.kill();
     let name = match kind {
         ServerKind::Postgres => "postgres",
@@ -21,7 +25,7 @@ async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     for (mode, registry) in registries {
         let error = within(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap_err();
         let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
-        assert_eq!(cause, refused, "{mode:?}");
+        assert_eq!(cause, refused, "{mode}");
     }
 }
 
