@@ -1,8 +1,6 @@
 //! The end of a registry: its report is correct, no lock stays held, and no caller waits longer
 //! than necessary.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::sync::Arc;
 use std::time::Duration;
 

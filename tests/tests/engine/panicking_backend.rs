@@ -1,4 +1,5 @@
 //! An in-process store that panics once, in a chosen method.
+#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
 #![deny(clippy::missing_trait_methods)]
 
 use std::sync::Mutex;

@@ -1,7 +1,5 @@
 //! Occasional renewal failures of a healthy store, without a reply or with a panic, lose no lock.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;

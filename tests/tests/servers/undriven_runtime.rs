@@ -1,7 +1,5 @@
 //! A registry whose home runtime is not driven reports an error instead of hanging.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::time::Duration;
 
 use registry_core::LockError;
