@@ -32,17 +32,12 @@ pub use connect::connect;
 /// Blocking facade for threads without async. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
+pub use registry_core::observe;
 pub use registry_core::{
     BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
     GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockError, LockGuard, LockOptions,
     LockRegistry, LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
-
-/// Observers of lock events.
-pub mod observe {
-    pub use registry_core::observe::*;
-    pub use registry_core::{LockEvent, Observer};
-}
 
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
 /// server.

@@ -1,5 +1,7 @@
 //! Ready-made observers.
 
+pub use crate::event::{LockEvent, Observer};
+
 #[cfg(feature = "metrics")]
 mod metrics;
 #[cfg(feature = "tracing")]
