@@ -8,14 +8,14 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim};
 use sqlx::Row as _;
 
-#[cfg(test)]
+#[cfg(all(test, feature = "server-tests"))]
 use super::backend::MySqlRows;
 use super::client::MySqlClient;
 use super::sql::MySqlStatements;
 use super::statement;
 use crate::server::{self, BATCH_ROWS, ConnectionUse, Resend};
 
-#[cfg(test)]
+#[cfg(all(test, feature = "server-tests"))]
 impl MySqlRows {
     /// Purges the batch that starts at `start`. Returns the number of deleted rows.
     pub(super) async fn purge_batch_at(&self, start: [u8; 32]) -> Result<u64, BackendError> {
