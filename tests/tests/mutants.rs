@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lock_registry_tests::sim::{fault_profile, run};
-use registry_core::{LockRegistry as _, MemoryBackend, Mutant, Registry, switch_mutant};
+use registry_core::{MemoryBackend, Mutant, Registry, switch_mutant};
 use registry_testkit::seed::Seed;
 
 /// Serializes the tests of this binary.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, Claim, Key, LockBackend as _, LockRegistry as _, Mutant as EngineMutant, Registry,
-    Renewal, switch_mutant as switch_engine_mutant,
+    Attempt, Claim, Key, LockBackend as _, Mutant as EngineMutant, Registry, Renewal,
+    switch_mutant as switch_engine_mutant,
 };
 use registry_redis::{Mutant, RedisBackend, RedisConfig, switch_mutant};
 use registry_testkit::eventually;

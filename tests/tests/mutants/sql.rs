@@ -7,8 +7,7 @@ use std::time::Duration;
 
 use futures_util::future::{join, join_all};
 use registry_core::{
-    Attempt, Claim, FencingToken, GuaranteeClass, Key, LockBackend, LockGuard, LockRegistry,
-    Registry, Renewal,
+    Attempt, Claim, FencingToken, GuaranteeClass, Key, LockBackend, LockGuard, Registry, Renewal,
 };
 use registry_jdbc::sqlx::Connection;
 use registry_jdbc::sqlx::mysql::MySqlConnection;
@@ -126,7 +125,7 @@ fn claim(key: &str, lease: Duration) -> Claim {
 
 async fn granted(store: &Store, claim: &Claim) -> Option<FencingToken> {
     match store.try_acquire(claim).await {
-        Ok(Attempt::Granted(grant)) => grant.token,
+        Ok(Attempt::Granted(grant)) => Some(grant.token),
         _ => None,
     }
 }
@@ -165,7 +164,8 @@ async fn no_renewal_revives_a_lease(server: &SqlServer) -> Result<(), &'static s
     let store = server.leases().await;
     let short = claim("short", Duration::from_millis(100));
     granted(&store, &short).await.unwrap();
-    eventually(LONG, async || store.inspect(short.key()).await.unwrap().is_none()).await;
+    eventually(LONG, async || store.admin().unwrap().inspect(short.key()).await.unwrap().is_none())
+        .await;
     let renewed = store.renew(&[short.with_lease(LEASE)]).await.remove(0);
     holds("no renewal revives a lease", matches!(renewed, Ok(Renewal::Gone)))
 }
@@ -247,7 +247,7 @@ where
     guard.fence(&mut transaction).await.unwrap();
     // On MariaDB not even the holder can release a fenced lease.
     let _ = guard.unlock().await;
-    let _ = store.force_release(&Key::new(key).unwrap()).await;
+    let _ = store.admin().unwrap().force_release(&Key::new(key).unwrap()).await;
     let taken = granted(&store, &claim(key, LEASE)).await;
     transaction.rollback().await.unwrap();
     holds("a fence rejects other claims", taken.is_none())
