@@ -15,19 +15,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 ///
 /// # Examples
 /// ```
-/// # use registry_core::{LockOptions, LockRegistry, Owner, Registry};
+/// # use registry_core::{LockOptions, Owner, Registry};
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let registry = Registry::in_memory()?;
 /// let lock = registry.obtain("orders/42");
 /// let owner = Owner::new();
 /// let options = LockOptions::new().owner(&owner);
-/// if let Some(outer) = lock.lock_with(options.clone()).await? {
-///     if let Some(inner) = lock.lock_with(options).await? {
-///         assert_eq!(inner.fencing_token(), outer.fencing_token());
-///         inner.unlock().await?;
-///     }
-///     outer.unlock().await?;
-/// }
+/// let outer = lock.lock_with(options.clone()).await?;
+/// let inner = lock.lock_with(options).await?;
+/// assert_eq!(inner.fencing_token(), outer.fencing_token());
+/// inner.unlock().await?;
+/// outer.unlock().await?;
 /// # Ok(()) }
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
