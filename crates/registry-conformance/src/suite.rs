@@ -145,7 +145,7 @@ macro_rules! __ignored {
     };
     (reports_invalidations $test:item) => {
         #[test]
-        #[ignore = "the store does not report losses"]
+        #[ignore = "the store does not report invalidations"]
         $test
     };
     (labels $test:item) => {

@@ -7,7 +7,7 @@ use registry_core::{Claim, FencingToken, LockBackend};
 
 use crate::context::{TestContext, admin, busy, freed, granted, key, renew, renewed};
 
-/// A store with fencing returns a token with each grant.
+/// Each grant has a token, and a later grant of the same key has a larger one.
 pub async fn every_grant_has_a_token(context: &TestContext) {
     let client = context.client().await;
     let mut tokens = Vec::new();

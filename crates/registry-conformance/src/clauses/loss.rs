@@ -216,7 +216,7 @@ pub async fn a_lost_lock_does_not_block_other_callers_of_its_process(context: &T
     let registry = context.registry().await;
     let lock = registry.obtain("orders:42");
     let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
-    let lost = lock.try_lock_with(options).await.expect("the store answers");
+    let lost = lock.lock_with(options).await.expect("the store answers");
     let next = lock
         .try_lock_for(context.short_lease() + context.max_wait())
         .await

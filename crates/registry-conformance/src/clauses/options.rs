@@ -85,10 +85,9 @@ pub async fn a_lock_may_have_its_own_label(context: &TestContext) {
         (LockOptions::new().label("nightly report"), "nightly report"),
     ] {
         let guard =
-            registry.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
+            registry.obtain("orders:42").lock_with(options).await.expect("the store answers");
         let holder = admin(&*client).inspect(&key("orders:42")).await.expect("inspect answers");
         assert_eq!(holder.and_then(|holder| holder.label).as_deref(), Some(label));
-        let guard = guard.expect("without a wait there is always a guard");
         guard.unlock().await.expect("a held lock is unlocked");
     }
 }
@@ -122,7 +121,7 @@ pub async fn a_lock_ends_with_its_max_hold(context: &TestContext) {
 pub async fn a_lock_with_a_leaked_guard_ends_with_its_max_hold(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().max_hold(context.short_lease());
-    let guard = local.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     std::mem::forget(guard);
     context.assert_becomes_free(&remote, "orders:42").await;
     context.assert_becomes_free(&local, "orders:42").await;
@@ -148,10 +147,9 @@ pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
 async fn stays_locked(context: &TestContext, lease: Duration, min_hold: Duration, unlock: bool) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
-    let guard = local.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
+    let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     // Counted from after the grant, so that the measured time never exceeds the real one.
     let held_since = Instant::now();
-    let guard = guard.expect("without a wait there is always a guard");
     if unlock {
         guard.unlock().await.expect("a held lock is unlocked");
     } else {

@@ -239,7 +239,7 @@ pub async fn dropping_an_expired_guard_does_not_affect_the_successor(context: &T
     let (first, second) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
     let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
-    let old = first.obtain("orders:42").try_lock_with(options).await.expect("the store answers");
+    let old = first.obtain("orders:42").lock_with(options).await.expect("the store answers");
     let new = second.obtain("orders:42").lock().await.expect("the old lease ends");
     drop(old);
     first.idle().await;
