@@ -12,7 +12,7 @@ use futures_util::future::FutureExt as _;
 use crate::active_count::ActiveCount;
 use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
-use crate::call::{Call, CallFuture};
+use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
 use crate::contained::{catch_panic, discard};
@@ -21,13 +21,19 @@ use crate::event::{LockEvent, Observers};
 use crate::fairness::Fairness;
 use crate::invalidation::InvalidationQueue;
 use crate::key::Key;
+use crate::memory::MemoryBackend;
 use crate::one_shot::OneShotEvent;
 use crate::options::{Defaults, LockOptions, Terms};
 use crate::schedule::Schedule;
 use crate::siblings::Sibling;
 
+/// The store's response to a request, or the call if the response is not here yet.
+type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
+
 pub(crate) struct Engine {
     pub(crate) backend: Arc<dyn LockBackend>,
+    /// The same backend, if it is the in-process store: its calls need no future.
+    pub(crate) memory: Option<MemoryBackend>,
     pub(crate) capabilities: Capabilities,
     pub(crate) defaults: Defaults,
     /// The terms of an acquisition without special options, shared instead of created for each.
@@ -102,18 +108,30 @@ impl Engine {
         self.emit(|| LockEvent::LeftToLease { key: key.as_str() });
     }
 
-    pub(crate) fn acquiring(&self, claim: &Claim) -> CallFuture<Result<Attempt, BackendError>> {
+    /// Sends an attempt and polls it once. Returns the call if the store has not responded yet.
+    pub(crate) async fn send_attempt(&self, claim: &Claim) -> FirstPoll<Attempt> {
+        if let Some(memory) = &self.memory {
+            return Ok(memory.acquire(claim));
+        }
         let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
-        Box::pin(async move { backend.try_acquire(&claim).await })
+        first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
     }
 
-    pub(crate) fn releasing(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
-        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
-        Box::pin(async move { backend.release(&claim).await })
+    /// Sends a release and polls it once. Returns the call if the store has not responded yet.
+    pub(crate) async fn send_release(&self, claim: &Claim) -> FirstPoll<Release> {
+        if let Some(memory) = &self.memory {
+            return Ok(Ok(memory.release(claim)));
+        }
+        first_poll(self.releasing(claim)).await
     }
 
     pub(crate) fn release(&self, claim: &Claim) -> Call<Result<Release, BackendError>> {
         self.call(self.releasing(claim))
+    }
+
+    fn releasing(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
+        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
+        Box::pin(async move { backend.release(&claim).await })
     }
 
     pub(crate) fn renew(&self, claim: Claim) -> Call<Result<Renewal, BackendError>> {

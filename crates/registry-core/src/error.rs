@@ -198,7 +198,11 @@ impl InvalidOption {
 /// `Display` shows `ADDRESS: MESSAGE`, or the message alone if the address is unknown. It omits the
 /// text of the [source](StdError::source).
 #[derive(Debug, Clone)]
-pub struct BackendError {
+pub struct BackendError(Box<BackendErrorParts>);
+
+/// Boxed, because every result of the engine would be as large.
+#[derive(Debug, Clone)]
+struct BackendErrorParts {
     kind: BackendErrorKind,
     message: Cow<'static, str>,
     address: Option<Arc<str>>,
@@ -228,7 +232,7 @@ impl BackendError {
     /// Creates an error of this `kind`.
     #[must_use]
     pub fn new(kind: BackendErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
-        Self {
+        Self(Box::new(BackendErrorParts {
             kind,
             message: message.into(),
             address: None,
@@ -236,7 +240,7 @@ impl BackendError {
             stale_connection: false,
             blocked: false,
             source: None,
-        }
+        }))
     }
 
     /// Creates an error of kind [`Transient`](BackendErrorKind::Transient).
@@ -253,8 +257,8 @@ impl BackendError {
     #[must_use]
     pub fn with_address(mut self, address: impl Into<Arc<str>>) -> Self {
         let address = address.into();
-        if self.address.is_none() && !address.is_empty() {
-            self.address = Some(address);
+        if self.0.address.is_none() && !address.is_empty() {
+            self.0.address = Some(address);
         }
         self
     }
@@ -266,11 +270,11 @@ impl BackendError {
     #[must_use]
     pub fn with_source(mut self, mut source: impl StdError + Send + Sync + 'static) -> Self {
         if let Some(inner) = (&mut source as &mut dyn Any).downcast_mut::<Self>()
-            && (self.address.is_none() || self.address == inner.address)
+            && (self.0.address.is_none() || self.0.address == inner.0.address)
         {
-            self.address = inner.address.take();
+            self.0.address = inner.0.address.take();
         }
-        self.source = Some(Arc::new(source));
+        self.0.source = Some(Arc::new(source));
         self
     }
 
@@ -278,7 +282,7 @@ impl BackendError {
     /// needed.
     #[must_use]
     pub fn as_refused(mut self) -> Self {
-        self.refused = true;
+        self.0.refused = true;
         self
     }
 
@@ -286,7 +290,7 @@ impl BackendError {
     /// reached the store, so the outcome is unknown.
     #[must_use]
     pub fn as_unknown(mut self) -> Self {
-        self.refused = false;
+        self.0.refused = false;
         self
     }
 
@@ -297,7 +301,7 @@ impl BackendError {
     /// the error is [`refused`](Self::refused).
     #[must_use]
     pub fn on_stale_connection(mut self) -> Self {
-        self.stale_connection = true;
+        self.0.stale_connection = true;
         self
     }
 
@@ -306,26 +310,26 @@ impl BackendError {
     /// the one to end the transaction. The background repeats the release.
     #[must_use]
     pub fn as_blocked(mut self) -> Self {
-        self.blocked = true;
+        self.0.blocked = true;
         self.as_refused()
     }
 
     /// Returns the class of the error.
     #[must_use]
     pub fn kind(&self) -> BackendErrorKind {
-        self.kind
+        self.0.kind
     }
 
     /// Returns the text without the address.
     #[must_use]
     pub fn message(&self) -> &str {
-        &self.message
+        &self.0.message
     }
 
     /// Returns the address of the server that caused the error, if known. Contains no secret.
     #[must_use]
     pub fn address(&self) -> Option<&str> {
-        self.address.as_deref()
+        self.0.address.as_deref()
     }
 
     /// Creates the error of a claim for which the backend's `renew` returned no result.
@@ -339,41 +343,41 @@ impl BackendError {
     /// Returns whether a retry can help.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
-        self.kind == BackendErrorKind::Transient
+        self.0.kind == BackendErrorKind::Transient
     }
 
     /// Returns whether the connection had broken while idle; see
     /// [`on_stale_connection`](Self::on_stale_connection).
     #[must_use]
     pub fn is_stale_connection(&self) -> bool {
-        self.stale_connection
+        self.0.stale_connection
     }
 
     /// Returns whether the store is known to have done nothing. Otherwise the outcome is unknown.
     #[must_use]
     pub fn refused(&self) -> bool {
-        self.refused
+        self.0.refused
     }
 
     /// Returns whether an open transaction of the caller blocks the operation.
     #[must_use]
     pub fn is_blocked(&self) -> bool {
-        self.blocked
+        self.0.blocked
     }
 }
 
 impl fmt::Display for BackendError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if let Some(address) = &self.address {
+        if let Some(address) = &self.0.address {
             write!(f, "{address}: ")?;
         }
-        f.write_str(&self.message)
+        f.write_str(&self.0.message)
     }
 }
 
 impl StdError for BackendError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source.as_deref().map(|source| source as &(dyn StdError + 'static))
+        self.0.source.as_deref().map(|source| source as &(dyn StdError + 'static))
     }
 }
 

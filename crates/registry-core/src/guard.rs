@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
 use crate::backend::{Claim, LockBackend, Release, Renewal};
-use crate::call::{Call, first_poll};
+use crate::call::Call;
 use crate::clock::Moment;
 use crate::contained::shielded;
 use crate::engine::{Engine, backoff, lost, store_error};
@@ -323,7 +323,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
     }
     let claim = ending.claim();
-    let first = first_poll(engine.releasing(&claim)).await;
+    let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
         && ending.held().unknown_attempts_at_release() == 0
     {

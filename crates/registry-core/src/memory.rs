@@ -70,6 +70,17 @@ impl MemoryBackend {
     pub fn records(&self) -> usize {
         self.0.held.len()
     }
+
+    pub(crate) fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        Ok(match self.0.acquire(claim)? {
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_wake_check(Arc::clone(&self.0) as _)),
+            granted => granted,
+        })
+    }
+
+    pub(crate) fn release(&self, claim: &Claim) -> Release {
+        self.0.release(claim)
+    }
 }
 
 impl Records {
@@ -161,10 +172,7 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        Ok(match self.0.acquire(claim)? {
-            Attempt::Busy(busy) => Attempt::Busy(busy.with_wake_check(Arc::clone(&self.0) as _)),
-            granted => granted,
-        })
+        self.acquire(claim)
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -187,7 +195,7 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        Ok(self.0.release(claim))
+        Ok(self.release(claim))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

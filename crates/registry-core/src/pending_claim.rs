@@ -14,7 +14,7 @@ use std::task::Poll;
 use futures_util::future::FutureExt as _;
 
 use crate::backend::{Attempt, Claim, Grant};
-use crate::call::{Call, CallFuture, first_poll};
+use crate::call::{Call, CallFuture};
 use crate::clock::{Moment, sleep};
 use crate::contained::{catch_panic, discard};
 use crate::engine::Engine;
@@ -102,7 +102,7 @@ impl PendingClaim {
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
         self.unknown_attempts += 1;
-        let first = first_poll(engine.acquiring(self.claim())).await;
+        let first = engine.send_attempt(self.claim()).await;
         self.unknown_attempts -= 1;
         match first {
             Ok(answer) => Some(self.answered(answer)),

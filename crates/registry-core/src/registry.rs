@@ -1,6 +1,7 @@
 //! The trait [`LockRegistry`] for framework code, and [`Registry`], which implements it over any
 //! backend.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
@@ -281,7 +282,7 @@ impl Registry {
     /// Returns the backend if it is a `B`.
     #[must_use]
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
-        let backend: &dyn std::any::Any = &*self.engine.backend;
+        let backend: &dyn Any = &*self.engine.backend;
         backend.downcast_ref()
     }
 }
@@ -543,6 +544,7 @@ impl RegistryBuilder {
         let sibling = Arc::new(Sibling::new(&backend, Invalidations::new(&invalidations)));
         let engine = Arc::new(Engine {
             fairness: Fairness::new(&capabilities, defaults.poll),
+            memory: (&*backend as &dyn Any).downcast_ref().cloned(),
             backend,
             capabilities,
             defaults,

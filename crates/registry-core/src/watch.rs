@@ -1,16 +1,15 @@
 //! Abandons acquisitions, and finishes calls to the store, of futures that are kept and not polled.
 //!
-//! A future that is not polled cannot release anything. Between two polls it therefore stores its
-//! state (a claim, a local permit, a call) in a [`Suspended`] cell. One task per registry checks
-//! these cells. Each future sets a *patience*, the time for which it may go without a poll. After
+//! A future that is not polled cannot release anything. Its state (a claim, a local permit, a call)
+//! is therefore in a [`Suspended`] cell while it waits. One task per registry checks these cells. Each future sets a *patience*, the time for which it may go without a poll. After
 //! half of it, the task wakes the future once. After all of it, the task takes the state: it
 //! abandons an acquisition, and lets the background releaser complete a call to the store.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
 use std::mem;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
+use std::task::{Context, Poll, Wake, Waker, ready};
 use std::time::Duration;
 
 use tokio::sync::Notify;
@@ -144,7 +143,7 @@ async fn work(watch: Watch) {
     }
 }
 
-/// The state of a future between two polls.
+/// The state of a future that waits.
 pub(crate) trait Parked: Send + Sized + 'static {
     /// What the future gets instead of its state when it is polled after the state was taken.
     type Replacement: Send + 'static;
@@ -154,14 +153,16 @@ pub(crate) trait Parked: Send + Sized + 'static {
     fn abandon(self, cell: &Arc<Suspended<Self>>);
 }
 
-/// The cell in which a future stores its state between two polls.
+/// The cell that holds the state of a future, which the watch takes if the future is not polled.
 pub(crate) struct Suspended<P: Parked> {
     patience: Duration,
-    state: Mutex<SuspendedState<P>>,
+    /// Locked while the future is polled, so that a poll need not move the state.
+    content: Mutex<Content<P>>,
+    polling: Mutex<Polling>,
 }
 
-struct SuspendedState<P: Parked> {
-    content: Content<P>,
+/// How the future is polled.
+struct Polling {
     /// The waker of the task that polls the future.
     waker: Option<Waker>,
     /// The future was polled since the last check.
@@ -173,8 +174,8 @@ struct SuspendedState<P: Parked> {
 }
 
 enum Content<P: Parked> {
-    /// The future has its state, because it is being polled, or is done.
-    Taken,
+    /// No future is running in the cell.
+    Empty,
     Here(P),
     /// The watch has taken the state. `Some` once there is a value for the future.
     Abandoned(Option<P::Replacement>),
@@ -183,38 +184,30 @@ enum Content<P: Parked> {
 impl<P: Parked> Suspended<P> {
     /// Stores a value for the future whose state was taken, and wakes the future.
     pub(crate) fn leave(&self, replacement: P::Replacement) {
-        let mut state = self.state();
-        state.content = Content::Abandoned(Some(replacement));
-        let waker = state.waker.take();
-        drop(state);
+        *self.content() = Content::Abandoned(Some(replacement));
+        let waker = self.polling().waker.take();
         if let Some(waker) = waker {
             wake(waker);
         }
     }
 
     fn set_waker(&self, waker: &Waker) {
-        let mut state = self.state();
-        state.polled = true;
-        if !state.waker.as_ref().is_some_and(|own| own.will_wake(waker)) {
-            let before = state.waker.replace(waker.clone());
+        let mut polling = self.polling();
+        polling.polled = true;
+        if !polling.waker.as_ref().is_some_and(|own| own.will_wake(waker)) {
+            let before = polling.waker.replace(waker.clone());
             // Dropped after the unlock: a waker may own a task, whose destructor may use this cell.
-            drop(state);
+            drop(polling);
             drop(before);
         }
     }
 
-    /// Takes the content. If the state was taken and its value is not stored yet, the content
-    /// stays.
-    fn take(&self) -> Content<P> {
-        let mut state = self.state();
-        match state.content {
-            Content::Abandoned(None) => Content::Abandoned(None),
-            _ => mem::replace(&mut state.content, Content::Taken),
-        }
+    fn content(&self) -> MutexGuard<'_, Content<P>> {
+        self.content.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn state(&self) -> MutexGuard<'_, SuspendedState<P>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn polling(&self) -> MutexGuard<'_, Polling> {
+        self.polling.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -224,7 +217,7 @@ impl<P: Parked> Wake for Suspended<P> {
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        let waker = self.state().waker.clone();
+        let waker = self.polling().waker.clone();
         if let Some(waker) = waker {
             wake(waker);
         }
@@ -233,28 +226,35 @@ impl<P: Parked> Wake for Suspended<P> {
 
 impl<P: Parked> Watched for Suspended<P> {
     fn check(self: Arc<Self>, now: Moment) -> bool {
-        let mut state = self.state();
-        match state.content {
+        let mut content = match self.content.try_lock() {
+            Ok(content) => content,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            // The future is being polled.
+            Err(TryLockError::WouldBlock) => return true,
+        };
+        match *content {
             Content::Here(_) => {}
-            Content::Taken => {
-                state.polled = true;
+            Content::Empty => {
+                self.polling().polled = true;
                 return true;
             }
             Content::Abandoned(_) => return false,
         }
-        if mem::take(&mut state.polled) {
-            state.unpolled_since = now;
-            state.woken = false;
+        let mut polling = self.polling();
+        if mem::take(&mut polling.polled) {
+            polling.unpolled_since = now;
+            polling.woken = false;
             return true;
         }
-        let unpolled = now.since(state.unpolled_since);
-        if !state.woken {
+        let unpolled = now.since(polling.unpolled_since);
+        if !polling.woken {
             // A future that waits for its store is not polled either, but a wake-up makes its task
             // poll it.
             if unpolled >= self.patience / 2 {
-                state.woken = true;
-                let waker = state.waker.clone();
-                drop(state);
+                polling.woken = true;
+                let waker = polling.waker.clone();
+                drop(polling);
+                drop(content);
                 if let Some(waker) = waker {
                     wake(waker);
                 }
@@ -264,9 +264,10 @@ impl<P: Parked> Watched for Suspended<P> {
         if unpolled < self.patience || mutated(Mutant::UnpolledCallerKept) {
             return true;
         }
-        let content = mem::replace(&mut state.content, Content::Abandoned(None));
-        drop(state);
-        if let Content::Here(parked) = content {
+        drop(polling);
+        let taken = mem::replace(&mut *content, Content::Abandoned(None));
+        drop(content);
+        if let Content::Here(parked) = taken {
             parked.abandon(&self);
         }
         false
@@ -285,8 +286,8 @@ impl<'a, P: Parked> Suspension<'a, P> {
         Self { watch, patience, cell: None }
     }
 
-    /// Polls `step` until it is ready, and returns `parked` with the output. Between two polls
-    /// `parked` is in the cell. If the watch took it from there, this returns the value that
+    /// Polls `step` until it is ready, and returns `parked` with the output. Meanwhile `parked` is
+    /// in the cell. If the watch took it from there, this returns the value that
     /// [`Suspended::leave`] stored.
     pub(crate) async fn run<T>(
         &mut self,
@@ -294,24 +295,25 @@ impl<'a, P: Parked> Suspension<'a, P> {
         mut step: impl FnMut(&mut P, &mut Context<'_>) -> Poll<T>,
     ) -> Result<(P, T), P::Replacement> {
         let cell = Arc::clone(self.cell());
-        let mut first = Some(parked);
+        *cell.content() = Content::Here(parked);
         poll_fn(|cx| {
             cell.set_waker(cx.waker());
-            let mut parked = match first.take() {
-                Some(parked) => parked,
-                None => match cell.take() {
-                    Content::Here(parked) => parked,
-                    Content::Abandoned(Some(replacement)) => return Poll::Ready(Err(replacement)),
-                    Content::Abandoned(None) | Content::Taken => return Poll::Pending,
-                },
-            };
             // The cell's waker passes wake-ups on to the task's, and contains its panics.
             let waker = Waker::from(Arc::clone(&cell));
-            if let Poll::Ready(output) = step(&mut parked, &mut Context::from_waker(&waker)) {
-                return Poll::Ready(Ok((parked, output)));
+            let mut content = cell.content();
+            let output = match &mut *content {
+                Content::Here(parked) => {
+                    ready!(step(parked, &mut Context::from_waker(&waker)))
+                }
+                Content::Abandoned(replacement) => {
+                    return replacement.take().map_or(Poll::Pending, |it| Poll::Ready(Err(it)));
+                }
+                Content::Empty => return Poll::Pending,
+            };
+            match mem::replace(&mut *content, Content::Empty) {
+                Content::Here(parked) => Poll::Ready(Ok((parked, output))),
+                Content::Empty | Content::Abandoned(_) => unreachable!("the content is locked"),
             }
-            cell.state().content = Content::Here(parked);
-            Poll::Pending
         })
         .await
     }
@@ -331,8 +333,8 @@ impl<'a, P: Parked> Suspension<'a, P> {
         let (cell, _) = self.cell.get_or_insert_with(|| {
             let cell = Arc::new(Suspended {
                 patience,
-                state: Mutex::new(SuspendedState {
-                    content: Content::Taken,
+                content: Mutex::new(Content::Empty),
+                polling: Mutex::new(Polling {
                     waker: None,
                     polled: true,
                     unpolled_since: Moment::PAST,
@@ -351,10 +353,8 @@ impl<P: Parked> Drop for Suspension<'_, P> {
     fn drop(&mut self) {
         if let Some((cell, ticket)) = self.cell.take() {
             self.watch.deregister(ticket);
-            let mut state = cell.state();
-            let content = mem::replace(&mut state.content, Content::Taken);
-            let waker = state.waker.take();
-            drop(state);
+            let content = mem::replace(&mut *cell.content(), Content::Empty);
+            let waker = cell.polling().waker.take();
             drop(content);
             drop(waker);
         }

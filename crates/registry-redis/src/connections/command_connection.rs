@@ -4,7 +4,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::pin::pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -135,7 +135,7 @@ impl CommandConnection {
         };
         let is_connected = connection.is_ok();
         let response = match connection {
-            Ok(connection) => self.await_response(&used, request(connection)).await,
+            Ok(connection) => self.await_response(&used, pin!(request(connection))).await,
             Err(error) => Err(error),
         };
         if let Err(error) = &response
@@ -168,10 +168,9 @@ impl CommandConnection {
     async fn await_response<T>(
         &self,
         used: &SharedConnection,
-        request: impl Future<Output = RedisResult<T>>,
+        mut request: Pin<&mut impl Future<Output = RedisResult<T>>>,
     ) -> RedisResult<T> {
         let traffic = &*used.traffic;
-        let mut request = pin!(request);
         let mut replaced = pin!(traffic.replaced.notified());
         replaced.as_mut().enable();
         loop {
