@@ -42,7 +42,7 @@ pub(crate) enum AttemptOutcome {
 /// The one caller of this process that competes for a key in the store.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
-    /// Present until a grant is taken or the contender is dropped.
+    /// Present until a grant is taken or this is dropped.
     parts: Option<ClaimParts>,
     in_flight: Option<AttemptCall>,
     /// When the last attempt was sent.
@@ -118,7 +118,7 @@ impl PendingClaim {
     /// `Abandoned` if it was not polled for a lease.
     ///
     /// # Cancel safety
-    /// Dropping the future drops the contender, and the background releaser completes the request.
+    /// Dropping the future drops the pending claim, and the background releaser completes the request.
     pub(crate) async fn answer(
         mut self,
         sent: Option<AttemptOutcome>,
@@ -175,7 +175,7 @@ impl PendingClaim {
     }
 
     /// Takes a grant. If its lease was over before it arrived, the claim is released in the
-    /// background. The contender then continues with the same local permit and a new claim.
+    /// background. The caller then continues with the same local permit and a new claim.
     pub(crate) fn take(
         mut self,
         grant: Grant,
