@@ -1,6 +1,5 @@
-//! An example lock store: a table behind a queue of statements, as a server is behind a socket.
-//!
-//! This is a complete backend. `tests/conformance.rs` runs the conformance suite against it.
+//! An example lock store: a table behind a queue of statements, as a server is behind a socket. It is
+//! a complete backend: `tests/conformance.rs` runs the conformance suite against it.
 
 // ANCHOR: backend
 use std::collections::BTreeMap;
@@ -26,8 +25,7 @@ type Statement = Box<dyn FnOnce(&mut Table) + Send>;
 
 #[derive(Debug)]
 struct TableRow {
-    /// The claim of the last grant. `None` after a release: the row stays, because later tokens
-    /// must be larger.
+    /// The claim of the last grant; `None` after a release. The row stays: tokens must grow.
     claim: Option<ClaimId>,
     first_token: u64,
     last_token: u64,
@@ -55,17 +53,6 @@ impl Table {
             }
         });
         Arc::new(TableBackend { statements, releases })
-    }
-
-    fn release(&mut self, claim: &Claim) -> Release {
-        match self.rows.get_mut(claim.key()) {
-            Some(row) if row.live_claim() == Some(claim.id()) => {
-                row.claim = None;
-                self.releases.send_modify(|count| *count += 1); // wakes the waiters
-                Release::Freed
-            }
-            _ => Release::NotHeld,
-        }
     }
 }
 
@@ -142,7 +129,15 @@ impl LockBackend for TableBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let claim = claim.clone();
-        self.execute(move |table| table.release(&claim)).await
+        let release = move |table: &mut Table| match table.rows.get_mut(claim.key()) {
+            Some(row) if row.live_claim() == Some(claim.id()) => {
+                row.claim = None;
+                table.releases.send_modify(|count| *count += 1); // wakes the waiters
+                Release::Freed
+            }
+            _ => Release::NotHeld,
+        };
+        self.execute(release).await
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
