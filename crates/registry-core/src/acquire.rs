@@ -12,18 +12,16 @@ use crate::event::LockEvent;
 use crate::fairness::Contention;
 use crate::fencing::FencingToken;
 use crate::grant::ActiveGrant;
-use crate::guard::Hold;
-use crate::guard::LockGuard;
+use crate::guard::{Hold, LockGuard};
 use crate::key::Key;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::mutant::{Mutant, mutated};
-use crate::options::{LockOptions, Terms};
+use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::watch::Suspension;
 
-/// Acquires the lock of `local_lock`. Returns `None` if the lock was held until the deadline,
-/// according to the last response.
+/// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 pub(crate) async fn acquire(
     local_lock: &Arc<LocalLock>,
     options: &LockOptions,
@@ -34,12 +32,12 @@ pub(crate) async fn acquire(
     let engine = local_lock.engine();
     engine.check_open()?;
     engine.backend.check_key(local_lock.key())?;
-    let special_terms = engine.terms(options)?;
-    let terms = special_terms.as_ref().unwrap_or(&engine.default_terms);
+    let own_options = engine.claim_options(options)?;
+    let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
     let owner = options.owner.clone().or_else(Owner::current);
     let started_at = match options.wait {
         Some(_) => Moment::now(),
-        // Only observers use this value.
+        // Without a deadline, only observers read this time.
         None if engine.observers.is_empty() => Moment::PAST,
         None => Moment::now_coarse(),
     };
@@ -50,7 +48,7 @@ pub(crate) async fn acquire(
     // the time of a lease.
     loop {
         // 1. The local permit, among the callers of this process.
-        let permit = match local_lock.enter(owner.as_ref(), terms, deadline).await {
+        let permit = match local_lock.enter(owner.as_ref(), claim_options, deadline).await {
             Ok(Admission::LocalPermit(permit)) => permit,
             // The lease ended before this caller received the guard.
             Ok(Admission::Reentered(guard) | Admission::HandedOver(guard)) if !guard.is_held() => {
@@ -67,7 +65,7 @@ pub(crate) async fn acquire(
                 return Ok(Some(guard));
             }
             Err(NotAdmitted::TimedOut(None)) => return Ok(timed_out(local_lock, started_at)),
-            // It is unknown whether the lock is held.
+            // The caller in front got an error, so it is unknown whether the lock is held.
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
@@ -77,13 +75,13 @@ pub(crate) async fn acquire(
 
         // 2. The claim in the store, among the processes. If the future is dropped, the claim is
         //    released.
-        let acquisition = Acquisition { local_lock, engine, terms, started_at, deadline };
+        let acquisition = Acquisition { local_lock, engine, claim_options, started_at, deadline };
         match acquisition.run(permit, owner.clone()).await {
             // From here on, the lease renewer renews the claim, and dropping the guard releases it.
             Ok(Some(guard)) => return Ok(Some(guard)),
             Ok(None) => return Ok(timed_out(local_lock, started_at)),
-            Err(Stopped::Abandoned) => {}
-            Err(Stopped::Failed(error)) => return Err(error),
+            Err(AcquireFailure::Abandoned) => {}
+            Err(AcquireFailure::Failed(error)) => return Err(error),
         }
     }
 }
@@ -96,21 +94,21 @@ fn timed_out(local_lock: &LocalLock, started_at: Moment) -> Option<LockGuard> {
     None
 }
 
-/// The reason why an acquisition ended without a result.
-enum Stopped {
-    /// This caller was not polled for the time of a lease. Its claim and its local permit are
+/// Why an acquisition in the store ended without a guard and before its deadline.
+enum AcquireFailure {
+    /// This caller was not polled for the length of a lease. Its claim and its local permit are
     /// released.
     Abandoned,
     Failed(LockError),
 }
 
-impl From<Abandoned> for Stopped {
+impl From<Abandoned> for AcquireFailure {
     fn from(_: Abandoned) -> Self {
         Self::Abandoned
     }
 }
 
-impl From<LockError> for Stopped {
+impl From<LockError> for AcquireFailure {
     fn from(error: LockError) -> Self {
         Self::Failed(error)
     }
@@ -120,7 +118,7 @@ impl From<LockError> for Stopped {
 struct Acquisition<'a> {
     local_lock: &'a LocalLock,
     engine: &'a Engine,
-    terms: &'a Arc<Terms>,
+    claim_options: &'a Arc<ClaimOptions>,
     started_at: Moment,
     deadline: Option<Moment>,
 }
@@ -130,68 +128,70 @@ impl Acquisition<'_> {
         self,
         permit: LocalPermit,
         owner: Option<Owner>,
-    ) -> Result<Option<LockGuard>, Stopped> {
+    ) -> Result<Option<LockGuard>, AcquireFailure> {
         let claim = self.fresh_claim(self.local_lock.key());
-        let mut pending = PendingClaim::new(permit, claim, Arc::clone(self.terms));
-        let pause_end = pending.contention().and_then(|it| self.pause_end(it));
-        if pause_end.is_some() {
-            return Box::pin(self.retry(pending, pause_end, None, owner)).await;
+        let mut pending = PendingClaim::new(permit, claim, Arc::clone(self.claim_options));
+        if let Some(pause_end) = pending.contention().and_then(|it| self.pause_end(it)) {
+            let first = FirstAttempt::At(pause_end);
+            return Box::pin(self.retry(pending, first, owner)).await;
         }
         self.check_open()?;
-        let mut sent = pending.send(self.engine).await;
-        if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = sent {
+        let mut outcome = pending.send(self.engine).await;
+        if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = outcome {
             self.local_lock.record_response();
             let token = grant.token;
-            match pending.take(grant, sent_at) {
-                Ok(held) => return self.guard(held, token, owner, 1).map(Some),
+            match pending.confirm(grant, sent_at) {
+                Ok(grant) => return self.guard(grant, token, owner, 1).map(Some),
                 Err(late) => pending = *late,
             }
-            sent = Some(AttemptOutcome::Responded(sent_at, Err(late_grant())));
+            outcome = Some(AttemptOutcome::Responded(sent_at, Err(late_grant())));
         }
         // Boxed, because the futures of all waits are large, and the caller's future would contain
         // them even where the store responds at once.
-        Box::pin(self.retry(pending, None, Some(sent), owner)).await
+        Box::pin(self.retry(pending, FirstAttempt::Sent(outcome), owner)).await
     }
 
     /// Repeats the attempt until a grant, the deadline, or a store error that must be returned.
-    /// `sent` is the result of the first [`PendingClaim::send`], if it has been called.
     async fn retry(
         self,
         mut pending: PendingClaim,
-        pause_end: Option<Moment>,
-        mut sent: Option<Option<AttemptOutcome>>,
+        first: FirstAttempt,
         owner: Option<Owner>,
-    ) -> Result<Option<LockGuard>, Stopped> {
+    ) -> Result<Option<LockGuard>, AcquireFailure> {
         let key = self.local_lock.key();
         let mut suspension =
-            Suspension::new(self.engine.background.watch(), self.terms.lease.length);
+            Suspension::new(self.engine.background.watch(), self.claim_options.lease.length);
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut wake_limiter = WakeRateLimiter::new();
         let mut holder_changed_at = Moment::now();
         let mut last_token = None;
-        if let Some(end) = pause_end {
-            (pending, ()) = suspension.during(pending, self.pause(end)).await?;
-        }
-        // Terminates by a grant, by the deadline, or after store errors for the length of a lease.
+        let mut sent = match first {
+            FirstAttempt::At(pause_end) => {
+                (pending, ()) = suspension.during(pending, self.pause(pause_end)).await?;
+                None
+            }
+            FirstAttempt::Sent(outcome) => Some(outcome),
+        };
+        // Ends with a grant, at the deadline, or after store errors for the length of a lease.
         // With only "busy" responses and no deadline, a caller waits without limit, as requested.
         loop {
             attempts += 1;
-            let sent = match sent.take() {
-                Some(sent) => sent,
+            let outcome = match sent.take() {
+                Some(outcome) => outcome,
                 None => {
                     self.check_open()?;
                     pending.send(self.engine).await
                 }
             };
-            let answer;
-            (pending, answer) = pending.answer(sent, self.engine, &mut suspension).await?;
-            let error = match answer {
+            let response;
+            (pending, response) = pending.response(outcome, self.engine, &mut suspension).await?;
+            let error = match response {
                 AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant))) => {
                     self.local_lock.record_response();
                     let token = grant.token;
-                    match pending.take(grant, sent_at) {
-                        Ok(held) => return self.guard(held, token, owner, attempts).map(Some),
+                    match pending.confirm(grant, sent_at) {
+                        Ok(grant) => return self.guard(grant, token, owner, attempts).map(Some),
                         Err(late) => pending = *late,
                     }
                     late_grant()
@@ -207,7 +207,7 @@ impl Acquisition<'_> {
                         return Ok(None);
                     }
                     let token = busy.holder.as_ref().and_then(|holder| holder.token);
-                    // In a queue, a new holder in front does not concern the claims behind.
+                    // In a store with a queue, only the first claim is woken for a new holder.
                     if token != last_token && !self.engine.capabilities.fair {
                         holder_changed_at = Moment::now();
                     }
@@ -215,7 +215,7 @@ impl Acquisition<'_> {
                     let wait = self.wait(pending.claim().clone(), busy, holder_changed_at);
                     let woken;
                     (pending, woken) = suspension.during(pending, wait).await?;
-                    if woken? == Woken::ByStore {
+                    if woken? == WokenBy::Store {
                         let delay = pending.contention().map(|it| it.delay_after_wake());
                         let pause = wake_limiter.take().max(delay.unwrap_or_default());
                         if !pause.is_zero() {
@@ -233,7 +233,7 @@ impl Acquisition<'_> {
             let outcome;
             (pending, outcome) = suspension.during(pending, pause).await?;
             outcome?;
-            // The background releaser has a claim without a response; a new claim follows.
+            // After a request without a response, the next attempt uses a new claim.
             pending.replace_unresolved(|| self.fresh_claim(key));
         }
     }
@@ -241,12 +241,12 @@ impl Acquisition<'_> {
     /// Returns the guard of a new grant.
     fn guard(
         &self,
-        held: Arc<ActiveGrant>,
+        grant: Arc<ActiveGrant>,
         token: FencingToken,
         owner: Option<Owner>,
         attempts: u32,
-    ) -> Result<LockGuard, Stopped> {
-        let guard = Hold::first_guard(held, token, owner);
+    ) -> Result<LockGuard, AcquireFailure> {
+        let guard = Hold::first_guard(grant, token, owner);
         // If the registry is closing, it is too late to return a guard. Dropping it releases the
         // claim.
         self.check_open()?;
@@ -262,15 +262,14 @@ impl Acquisition<'_> {
 
     /// Fails if the registry is closing.
     ///
-    /// The acquisition is counted before this check, and closing sets its flag before it counts
-    /// acquisitions. At least one of the two sees the other, so no request is sent to a store that
-    /// is being closed.
-    fn check_open(&self) -> Result<(), Stopped> {
+    /// A [`PendingClaim`] is counted before this check. `close` sets its flag before it reads that
+    /// count. At least one of the two sees the other, so no request reaches a closed store.
+    fn check_open(&self) -> Result<(), AcquireFailure> {
         if self.engine.is_closing() { Err(LockError::Closed.into()) } else { Ok(()) }
     }
 
-    /// Returns the end of the pause before the first attempt. Skips the pause if the caller's
-    /// deadline comes first.
+    /// Returns the end of the pause before the first attempt. Returns `None`, and cancels the
+    /// pause, if the deadline comes first.
     fn pause_end(&self, contention: &mut Contention) -> Option<Moment> {
         let end = contention.pause_end()?;
         if self.deadline_passed(end) {
@@ -292,32 +291,32 @@ impl Acquisition<'_> {
     fn fresh_claim(&self, key: &Key) -> Claim {
         let engine = self.engine;
         let queues = engine.capabilities.fair && !self.deadline_passed(self.started_at);
-        Claim::new(key.clone(), self.terms.lease.length)
-            .with_label(self.terms.label.clone())
+        Claim::new(key.clone(), self.claim_options.lease.length)
+            .with_label(self.claim_options.label.clone())
             .with_queueing(if queues { Queueing::Join } else { Queueing::Skip })
-            .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
+            .with_token_block(engine.defaults.hand_over_limits.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense. `holder_changed_at` is when the holder last
-    /// changed, as far as this process knows.
+    /// Waits until the next attempt is due. `holder_changed_at` is when an attempt last found
+    /// another holder than the attempt before it.
     async fn wait(
         &self,
         claim: Claim,
         busy: Busy,
         holder_changed_at: Moment,
-    ) -> Result<Woken, LockError> {
+    ) -> Result<WokenBy, LockError> {
         let engine = self.engine;
         let now = Moment::now();
         let is_mutant = mutated(Mutant::WakeUpOnly);
         let lease_end = match busy.retry_after {
-            Some(left) if !is_mutant => now.after(left.saturating_add(AFTER_LEASE)),
+            Some(left) if !is_mutant => now.after(left.saturating_add(DELAY_AFTER_LEASE_END)),
             _ => Moment::FUTURE,
         };
         // One last attempt is made at the deadline, so that a lock that became free in time is not
         // missed.
         let last_attempt_at = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // A wake-up can be lost although the backend confirms wake-ups. A poll after as long again
-        // as already waited at most doubles the wait.
+        // Even a confirmed wake-up can be lost. This poll comes after another wait of the same
+        // length, so a lost wake-up at most doubles the wait.
         let recheck_at = now
             .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
             .min(last_attempt_at);
@@ -330,11 +329,11 @@ impl Acquisition<'_> {
             tokio::select! {
                 biased;
                 () = engine.closing.wait() => return Err(LockError::Closed),
-                () = &mut wake => return Ok(Woken::ByStore),
+                () = &mut wake => return Ok(WokenBy::Store),
                 () = engine.sleep_until(poll.min(last_attempt_at)) => {}
             }
             if Moment::now() >= recheck_at || !busy.wakes_confirmed(&claim) {
-                return Ok(Woken::ByTime);
+                return Ok(WokenBy::Timer);
             }
         }
     }
@@ -353,7 +352,7 @@ impl Acquisition<'_> {
         let since = *failures.since.get_or_insert(now);
         // Without a deadline, store errors are retried for the length of a lease. By then a
         // failover is over, or it is an outage that the caller must learn of.
-        let limit = self.deadline.unwrap_or_else(|| since.after(self.terms.lease.length));
+        let limit = self.deadline.unwrap_or_else(|| since.after(self.claim_options.lease.length));
         if !error.is_retryable() || now >= limit {
             return Err(store_error("acquire", key.as_str(), error));
         }
@@ -373,8 +372,8 @@ impl Acquisition<'_> {
 
 /// Returns the error of a grant whose lease was over before the reply arrived.
 ///
-/// That claim is being released. The next attempt has a claim with a new id, so that this release
-/// does not end its grant.
+/// [`PendingClaim::confirm`] releases that claim. The next attempt has a claim with a new id, so
+/// that this release cannot end its grant.
 fn late_grant() -> BackendError {
     BackendError::transient(
         "the store's grant arrived after its lease was over; use a longer lease",
@@ -388,58 +387,70 @@ struct Failures {
     count: u32,
 }
 
-#[derive(Debug, PartialEq, Eq)]
-enum Woken {
-    /// By a wake-up from the store.
-    ByStore,
-    /// By the poll interval, the end of the holder's lease, or the deadline.
-    ByTime,
+/// The first attempt of [`Acquisition::retry`].
+enum FirstAttempt {
+    /// Is sent at this time.
+    At(Moment),
+    /// Has been sent. Contains the result of [`PendingClaim::send`].
+    Sent(Option<AttemptOutcome>),
 }
 
-/// A token bucket that limits how often wake-ups lead to attempts. Without it, superfluous
-/// wake-ups, or other processes that are faster each time, would make this process a busy loop.
+/// What ended [`Acquisition::wait`].
+#[derive(Debug, PartialEq, Eq)]
+enum WokenBy {
+    /// A wake-up from the store.
+    Store,
+    /// The poll interval, the end of the holder's lease, or the deadline.
+    Timer,
+}
+
+/// A token bucket that limits how often wake-ups lead to attempts.
+///
+/// Without it, a store that wakes waiters without end would make this process send requests
+/// without a pause. So would other processes that acquire the key first each time.
 struct WakeRateLimiter {
-    left: u32,
-    counted_at: Moment,
+    tokens: u32,
+    refilled_at: Moment,
 }
 
 impl WakeRateLimiter {
     fn new() -> Self {
-        Self { left: EARLY_WAKES_BURST, counted_at: Moment::now() }
+        Self { tokens: WAKE_BURST_MAX, refilled_at: Moment::now() }
     }
 
     /// Counts a wake-up, and returns the pause before the attempt that follows it.
     fn take(&mut self) -> Duration {
         let now = Moment::now();
-        let pauses = now.since(self.counted_at).as_nanos() / EARLY_WAKES_PAUSE.as_nanos();
-        if pauses > 0 {
-            let earned = u32::try_from(pauses).unwrap_or(u32::MAX);
-            self.left = self.left.saturating_add(earned).min(EARLY_WAKES_BURST);
-            self.counted_at = now;
+        let intervals = now.since(self.refilled_at).as_nanos() / WAKE_INTERVAL_MIN.as_nanos();
+        if intervals > 0 {
+            let refill = u32::try_from(intervals).unwrap_or(u32::MAX);
+            self.tokens = self.tokens.saturating_add(refill).min(WAKE_BURST_MAX);
+            self.refilled_at = now;
         }
-        if let Some(left) = self.left.checked_sub(1) {
-            self.left = left;
+        if let Some(tokens) = self.tokens.checked_sub(1) {
+            self.tokens = tokens;
             return Duration::ZERO;
         }
-        // This wake-up uses the token that the pause earns.
-        self.counted_at = now.after(EARLY_WAKES_PAUSE);
-        EARLY_WAKES_PAUSE
+        // This wake-up uses the token that is added during the pause.
+        self.refilled_at = now.after(WAKE_INTERVAL_MIN);
+        WAKE_INTERVAL_MIN
     }
 }
 
-/// Adds up to a quarter, so that waiters that began together do not poll together.
+/// Adds a random part of up to a quarter, so that waiters do not all poll at the same time.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(1.0 + fastrand::f64() / 4.0)
 }
 
 /// The time between the end of the holder's lease and the attempt that follows it.
-const AFTER_LEASE: Duration = Duration::from_millis(1);
+const DELAY_AFTER_LEASE_END: Duration = Duration::from_millis(1);
 
-/// The longest time between two attempts of a waiter whose wake-ups are confirmed. As long as the
-/// default lease, so that 2,000 waiters send fewer than 100 requests a second.
+/// The longest time between two attempts of a waiter whose wake-ups are confirmed. With 30 s, the
+/// default lease, 2,000 waiters send fewer than 100 requests per second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
-/// The number of wake-ups that an attempt follows at once, and the pause before each attempt after
-/// that.
-const EARLY_WAKES_BURST: u32 = 64;
-const EARLY_WAKES_PAUSE: Duration = Duration::from_millis(1);
+/// The maximum number of consecutive wake-ups that are each followed by an attempt at once.
+const WAKE_BURST_MAX: u32 = 64;
+
+/// The time between attempts after wake-ups once the burst is used up.
+const WAKE_INTERVAL_MIN: Duration = Duration::from_millis(1);

@@ -1,22 +1,22 @@
-//! An active count, and a wait until it is zero.
+//! A count of active objects, and a wait until it is zero.
 //!
-//! All accesses are sequentially consistent. A caller increments the count and then reads the
-//! closing flag; closing sets the flag and then reads the count. At least one of them must see the
-//! other. The same applies to `leave` and `none_left`.
+//! All accesses are sequentially consistent. An acquisition increments the count and then reads the
+//! closing flag; `close` sets the flag and then reads the count. At least one of them must see the
+//! other. The same applies to `leave` and `wait_until_zero`.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
-use crate::contained::shielded;
+use crate::contained::with_panic_safe_waker;
 
 #[derive(Debug, Default)]
 pub(crate) struct ActiveCount {
     alive: AtomicUsize,
-    /// A task waits, or has waited. Never reset, because that happens only when a registry is
-    /// closed or idle.
-    watched: AtomicBool,
-    none_left: Notify,
+    /// A task waits, or has waited. Never reset, because tasks wait only while a registry is being
+    /// closed, or in tests.
+    has_waiter: AtomicBool,
+    is_zero: Notify,
 }
 
 impl ActiveCount {
@@ -25,8 +25,9 @@ impl ActiveCount {
     }
 
     pub(crate) fn leave(&self) {
-        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 && self.watched.load(Ordering::SeqCst) {
-            self.none_left.notify_waiters();
+        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 && self.has_waiter.load(Ordering::SeqCst)
+        {
+            self.is_zero.notify_waiters();
         }
     }
 
@@ -34,17 +35,17 @@ impl ActiveCount {
         self.alive.load(Ordering::SeqCst)
     }
 
-    pub(crate) async fn none_left(&self) {
-        self.watched.store(true, Ordering::SeqCst);
+    pub(crate) async fn wait_until_zero(&self) {
+        self.has_waiter.store(true, Ordering::SeqCst);
         loop {
-            let none_left = self.none_left.notified();
-            tokio::pin!(none_left);
+            let is_zero = self.is_zero.notified();
+            tokio::pin!(is_zero);
             // Enabled before the check; the last `leave` in between would be missed otherwise.
-            none_left.as_mut().enable();
+            is_zero.as_mut().enable();
             if self.alive() == 0 {
                 return;
             }
-            shielded(none_left).await;
+            with_panic_safe_waker(is_zero).await;
         }
     }
 }

@@ -22,13 +22,13 @@ use crate::key::{InvalidKey, Key};
 ///
 /// # Contract
 /// This trait is the interface between backends and the engine. Applications do not call it. The
-/// conformance suite tests each sentence.
+/// conformance suite tests each clause.
 ///
 /// 1. A claim that is already granted is granted again, with the same token. The reply may have
 ///    been lost.
 /// 2. [`release`](Self::release) needs only the claim and may be repeated any number of times. It
-///    never affects another claim's grant. If a release may have overtaken its own acquire, the
-///    engine repeats it until the outcome is known or the lease is over.
+///    never affects another claim's grant. If the release of a claim may have reached the store
+///    before its acquire request, the engine repeats the release.
 /// 3. [`renew`](Self::renew) never restores a grant that has ended, and never shortens a lease.
 /// 4. Only the store's clock expires a grant.
 /// 5. Every grant has a token. The tokens of one key only grow: across clients, expiry, release,
@@ -36,10 +36,10 @@ use crate::key::{InvalidKey, Key};
 ///    [`Capabilities::fencing`].
 /// 6. Only the future of [`wait`](Self::wait) is ever dropped before it is ready. All others are
 ///    polled until they are ready, unless the runtime itself shuts down.
-/// 7. A call of [`try_acquire`](Self::try_acquire) sends its request once. A request with an
-///    unknown outcome may reach the store after the release of a later one. Such a request is
-///    therefore returned as an error, and the engine repeats and counts it. After a connection that
-///    broke while idle, [`BackendError::on_stale_connection`] makes the engine repeat it at once.
+/// 7. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
+///    is unknown, it returns an error, and the engine repeats the attempt and counts it: the first
+///    request may still reach the store after the release. If a connection broke while idle,
+///    [`BackendError::on_stale_connection`] makes the engine repeat the attempt without a pause.
 ///
 /// A backend responds in bounded time where it can. After the operation time-out, the engine stops
 /// waiting and treats the outcome as unknown.
@@ -111,7 +111,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Ends the grant of `claim`, removes it from the store's queue, and wakes waiters.
     ///
     /// Here [`Claim::token_block`] is the number of reserved tokens that were used. The store may
-    /// reserve the others again; a store that cannot sustain one token per microsecond need not.
+    /// grant the others again, and must do so if it would otherwise use more than one token per
+    /// microsecond.
     ///
     /// # Errors
     /// Only for store errors; if the claim holds nothing, the result is [`Release::NotHeld`].
@@ -120,12 +121,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Need not be cancel safe.
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError>;
 
-    /// Returns when the lock that was `busy` may be free. This is a hint: it may return early or
-    /// never. The default never returns, so that waiters poll.
+    /// Waits until the lock that was `busy` may be free. May return early or never, because the
+    /// engine also polls. The default never returns.
     ///
-    /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] serves
-    /// this purpose. It has no errors: after a store error, it returns or stays pending, and the
-    /// next attempt returns the error.
+    /// It must not miss a change between the `busy` response and this call: the backend compares
+    /// [`Busy::mark`]. After a store error, it returns or stays pending, and the next attempt
+    /// returns the error.
     ///
     /// # Cancel safety
     /// Must be cancel safe. The future is dropped at any time, and another call may follow.
@@ -133,31 +134,31 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         std::future::pending().await
     }
 
-    /// Receives the handle that notifies a registry when another client has changed or removed the
-    /// record of a key. The holder then learns of a loss at once instead of at its next renewal.
+    /// Receives the handle through which the backend notifies a registry that another client has
+    /// changed or removed the record of a key. The holder is then notified of a loss at once
+    /// instead of at its next renewal.
     ///
     /// Each registry over this backend calls this once, when it is built and before its first
-    /// request. A store that receives change notifications keeps the handle as long as it is
-    /// [live](Invalidations::is_live), in addition to those of other registries. It declares this
-    /// in [`Capabilities::reports_invalidations`].
+    /// request. A backend that receives change notifications keeps each handle as long as it is
+    /// [live](Invalidations::is_live), and declares [`Capabilities::reports_invalidations`]. It
+    /// does not notify of changes that this client makes to its own claims.
     ///
-    /// A change that this client makes to its own claims is not a change by another client. Like a
-    /// wake-up, a hint may be unfounded or missing: the next renewal detects the loss in any case.
-    /// The default drops the handle. Must not block.
+    /// Like a wake-up, an invalidation may be superfluous or lost: the next renewal detects the
+    /// loss in any case. The default drops the handle. Must not block.
     fn subscribe(&self, _invalidations: Invalidations) {}
 
     /// Returns the operations for operators, if the store has any. The default is `None`.
     ///
-    /// Always the same answer. If it is `None`, [`Capabilities::inspect`] is false.
+    /// The result never changes. If it is `None`, [`Capabilities::inspect`] is false.
     fn admin(&self) -> Option<&dyn LockAdmin> {
         None
     }
 
-    /// Closes connections. Each registry that is closed calls this once, after the last release
-    /// that was answered in time. A registry that is only dropped does not call it. The default
-    /// does nothing.
+    /// Closes connections. A registry calls this once when it is closed, after its releases have
+    /// responses or the time limit is over. A registry that is only dropped does not call it. The
+    /// default does nothing.
     ///
-    /// It has no errors: the store's clock ends what a failed close leaves.
+    /// It returns no errors: claims that a failed close leaves end with their leases.
     ///
     /// # Cancel safety
     /// Need not be cancel safe.
@@ -166,9 +167,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 
 /// The operations of a store for operators, from [`LockBackend::admin`].
 ///
-/// [`inspect`](Self::inspect), [`list`](Self::list) and [`force_release`](Self::force_release)
-/// belong together: a store has all three and declares this in [`Capabilities::inspect`], or the
-/// engine calls none of them. [`diagnose`](Self::diagnose) is independent of that.
+/// The engine calls [`inspect`](Self::inspect), [`list`](Self::list) and
+/// [`force_release`](Self::force_release) only if the store declares [`Capabilities::inspect`]. It
+/// must then have all three. [`diagnose`](Self::diagnose) does not depend on that.
 ///
 /// # Cancel safety
 /// No method needs to be cancel safe, as in [`LockBackend`].
@@ -211,10 +212,10 @@ pub trait LockAdmin: Send + Sync {
     }
 }
 
-/// The right of one acquisition to a key, as the store records it.
+/// One acquisition of a key, as the store records it.
 ///
-/// Each acquisition has a new random id, and this id **is** the owner that the store records. A
-/// repeated acquire is therefore the same acquire, and a stale holder can change nothing.
+/// Each claim has a new random id, which the store records as the owner. A repeated request of a
+/// claim is therefore recognised as the same acquisition, and a stale holder can change nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Claim {
     key: Key,
@@ -310,9 +311,9 @@ impl Claim {
         self
     }
 
-    /// Returns whether a fenced write was begun under the claim; it may still be open. A hint for a
-    /// release that the open write would block: such a release fails at once with a
-    /// [blocked](BackendError::as_blocked) error instead of waiting.
+    /// Returns whether a fenced write was begun under the claim and may still be open. If an open
+    /// write blocks the release, the release returns a [blocked](BackendError::as_blocked) error at
+    /// once instead of waiting.
     #[must_use]
     pub fn is_fenced(&self) -> bool {
         self.fenced
@@ -331,15 +332,15 @@ impl Claim {
         self.queueing == Queueing::Join
     }
 
-    /// Returns the number of tokens that a grant reserves. The granted token is the first of them;
-    /// the next grant's token must be larger than the last. At a [release](LockBackend::release),
+    /// Returns the number of tokens that a grant reserves, from the granted token on. The next
+    /// grant's token must be larger than all of them. In a [release](LockBackend::release), this is
     /// the number of tokens used.
     #[must_use]
     pub fn token_block(&self) -> u32 {
         self.token_block
     }
 
-    /// Returns the label that people see next to the key, for example the holder's name or purpose.
+    /// Returns the label that is shown next to the key, for example the holder's name or purpose.
     #[must_use]
     pub fn label(&self) -> Option<&str> {
         self.label.as_deref()
@@ -390,7 +391,7 @@ impl FromStr for ClaimId {
     }
 }
 
-/// The text is not the id of a claim.
+/// The error of a text that is not the id of a claim.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("not a claim id; it has 32 hexadecimal digits")]
 #[non_exhaustive]
@@ -443,7 +444,7 @@ pub enum Attempt {
 pub struct Grant {
     /// The first of the reserved tokens.
     pub token: FencingToken,
-    /// The remaining time of the grant, counted from an instant between request and reply.
+    /// The length of the lease, from a time between request and reply.
     pub lease: Duration,
 }
 
@@ -459,12 +460,12 @@ impl Grant {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Busy {
-    /// When another attempt makes sense even without a wake-up: the remaining time of the holder's
-    /// lease. `None` if the store does not report it.
+    /// The remaining time of the holder's lease. The engine attempts again when it is over. `None`
+    /// if the store does not report it.
     pub retry_after: Option<Duration>,
     /// The holder, if the store reported it in the same reply.
     pub holder: Option<Holder>,
-    /// The version of the record that the backend saw, in a format of its own.
+    /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
     pub mark: u64,
     wake_check: WakeCheckRef,
@@ -498,8 +499,8 @@ impl Busy {
         self
     }
 
-    /// Sets the check whether wake-ups arrive, so that the engine polls less often. Without it,
-    /// which is the default, waiters poll at their interval. A wrapper that does not forward
+    /// Sets the check whether wake-ups arrive, which lets the engine poll less often. The default
+    /// is no check. A backend that wraps another one and does not forward
     /// [`wait`](LockBackend::wait) must [remove](Self::without_wake_check) it.
     #[must_use]
     pub fn with_wake_check(mut self, check: Arc<dyn WakeCheck>) -> Self {
@@ -507,36 +508,35 @@ impl Busy {
         self
     }
 
-    /// Removes the check whether wake-ups arrive. For a wrapper that may lose or delay wake-ups.
+    /// Removes the check whether wake-ups arrive. For a backend that wraps another one and may lose
+    /// or delay wake-ups.
     #[must_use]
     pub fn without_wake_check(mut self) -> Self {
         self.wake_check = WakeCheckRef(None);
         self
     }
 
-    /// Returns whether the release of the lock would make the running wait of `claim` return. False
-    /// without a [`WakeCheck`].
+    /// Returns the result of the [`WakeCheck`], or false without one.
     #[must_use]
     pub fn wakes_confirmed(&self, claim: &Claim) -> bool {
         self.wake_check.0.as_ref().is_some_and(|check| check.wakes_confirmed(claim, self))
     }
 }
 
-/// Whether a store's wake-ups arrive. For stores that can detect this; see
-/// [`Busy::with_wake_check`].
+/// Checks whether a store's wake-ups arrive. For stores that can detect this.
 ///
-/// A backend implements this for the shared state of its waiters and adds a reference to each
-/// [`Busy`] response, which costs no allocation.
+/// A backend implements this for the shared state of its waiters, and adds an `Arc` of it to each
+/// [`Busy`] response with [`Busy::with_wake_check`].
 pub trait WakeCheck: Send + Sync {
     /// Returns whether a release of the lock that was `busy` would make the running
     /// [`wait`](LockBackend::wait) of `claim` return.
     ///
-    /// Called while that `wait` runs, at each poll. If true, the engine skips the poll until the
-    /// holder's lease ends, or until the wait has doubled, or for 30 s, whichever comes first.
+    /// The engine calls this at each poll interval while that `wait` runs. If the result is true,
+    /// it skips the poll. It polls again when the holder's lease ends, when the wait has doubled,
+    /// or after 30 s, whichever comes first.
     ///
-    /// Return true only if all of this holds: the server has confirmed the subscription, its
-    /// connection has responded recently, and no message since the `busy` response can have been
-    /// missed. Must not block.
+    /// Return true only if the server has confirmed the subscription, its connection has responded
+    /// recently, and no message since the `busy` response can have been missed. Must not block.
     fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool;
 }
 
@@ -564,11 +564,11 @@ impl Eq for WakeCheckRef {}
 
 /// A store's response to a renewal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a grant lasts longer or has ended")]
+#[expect(clippy::exhaustive_enums, reason = "a grant is renewed or has ended")]
 pub enum Renewal {
-    /// The grant lasts at least this long from now.
+    /// The lease lasts at least this long from now.
     Renewed(Duration),
-    /// The claim holds nothing any more.
+    /// The claim does not hold the key any more.
     Gone,
 }
 
@@ -578,7 +578,7 @@ pub enum Renewal {
 pub enum Release {
     /// The grant existed and has ended.
     Freed,
-    /// The claim held nothing.
+    /// The claim did not hold the key.
     NotHeld,
 }
 

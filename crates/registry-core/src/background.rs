@@ -1,9 +1,9 @@
-//! The background releaser: completes jobs whose caller is gone, such as releases. It knows nothing
-//! about locks and only polls the futures that it receives.
+//! The background releaser: completes jobs whose caller is gone, such as releases. Jobs are
+//! futures; this file knows nothing about locks.
 //!
-//! Submitting a job is one channel send, which does not block, spawn or panic, with or without a
-//! runtime. When the runtime is gone, jobs are dropped. Their `Drop` passes on the local permits
-//! that they hold, and the claims end with their leases.
+//! Submitting a job sends it to a channel, which does not block, spawn or panic, with or without a
+//! runtime. When the runtime shuts down, jobs are dropped. Their `Drop` passes on the local permits
+//! that they hold, and their claims end with their leases.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -58,8 +58,7 @@ impl BackgroundReleaser {
         self.submit(job, Some(Arc::clone(&self.0.claims)));
     }
 
-    /// Submits a call to the store whose caller is gone. Another job releases the claim that it may
-    /// concern.
+    /// Submits a call to the store whose caller is gone. It releases no claim itself.
     pub(crate) fn finish(&self, call: Job) {
         self.submit(call, None);
     }
@@ -70,7 +69,7 @@ impl BackgroundReleaser {
         let _ = self.0.jobs.send(CountedJob { job, pending: Arc::clone(&self.0.pending), claims });
     }
 
-    /// Returns the watch that checks futures that are not polled. It submits their state to this
+    /// Returns the watch that detects futures that are not polled. It submits their work to this
     /// releaser.
     pub(crate) fn watch(&self) -> &Watch {
         &self.0.watch
@@ -88,7 +87,7 @@ impl BackgroundReleaser {
 
     /// Waits until no job is pending.
     pub(crate) async fn drained(&self) {
-        self.0.pending.none_left().await;
+        self.0.pending.wait_until_zero().await;
     }
 }
 
@@ -101,7 +100,7 @@ struct CountedJob {
 
 impl std::fmt::Debug for CountedJob {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Counted").finish_non_exhaustive()
+        f.debug_struct("CountedJob").finish_non_exhaustive()
     }
 }
 
@@ -115,7 +114,7 @@ impl Future for CountedJob {
 
 impl Drop for CountedJob {
     fn drop(&mut self) {
-        // The job is dropped, with all that it holds, before `idle` sees it as done.
+        // Dropped before the count: when `Registry::idle` returns, the job holds nothing any more.
         let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
         catch_panic(|| drop(job));
         if let Some(claims) = &self.claims {

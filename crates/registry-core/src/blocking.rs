@@ -1,8 +1,8 @@
 //! A blocking API for threads that do not run async code.
 //!
 //! Calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
-//! runtime's tasks. This includes threads of `spawn_blocking`; there, use `Handle::block_on` with
-//! the async registry.
+//! runtime's tasks. So do calls from a thread of `spawn_blocking`: use `Handle::block_on` with the
+//! async registry there.
 
 use std::fmt;
 use std::future::Future;
@@ -24,8 +24,8 @@ use crate::registry::{CloseReport, Registry};
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
 ///
-/// Dropping the last clone, lock or guard waits until all releases are complete, at most for the
-/// operation time-out. Inside a runtime, a separate thread waits instead.
+/// Dropping the last clone, lock or guard blocks until all releases are complete, at most for the
+/// operation time-out. Inside a runtime, the drop returns at once and a separate thread waits.
 ///
 /// # Examples
 /// ```
@@ -40,17 +40,17 @@ use crate::registry::{CloseReport, Registry};
 #[derive(Clone)]
 pub struct BlockingRegistry {
     registry: Registry,
-    home: Arc<Home>,
+    runtime: Arc<OwnedRuntime>,
 }
 
-/// The runtime and the registry in it. Its `Drop` moves the runtime to a suitable thread, because
-/// dropping a runtime in an async context panics.
-struct Home {
+/// The runtime and the registry in it. Its `Drop` shuts the runtime down on a thread where it may
+/// block.
+struct OwnedRuntime {
     runtime: Option<Runtime>,
     registry: Registry,
 }
 
-impl Home {
+impl OwnedRuntime {
     fn block_on<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
         if Handle::try_current().is_ok() {
             return Err(LockError::InsideRuntime);
@@ -62,43 +62,43 @@ impl Home {
 
 /// Shuts the runtime down once the registry's pending releases are complete, or after the operation
 /// time-out.
-fn end(runtime: Runtime, registry: &Registry) {
+fn shut_down(runtime: Runtime, registry: &Registry) {
     let limit = registry.operation_timeout();
-    // Not `block_on`: it panics in a thread-local destructor, and hangs if the runtime's thread
-    // hangs.
+    // Not `block_on`, which panics in a thread-local destructor and has no time limit if a task
+    // blocks the runtime's thread.
     let done = Arc::new((Mutex::new(false), Condvar::new()));
-    let (theirs, registry) = (Arc::clone(&done), registry.clone());
+    let (done_in_task, registry) = (Arc::clone(&done), registry.clone());
     runtime.spawn(async move {
         registry.idle().await;
         drop(registry);
-        *theirs.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
-        theirs.1.notify_all();
+        *done_in_task.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        done_in_task.1.notify_all();
     });
     let is_done = done.0.lock().unwrap_or_else(PoisonError::into_inner);
     drop(done.1.wait_timeout_while(is_done, limit, |is_done| !*is_done));
     runtime.shutdown_background();
 }
 
-impl Drop for Home {
+impl Drop for OwnedRuntime {
     fn drop(&mut self) {
         let Some(runtime) = self.runtime.take() else { return };
         if Handle::try_current().is_err_and(|error| error.is_missing_context()) {
-            end(runtime, &self.registry);
+            shut_down(runtime, &self.registry);
             return;
         }
-        // This thread runs async tasks or is ending, so it cannot wait. A new thread can.
+        // This thread runs async tasks or is ending, so it must not block. A new thread may.
         let registry = self.registry.clone();
         let runtime = Arc::new(Mutex::new(Some(runtime)));
         let take = |runtime: &Mutex<Option<Runtime>>| {
             runtime.lock().unwrap_or_else(PoisonError::into_inner).take()
         };
-        let theirs = Arc::clone(&runtime);
-        let waits = thread::Builder::new().name("lock-registry-end".into()).spawn(move || {
-            if let Some(runtime) = take(&theirs) {
-                end(runtime, &registry);
+        let runtime_in_thread = Arc::clone(&runtime);
+        let spawned = thread::Builder::new().name("lock-registry-end".into()).spawn(move || {
+            if let Some(runtime) = take(&runtime_in_thread) {
+                shut_down(runtime, &registry);
             }
         });
-        if waits.is_err()
+        if spawned.is_err()
             && let Some(runtime) = take(&runtime)
         {
             runtime.shutdown_background();
@@ -126,14 +126,14 @@ impl BlockingRegistry {
             .build()
             .map_err(|error| ConfigError::Invalid(format!("cannot start a runtime: {error}")))?;
         let registry = runtime.block_on(open)?;
-        let home = Arc::new(Home { runtime: Some(runtime), registry: registry.clone() });
-        Ok(Self { registry, home })
+        let runtime = Arc::new(OwnedRuntime { runtime: Some(runtime), registry: registry.clone() });
+        Ok(Self { registry, runtime })
     }
 
     /// Returns the lock of `key`. See [`Registry::obtain`].
     #[must_use]
     pub fn obtain(&self, key: &str) -> BlockingLock {
-        BlockingLock { lock: self.registry.obtain(key), home: Arc::clone(&self.home) }
+        BlockingLock { lock: self.registry.obtain(key), runtime: Arc::clone(&self.runtime) }
     }
 
     /// Returns the functions and promises of the store.
@@ -153,7 +153,7 @@ impl BlockingRegistry {
     /// # Errors
     /// [`LockError::InsideRuntime`].
     pub fn close(&self, limit: Duration) -> Result<CloseReport, LockError> {
-        self.home.block_on(self.registry.close(limit))
+        self.runtime.block_on(self.registry.close(limit))
     }
 }
 
@@ -167,7 +167,7 @@ impl fmt::Debug for BlockingRegistry {
 #[derive(Clone)]
 pub struct BlockingLock {
     lock: DistributedLock,
-    home: Arc<Home>,
+    runtime: Arc<OwnedRuntime>,
 }
 
 impl BlockingLock {
@@ -206,8 +206,8 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
     pub fn lock_with(&self, options: LockOptions) -> Result<BlockingGuard, LockError> {
-        let guard = self.home.block_on(self.lock.lock_with(options))??;
-        Ok(BlockingGuard { guard, home: Arc::clone(&self.home) })
+        let guard = self.runtime.block_on(self.lock.lock_with(options))??;
+        Ok(BlockingGuard { guard, runtime: Arc::clone(&self.runtime) })
     }
 
     /// Acquires this lock with `options`. See [`DistributedLock::try_lock_with`].
@@ -215,8 +215,8 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock_with`], and [`LockError::InsideRuntime`].
     pub fn try_lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
-        let guard = self.home.block_on(self.lock.try_lock_with(options))??;
-        Ok(guard.map(|guard| BlockingGuard { guard, home: Arc::clone(&self.home) }))
+        let guard = self.runtime.block_on(self.lock.try_lock_with(options))??;
+        Ok(guard.map(|guard| BlockingGuard { guard, runtime: Arc::clone(&self.runtime) }))
     }
 
     /// Returns the holders of this lock. See [`DistributedLock::holders`].
@@ -224,7 +224,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::holders`], and [`LockError::InsideRuntime`].
     pub fn holders(&self) -> Result<Vec<Holder>, LockError> {
-        self.home.block_on(self.lock.holders())?
+        self.runtime.block_on(self.lock.holders())?
     }
 }
 
@@ -237,9 +237,9 @@ impl fmt::Debug for BlockingLock {
 /// A held lock, for threads that do not run async code. See [`LockGuard`].
 #[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct BlockingGuard {
-    // Before `home`, so that the guard is dropped while its background releaser still runs.
+    // Before `runtime`, so that the guard is dropped while its background releaser still runs.
     guard: LockGuard,
-    home: Arc<Home>,
+    runtime: Arc<OwnedRuntime>,
 }
 
 impl BlockingGuard {
@@ -273,7 +273,7 @@ impl BlockingGuard {
     /// # Errors
     /// [`LockError::InsideRuntime`].
     pub fn lost_within(&self, limit: Duration) -> Result<Option<LostReason>, LockError> {
-        self.home.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
+        self.runtime.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
     }
 
     /// Extends the lease to at least `lease` from now. See [`LockGuard::extend`].
@@ -281,7 +281,7 @@ impl BlockingGuard {
     /// # Errors
     /// Those of [`LockGuard::extend`], and [`LockError::InsideRuntime`].
     pub fn extend(&self, lease: Duration) -> Result<(), LockError> {
-        self.home.block_on(self.guard.extend(lease))?
+        self.runtime.block_on(self.guard.extend(lease))?
     }
 
     /// Releases the lock and waits for the store. See [`LockGuard::unlock`].
@@ -290,8 +290,8 @@ impl BlockingGuard {
     /// Those of [`LockGuard::unlock`], and [`LockError::InsideRuntime`]. In the latter case, the
     /// lock is released in the background.
     pub fn unlock(self) -> Result<(), LockError> {
-        let Self { guard, home } = self;
-        home.block_on(guard.unlock())?
+        let Self { guard, runtime } = self;
+        runtime.block_on(guard.unlock())?
     }
 
     /// Returns the underlying async guard.

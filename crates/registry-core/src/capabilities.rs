@@ -4,7 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
-/// The faults under which a lock has only one holder, and under which fenced writes are safe.
+/// Which faults a store survives with one holder per lock and with safe fenced writes.
 ///
 /// The classes are ordered: `Durable` promises most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -36,7 +36,7 @@ impl fmt::Display for GuaranteeClass {
     }
 }
 
-/// The callers that a lock of this store excludes.
+/// Where the callers are that a lock of this store excludes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
@@ -72,7 +72,7 @@ pub struct Capabilities {
     pub store: &'static str,
     /// The guarantee class.
     pub class: GuaranteeClass,
-    /// The callers that a lock excludes.
+    /// Where the callers are that a lock excludes.
     pub reach: Reach,
     /// The [`FencingToken`](crate::FencingToken) of each grant is larger than those of all earlier
     /// grants of the key, by any client. If false, tokens of different processes are not
@@ -89,9 +89,8 @@ pub struct Capabilities {
     /// A lock can have several holders at once, if all of them request this. No store offers it
     /// yet.
     pub shared: bool,
-    /// The poll interval of programs other than this library that share these records, if they
-    /// poll. After a release, the engine then leaves a contended lock free for longer before it
-    /// acquires it again, so that these programs find it free.
+    /// The poll interval of other programs that share these records, if they poll. The engine then
+    /// waits longer before it acquires a contended lock again, so that these programs find it free.
     pub peer_poll: Option<Duration>,
     /// The store keeps the holder's label with a grant, and returns it.
     pub labels: bool,
@@ -119,15 +118,15 @@ pub struct RenewalPolicy {
     pub batch_max: usize,
     /// Renewing one claim of a shard costs as much as renewing all of them. The default is false.
     ///
-    /// If true, all of them are renewed whenever one is due, except those renewed within the last
-    /// twelfth of their lease. All of them are therefore soon due at the same time.
+    /// If true, a renewal also renews the other claims of the shard, except those renewed within
+    /// the last twelfth of their lease.
     pub whole_shard: bool,
     /// How long after its grant a claim that is still held is verified for the first time. A
     /// verification is an early renewal. The default, `None`, adds no verification to the renewals.
     ///
-    /// For a store that [reports](crate::LockBackend::subscribe) changes only to records that this
-    /// client has read, if a renewal counts as a read and an acquisition does not. The delay keeps
-    /// this free for locks that are held only briefly.
+    /// Set it for a store that [reports](crate::LockBackend::subscribe) only changes to records
+    /// that this client has read, if a renewal counts as a read and an acquisition does not.
+    /// Because of the delay, a lock that is held only briefly causes no extra request.
     pub verify_after: Option<Duration>,
 }
 
@@ -202,8 +201,7 @@ impl Capabilities {
         }
     }
 
-    /// Sets [`fencing`](Self::fencing): the tokens of a key grow across all
-    /// clients.
+    /// Sets [`fencing`](Self::fencing): the tokens of a key grow across all clients.
     #[must_use]
     pub const fn with_fencing(mut self) -> Self {
         self.fencing = true;
@@ -226,9 +224,9 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`reports_invalidations`](Self::reports_invalidations): the backend notifies the
-    /// registries that it got by [`LockBackend::subscribe`](crate::LockBackend::subscribe) when
-    /// another client has removed a record.
+    /// Sets [`reports_invalidations`](Self::reports_invalidations): when another client has removed
+    /// a record, the backend notifies each registry that has
+    /// [subscribed](crate::LockBackend::subscribe).
     #[must_use]
     pub const fn with_invalidations(mut self) -> Self {
         self.reports_invalidations = true;
@@ -273,8 +271,7 @@ impl Capabilities {
         self
     }
 
-    /// Returns the capabilities that apply to both stores, for a lock that may come from either of
-    /// them.
+    /// Returns the capabilities that both stores have.
     #[must_use]
     pub fn meet(&self, other: &Self) -> Self {
         Self {

@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
-/// Waits for `span` on tokio's clock, in whichever runtimes it is polled.
+/// Waits for `span` on tokio's clock. May be polled in several runtimes, one after the other.
 ///
-/// The background releaser may complete a future that began in another runtime. A timer of that
-/// runtime would panic after its end, so the timer is created again in each new runtime.
+/// The background releaser may complete a future that began in another runtime. A timer panics
+/// after its runtime has shut down, so this creates a new timer in each runtime.
 pub(crate) async fn sleep(span: Duration) {
     let mut timer = pin!(tokio::time::sleep(span));
     let mut runtime = Handle::current().id();
     poll_fn(|cx| {
-        let here = Handle::current().id();
-        if mem::replace(&mut runtime, here) != here {
+        let current = Handle::current().id();
+        if mem::replace(&mut runtime, current) != current {
             let deadline = timer.deadline();
             timer.set(tokio::time::sleep_until(deadline));
         }
@@ -35,15 +35,15 @@ pub(crate) async fn sleep(span: Duration) {
 /// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
 /// Follows tokio's clock, including paused time in tests, and counts the time for which the host is
-/// suspended. For backends that must decide themselves how long a fact is certain.
+/// suspended. A backend uses it for times after which it must not rely on an earlier response.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
 
 impl Moment {
-    /// A time before all others. A lease with this end is not valid.
+    /// A time before all others.
     pub(crate) const PAST: Self = Self(i64::MIN);
 
-    /// A time that is never reached.
+    /// A time after all others.
     pub(crate) const FUTURE: Self = Self(i64::MAX);
 
     /// Returns the current time.
@@ -51,25 +51,24 @@ impl Moment {
     pub fn now() -> Self {
         // `boot` must be read first, see `suspended`.
         let boot = boot_ns();
-        let (running, origin) = running();
-        Self(running.saturating_add(suspended(boot, running, origin)))
+        let (tokio_ns, origin) = since_origin();
+        Self(tokio_ns.saturating_add(suspended(boot, tokio_ns, origin)))
     }
 
-    /// Returns the current time without a check for a suspension just before, which makes it too
-    /// early by that suspension. Only for times that may be too early and that are read shortly
-    /// after an exact one.
+    /// Returns the current time without a check for a new suspension. If the host was suspended
+    /// since the last exact time was read, this is too early by that long.
     pub(crate) fn now_coarse() -> Self {
-        Self(running().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
+        Self(since_origin().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
 
-    /// Returns the current time, shortly after the exact time `recent`. Checks for a suspension
-    /// only if `recent` is at least 1 ms ago.
+    /// Returns the current time. Checks for a suspension only if the exact time `recent` is at
+    /// least 1 ms ago.
     pub(crate) fn now_after(recent: Self) -> Self {
         let now = Self::now_coarse();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
     }
 
-    /// Returns this time plus `span`. Saturates some centuries from now.
+    /// Returns this time plus `span`. Saturates about 290 years from now.
     #[must_use]
     pub fn after(self, span: Duration) -> Self {
         Self(self.0.saturating_add(nanos(span)))
@@ -81,17 +80,17 @@ impl Moment {
         Duration::from_nanos(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
     }
 
-    /// Returns the bits, for an atomic.
+    /// Returns the time as an integer, for an atomic.
     pub(crate) const fn to_bits(self) -> i64 {
         self.0
     }
 
-    /// Returns the time with these bits.
+    /// Reverts [`to_bits`](Self::to_bits).
     pub(crate) const fn from_bits(bits: i64) -> Self {
         Self(bits)
     }
 
-    /// Returns the instant on tokio's clock that is as far from now as `self` is from `now`.
+    /// Returns this time as an instant on tokio's clock. `now` is the current time.
     pub(crate) fn to_instant(self, now: Self) -> Instant {
         let instant = tokio::time::Instant::now().into_std();
         if self > now {
@@ -107,52 +106,52 @@ fn nanos(span: Duration) -> i64 {
     secs.saturating_mul(1_000_000_000).saturating_add(i64::from(span.subsec_nanos()))
 }
 
-/// The origin of all times.
-struct Origin {
-    /// The origin on tokio's clock.
+/// The origin of all [`Moment`]s, on each clock.
+struct ClockOrigin {
+    /// On tokio's clock.
     instant: Instant,
-    /// The boot clock at the origin, which counts suspension.
+    /// On the boot clock, which counts suspension.
     boot: i64,
     /// How far the boot clock was ahead of the monotonic clock.
-    ahead: i64,
+    boot_ahead: i64,
 }
 
-impl Origin {
+impl ClockOrigin {
     #[expect(clippy::disallowed_methods, reason = "tokio's clock may stand still")]
     fn new(instant: Instant) -> Self {
-        let mut closest = Duration::MAX;
-        let mut boot_then = 0;
-        let mut ahead = i64::MIN;
-        // The clocks must be read at the same time. If the thread is interrupted between two reads,
-        // other rounds are closer.
+        let mut shortest = Duration::MAX;
+        let mut boot_at_origin = 0;
+        let mut boot_ahead = i64::MIN;
+        // The clocks should be read at the same time. The round in which they are read fastest
+        // counts, because the thread may be interrupted between two reads.
         for _ in 0..16 {
             let before = Instant::now();
             let boot = boot_ns();
-            let apart = before.elapsed();
-            if apart < closest {
-                closest = apart;
-                boot_then = boot.saturating_sub(nanos_between(instant, before));
+            let elapsed = before.elapsed();
+            if elapsed < shortest {
+                shortest = elapsed;
+                boot_at_origin = boot.saturating_sub(nanos_between(instant, before));
             }
-            ahead = ahead.max(boot_ahead_ns());
+            boot_ahead = boot_ahead.max(boot_ahead_ns());
         }
-        Self { instant, boot: boot_then, ahead }
+        Self { instant, boot: boot_at_origin, boot_ahead }
     }
 }
 
-fn origin(now: Instant) -> &'static Origin {
-    static ORIGIN: OnceLock<Origin> = OnceLock::new();
+fn origin(now: Instant) -> &'static ClockOrigin {
+    static ORIGIN: OnceLock<ClockOrigin> = OnceLock::new();
 
-    ORIGIN.get_or_init(|| Origin::new(now))
+    ORIGIN.get_or_init(|| ClockOrigin::new(now))
 }
 
-/// Returns tokio's clock and its origin.
-fn running() -> (i64, &'static Origin) {
+/// Returns the time since the origin on tokio's clock, and the origin.
+fn since_origin() -> (i64, &'static ClockOrigin) {
     let now = tokio::time::Instant::now().into_std();
     let origin = origin(now);
     (nanos_between(origin.instant, now), origin)
 }
 
-/// Returns the time from `earlier` to `later`. A paused runtime may count from an instant before
+/// Returns the time from `earlier` to `later`. Negative if the clock of a paused runtime is behind
 /// the origin.
 fn nanos_between(earlier: Instant, later: Instant) -> i64 {
     match later.checked_duration_since(earlier) {
@@ -161,22 +160,22 @@ fn nanos_between(earlier: Instant, later: Instant) -> i64 {
     }
 }
 
-/// Returns how long this host has been suspended since the origin, as far as the clocks show. The
-/// value only grows.
-fn suspended(boot: i64, running: i64, origin: &Origin) -> i64 {
+/// Returns how long this host has been suspended since the origin. The value only grows.
+///
+/// `boot` must be read before `tokio_ns`: an interruption of this thread between the reads can then
+/// only hide a suspension, not simulate one.
+fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     let known = SUSPENDED.load(Ordering::Relaxed);
-    // Without a suspension, the clocks do not drift apart. `boot` was read first, so an
-    // interruption of this thread between the reads can only hide a suspension, not invent one.
-    let apart = boot.saturating_sub(origin.boot).saturating_sub(running);
-    if apart.saturating_sub(known) <= JITTER {
+    let difference = boot.saturating_sub(origin.boot).saturating_sub(tokio_ns);
+    if difference.saturating_sub(known) <= READ_JITTER {
         return known;
     }
-    // tokio's clock may be paused in a test, so the system's clocks decide.
-    let seen = boot_ahead_ns().saturating_sub(origin.ahead);
-    if seen - known <= JITTER {
+    // tokio's clock may be paused in a test, so the clocks of the system decide.
+    let total = boot_ahead_ns().saturating_sub(origin.boot_ahead);
+    if total - known <= READ_JITTER {
         return known;
     }
-    SUSPENDED.fetch_max(seen, Ordering::Relaxed).max(seen)
+    SUSPENDED.fetch_max(total, Ordering::Relaxed).max(total)
 }
 
 /// Returns how far the boot clock is ahead of the monotonic clock. May be slightly too low, because
@@ -208,11 +207,11 @@ fn boot_ns() -> i64 {
     0
 }
 
-/// Two clocks read one after the other differ by up to this much. Only a suspension moves them
-/// further apart.
-const JITTER: i64 = 1_000_000;
+/// The maximum difference between two clocks that are read one after the other, in nanoseconds. A
+/// larger one means a suspension.
+const READ_JITTER: i64 = 1_000_000;
 
-/// The longest total suspension seen so far.
+/// The total time of suspension, as far as known.
 static SUSPENDED: AtomicI64 = AtomicI64::new(0);
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! Calls user code (wakers, observers, destructors) so that a panic ends only that call.
+//! Calls user code (wakers, observers, destructors) and catches its panics.
 //!
-//! A waker may also poll or drop the task that it wakes before `wake` returns.
+//! A waker can also poll or drop the task that it wakes, before `wake` returns.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -15,20 +15,19 @@ pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
     catch_unwind(AssertUnwindSafe(work)).map_err(discard).ok()
 }
 
-/// Drops the payload of a panic.
+/// Drops the payload of a panic. Catches a panic of its destructor.
 pub(crate) fn discard(payload: Box<dyn Any + Send>) {
-    // The payload's destructor is user code as well, and may panic.
     if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
         std::mem::forget(again);
     }
 }
 
-/// Wakes a task. A panic of the waker is discarded.
+/// Wakes a task. Catches a panic of the waker.
 ///
-/// If a waker drops its task, a local permit may pass to the next caller, whose waker is then
-/// called from within the first one. At [`NESTED_MAX`] nested calls, further wakers are queued, and
-/// the innermost of these calls calls them. A long queue of callers therefore does not overflow the
-/// stack.
+/// A waker that drops its task may pass a local permit to the next caller, and thus call the next
+/// waker from within its own call. A long queue of such callers would overflow the stack. At
+/// [`NESTED_MAX`] nested calls, further wakers are therefore queued, and the innermost call runs
+/// them in a loop.
 pub(crate) fn wake(waker: Waker) {
     let depth = DEPTH.try_with(Cell::get).unwrap_or_default();
     if depth >= NESTED_MAX {
@@ -39,14 +38,14 @@ pub(crate) fn wake(waker: Waker) {
         }
         return;
     }
-    let _ = DEPTH.try_with(|own| own.set(depth + 1));
+    let _ = DEPTH.try_with(|cell| cell.set(depth + 1));
     catch_panic(|| waker.wake());
     if depth + 1 == NESTED_MAX {
         while let Ok(Some(next)) = QUEUED.try_with(|queued| queued.borrow_mut().pop()) {
             catch_panic(|| next.wake());
         }
     }
-    let _ = DEPTH.try_with(|own| own.set(depth));
+    let _ = DEPTH.try_with(|cell| cell.set(depth));
 }
 
 const NESTED_MAX: usize = 16;
@@ -56,25 +55,27 @@ thread_local! {
     static QUEUED: RefCell<Vec<Waker>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Polls `future` with a waker that discards panics of the task's own waker.
-pub(crate) async fn shielded<F: Future>(future: F) -> F::Output {
+/// Polls `future` with a waker that catches panics of the task's own waker.
+pub(crate) async fn with_panic_safe_waker<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
-    let mut shield: Option<(Waker, Waker)> = None;
+    // The task's waker, and the waker around it.
+    let mut wakers: Option<(Waker, Waker)> = None;
     poll_fn(|cx| {
-        let waker = cx.waker();
-        if !shield.as_ref().is_some_and(|(own, _)| own.will_wake(waker)) {
-            shield = None;
+        let inner = cx.waker();
+        if !wakers.as_ref().is_some_and(|(known, _)| known.will_wake(inner)) {
+            wakers = None;
         }
-        let (_, shield) = shield
-            .get_or_insert_with(|| (waker.clone(), Waker::from(Arc::new(Shield(waker.clone())))));
-        future.as_mut().poll(&mut Context::from_waker(shield))
+        let (_, outer) = wakers.get_or_insert_with(|| {
+            (inner.clone(), Waker::from(Arc::new(PanicSafeWaker(inner.clone()))))
+        });
+        future.as_mut().poll(&mut Context::from_waker(outer))
     })
     .await
 }
 
-struct Shield(Waker);
+struct PanicSafeWaker(Waker);
 
-impl Wake for Shield {
+impl Wake for PanicSafeWaker {
     fn wake(self: Arc<Self>) {
         wake(self.0.clone());
     }
@@ -93,14 +94,15 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_that_panics_when_dropped_is_contained() {
+    fn a_payload_that_panics_when_dropped_is_caught() {
         assert_eq!(catch_panic(|| std::panic::panic_any(PanicsOnDrop)), None::<()>);
         assert_eq!(catch_panic(|| 1), Some(1));
     }
 
-    struct Chain(usize, Arc<std::sync::atomic::AtomicUsize>);
+    /// Wakes a waker of the same kind, as often as its number says, and counts the calls.
+    struct ChainedWaker(usize, Arc<std::sync::atomic::AtomicUsize>);
 
-    impl Wake for Chain {
+    impl Wake for ChainedWaker {
         fn wake(self: Arc<Self>) {
             self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             if self.0 > 0 {
@@ -110,9 +112,9 @@ mod tests {
     }
 
     #[test]
-    fn wakers_that_wake_further_ones_need_no_deep_stack() {
-        let woken = Arc::default();
-        wake(Waker::from(Arc::new(Chain(1_000_000, Arc::clone(&woken)))));
-        assert_eq!(woken.load(std::sync::atomic::Ordering::Relaxed), 1_000_001);
+    fn a_long_chain_of_wakers_does_not_overflow_the_stack() {
+        let calls = Arc::default();
+        wake(Waker::from(Arc::new(ChainedWaker(1_000_000, Arc::clone(&calls)))));
+        assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 1_000_001);
     }
 }

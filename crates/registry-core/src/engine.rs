@@ -1,5 +1,5 @@
-//! The state that all locks of one registry share: store, terms, the schedule
-//! of the lease renewer, background releaser, observers.
+//! The state that all locks of one registry share: store, defaults, schedule of renewals,
+//! background releaser, observers.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures_util::future::FutureExt as _;
 
 use crate::active_count::ActiveCount;
-use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
+use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
@@ -23,12 +23,12 @@ use crate::invalidation::InvalidationQueue;
 use crate::key::Key;
 use crate::memory::MemoryBackend;
 use crate::one_shot::OneShotEvent;
-use crate::options::{Defaults, LockOptions, Terms};
+use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::schedule::Schedule;
 use crate::siblings::Sibling;
 
-/// The store's response to a request, or the call if the response is not here yet.
-type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
+/// The result of the first poll of a request: the store's response, or the call if it is pending.
+pub(crate) type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
 
 pub(crate) struct Engine {
     pub(crate) backend: Arc<dyn LockBackend>,
@@ -36,27 +36,27 @@ pub(crate) struct Engine {
     pub(crate) memory: Option<MemoryBackend>,
     pub(crate) capabilities: Capabilities,
     pub(crate) defaults: Defaults,
-    /// The terms of an acquisition without special options, shared instead of created for each.
-    pub(crate) default_terms: Arc<Terms>,
+    /// The options of a claim whose caller sets none. Shared by all these claims.
+    pub(crate) default_options: Arc<ClaimOptions>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
     pub(crate) schedule: Arc<Schedule>,
     pub(crate) invalidations: Arc<InvalidationQueue>,
     pub(crate) background: BackgroundReleaser,
-    /// The claims that are held now.
+    /// The number of active grants.
     pub(crate) active_grants: ActiveCount,
-    /// The callers that have or may have a request in flight.
+    /// The number of pending claims. Each has or may soon have a request in flight.
     pub(crate) pending_claims: ActiveCount,
-    /// The registry is closing and starts nothing new.
+    /// Set when the registry begins to close. No acquisition starts after that.
     pub(crate) closing: OneShotEvent,
-    /// The time limit of closing is over: waits that would delay its end are abandoned.
-    pub(crate) out_of_time: OneShotEvent,
+    /// Set when the time limit of `close` is over. Waits that would delay it further then end.
+    pub(crate) close_limit_reached: OneShotEvent,
     /// The number of lost claims.
-    pub(crate) lost: AtomicUsize,
-    /// The number of claims that only the end of their lease frees.
+    pub(crate) lost_claims: AtomicUsize,
+    /// The number of claims that could not be released, so that they end with their lease.
     pub(crate) left_to_lease: AtomicUsize,
-    /// The number of those that their holder had released.
-    pub(crate) unreleased_claims: AtomicUsize,
+    /// Of these, the number that were active grants until their holder released them.
+    pub(crate) failed_releases: AtomicUsize,
     pub(crate) sibling: Arc<Sibling>,
 }
 
@@ -67,11 +67,14 @@ impl Engine {
         }
     }
 
-    /// Returns the terms that `options` request, or `None` for the registry's own.
-    pub(crate) fn terms(&self, options: &LockOptions) -> Result<Option<Arc<Terms>>, LockError> {
-        if options.asks_for_terms() {
-            let terms = Terms::resolve(options, &self.defaults, &self.capabilities)?;
-            return Ok(Some(Arc::new(terms)));
+    /// Returns the options of a claim, or `None` if `options` do not change the defaults.
+    pub(crate) fn claim_options(
+        &self,
+        options: &LockOptions,
+    ) -> Result<Option<Arc<ClaimOptions>>, LockError> {
+        if options.overrides_defaults() {
+            let resolved = ClaimOptions::resolve(options, &self.defaults, &self.capabilities)?;
+            return Ok(Some(Arc::new(resolved)));
         }
         Ok(None)
     }
@@ -102,19 +105,10 @@ impl Engine {
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
     }
 
-    /// Records that only the store's clock frees a claim now.
+    /// Records that a claim could not be released, so that it ends with its lease.
     pub(crate) fn leave_to_lease(&self, key: &Key) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
         self.emit(|| LockEvent::LeftToLease { key: key.as_str() });
-    }
-
-    /// Sends an attempt and polls it once. Returns the call if the store has not responded yet.
-    pub(crate) async fn send_attempt(&self, claim: &Claim) -> FirstPoll<Attempt> {
-        if let Some(memory) = &self.memory {
-            return Ok(memory.acquire(claim));
-        }
-        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
-        first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
     }
 
     /// Sends a release and polls it once. Returns the call if the store has not responded yet.
@@ -142,24 +136,24 @@ impl Engine {
         }))
     }
 
-    /// Returns how long after a grant the store wants its claim verified.
+    /// Returns the store's [`verify_after`](crate::RenewalPolicy::verify_after).
     pub(crate) fn verify_after(&self) -> Option<Duration> {
-        // The grant has not reached its holder yet; a panic of the backend must not lose it.
+        // Called before the grant has a guard: a panic of the backend here would leak the claim.
         catch_panic(|| self.backend.capabilities().renewal.verify_after).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {
         let backend = Arc::clone(&self.backend);
         self.call(Box::pin(async move {
-            // All `close` calls of the registry share this future, and a panic must not reach the
-            // others.
+            // All calls of `Registry::close` share this future, and a panic would reach all of
+            // them.
             if let Err(panic) = AssertUnwindSafe(backend.close()).catch_unwind().await {
                 discard(panic);
             }
         }))
     }
 
-    /// Sends a request that needs no clean-up, such as a query, under the operation time-out.
+    /// Sends a request that needs no clean-up. Waits at most for the operation time-out.
     pub(crate) async fn query<T: Send + 'static>(
         &self,
         operation: &'static str,
@@ -196,7 +190,8 @@ impl Engine {
             if left.is_zero() {
                 return;
             }
-            // tokio's timers do not count suspended time. Reading the clock at this interval does.
+            // tokio's timers do not count the time for which the host is suspended, so the clock is
+            // read again at this interval.
             sleep(left.min(CLOCK_READ_INTERVAL)).await;
         }
     }
@@ -213,7 +208,7 @@ impl fmt::Debug for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Guards keep the engine alive, so no claim is held any more and the lease renewer may end.
+        // Guards keep the engine alive, so there is no active grant any more.
         self.stop_renewal();
     }
 }
@@ -224,12 +219,12 @@ pub(crate) fn store_error(operation: &'static str, key: &str, source: BackendErr
 }
 
 /// Returns the public error for an operation on a lost lock.
-pub(crate) fn lost(key: &Key, reason: crate::LostReason) -> LockError {
+pub(crate) fn lost_error(key: &Key, reason: crate::LostReason) -> LockError {
     LockError::Lost { key: key.as_str().to_owned(), reason }
 }
 
-/// Returns the pause before retry number `attempt` (from 0). It doubles from 10 ms to 1 s; a random
-/// part of up to one half is subtracted, so that clients do not retry together.
+/// Returns the pause before retry number `attempt` (from 0): exponential from 10 ms to 1 s. A
+/// random part of up to one half is subtracted, so that clients do not retry at the same time.
 pub(crate) fn backoff(attempt: u32) -> Duration {
     let ceiling_ms = 10_u64 << attempt.min(7);
     let ceiling_us = ceiling_ms.min(1_000) * 1_000;

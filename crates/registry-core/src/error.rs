@@ -1,5 +1,5 @@
-//! Errors, classified by what the caller can do about them. "Busy" is a value, not an error, except
-//! where a caller asked for a guard within a limited wait.
+//! Errors, classified by what the caller can do about them. A held lock is a value, not an error;
+//! only [`LockError::WaitElapsed`] is an exception.
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -21,7 +21,7 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `renew`, `release`, `inspect`, …
+        /// The operation: `acquire`, `extend`, `release`, `inspect`, `list`, `break` or `diagnose`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,
@@ -38,7 +38,7 @@ pub enum LockError {
         /// The wait of the options.
         wait: Duration,
     },
-    /// The lock had been lost. Work done under it since then was not protected.
+    /// The lock was lost. Work after the loss was not protected.
     #[non_exhaustive]
     Lost {
         /// The key.
@@ -46,7 +46,7 @@ pub enum LockError {
         /// The reason.
         reason: LostReason,
     },
-    /// The text cannot be the key of a lock. Nothing was sent to the store.
+    /// The key is invalid. Nothing was sent to the store.
     InvalidKey(InvalidKey),
     /// An option is out of range. Nothing was sent to the store.
     InvalidOption(InvalidOption),
@@ -60,8 +60,7 @@ pub enum LockError {
     },
     /// The registry was closed, or the runtime that opened it has shut down.
     Closed,
-    /// A blocking call was made on a thread that runs async tasks, where it would block all of
-    /// them.
+    /// A blocking call was made inside an async runtime, whose tasks it would block.
     InsideRuntime,
 }
 
@@ -131,7 +130,7 @@ impl From<InvalidOption> for LockError {
     }
 }
 
-/// The reason why a held lock is not held any more.
+/// Why a lock was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
@@ -140,8 +139,8 @@ pub enum LostReason {
     /// The lease ran out before a renewal was confirmed: the store or the network failed, or this
     /// process was suspended.
     Expired,
-    /// The store reports that the claim holds nothing any more: it expired there, or a client
-    /// forced its release.
+    /// The store reports that the claim does not hold the key any more: it expired there, or a
+    /// client forced its release.
     Gone,
     /// The lock was held for its `max_hold`.
     MaxHold,
@@ -200,7 +199,7 @@ impl InvalidOption {
 #[derive(Debug, Clone)]
 pub struct BackendError(Box<BackendErrorParts>);
 
-/// Boxed, because every result of the engine would be as large.
+/// Boxed, so that the results of the engine are small.
 #[derive(Debug, Clone)]
 struct BackendErrorParts {
     kind: BackendErrorKind,
@@ -249,8 +248,8 @@ impl BackendError {
         Self::new(BackendErrorKind::Transient, message)
     }
 
-    /// Adds the address of the server that caused the error, unless it has one:
-    /// the first call is closest to the cause.
+    /// Adds the address of the server that caused the error. If it has an address, that one stays,
+    /// because it was added closer to the cause.
     ///
     /// An address is `HOST:PORT`, several of these separated by commas, or the path of a socket or
     /// file. It must contain no user, password or query.
@@ -265,8 +264,8 @@ impl BackendError {
 
     /// Adds the error of the client library. Its text must contain no secret.
     ///
-    /// If `source` is a `BackendError`, its address moves to this error unless the two differ, so
-    /// that it is printed once.
+    /// If `source` is a `BackendError`, its address moves to this error, so that it is printed
+    /// once. If this error has another address, each keeps its own.
     #[must_use]
     pub fn with_source(mut self, mut source: impl StdError + Send + Sync + 'static) -> Self {
         if let Some(inner) = (&mut source as &mut dyn Any).downcast_mut::<Self>()
@@ -286,8 +285,8 @@ impl BackendError {
         self
     }
 
-    /// Reverts [`as_refused`](Self::as_refused): an earlier try of the same request may have
-    /// reached the store, so the outcome is unknown.
+    /// Reverts [`as_refused`](Self::as_refused). For a repeated request whose first try may have
+    /// reached the store.
     #[must_use]
     pub fn as_unknown(mut self) -> Self {
         self.0.refused = false;
@@ -296,18 +295,19 @@ impl BackendError {
 
     /// Marks a request that failed because its connection had broken while idle.
     ///
-    /// A new connection probably works, so the engine repeats an attempt with this mark once, at
-    /// once, even after its deadline. It counts the first request as an unresolved attempt unless
-    /// the error is [`refused`](Self::refused).
+    /// A new connection probably works, so the engine repeats such an attempt once, without a pause
+    /// and even after its deadline. Unless the error is [`refused`](Self::refused), the first
+    /// request counts as an attempt with an unknown outcome.
     #[must_use]
     pub fn on_stale_connection(mut self) -> Self {
         self.0.stale_connection = true;
         self
     }
 
-    /// Marks a refused release that an open transaction of the caller blocks.
-    /// [`unlock`](crate::LockGuard::unlock) returns the error at once, because its caller may be
-    /// the one to end the transaction. The background repeats the release.
+    /// Marks a release as refused because an open transaction of the caller blocks it.
+    ///
+    /// [`unlock`](crate::LockGuard::unlock) returns the error at once, so that the caller can end
+    /// the transaction. The background releaser repeats the release.
     #[must_use]
     pub fn as_blocked(mut self) -> Self {
         self.0.blocked = true;
@@ -381,7 +381,7 @@ impl StdError for BackendError {
     }
 }
 
-/// The reason why a registry could not be set up.
+/// Why a registry could not be opened.
 ///
 /// `Display` shows one sentence, for a store that could not be opened:
 /// `opening the STORE store at HOST:PORT failed: CAUSE; HINT`.
@@ -393,7 +393,7 @@ pub enum ConfigError {
     /// No option, variable, URL scheme or layout has this name.
     #[non_exhaustive]
     Unknown {
-        /// What kind of name it is: `option`, `variable`, `scheme`, `layout`.
+        /// The kind of the name: `option`, `variable`, `scheme` or `layout`.
         what: &'static str,
         /// The name that was given.
         given: String,
@@ -431,8 +431,8 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// Creates [`ConfigError::Unknown`] for `given`, which is not the name of any `what`. The
-    /// arguments must contain no secret.
+    /// Creates [`ConfigError::Unknown`]: `given` is not the name of a `what`. The arguments must
+    /// contain no secret.
     #[must_use]
     pub fn unknown(
         what: &'static str,
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_of_opening_names_the_server_that_caused_it() {
+    fn an_open_error_names_the_server_that_caused_it() {
         let open = |source| ConfigError::open("redis", "a:1,b:2", source).to_string();
         let cause = "failed: redis: the connection was refused; start the server";
         assert_eq!(open(refused()), format!("opening the redis store at a:1,b:2 {cause}"));

@@ -23,16 +23,17 @@ pub enum LockEvent<'a> {
     /// The store responded that another claim holds the key.
     #[non_exhaustive]
     Busy { key: &'a str, busy: &'a Busy },
-    /// An attempt failed. Its outcome is unknown unless the error is refused.
+    /// An attempt failed. Its outcome is unknown unless the error is
+    /// [`refused`](BackendError::refused).
     #[non_exhaustive]
     AttemptFailed { key: &'a str, error: &'a BackendError },
-    /// A caller reached its deadline while the key was held.
+    /// The deadline of a caller passed while the key was held.
     #[non_exhaustive]
     GaveUp { key: &'a str, waited: Duration },
     /// The store granted the key.
     #[non_exhaustive]
     Granted { key: &'a str, token: FencingToken, waited: Duration, attempts: u32 },
-    /// The owner of a held lock entered it again.
+    /// The owner of a held lock acquired it again.
     #[non_exhaustive]
     Reentered { key: &'a str, token: FencingToken },
     /// A holder handed its claim over to the next caller of this process, without a request to the
@@ -49,16 +50,16 @@ pub enum LockEvent<'a> {
     /// A held lock was lost. Its holder has been notified.
     #[non_exhaustive]
     Lost { key: &'a str, token: FencingToken, reason: LostReason },
-    /// The store confirmed that the key of a released lock is free of its claim.
+    /// The store confirmed a release.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
     /// A release failed. If a retry can help, it is repeated until its outcome is known or the
     /// lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, error: &'a BackendError },
-    /// A claim is not released, and only the store's clock frees its key. Either the store did not
-    /// respond for the length of the lease, or it refused, or closing did not wait for a
-    /// `min_hold`.
+    /// A claim could not be released, so its key stays locked until its lease ends. Either the
+    /// store did not respond for the length of the lease, or it refused, or the registry was closed
+    /// before the end of a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str },
     /// The registry began to close and grants no more locks.
@@ -70,7 +71,7 @@ pub enum LockEvent<'a> {
 /// Receives registry events synchronously, on the task that emits them. An implementation must be
 /// fast and must not block.
 ///
-/// A panic of an observer is caught and ignored, and so is a panic of the payload's destructor.
+/// A panic of an observer is caught and ignored.
 pub trait Observer: fmt::Debug + Send + Sync {
     /// Receives `event`.
     fn on(&self, event: &LockEvent<'_>);

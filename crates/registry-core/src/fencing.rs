@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_number_of_63_bits_is_a_token_and_comes_back_as_it_was() {
+    fn every_number_of_63_bits_is_a_token_and_is_returned_unchanged() {
         for number in [0, 1, i64::MAX as u64 - 1, i64::MAX as u64] {
             let token = FencingToken::new(number).unwrap();
             assert_eq!((token.get(), u64::from(token)), (number, number));
@@ -132,7 +132,7 @@ mod tests {
     }
 
     #[test]
-    fn no_token_takes_no_room() {
+    fn an_optional_token_is_no_larger_than_a_token() {
         assert_eq!(size_of::<Option<FencingToken>>(), 8);
     }
 }

@@ -1,8 +1,8 @@
-//! One active grant: its lease, its local holder, and its end.
+//! One active grant: its lease, its state, and its end.
 //!
-//! It ends by the last guard ([`ActiveGrant::end`]) or by loss
-//! ([`ActiveGrant::lose`]), whichever comes first. A hand-over reverts an end by the last
-//! guard, and passes the claim to the next local caller.
+//! It ends when the last guard is dropped ([`ActiveGrant::end`]) or when it is lost
+//! ([`ActiveGrant::lose`]), whichever is first. In the first case, a hand-over reverts the end and
+//! passes the claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -17,52 +17,51 @@ use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
-use crate::guard::Hold;
-use crate::guard::LockGuard;
+use crate::guard::{Hold, LockGuard};
 use crate::invalidation::Epoch;
 use crate::lease::{Due, Lease};
 use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
-use crate::options::Terms;
+use crate::options::ClaimOptions;
 use crate::owner::Owner;
-use crate::release::{PassedOnAfterRelease, PendingRelease, release_in_background};
+use crate::release::{PendingRelease, PermitUntilReleased, release_in_background};
 use crate::schedule::{LastTimerKey, Renewable, RenewerAction, TimerKey};
 
-/// The state of an acquisition that passes to the active grant.
-pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<Terms>);
+/// The parts of a pending claim that the active grant takes over.
+pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<ClaimOptions>);
 
 pub(crate) struct ActiveGrant {
     claim: Claim,
-    terms: Arc<Terms>,
+    options: Arc<ClaimOptions>,
     local_lock: Arc<LocalLock>,
     first_token: FencingToken,
     granted_at: Moment,
     /// Other processes want the key.
     contended: bool,
-    /// The number of attempts of this claim with an unknown outcome. One of them may still reach
-    /// the store after the release.
+    /// The number of attempts of this claim with an unknown outcome. Each may still reach the store
+    /// after the release.
     unknown_attempts: u32,
-    /// The end of the lease, for readers that must not lock `state`. `PAST` once the
-    /// claim is lost.
+    /// A copy of the end of the lease, which is read without locking `state`. `PAST` once the claim
+    /// is lost.
     valid_until: AtomicI64,
     lost: Notify,
-    /// A future waits for the loss.
-    watched: AtomicBool,
+    /// A future waits for a notification of `lost`.
+    has_loss_waiter: AtomicBool,
     state: Mutex<GrantState>,
 }
 
 struct GrantState {
     phase: GrantPhase,
     lease: Lease,
-    /// Present while the claim is held. Ending the claim takes it.
+    /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
     timer: Option<TimerKey>,
     hand_overs: u32,
     /// A fenced write may be open. The store cannot distinguish it from a write of the next local
-    /// holder.
+    /// holder, so the claim is not handed over.
     fenced: bool,
-    /// The store reported the loss of the claim while it was ending.
-    gone: bool,
+    /// The store reported in the phase `Ending` that the claim is gone.
+    gone_while_ending: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,37 +72,37 @@ enum GrantPhase {
 }
 
 impl ActiveGrant {
-    /// Creates the active grant. Returns the local permit and the claim if the lease was over
-    /// before the grant arrived.
-    pub(crate) fn take(
+    /// Creates the active grant and schedules its renewal. Returns the arguments if the lease was
+    /// over before the store's response arrived.
+    pub(crate) fn start(
         mut permit: LocalPermit,
         claim: Claim,
-        terms: Arc<Terms>,
-        grant: Grant,
+        options: Arc<ClaimOptions>,
+        granted: Grant,
         sent_at: Moment,
         epoch_at_send: Epoch,
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
-        let mut lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
+        let mut lease = Lease::granted(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
-            return Err(Box::new((permit, claim, terms)));
+            return Err(Box::new((permit, claim, options)));
         }
         if let Some(after) = permit.local_lock().engine().verify_after() {
             lease.verify_first_at(now.after(after));
         }
         permit.on_granted(now);
         let local_lock = Arc::clone(permit.local_lock());
-        let held = Arc::new(Self {
+        let grant = Arc::new(Self {
             claim,
-            terms,
-            first_token: grant.token,
+            options,
+            first_token: granted.token,
             granted_at: now,
             contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
             unknown_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
-            watched: false.into(),
+            has_loss_waiter: false.into(),
             state: Mutex::new(GrantState {
                 phase: GrantPhase::Held,
                 lease,
@@ -111,25 +110,24 @@ impl ActiveGrant {
                 timer: None,
                 hand_overs: 0,
                 fenced: false,
-                gone: false,
+                gone_while_ending: false,
             }),
             local_lock,
         });
-        held.engine().active_grants.enter();
-        held.set_timer(&mut held.state(), now);
-        // After scheduling: an invalidation that arrives from here on finds the claim in the
-        // schedule.
-        if held.local_lock.epoch() != epoch_at_send {
-            Arc::clone(&held).invalidate(now);
+        grant.engine().active_grants.enter();
+        grant.set_timer(&mut grant.state(), now);
+        // After the claim is in the schedule, where later invalidations find it.
+        if grant.local_lock.epoch() != epoch_at_send {
+            Arc::clone(&grant).invalidate(now);
         }
-        Ok(held)
+        Ok(grant)
     }
 
     pub(crate) fn claim(&self) -> &Claim {
         &self.claim
     }
 
-    /// Returns the claim for its release, with the number of tokens that its holders have used.
+    /// Returns the claim for its release: its token block is the number of tokens used.
     pub(crate) fn claim_to_release(&self) -> Claim {
         let used = self.state().hand_overs.saturating_add(1);
         self.claim.clone().with_token_block(used)
@@ -151,13 +149,14 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns the number of attempts that the release may have to free: those of unknown outcome
-    /// and the granted one. Zero if no outcome is unknown.
-    pub(crate) fn unknown_attempts_at_release(&self) -> u32 {
+    /// Returns the number of grants that the release may have to end: one per attempt with an
+    /// unknown outcome, and the known one. Zero if no attempt has an unknown outcome.
+    pub(crate) fn grants_to_release(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
-    /// Returns the reason of the loss. Also detects a lease that has run out unnoticed.
+    /// Returns the reason if the claim is lost. If the lease has run out unnoticed, this first ends
+    /// the claim by [`lose`](Self::lose).
     pub(crate) fn loss(self: &Arc<Self>) -> Option<LostReason> {
         self.loss_at(Moment::now())
     }
@@ -185,33 +184,35 @@ impl ActiveGrant {
         }
     }
 
-    /// Resolves whenever the claim may have been lost; the caller then checks [`loss`](Self::loss).
-    /// First enable the future, then call [`announce_watcher`](Self::announce_watcher).
-    pub(crate) fn loss_notified(&self) -> tokio::sync::futures::Notified<'_> {
+    /// Returns a future that resolves when the claim may have been lost.
+    ///
+    /// Enable it, then call [`register_loss_waiter`](Self::register_loss_waiter), then check
+    /// [`loss`](Self::loss), in this order: otherwise a loss in between is missed.
+    pub(crate) fn loss_notification(&self) -> tokio::sync::futures::Notified<'_> {
         self.lost.notified()
     }
 
-    /// Requests a notification of a loss. If the swap in `notify_loss` comes first, the caller's
-    /// next check sees the loss. Otherwise `notify_loss` sees this swap and notifies.
-    pub(crate) fn announce_watcher(&self) {
-        self.watched.swap(true, Ordering::AcqRel);
+    /// Requests a notification of a loss. If `notify_loss` has swapped first, the caller's next
+    /// check of the state sees the loss. Otherwise, `notify_loss` sees this swap and notifies.
+    pub(crate) fn register_loss_waiter(&self) {
+        self.has_loss_waiter.swap(true, Ordering::AcqRel);
     }
 
     /// Notifies the futures that wait for a loss.
     pub(crate) fn notify_loss(&self) {
-        if self.watched.swap(false, Ordering::AcqRel) {
+        if self.has_loss_waiter.swap(false, Ordering::AcqRel) {
             self.lost.notify_waiters();
         }
     }
 
-    /// Ends the claim by loss. Notifies the holder first, and only then lets other callers acquire
-    /// the key. Returns false if the claim had ended.
+    /// Ends the claim because it is lost: notifies the holder, then passes on the local permit.
+    /// Returns false if the claim had ended before.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (permit, lease_length, fenced) = {
             let mut state = self.state();
             if state.phase != GrantPhase::Held {
-                // The claim is ending, but a hand-over could still revert that.
-                state.gone |= reason == LostReason::Gone;
+                // In the phase `Ending`, this prevents a hand-over.
+                state.gone_while_ending |= reason == LostReason::Gone;
                 return false;
             }
             state.phase = GrantPhase::Lost(reason);
@@ -221,44 +222,40 @@ impl ActiveGrant {
         };
         self.notify_loss();
         let engine = self.engine();
-        engine.lost.fetch_add(1, Ordering::AcqRel);
+        engine.lost_claims.fetch_add(1, Ordering::AcqRel);
         engine.emit(|| LockEvent::Lost {
             key: self.claim.key().as_str(),
             token: self.first_token,
             reason,
         });
         let (permit_now, permit_after) = match reason {
-            // The store may be unreachable. The next local caller must learn this from its own
-            // request, instead of waiting behind a record that cannot be removed.
+            // The store may be unreachable. The next local caller must find that out by a request
+            // of its own, instead of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
         drop(permit_now);
-        // Counts acquire attempts only. An unanswered renewal needs no clean-up, because it never
-        // restores a released grant.
-        let unknown_attempts = self.unknown_attempts_at_release();
+        // A renewal without a response needs no clean-up: it never restores a released grant.
+        let unknown_attempts = self.grants_to_release();
         if reason != LostReason::Gone || unknown_attempts > 0 {
+            let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
-                engine: Arc::clone(engine),
-                claim: self.claim_to_release().with_fenced(fenced),
-                permit: permit_after.map(LocalPermit::for_release),
-                // An unanswered renewal may have just extended the lease to its full length.
+                permit: permit_after.map(LocalPermit::until_released),
+                // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
                 unknown_attempts,
-                in_flight: None,
-                blocked: None,
+                ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
-        // After the job is submitted: closing waits first for held claims, then for the background
-        // releaser.
+        // After the job is submitted: `close` waits first for active grants, then for jobs.
         engine.active_grants.leave();
         true
     }
 
-    /// Ends the claim because its holder releases it. The lease renewer starts no renewal from here
-    /// on.
+    /// Ends the claim because its last guard is gone. The lease renewer then starts no renewal.
+    /// Returns the reason if the claim is lost instead.
     pub(crate) fn end(self: &Arc<Self>) -> Result<EndingGrant, LostReason> {
-        // An inexact time is enough: the response to the release says whether the grant still
+        // A coarse time suffices: the response to the release shows whether the grant still
         // existed, and the receiver of a hand-over checks the lease itself.
         let now = Moment::now_coarse();
         if let Some(reason) = self.loss_at(now) {
@@ -274,11 +271,11 @@ impl ActiveGrant {
         let (permit, fenced) = (state.permit.take(), state.fenced);
         drop(state);
         Ok(EndingGrant {
-            held: Some(Arc::clone(self)),
+            grant: Some(Arc::clone(self)),
             permit,
             fenced,
-            has_timer: true,
-            settled: false,
+            is_scheduled: true,
+            has_outcome: false,
         })
     }
 
@@ -292,8 +289,7 @@ impl ActiveGrant {
         match state.phase {
             GrantPhase::Held => state.fenced = true,
             GrantPhase::Lost(reason) => return Err(reason),
-            // Unreachable for a guard of the current hold: the hold cannot end while that guard
-            // lives.
+            // Unreachable: the caller has a guard of the hold, so the hold has not ended.
             GrantPhase::Ending => return Err(LostReason::Gone),
         }
         Ok(())
@@ -303,27 +299,27 @@ impl ActiveGrant {
     fn may_hand_over(&self, now: Moment, state: &GrantState) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
-        !state.gone
+        !state.gone_while_ending
             && !state.fenced
             && !state.lease.is_suspect()
-            && engine.defaults.handoffs.allow_another(state.hand_overs, held_for, self.contended)
+            && engine.defaults.hand_over_limits.allow_another(state.hand_overs, held_for, self.contended)
             && !engine.capabilities.fair
-            && self.terms.lease.max_hold.is_none()
-            && self.terms.lease.renews
-            && state.lease.length() == self.terms.lease.length
-            && held_for >= self.terms.min_hold
-            // The receiver must start before the lease renewer's next try.
-            && self.valid_until().since(now) > self.terms.lease.length / 3
+            && self.options.lease.max_hold.is_none()
+            && self.options.lease.renews
+            && state.lease.length() == self.options.lease.length
+            && held_for >= self.options.min_hold
+            // With less, renewals have failed, and the receiver would soon lose the lock.
+            && self.valid_until().since(now) > self.options.lease.length / 3
     }
 
-    /// Reverts the end, for a hold of `owner`.
+    /// Reverts [`end`](Self::end) for a hand-over. Takes `permit`, and returns the first guard of a
+    /// new hold of `owner`, or `None` if the claim must not be handed over.
     fn resume(
         self: &Arc<Self>,
         permit: &mut Option<LocalPermit>,
         owner: Option<Owner>,
     ) -> Option<LockGuard> {
-        // Read again, because the claim may have been ending for a while. Inexact, because the
-        // receiver of the claim checks the exact time.
+        // Coarse, because the receiver of the claim checks the exact time.
         let now = Moment::now_coarse();
         let mut state = self.state();
         if !self.may_hand_over(now, &state) {
@@ -341,18 +337,18 @@ impl ActiveGrant {
     }
 
     /// Removes the claim from the lease renewer's schedule.
-    fn cancel_timer_for_good(&self) {
+    fn unschedule(&self) {
         if !mutated(Mutant::RenewAfterRelease) {
             self.cancel_timer(&mut self.state());
         }
     }
 
-    /// Returns the time until this claim may be freed.
+    /// Returns the remaining time of `min_hold`.
     pub(crate) fn min_hold_left(&self) -> Duration {
-        if self.terms.min_hold.is_zero() {
+        if self.options.min_hold.is_zero() {
             return Duration::ZERO;
         }
-        self.granted_at.after(self.terms.min_hold).since(Moment::now())
+        self.granted_at.after(self.options.min_hold).since(Moment::now())
     }
 
     /// Returns the length of a lease of this claim.
@@ -373,8 +369,8 @@ impl ActiveGrant {
             if state.phase != GrantPhase::Held {
                 return;
             }
-            // A lease that was over before the response stays over: its holder may have been
-            // notified already.
+            // A lease that was over before the response is not restored: the holder may have been
+            // notified.
             if matches!(state.lease.due(now), Due::Over(_)) {
                 None
             } else {
@@ -427,7 +423,7 @@ impl Renewable for ActiveGrant {
     }
 
     fn last_timer(&self) -> &LastTimerKey {
-        &self.local_lock.timer
+        &self.local_lock.last_timer
     }
 
     fn lose(self: Arc<Self>, reason: LostReason) -> bool {
@@ -436,7 +432,7 @@ impl Renewable for ActiveGrant {
 
     fn invalidate(self: Arc<Self>, now: Moment) {
         let mut state = self.state();
-        // A claim that is ending only records it: `may_hand_over` then refuses a hand-over.
+        // In the phase `Ending`, the record alone suffices: `may_hand_over` then returns false.
         if state.lease.invalidated(now) && state.phase == GrantPhase::Held {
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
@@ -446,7 +442,7 @@ impl Renewable for ActiveGrant {
     fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
         let mut state = self.state();
         if state.timer != Some(timer) {
-            // The claim was rescheduled in the meantime.
+            // The claim has been rescheduled since.
             return RenewerAction::Nothing;
         }
         self.cancel_timer(&mut state);
@@ -460,7 +456,8 @@ impl Renewable for ActiveGrant {
                 RenewerAction::Nothing
             }
             due @ (Due::Renew(requested) | Due::Verify(requested)) => {
-                // Several tries must fit between the first renewal and the end of the lease.
+                // Short enough for several tries between the first renewal and the end of the
+                // lease.
                 let operation_timeout =
                     self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
                 let unanswered = if matches!(due, Due::Renew(_)) {
@@ -478,12 +475,12 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn renew_early(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
+    fn renew_early(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;
         }
-        let requested = state.lease.joins(now, together)?;
+        let requested = state.lease.joins_batch(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
         state.lease.renewal_sent(now, operation_timeout);
@@ -502,7 +499,7 @@ impl Renewable for ActiveGrant {
             }
             is_renewal
         };
-        // A claim that is verified but not renewed keeps the end of its lease.
+        // A verification of a claim that is not renewed does not move the end of its lease.
         if is_renewal {
             self.renewed(sent_at, granted);
         }
@@ -515,7 +512,7 @@ impl Renewable for ActiveGrant {
             if state.phase != GrantPhase::Held {
                 return;
             }
-            // Jittered, so that clients do not all retry at once when a store is back.
+            // Random, so that clients do not all retry at once when the store is reachable again.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
             let is_renewal = state.lease.request_failed(sent_at, now, pause);
             self.cancel_timer(&mut state);
@@ -528,83 +525,83 @@ impl Renewable for ActiveGrant {
     }
 
     fn renewal_unanswered(&self, now: Moment) {
-        if self.terms.lease.renews && !self.engine().observers.is_empty() {
+        if self.options.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
             self.emit_renew_failed(&self.engine().no_response_error(), left);
         }
     }
 }
 
-/// A claim that its holder has released, with its local permit, until it is handed over or released
-/// in the store. The claim counts as active until this is dropped, so that closing waits for it.
+/// An active grant without guards, and its local permit, until it is handed over or released in the
+/// store. It counts as active until this is dropped, so that `close` waits for it.
 #[derive(Debug)]
 pub(crate) struct EndingGrant {
-    held: Option<Arc<ActiveGrant>>,
+    grant: Option<Arc<ActiveGrant>>,
     permit: Option<LocalPermit>,
     fenced: bool,
     /// The claim may still be in the lease renewer's schedule.
-    has_timer: bool,
-    /// The outcome is known and counted.
-    settled: bool,
+    is_scheduled: bool,
+    /// The release has an outcome, which is counted.
+    has_outcome: bool,
 }
 
 impl EndingGrant {
-    /// Hands the claim over to the next local caller, without a request to the store, if that is
-    /// allowed and a caller waits. Otherwise removes the claim from the lease renewer's schedule
-    /// and returns it.
+    /// Hands the claim over to the next local caller, without a request to the store, and returns
+    /// `None`. If no caller waits or a hand-over is not allowed, this removes the claim from the
+    /// lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
-        let held = self.held.take()?;
-        let handed_over =
-            held.local_lock.hand_over(&held.terms, |owner| held.resume(&mut self.permit, owner));
+        let grant = self.grant.take()?;
+        let handed_over = grant
+            .local_lock
+            .hand_over(&grant.options, |owner| grant.resume(&mut self.permit, owner));
         if handed_over {
             return None;
         }
-        held.cancel_timer_for_good();
-        self.has_timer = false;
-        self.held = Some(held);
+        grant.unschedule();
+        self.is_scheduled = false;
+        self.grant = Some(grant);
         Some(self)
     }
 
     /// Returns the claim for its release.
     pub(crate) fn claim(&self) -> Claim {
-        self.held().claim_to_release().with_fenced(self.fenced)
+        self.grant().claim_to_release().with_fenced(self.fenced)
     }
 
-    /// Takes the local permit, to be passed on after the store's response.
-    pub(crate) fn take_permit(&mut self) -> Option<Box<dyn PassedOnAfterRelease>> {
-        self.permit.take().map(LocalPermit::for_release)
+    /// Takes the local permit. Its drop passes it to the next local caller.
+    pub(crate) fn take_permit(&mut self) -> Option<Box<dyn PermitUntilReleased>> {
+        self.permit.take().map(LocalPermit::until_released)
     }
 
-    /// Records that the claim holds nothing any more.
-    pub(crate) fn settle(&mut self) {
-        self.settled = true;
+    /// Records that the claim does not hold the key any more.
+    pub(crate) fn record_end(&mut self) {
+        self.has_outcome = true;
     }
 
-    /// Records that the claim could not be released: the end of its lease frees it. The caller has
-    /// already emitted the event.
-    pub(crate) fn left_to_lease(&mut self) {
-        self.settled = true;
-        self.held().engine().unreleased_claims.fetch_add(1, Ordering::AcqRel);
+    /// Records that the release failed, so that the claim ends with its lease. The caller calls
+    /// [`Engine::leave_to_lease`].
+    pub(crate) fn record_failure(&mut self) {
+        self.has_outcome = true;
+        self.grant().engine().failed_releases.fetch_add(1, Ordering::AcqRel);
     }
 
-    pub(crate) fn held(&self) -> &Arc<ActiveGrant> {
-        self.held.as_ref().expect("the claim is here unless it was handed over")
+    pub(crate) fn grant(&self) -> &Arc<ActiveGrant> {
+        self.grant.as_ref().expect("the claim is here unless it was handed over")
     }
 }
 
 impl Drop for EndingGrant {
     fn drop(&mut self) {
-        // Not reached after a hand-over. Usually the claim has been released. Without a runtime,
-        // the end of its lease frees it.
-        if let Some(held) = self.held.take() {
-            if self.has_timer {
-                held.cancel_timer_for_good();
+        // `None` after a hand-over.
+        if let Some(grant) = self.grant.take() {
+            if self.is_scheduled {
+                grant.unschedule();
             }
-            let engine = held.engine();
-            if !self.settled {
-                // The backend has panicked, or the runtime is gone.
-                engine.leave_to_lease(held.claim.key());
-                engine.unreleased_claims.fetch_add(1, Ordering::AcqRel);
+            let engine = grant.engine();
+            if !self.has_outcome {
+                // The backend has panicked, or no runtime runs the release.
+                engine.leave_to_lease(grant.claim.key());
+                engine.failed_releases.fetch_add(1, Ordering::AcqRel);
             }
             engine.active_grants.leave();
         }

@@ -1,5 +1,5 @@
 //! The guard of a held lock, and the hold that its guards share: queries, extension, loss
-//! notification and release. The requests of a release are in `release`.
+//! notification, and the end of the hold. `release` repeats a release whose outcome is unknown.
 
 use std::fmt;
 use std::future::Future;
@@ -12,21 +12,21 @@ use tokio::sync::oneshot;
 use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::call::Call;
 use crate::clock::Moment;
-use crate::contained::shielded;
-use crate::engine::{Engine, backoff, lost, store_error};
+use crate::contained::with_panic_safe_waker;
+use crate::engine::{Engine, backoff, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
 use crate::invalidation::Epoch;
 use crate::key::Key;
-use crate::lease::{covering, drift_margin};
+use crate::lease::{drift_margin, lease_covering};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
 use crate::release::{PendingRelease, ReleaseOutcome, release_claim};
 
-/// Proof that a lock is held, for as long as [`is_held`](Self::is_held) returns true.
+/// A held lock. It is certainly held as long as [`is_held`](Self::is_held) returns true.
 ///
 /// The guard borrows nothing and may be moved between tasks and threads. While it lives, the lease
 /// renewer extends the lease. Release the lock with [`unlock`](Self::unlock), which waits for the
@@ -55,7 +55,7 @@ impl LockGuard {
     /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
-        self.held().claim().key().as_str()
+        self.grant().claim().key().as_str()
     }
 
     /// Returns the fencing token of this grant. It is larger than all tokens granted for this key
@@ -73,28 +73,28 @@ impl LockGuard {
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         let now = Moment::now();
-        self.held().valid_until().max(now).to_instant(now)
+        self.grant().valid_until().max(now).to_instant(now)
     }
 
     /// Returns how long the lock is certainly held without a further renewal. Zero once it is lost.
     #[must_use]
     pub fn valid_for(&self) -> Duration {
-        self.held().valid_until().since(Moment::now())
+        self.grant().valid_until().since(Moment::now())
     }
 
     /// Returns whether the lock is certainly held now.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        Moment::now() < self.held().valid_until()
+        Moment::now() < self.grant().valid_until()
     }
 
     /// Waits until the lock is lost and returns the reason. Never resolves if the lock is released
     /// while it is held.
     ///
     /// The future does not borrow the guard, so another task can await it. It reports a loss even
-    /// if it is first polled after the guard is gone. It resolves at
-    /// [`valid_until`](Self::valid_until) at the latest, whatever the state of the network. After a
-    /// pause of the process, it resolves at its first poll.
+    /// if it is first polled after the guard is dropped. Without a renewal, it resolves at
+    /// [`valid_until`](Self::valid_until), even if the network is down. If the process was paused
+    /// beyond that time, the future resolves at its next poll.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect. A later call returns the same reason.
@@ -102,31 +102,31 @@ impl LockGuard {
         let hold = Arc::clone(self.hold());
         async move {
             loop {
-                let hint = hold.held().loss_notified();
-                tokio::pin!(hint);
+                let notification = hold.grant().loss_notification();
+                tokio::pin!(notification);
                 // Enabled before the check; a loss in between would be missed otherwise.
-                hint.as_mut().enable();
-                hold.held().announce_watcher();
-                match hold.hold_state() {
+                notification.as_mut().enable();
+                hold.grant().register_loss_waiter();
+                match hold.state() {
                     HoldState::Held => {}
                     HoldState::Lost(reason) => return reason,
                     HoldState::Released => break,
                 }
-                // The lease renewer reports a loss. The deadline also holds if the renewer's
-                // runtime is gone.
-                let deadline = hold.held().valid_until();
-                // The task that ends the lease calls this task's waker; a panic of the waker must
-                // not reach it.
-                shielded(async {
+                // The lease renewer notifies of a loss. The deadline covers the case that the
+                // renewer's runtime has shut down.
+                let deadline = hold.grant().valid_until();
+                // The task that detects the loss calls this task's waker. A panic of the waker must
+                // not end that task.
+                with_panic_safe_waker(async {
                     tokio::select! {
                         biased;
-                        () = &mut hint => {}
-                        () = hold.held().engine().sleep_until(deadline) => {}
+                        () = &mut notification => {}
+                        () = hold.grant().engine().sleep_until(deadline) => {}
                     }
                 })
                 .await;
             }
-            // A future that is kept must not keep the local lock of a released lock alive.
+            // After the release, a pending future must not keep the local lock alive.
             drop(hold);
             std::future::pending().await
         }
@@ -144,13 +144,13 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping the future drops `work`. The guard remains.
     pub async fn protect<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
-        let key = self.held().claim().key();
+        let key = self.grant().claim().key();
         tokio::select! {
             biased;
             // Polled first, so that a process that resumes after a long pause does not continue its
             // work.
-            reason = self.lost() => Err(lost(key, reason)),
-            done = work => Ok(done),
+            reason = self.lost() => Err(lost_error(key, reason)),
+            output = work => Ok(output),
         }
     }
 
@@ -165,27 +165,27 @@ impl LockGuard {
     /// If the future is dropped, the lease in the store may or may not be extended. The guard
     /// relies only on confirmed renewals.
     pub async fn extend(&self, lease: Duration) -> Result<(), LockError> {
-        let held = self.held();
-        let engine = held.engine();
+        let grant = self.grant();
+        let engine = grant.engine();
         check_lease("lease", lease, &engine.capabilities)?;
-        if let Some(reason) = held.loss() {
-            return Err(lost(held.claim().key(), reason));
+        if let Some(reason) = grant.loss() {
+            return Err(lost_error(grant.claim().key(), reason));
         }
         let sent_at = Moment::now();
-        let key = held.claim().key();
-        let claim = held.claim().clone().with_lease(lease);
+        let key = grant.claim().key();
+        let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
         let answer = engine.renew(claim).answer_to_caller_within(limit, lease).await;
         match answer.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
-                held.set_lease_length(lease);
-                held.renewed(sent_at, granted);
+                grant.set_lease_length(lease);
+                grant.renewed(sent_at, granted);
             }
-            Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
+            Ok(Renewal::Gone) => _ = grant.lose(LostReason::Gone),
             Err(error) => return Err(store_error("extend", key.as_str(), error)),
         }
-        match held.loss() {
-            Some(reason) => Err(lost(key, reason)),
+        match grant.loss() {
+            Some(reason) => Err(lost_error(key, reason)),
             None => Ok(()),
         }
     }
@@ -196,30 +196,31 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::Lost`] if the lock is not held any more.
     pub fn reenter(&self) -> Result<Self, LockError> {
-        let held = self.held();
-        let again = self
-            .hold()
-            .reenter()
-            .ok_or_else(|| lost(held.claim().key(), held.loss().unwrap_or(LostReason::Expired)))?;
-        held.engine()
+        let grant = self.grant();
+        let guard = self.hold().reenter().ok_or_else(|| {
+            lost_error(grant.claim().key(), grant.loss().unwrap_or(LostReason::Expired))
+        })?;
+        grant
+            .engine()
             .emit(|| LockEvent::Reentered { key: self.key(), token: self.fencing_token() });
-        Ok(again)
+        Ok(guard)
     }
 
     /// Releases the lock. Waits until the store has freed the key, or the claim has passed to the
     /// next local caller.
     ///
     /// If other guards from [`reenter`](Self::reenter) are alive, only this guard ends. If the
-    /// [`min_hold`](crate::LockOptions::min_hold) is not over, this does not wait for it. When it
-    /// is over, the background releaser frees the key. If the lease would end before that, it is
-    /// extended first.
+    /// [`min_hold`](crate::LockOptions::min_hold) is not over, this returns without waiting for its
+    /// end; the background releaser then frees the key. If the lease would end before the
+    /// `min_hold`, this first waits for a renewal.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
-    /// [`LockError::Backend`] if the store did not confirm the release in time. A release that may
-    /// succeed later is retried in the background, and the lease ends in any case. Some stores
-    /// cannot free a key while a fenced transaction is open. They return [`LockError::Backend`] at
-    /// once, and the background releaser frees the key after the transaction.
+    /// [`LockError::Backend`] if the store did not confirm the release in time. The background
+    /// releaser retries a release that may still succeed. If it does not, the lease ends the lock.
+    /// Some stores cannot free a key while a fenced transaction is open. For these, `unlock`
+    /// returns [`LockError::Backend`] at once, and the background releaser frees the key after the
+    /// transaction.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
@@ -227,34 +228,33 @@ impl LockGuard {
         let Some(hold) = self.hold.take() else {
             return Ok(());
         };
-        let Some(ended) = hold.leave() else {
-            return match hold.hold_state() {
-                HoldState::Lost(reason) => Err(lost(hold.held().claim().key(), reason)),
+        let Some(ended) = hold.remove_guard() else {
+            return match hold.state() {
+                HoldState::Lost(reason) => Err(lost_error(hold.grant().claim().key(), reason)),
                 HoldState::Held | HoldState::Released => Ok(()),
             };
         };
-        let ending = ended.map_err(|reason| lost(hold.held().claim().key(), reason))?;
+        let ending = ended.map_err(|reason| lost_error(hold.grant().claim().key(), reason))?;
         drop(hold);
         release_or_hand_over(ending).await
     }
 
-    /// Returns the claim for a fenced write, which compares it inside the store, and excludes the
-    /// claim from hand-over.
+    /// Returns the claim for a fenced write, and excludes the claim from hand-over. The store
+    /// compares the claim in the same step as the write.
     ///
-    /// A store knows the claim, and not which of its local holders sends a request. Without the
-    /// exclusion, a fenced write that is still open could take effect after the write of the next
-    /// local holder. After this call, the end of the lock releases the claim in the store, so the
-    /// next local caller acquires a claim of its own. The exclusion lasts as long as the claim,
-    /// also if the write is dropped.
+    /// After a hand-over, two local holders have the same claim one after the other. A store cannot
+    /// distinguish their writes, so an open write of the first holder could take effect after a
+    /// write of the second. After this call, the claim is released in the store, and the next local
+    /// caller acquires a new claim. The exclusion lasts until then, even if the write is dropped.
     ///
     /// A backend calls this before it sends the first request of the write.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock is not held any more.
     pub fn claim_for_fence(&self) -> Result<&Claim, LockError> {
-        let held = self.held();
-        let excluded = held.exclude_from_hand_over();
-        excluded.map(|()| held.claim()).map_err(|reason| lost(held.claim().key(), reason))
+        let grant = self.grant();
+        let excluded = grant.exclude_from_hand_over();
+        excluded.map(|()| grant.claim()).map_err(|reason| lost_error(grant.claim().key(), reason))
     }
 
     /// Returns the claim under which the store knows this hold. For tests and diagnosis.
@@ -263,14 +263,14 @@ impl LockGuard {
     /// to the next local caller.
     #[must_use]
     pub fn claim(&self) -> &Claim {
-        self.held().claim()
+        self.grant().claim()
     }
 
     /// Returns the backend of the lock's registry if it is a `B`. For fenced writes, together with
     /// [`claim_for_fence`](Self::claim_for_fence).
     #[must_use]
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
-        let backend: &dyn std::any::Any = &*self.held().engine().backend;
+        let backend: &dyn std::any::Any = &*self.grant().engine().backend;
         backend.downcast_ref()
     }
 
@@ -278,8 +278,8 @@ impl LockGuard {
         self.hold.as_ref().expect("a guard has its hold until it is consumed")
     }
 
-    fn held(&self) -> &Arc<ActiveGrant> {
-        self.hold().held()
+    fn grant(&self) -> &Arc<ActiveGrant> {
+        self.hold().grant()
     }
 }
 
@@ -288,7 +288,7 @@ impl fmt::Debug for LockGuard {
         let mut guard = f.debug_struct("LockGuard");
         if let Some(hold) = &self.hold {
             guard
-                .field("key", hold.held().claim().key())
+                .field("key", hold.grant().claim().key())
                 .field("token", &hold.token())
                 .field("valid_for", &self.valid_for());
         }
@@ -299,9 +299,9 @@ impl fmt::Debug for LockGuard {
 impl Drop for LockGuard {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        // A lost claim needs no release here: the code that noticed the loss has handled it.
-        if let Some(Ok(ending)) = hold.leave() {
-            let engine = Arc::clone(hold.held().engine());
+        // A lost claim needs no release here: `ActiveGrant::lose` has released it.
+        if let Some(Ok(ending)) = hold.remove_guard() {
+            let engine = Arc::clone(hold.grant().engine());
             drop(hold);
             release_later(&engine, ending);
         }
@@ -314,23 +314,24 @@ impl Drop for LockGuard {
 /// Dropping the future leaves the release to the background.
 async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let Some(mut ending) = ending.hand_over() else {
-        yield_at_times().await;
+        yield_if_budget_used_up().await;
         return Ok(());
     };
-    let engine = ending.held().engine();
-    if !ending.held().min_hold_left().is_zero() {
-        let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
-        return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
+    let engine = ending.grant().engine();
+    if !ending.grant().min_hold_left().is_zero() {
+        let (engine, key) = (Arc::clone(engine), ending.grant().claim().key().clone());
+        let released = Box::pin(release_after_min_hold(ending, &engine)).await;
+        return released.map_err(|reason| lost_error(&key, reason));
     }
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.held().unknown_attempts_at_release() == 0
+        && ending.grant().grants_to_release() == 0
     {
-        emit_released(ending.held());
-        ending.settle();
+        emit_released(ending.grant());
+        ending.record_end();
         drop(ending);
-        yield_at_times().await;
+        yield_if_budget_used_up().await;
         return Ok(());
     }
     let release = match first {
@@ -342,41 +343,40 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     Box::pin(release_in_flight(ending, &claim, release)).await
 }
 
-/// Leaves a claim to the background releaser, which hands it over or releases it.
+/// Makes the background releaser hand over or release a claim.
 fn release_later(engine: &Engine, ending: EndingGrant) {
     drop(release_call(engine, hand_over_or_release(ending)));
 }
 
-/// Yields when this task's coop budget is used up. Called after all work is done, so that dropping
-/// or not polling the future here delays no release.
-async fn yield_at_times() {
+/// Yields if this task's coop budget is used up. Called after the release, so that a future that is
+/// dropped or not polled here delays nothing.
+async fn yield_if_budget_used_up() {
     tokio::task::coop::consume_budget().await;
 }
 
-/// Waits for a release that was sent, and repeats it while its outcome is unknown.
+/// Waits for the outcome of a release that was sent, which repeats while its outcome is unknown.
 async fn release_in_flight(
     ending: EndingGrant,
     claim: &Claim,
     release: Call<Result<Release, BackendError>>,
 ) -> Result<(), LockError> {
-    let (engine, key) = (Arc::clone(ending.held().engine()), claim.key());
-    let patience = ending.held().lease_length();
+    let (engine, key) = (Arc::clone(ending.grant().engine()), claim.key());
+    let unpolled_max = ending.grant().lease_length();
     if !claim.is_fenced() {
         let job = release_call(&engine, release_grant(ending, Some(release), None, None));
-        return outcome(job, &engine, key, patience).await;
+        return wait_for_outcome(job, &engine, key, unpolled_max).await;
     }
-    // The caller may have to end its own transaction before the store can free the key.
-    let (blocked, refusal) = oneshot::channel();
+    // If the caller's own open transaction blocks the release, the caller must return to end it.
+    let (blocked, is_blocked) = oneshot::channel();
     let job = release_call(&engine, release_grant(ending, Some(release), None, Some(blocked)));
     tokio::select! {
         biased;
-        outcome = outcome(job, &engine, key, patience) => outcome,
-        Ok(error) = refusal => Err(store_error("release", key.as_str(), error)),
+        outcome = wait_for_outcome(job, &engine, key, unpolled_max) => outcome,
+        Ok(error) = is_blocked => Err(store_error("release", key.as_str(), error)),
     }
 }
 
-/// Wraps the release of a claim in a call. If the call is dropped, the background releaser finishes
-/// it.
+/// Returns a call that runs `job`. If the call is dropped, the background releaser completes it.
 fn release_call(
     engine: &Engine,
     job: impl Future<Output = ReleaseOutcome> + Send + 'static,
@@ -385,34 +385,37 @@ fn release_call(
 }
 
 /// Waits for the outcome for at most the operation time-out.
-async fn outcome(
+async fn wait_for_outcome(
     job: Call<ReleaseOutcome>,
     engine: &Engine,
     key: &Key,
-    patience: Duration,
+    unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    match job.answer_to_caller_within(limit, patience).await {
+    match job.answer_to_caller_within(limit, unpolled_max).await {
         Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
-        Some(ReleaseOutcome::NotHeld) => Err(lost(key, LostReason::Gone)),
+        Some(ReleaseOutcome::NotHeld) => Err(lost_error(key, LostReason::Gone)),
         Some(ReleaseOutcome::Unknown(error)) => Err(store_error("release", key.as_str(), error)),
         None => Err(store_error("release", key.as_str(), engine.no_response_error())),
     }
 }
 
-/// Leaves the claim to the background until its `min_hold` is over. Waits for the first renewal
-/// that this needs, because the key must stay locked even if this process ends right after.
-async fn keep(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
-    let (secured, is_secured) = oneshot::channel();
-    let (limit, patience) = (engine.defaults.operation_timeout, ending.held().lease_length());
-    let job = release_call(engine, release_grant(ending, None, Some(secured), None));
+/// Makes the background releaser release the claim when its `min_hold` is over.
+///
+/// If the lease ends before that, waits for a first renewal: the key must stay locked even if this
+/// process ends right after the call.
+async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
+    let (first_renewal, renewed) = oneshot::channel();
+    let limit = engine.defaults.operation_timeout;
+    let unpolled_max = ending.grant().lease_length();
+    let job = release_call(engine, release_grant(ending, None, Some(first_renewal), None));
     tokio::select! {
         biased;
-        _ = job.answer_to_caller_within(limit, patience) => Ok(()),
-        // A failed renewal is not an error of the caller: the background retries it while the lease
+        _ = job.answer_to_caller_within(limit, unpolled_max) => Ok(()),
+        // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
-        secured = is_secured => secured.unwrap_or(Ok(())),
+        renewed = renewed => renewed.unwrap_or(Ok(())),
     }
 }
 
@@ -428,15 +431,17 @@ async fn hand_over_or_release(ending: EndingGrant) -> ReleaseOutcome {
 async fn release_grant(
     mut ending: EndingGrant,
     in_flight: Option<Call<Result<Release, BackendError>>>,
-    secured: Option<Secured>,
+    first_renewal: Option<FirstRenewal>,
     blocked: Option<oneshot::Sender<BackendError>>,
 ) -> ReleaseOutcome {
-    let held = Arc::clone(ending.held());
-    let engine = Arc::clone(held.engine());
-    let min_hold_left = held.min_hold_left();
-    if !min_hold_left.is_zero() && !keep_for(&held, &engine, min_hold_left, secured).await {
-        ending.left_to_lease();
-        engine.leave_to_lease(held.claim().key());
+    let grant = Arc::clone(ending.grant());
+    let engine = Arc::clone(grant.engine());
+    let min_hold_left = grant.min_hold_left();
+    if !min_hold_left.is_zero()
+        && !wait_for_min_hold(&grant, &engine, min_hold_left, first_renewal).await
+    {
+        ending.record_failure();
+        engine.leave_to_lease(grant.claim().key());
         return ReleaseOutcome::Unknown(BackendError::transient(
             "the registry was closed before the end of min_hold",
         ));
@@ -445,69 +450,75 @@ async fn release_grant(
         engine: Arc::clone(&engine),
         claim: ending.claim(),
         permit: ending.take_permit(),
-        lease: held.lease_length(),
-        unknown_attempts: held.unknown_attempts_at_release(),
+        lease: grant.lease_length(),
+        unknown_attempts: grant.grants_to_release(),
         in_flight,
         blocked,
     })
     .await;
     match &outcome {
         ReleaseOutcome::Freed => {
-            emit_released(&held);
-            ending.settle();
+            emit_released(&grant);
+            ending.record_end();
         }
-        ReleaseOutcome::NotHeld => ending.settle(),
-        ReleaseOutcome::Unknown(_) => ending.left_to_lease(),
+        ReleaseOutcome::NotHeld => ending.record_end(),
+        ReleaseOutcome::Unknown(_) => ending.record_failure(),
     }
     outcome
 }
 
-fn emit_released(held: &ActiveGrant) {
-    held.engine().emit(|| LockEvent::Released {
-        key: held.claim().key().as_str(),
-        held_for: Moment::now().since(held.granted_at()),
+fn emit_released(grant: &ActiveGrant) {
+    grant.engine().emit(|| LockEvent::Released {
+        key: grant.claim().key().as_str(),
+        held_for: Moment::now().since(grant.granted_at()),
     });
 }
 
-/// Receives a message once the first renewal of a kept claim is done or not needed. The message is
-/// an error if the claim is lost.
-type Secured = oneshot::Sender<Result<(), LostReason>>;
+/// Notifies [`release_after_min_hold`] once the first renewal has an outcome, or none is needed.
+/// Sends an error if the claim is lost.
+type FirstRenewal = oneshot::Sender<Result<(), LostReason>>;
 
-/// Keeps a claim without a guard until its `min_hold` is over. Returns false if closing the
-/// registry ended the wait.
-async fn keep_for(
-    held: &ActiveGrant,
+/// Waits until the `min_hold` of a claim without guards is over, and renews its lease until then.
+/// Returns false if the time limit of `close` comes first.
+async fn wait_for_min_hold(
+    grant: &ActiveGrant,
     engine: &Engine,
     left: Duration,
-    secured: Option<Secured>,
+    first_renewal: Option<FirstRenewal>,
 ) -> bool {
     let end = Moment::now().after(left);
     tokio::select! {
         biased;
-        () = keep_until(held, engine, end, secured) => true,
-        () = engine.out_of_time.wait() => false,
+        () = renew_until(grant, engine, end, first_renewal) => true,
+        () = engine.close_limit_reached.wait() => false,
     }
 }
 
-/// Waits until `end`, and renews the lease as long as it is valid. Returns early if the claim is
-/// lost. Also renews after an invalidation of the key, because local callers must not wait for a
-/// key whose release was forced.
-async fn keep_until(held: &ActiveGrant, engine: &Engine, end: Moment, secured: Option<Secured>) {
+/// Waits until `end`, and renews the lease while it would end before. Returns early if the claim is
+/// lost.
+///
+/// Also renews after an invalidation of the key: if its release was forced, local callers must not
+/// wait for the rest of the `min_hold`.
+async fn renew_until(
+    grant: &ActiveGrant,
+    engine: &Engine,
+    end: Moment,
+    mut first_renewal: Option<FirstRenewal>,
+) {
     let store = &engine.capabilities;
-    let mut secured = secured;
-    let mut emit = |outcome| secured.take().map(|secured| secured.send(outcome));
-    let mut until = held.valid_until();
+    let mut notify = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
+    let mut until = grant.valid_until();
     let mut failures = 0;
-    let mut epoch = held.local_lock().epoch();
+    let mut epoch = grant.local_lock().epoch();
     let mut renews = until < end;
     loop {
-        let mut again_at = end;
+        let mut next_at = end;
         if renews {
-            epoch = held.local_lock().epoch();
+            epoch = grant.local_lock().epoch();
             let now = Moment::now();
             // The store limits the length of a lease, so one renewal may not be enough.
-            let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
-            let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
+            let lease = lease_covering(end.since(now)).clamp(store.lease_min, store.lease_max);
+            let mut renewal = engine.renew(grant.claim().clone().with_lease(lease));
             let pause = match renewal.answer_within(engine.defaults.operation_timeout).await {
                 Some(Ok(Renewal::Renewed(granted))) => {
                     failures = 0;
@@ -516,7 +527,7 @@ async fn keep_until(held: &ActiveGrant, engine: &Engine, end: Moment, secured: O
                     granted / 3
                 }
                 Some(Ok(Renewal::Gone)) => {
-                    emit(Err(LostReason::Gone));
+                    notify(Err(LostReason::Gone));
                     return;
                 }
                 Some(Err(error)) if !error.is_retryable() => {
@@ -529,60 +540,60 @@ async fn keep_until(held: &ActiveGrant, engine: &Engine, end: Moment, secured: O
                 }
             };
             let next = Moment::now().after(pause.max(backoff(failures)));
-            // A lease that ends before the next try cannot be renewed.
+            // Once the lease is over, it cannot be renewed.
             renews &= until >= end || next < until;
             if renews {
-                again_at = next.min(end);
+                next_at = next.min(end);
             }
         }
-        emit(Ok(()));
-        if invalidated_before(held, engine, epoch, again_at).await {
+        notify(Ok(()));
+        if invalidated_before(grant, engine, epoch, next_at).await {
             renews = true;
-        } else if again_at >= end {
+        } else if next_at >= end {
             return;
         }
     }
 }
 
-/// Waits until `at`, or until the epoch of the key differs from `before`. Returns true in the
-/// latter case.
+/// Waits for an invalidation of the key, which changes its epoch from `known`. Returns false if
+/// there is none before `end`.
 async fn invalidated_before(
-    held: &ActiveGrant,
+    grant: &ActiveGrant,
     engine: &Engine,
-    before: Epoch,
-    at: Moment,
+    known: Epoch,
+    end: Moment,
 ) -> bool {
     loop {
-        // Not checked at once: a renewal may itself cause an invalidation.
-        engine.sleep_until(Moment::now().after(engine.defaults.poll).min(at)).await;
-        if Moment::now() >= at {
+        // Sleeps first: a renewal may itself cause an invalidation, which the loop must not follow.
+        engine.sleep_until(Moment::now().after(engine.defaults.poll).min(end)).await;
+        if Moment::now() >= end {
             return false;
         }
-        if held.local_lock().epoch() != before {
+        if grant.local_lock().epoch() != known {
             return true;
         }
     }
 }
 
-/// One holder's use of a grant: its token, its owner, its guards. A grant has one hold at a time,
-/// and each hand-over begins a new one.
+/// The use of a grant by one holder: token, owner, number of guards. A grant has one hold at a
+/// time, and each hand-over begins a new one.
 #[derive(Debug)]
 pub(crate) struct Hold {
-    held: Arc<ActiveGrant>,
+    grant: Arc<ActiveGrant>,
     token: FencingToken,
     owner: Option<Owner>,
-    /// The number of live guards. Never increases again from zero.
+    /// The number of live guards. At zero, the hold has ended and the number stays zero.
     guards: AtomicUsize,
-    /// A [`HoldState`], set when the last guard is gone.
-    hold_state: AtomicU8,
+    /// A [`HoldState`] as a code. `Held` until the last guard is gone.
+    end_state: AtomicU8,
 }
 
-/// The state of a lock under one hold.
+/// Whether the lock is still held by one hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HoldState {
-    /// Held, or the release has just begun.
+    /// Held, or the last guard is just being released.
     Held,
-    /// Released by the holder while it was held.
+    /// The last guard was released while the lock was held.
     Released,
     Lost(LostReason),
 }
@@ -590,21 +601,21 @@ pub(crate) enum HoldState {
 impl Hold {
     /// Starts a hold with its first guard.
     pub(crate) fn first_guard(
-        held: Arc<ActiveGrant>,
+        grant: Arc<ActiveGrant>,
         token: FencingToken,
         owner: Option<Owner>,
     ) -> LockGuard {
         LockGuard::new(Arc::new(Self {
-            held,
+            grant,
             token,
             owner,
             guards: AtomicUsize::new(1),
-            hold_state: AtomicU8::new(HoldState::Held.code()),
+            end_state: AtomicU8::new(HoldState::Held.code()),
         }))
     }
 
-    pub(crate) fn held(&self) -> &Arc<ActiveGrant> {
-        &self.held
+    pub(crate) fn grant(&self) -> &Arc<ActiveGrant> {
+        &self.grant
     }
 
     pub(crate) fn token(&self) -> FencingToken {
@@ -617,7 +628,7 @@ impl Hold {
 
     /// Returns another guard, unless the last one is gone or the lock is lost.
     pub(crate) fn reenter(self: &Arc<Self>) -> Option<LockGuard> {
-        if self.held.valid_until() <= Moment::now() {
+        if self.grant.valid_until() <= Moment::now() {
             return None;
         }
         self.guards
@@ -628,27 +639,28 @@ impl Hold {
         Some(LockGuard::new(Arc::clone(self)))
     }
 
-    /// Removes one guard. The last one ends the hold: as released, unless the lock was lost before.
-    pub(crate) fn leave(&self) -> Option<Result<EndingGrant, LostReason>> {
+    /// Removes one guard. Returns `None` if others remain. The last one ends the hold; the result
+    /// is an error if the lock was lost before.
+    pub(crate) fn remove_guard(&self) -> Option<Result<EndingGrant, LostReason>> {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
-        let ended = self.held.end();
+        let ended = self.grant.end();
         // Before a hand-over, because a later loss of the claim belongs to the next hold.
-        let hold_state =
+        let end_state =
             ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
-        self.hold_state.store(hold_state.code(), Ordering::Release);
-        self.held.notify_loss();
+        self.end_state.store(end_state.code(), Ordering::Release);
+        self.grant.notify_loss();
         Some(ended)
     }
 
-    /// Returns the state of the lock under this hold.
-    pub(crate) fn hold_state(&self) -> HoldState {
-        // The loss is read first: a loss seen before the end of this hold is a loss of this hold.
-        let loss = self.held.loss();
-        match HoldState::of_code(self.hold_state.load(Ordering::Acquire)) {
+    /// Returns the state of this hold.
+    pub(crate) fn state(&self) -> HoldState {
+        // The loss is read first: if this hold has not ended after that, the loss is its own.
+        let loss = self.grant.loss();
+        match HoldState::of_code(self.end_state.load(Ordering::Acquire)) {
             HoldState::Held => loss.map_or(HoldState::Held, HoldState::Lost),
-            settled => settled,
+            ended => ended,
         }
     }
 }
@@ -685,9 +697,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hold_state_is_read_as_it_was_written() {
-        for hold_state in HoldState::ALL {
-            assert_eq!(HoldState::of_code(hold_state.code()), hold_state);
+    fn every_hold_state_survives_its_code() {
+        for state in HoldState::ALL {
+            assert_eq!(HoldState::of_code(state.code()), state);
         }
     }
 }

@@ -2,9 +2,10 @@
 //! empty function.
 //!
 //! Built with `--cfg shuttle`, the local half of a lock runs under shuttle, which can switch only
-//! at its own mutex. [`interleaving_point`] marks the other places where threads interact. No point
-//! may be inside an access to the table of local locks or under a std mutex. The checker does not
-//! see those, so the next thread to request one would hang.
+//! at its own mutex. [`interleaving_point`] marks the other places where threads interact.
+//!
+//! No such point may be inside an access to the table of local locks or under a std mutex. Shuttle
+//! does not know those locks: it would switch to a thread that then blocks on one of them forever.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
@@ -21,6 +22,6 @@ pub(crate) const fn interleaving_point() {}
 pub(crate) fn interleaving_point() {
     use shuttle::sync::atomic::{AtomicBool, Ordering};
 
-    // Every atomic access is a switching point. Unlike a yield, it does not demand another thread.
+    // Shuttle may switch at every atomic access. Unlike a yield, this does not force a switch.
     AtomicBool::new(false).load(Ordering::SeqCst);
 }

@@ -27,7 +27,7 @@ impl Key {
         }
     }
 
-    /// Returns the key as it was given.
+    /// Returns the text of the key.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0

@@ -1,9 +1,8 @@
-//! The lease of one held claim: how long it is valid, when to renew it, why it ended. No clock, no
-//! I/O.
+//! The lease of one active grant: how long it is valid, when to renew it, why it ended.
 //!
-//! Everything here is arithmetic on times that the caller has read. Called by `held`. The most
-//! important rule: a lease counts from *before* the request was sent, less a margin for clocks that
-//! run at different rates.
+//! No clock, no I/O: everything here is arithmetic on times that the caller has read. Called by
+//! `grant`. The most important rule: a lease counts from *before* the request was sent, less a
+//! margin for clocks that run at different rates.
 
 use std::time::Duration;
 
@@ -11,9 +10,9 @@ use crate::clock::Moment;
 use crate::error::LostReason;
 use crate::mutant::{Mutant, mutated};
 
-/// The lease that the holder requested.
+/// The lease that the caller requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct LeaseTerms {
+pub(crate) struct LeaseOptions {
     /// The length of a grant or renewal.
     pub(crate) length: Duration,
     /// Whether the lease renewer extends it.
@@ -21,10 +20,10 @@ pub(crate) struct LeaseTerms {
     /// The maximum hold, counted from the grant.
     pub(crate) max_hold: Option<Duration>,
     /// The shortest lease that the store accepts.
-    pub(crate) shortest: Duration,
+    pub(crate) lease_min: Duration,
 }
 
-/// What the lease renewer must do for a lease now.
+/// What the lease renewer must do for a lease, and when.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
     /// Nothing before this time.
@@ -39,53 +38,53 @@ pub(crate) enum Due {
 
 #[derive(Debug)]
 pub(crate) struct Lease {
-    // A process may hold ten thousand locks, so this type is small: an absent time is
-    // `Moment::FUTURE`, not an `Option`.
-    length: Span,
-    shortest: Span,
+    // Small, because a process may hold ten thousand locks: an absent time is `Moment::FUTURE`, not
+    // an `Option`.
+    length: CompactDuration,
+    lease_min: CompactDuration,
     renews: bool,
     valid_until: Moment,
     renew_at: Moment,
-    /// The end that no renewal changes; in the [future](Moment::FUTURE) if there is none.
-    cap: Moment,
+    /// The end of the lock's `max_hold`. `FUTURE` without one.
+    max_hold_end: Moment,
     /// The number of consecutive renewals without a response.
     unanswered: u32,
-    /// The number of consecutive verifications without a response. Counted separately:
-    /// invalidations must not use up the tries of renewals.
+    /// The number of consecutive verifications without a response. Counted separately, so that
+    /// invalidations do not use up the tries of renewals.
     unanswered_verifications: u32,
-    /// The number of consecutive verifications caused by invalidations without a quiet interval in
-    /// between.
+    /// The number of verifications caused by invalidations that followed each other without a gap.
     consecutive_invalidations: u32,
     suspect: Suspect,
-    /// When to verify the claim for the first time, until it is confirmed; then in the
-    /// [future](Moment::FUTURE).
+    /// When to verify the claim although no invalidation has arrived. `FUTURE` if the store needs
+    /// no such verification, or once the claim is confirmed.
     first_verification_at: Moment,
     last_is_verification: bool,
-    /// The last response was an error, and `quiet` is the pause after it.
+    /// The last response was an error. `pause` is the pause after it.
     last_failed: bool,
     /// When the lease renewer sent its last request.
     last_sent_at: Moment,
-    /// The pause without requests: one is in flight, has failed, or has just been answered.
-    quiet: Pause,
+    /// No request is sent during this pause: the last one is in flight, has failed, or has just had
+    /// its response.
+    pause: Pause,
 }
 
-/// Whether an invalidation suggests that the claim has ended.
+/// Whether an invalidation waits for the response to a later request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Suspect {
-    /// No invalidation is open.
+    /// No.
     None,
-    /// An invalidation arrived after the last request was sent.
+    /// Yes, and no request was sent after it.
     Invalidated,
-    /// A request was sent after the invalidation and has no response yet.
-    Sent,
+    /// Yes, and a request was sent after it.
+    RequestSent,
 }
 
-/// A duration in half the size of a [`Duration`].
+/// A duration in nanoseconds, half the size of a [`Duration`].
 #[derive(Debug, Clone, Copy)]
-struct Span(u64);
+struct CompactDuration(u64);
 
-impl Span {
-    /// Saturates at some centuries.
+impl CompactDuration {
+    /// Converts `span`. Saturates at about 580 years.
     fn of(span: Duration) -> Self {
         Self(u64::try_from(span.as_nanos()).unwrap_or(u64::MAX))
     }
@@ -95,22 +94,23 @@ impl Span {
     }
 }
 
-/// An interval without requests. It may end slightly early, so that several claims share one call.
+/// An interval without requests.
 #[derive(Debug, Clone, Copy)]
 struct Pause {
     until: Moment,
-    at_least_until: Moment,
+    /// The pause may end this early if the claim can share a call with other claims.
+    may_end_at: Moment,
 }
 
 impl Pause {
-    const NONE: Self = Self { until: Moment::PAST, at_least_until: Moment::PAST };
+    const NONE: Self = Self { until: Moment::PAST, may_end_at: Moment::PAST };
 
     fn starting(now: Moment, span: Duration) -> Self {
-        Self { until: now.after(span), at_least_until: now.after(span - TOGETHER.min(span / 2)) }
+        Self { until: now.after(span), may_end_at: now.after(span - BATCH_WINDOW.min(span / 2)) }
     }
 
     fn lasts(&self, now: Moment) -> bool {
-        now < self.at_least_until
+        now < self.may_end_at
     }
 }
 
@@ -118,19 +118,19 @@ impl Lease {
     /// Creates the lease that the store granted for `granted`, in response to a request sent at
     /// `sent_at`.
     pub(crate) fn granted(
-        terms: LeaseTerms,
+        options: LeaseOptions,
         sent_at: Moment,
         granted: Duration,
         now: Moment,
     ) -> Self {
         let counted_from = if mutated(Mutant::DeadlineFromReply) { now } else { sent_at };
         let mut lease = Self {
-            length: Span::of(terms.length),
-            shortest: Span::of(terms.shortest),
-            renews: terms.renews,
+            length: CompactDuration::of(options.length),
+            lease_min: CompactDuration::of(options.lease_min),
+            renews: options.renews,
             valid_until: Moment::PAST,
             renew_at: Moment::PAST,
-            cap: terms.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
+            max_hold_end: options.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
             unanswered: 0,
             unanswered_verifications: 0,
             consecutive_invalidations: 0,
@@ -139,18 +139,18 @@ impl Lease {
             last_is_verification: false,
             last_failed: false,
             last_sent_at: Moment::PAST,
-            quiet: Pause::NONE,
+            pause: Pause::NONE,
         };
         lease.extend(counted_from, granted);
         lease
     }
 
-    /// Schedules a verification at `at`, unless the claim is confirmed before.
+    /// Schedules a verification at `at`. A confirmation before that cancels it.
     pub(crate) fn verify_first_at(&mut self, at: Moment) {
         self.first_verification_at = at;
     }
 
-    /// Returns the time from which this lease must not be trusted any more.
+    /// Returns the end of the lease: from then on, the claim may be held by another client.
     pub(crate) fn valid_until(&self) -> Moment {
         self.valid_until
     }
@@ -162,52 +162,53 @@ impl Lease {
 
     /// Makes later renewals request `length`.
     pub(crate) fn set_length(&mut self, length: Duration) {
-        self.length = Span::of(length);
+        self.length = CompactDuration::of(length);
     }
 
     /// Returns what must be done at `now`.
     pub(crate) fn due(&self, now: Moment) -> Due {
         if now >= self.valid_until {
-            let at_cap = self.valid_until >= self.cap;
-            return Due::Over(if at_cap { LostReason::MaxHold } else { LostReason::Expired });
+            let is_max_hold = self.valid_until >= self.max_hold_end;
+            return Due::Over(if is_max_hold { LostReason::MaxHold } else { LostReason::Expired });
         }
         if self.unanswered >= UNANSWERED_MAX {
             return Due::At(self.valid_until);
         }
-        let quiet = self.quiet.lasts(now);
+        let pause = self.pause.lasts(now);
         let mut next = self.valid_until;
         if self.can_be_renewed() {
-            if now.after(TOGETHER) >= self.renew_at && !quiet {
+            if now.after(BATCH_WINDOW) >= self.renew_at && !pause {
                 return Due::Renew(self.requested_lease(now));
             }
-            next = next.min(self.renew_at.max(self.quiet.until));
+            next = next.min(self.renew_at.max(self.pause.until));
         }
         if let Some(verification_due) = self.verification_due(now) {
-            if now.after(TOGETHER) >= verification_due && !quiet {
+            if now.after(BATCH_WINDOW) >= verification_due && !pause {
                 return Due::Verify(self.verification_lease(now));
             }
-            next = next.min(verification_due.max(self.quiet.until));
+            next = next.min(verification_due.max(self.pause.until));
         }
         Due::At(next)
     }
 
-    /// Returns the lease to request at `now`, in a call that renews other claims, if this claim is
-    /// due soon. "Soon" means within a twelfth of the lease, which is a quarter of the renewal
-    /// interval. If one more claim costs nothing (`together`), it means within a quarter of the
-    /// lease.
-    pub(crate) fn joins(&self, now: Moment, together: bool) -> Option<Duration> {
-        let soon = self.length() / if together { 4 } else { 12 };
+    /// Returns the lease to request in a call at `now` that renews other claims. Returns `None` if
+    /// this claim is not due soon.
+    ///
+    /// "Soon" is a twelfth of the lease: a quarter of the renewal interval. If the call renews the
+    /// [whole shard](crate::RenewalPolicy::whole_shard), it is a quarter of the lease.
+    pub(crate) fn joins_batch(&self, now: Moment, whole_shard: bool) -> Option<Duration> {
+        let soon = self.length() / if whole_shard { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
         let may_join = now < self.valid_until
             && self.can_be_renewed()
             && self.unanswered == 0
-            && !self.quiet.lasts(now);
+            && !self.pause.lasts(now);
         (is_soon && may_join).then(|| self.requested_lease(now))
     }
 
-    /// Returns false if the lease already reaches its cap, which no renewal can extend.
+    /// Returns false without automatic renewal, or if the lease already reaches its `max_hold`.
     fn can_be_renewed(&self) -> bool {
-        self.renews && self.valid_until < self.cap
+        self.renews && self.valid_until < self.max_hold_end
     }
 
     /// Returns when to verify the claim, if there is a reason to.
@@ -216,31 +217,30 @@ impl Lease {
         if at == Moment::FUTURE {
             return None;
         }
-        let may_look = self.unanswered_verifications < UNANSWERED_MAX
-            // A verification requests the shortest lease, which would extend one that ends before
+        let may_verify = self.unanswered_verifications < UNANSWERED_MAX
+            // A verification requests `lease_min`. It must not extend a lease that ends before
             // that.
-            && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest.get());
-        may_look.then_some(at)
+            && (self.can_be_renewed() || self.valid_until.since(now) > self.lease_min.get());
+        may_verify.then_some(at)
     }
 
-    /// Returns the lease that a verification at `now` requests: that of a renewal if the claim can
-    /// be renewed, otherwise the shortest that the store accepts. The latter does not change the
-    /// end of the lease, because a renewal never shortens it.
+    /// Returns the lease that a verification at `now` requests. If the claim cannot be renewed,
+    /// this is the shortest lease, which leaves the end of the lease unchanged.
     fn verification_lease(&self, now: Moment) -> Duration {
-        if self.can_be_renewed() { self.requested_lease(now) } else { self.shortest.get() }
+        if self.can_be_renewed() { self.requested_lease(now) } else { self.lease_min.get() }
     }
 
     /// Returns the lease that a renewal at `now` requests.
     pub(crate) fn requested_lease(&self, now: Moment) -> Duration {
-        if self.cap == Moment::FUTURE {
+        if self.max_hold_end == Moment::FUTURE {
             return self.length();
         }
-        // Not less than the store accepts; the claim is released at the cap in any case.
-        self.length().min(covering(self.cap.since(now))).max(self.shortest.get())
+        // At least what the store accepts. The claim is released at its `max_hold` in any case.
+        self.length().min(lease_covering(self.max_hold_end.since(now))).max(self.lease_min.get())
     }
 
-    /// Records a renewal sent at `now`, and when to retry it without a response. Returns true if
-    /// the previous one had no response.
+    /// Records a renewal sent at `now`. Without a response, it is repeated after
+    /// `operation_timeout`. Returns true if the previous renewal had no response.
     pub(crate) fn renewal_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
         self.unanswered += 1;
         self.renew_at = now.after(operation_timeout);
@@ -248,8 +248,8 @@ impl Lease {
         self.unanswered > 1
     }
 
-    /// Records a verification sent at `now`, as [`renewal_sent`](Self::renewal_sent) does for a
-    /// renewal. The next renewal is due as before.
+    /// Records a verification sent at `now`. Like [`renewal_sent`](Self::renewal_sent), but does
+    /// not move the next renewal.
     pub(crate) fn verification_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
         self.unanswered_verifications += 1;
         self.request_sent(now, operation_timeout, true);
@@ -258,17 +258,17 @@ impl Lease {
 
     fn request_sent(&mut self, now: Moment, operation_timeout: Duration, is_verification: bool) {
         if self.suspect == Suspect::Invalidated {
-            self.suspect = Suspect::Sent;
+            self.suspect = Suspect::RequestSent;
         }
         self.last_is_verification = is_verification;
         self.last_failed = false;
         self.last_sent_at = now;
-        self.quiet = Pause::starting(now, operation_timeout);
+        self.pause = Pause::starting(now, operation_timeout);
     }
 
     /// Records an invalidation. Returns true if the claim must be rescheduled.
     pub(crate) fn invalidated(&mut self, now: Moment) -> bool {
-        if self.suspect == Suspect::None && !self.quiet.lasts(now) {
+        if self.suspect == Suspect::None && !self.pause.lasts(now) {
             self.consecutive_invalidations = 0;
         }
         let is_sooner = self.last_failed && self.shorten_pause(now);
@@ -276,48 +276,48 @@ impl Lease {
         before != Suspect::Invalidated || is_sooner
     }
 
-    /// Shortens the pause after a failure, because the invalidation may mean that the store is
-    /// reachable again. If invalidations continue while the store fails, they shorten it less and
-    /// less.
+    /// Shortens the pause after a failure: an invalidation may mean that the store is reachable
+    /// again. Each further invalidation shortens it less.
     fn shorten_pause(&mut self, now: Moment) -> bool {
-        let pause = Pause::starting(now, self.verifications_apart());
-        let is_shorter = pause.until < self.quiet.until;
+        let pause = Pause::starting(now, self.verification_interval());
+        let is_shorter = pause.until < self.pause.until;
         if is_shorter {
-            self.quiet = pause;
+            self.pause = pause;
             self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
         }
         is_shorter
     }
 
-    /// Returns whether an invalidation arrived and the claim has not been confirmed since.
+    /// Returns whether an invalidation has arrived since the claim was last confirmed.
     pub(crate) fn is_suspect(&self) -> bool {
         self.suspect != Suspect::None
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
-    /// Returns true if this extends the lease, and false if the claim is only verified and never
-    /// renewed.
+    /// Returns whether the claim is renewed automatically, so that the response extends its lease.
     pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_verifications = 0;
-        // The response to an older request does not settle a later invalidation.
+        // The response to an older request says nothing about a later invalidation.
         if sent_at == self.last_sent_at {
-            self.quiet = Pause::starting(sent_at, self.verifications_apart());
+            self.pause = Pause::starting(sent_at, self.verification_interval());
             self.first_verification_at = Moment::FUTURE;
             if self.suspect != Suspect::None {
                 self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
             }
-            if self.suspect == Suspect::Sent {
+            if self.suspect == Suspect::RequestSent {
                 self.suspect = Suspect::None;
             }
         }
         self.renews
     }
 
-    /// Returns the minimum time between verifications. It doubles with each superfluous one, up to
-    /// a limit.
-    fn verifications_apart(&self) -> Duration {
-        let longest = self.retry_pause().max(VERIFICATIONS_APART);
-        VERIFICATIONS_APART.saturating_mul(1 << self.consecutive_invalidations.min(6)).min(longest)
+    /// Returns the minimum time between verifications. It doubles with each of
+    /// `consecutive_invalidations`, up to a limit.
+    fn verification_interval(&self) -> Duration {
+        let longest = self.retry_pause().max(VERIFICATION_INTERVAL_MIN);
+        VERIFICATION_INTERVAL_MIN
+            .saturating_mul(1 << self.consecutive_invalidations.min(6))
+            .min(longest)
     }
 
     /// Returns the pause after a failed request. About a dozen tries fit into the remaining two
@@ -328,22 +328,21 @@ impl Lease {
 
     /// Records that the renewal sent at `sent_at` was granted for `granted`.
     pub(crate) fn renewed(&mut self, sent_at: Moment, granted: Duration) {
-        // The store responds again, so earlier renewals without a response do not count any more.
+        // The store responds, so earlier renewals without a response do not count any more.
         self.unanswered = 0;
         self.extend(sent_at, granted);
     }
 
-    /// Records that the lease renewer's request of `sent_at` failed with an unknown outcome. The
-    /// lease is unchanged, and the next try follows after `pause`. Returns true if the claim is
-    /// renewed, not only verified.
+    /// Records that the lease renewer's request of `sent_at` failed. The lease is unchanged, and
+    /// the next try follows after `pause`. Returns whether the claim is renewed automatically.
     pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
         self.unanswered = 0;
         self.unanswered_verifications = 0;
         self.last_failed = true;
-        self.quiet = Pause::starting(now, pause);
-        // A verification that fails does not make the next renewal due earlier.
+        self.pause = Pause::starting(now, pause);
+        // A failed verification does not move the next renewal.
         if !self.last_is_verification || sent_at != self.last_sent_at {
-            self.renew_at = self.quiet.until;
+            self.renew_at = self.pause.until;
         }
         self.renews
     }
@@ -351,48 +350,48 @@ impl Lease {
     fn extend(&mut self, sent_at: Moment, granted: Duration) {
         let trusted = granted.saturating_sub(drift_margin(granted));
         let until = sent_at.after(trusted);
-        // Replies may arrive out of order; an old one must not undo the effect of a newer one.
+        // Replies may arrive out of order, and an old one must not shorten the lease.
         self.valid_until = self.valid_until.max(until);
         self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
-        self.valid_until = self.valid_until.min(self.cap);
+        self.valid_until = self.valid_until.min(self.max_hold_end);
     }
 }
 
-/// Returns the margin to subtract from a lease because the store's clock and ours may run at
-/// different rates: 1 % and 2 ms, as in the description of Redlock (redis.io, "Distributed locks").
+/// Returns the margin to subtract from a lease, because the clocks of the store and of this host
+/// may run at different rates: 1 % and 2 ms, as in Redlock (redis.io, "Distributed locks").
 pub(crate) fn drift_margin(lease: Duration) -> Duration {
     lease / 100 + Duration::from_millis(2)
 }
 
-/// Returns a lease that is valid for all of `span` in spite of the margin.
-pub(crate) fn covering(span: Duration) -> Duration {
+/// Returns a lease that, less its margin, is at least as long as `span`.
+pub(crate) fn lease_covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// A renewal may start this much early, so that claims that are due at about the same time share
+/// How much early a renewal may be sent, so that claims that are due at about the same time share
 /// one call.
-pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
+pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 
-/// The minimum time between two verifications of a claim, less [`TOGETHER`]. It grows while
-/// invalidations continue: a store that reports our own renewals as changes must not cause an
+/// The minimum time between two verifications of a claim, before [`BATCH_WINDOW`] is subtracted. It
+/// grows while invalidations continue: a store that reports renewals as changes must not cause an
 /// endless loop.
-const VERIFICATIONS_APART: Duration = Duration::from_millis(20);
+const VERIFICATION_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// After this many consecutive renewals without a response, no more are sent until one of them is
-/// answered.
+/// The maximum number of consecutive renewals without a response. The next one is sent after a
+/// response.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const TERMS: LeaseTerms = LeaseTerms {
+    const OPTIONS: LeaseOptions = LeaseOptions {
         length: Duration::from_secs(30),
         renews: true,
         max_hold: None,
-        shortest: SHORTEST,
+        lease_min: LEASE_MIN,
     };
-    const SHORTEST: Duration = Duration::from_millis(100);
+    const LEASE_MIN: Duration = Duration::from_millis(100);
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)
@@ -400,25 +399,25 @@ mod tests {
 
     #[test]
     fn an_invalidation_after_a_failed_verification_shortens_the_pause_once() {
-        let began = Moment::PAST.after(secs(1_000));
-        let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
-        let mut now = began.after(secs(1));
+        let start = Moment::PAST.after(secs(1_000));
+        let mut lease = Lease::granted(OPTIONS, start, OPTIONS.length, start);
+        let mut now = start.after(secs(1));
         lease.invalidated(now);
-        let mut looks = 0;
+        let mut verifications = 0;
         // The store is unreachable, and invalidations arrive all the time.
-        while now < began.after(secs(20)) {
+        while now < start.after(secs(20)) {
             if matches!(lease.due(now), Due::Verify(_) | Due::Renew(_)) {
-                looks += 1;
+                verifications += 1;
                 lease.verification_sent(now, secs(3));
                 lease.request_failed(now, now, secs(1));
             }
             now = now.after(Duration::from_millis(5));
             lease.invalidated(now);
         }
-        assert!((19..40).contains(&looks), "{looks} looks in 19 s");
+        assert!((19..40).contains(&verifications), "{verifications} verifications in 19 s");
 
-        let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
-        let now = began.after(secs(1));
+        let mut lease = Lease::granted(OPTIONS, start, OPTIONS.length, start);
+        let now = start.after(secs(1));
         lease.invalidated(now);
         lease.verification_sent(now, secs(3));
         lease.request_failed(now, now, secs(1));
@@ -432,26 +431,26 @@ mod tests {
     #[test]
     fn a_renewal_joins_a_batch_unless_one_has_just_been_sent() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
-        assert_eq!(lease.joins(sent.after(secs(7)), false), None, "it is due at 10");
-        assert_eq!(lease.joins(sent.after(secs(8)), false), Some(secs(30)));
-        assert_eq!(lease.joins(sent.after(secs(2)), true), None);
-        assert_eq!(lease.joins(sent.after(secs(3)), true), Some(secs(30)));
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
+        assert_eq!(lease.joins_batch(sent.after(secs(7)), false), None, "it is due at 10");
+        assert_eq!(lease.joins_batch(sent.after(secs(8)), false), Some(secs(30)));
+        assert_eq!(lease.joins_batch(sent.after(secs(2)), true), None);
+        assert_eq!(lease.joins_batch(sent.after(secs(3)), true), Some(secs(30)));
         let now = sent.after(secs(4));
         lease.renewal_sent(now, secs(3));
-        assert_eq!(lease.joins(now, true), None, "it is under way");
+        assert_eq!(lease.joins_batch(now, true), None, "it is under way");
         lease.confirmed(now);
         lease.renewed(now, secs(30));
         assert_eq!(lease.due(now), Due::At(sent.after(secs(14))));
-        let fixed = LeaseTerms { renews: false, ..TERMS };
+        let fixed = LeaseOptions { renews: false, ..OPTIONS };
         let lease = Lease::granted(fixed, sent, secs(30), sent);
-        assert_eq!(lease.joins(sent.after(secs(9)), true), None);
+        assert_eq!(lease.joins_batch(sent.after(secs(9)), true), None);
     }
 
     #[test]
     fn a_lease_counts_from_before_the_request_less_the_margin() {
         let sent = Moment::from_bits(0);
-        let lease = Lease::granted(TERMS, sent, secs(30), sent.after(secs(5)));
+        let lease = Lease::granted(OPTIONS, sent, secs(30), sent.after(secs(5)));
         assert_eq!(lease.valid_until(), sent.after(secs(30) - drift_margin(secs(30))));
         assert_eq!(lease.due(sent.after(secs(5))), Due::At(sent.after(secs(10))));
         assert_eq!(lease.due(sent.after(secs(10))), Due::Renew(secs(30)));
@@ -461,7 +460,7 @@ mod tests {
     #[test]
     fn a_late_reply_to_an_old_request_never_shortens_the_lease() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         lease.renewed(sent.after(secs(10)), secs(30));
         let until = lease.valid_until();
         lease.renewed(sent.after(secs(1)), secs(30));
@@ -469,11 +468,11 @@ mod tests {
     }
 
     #[test]
-    fn renewals_never_exceed_max_hold_whose_end_is_the_reason_of_the_loss() {
-        let terms = LeaseTerms { max_hold: Some(secs(40)), ..TERMS };
+    fn renewals_end_at_max_hold_which_is_then_the_reason_of_the_loss() {
+        let options = LeaseOptions { max_hold: Some(secs(40)), ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(terms, sent, secs(30), sent);
-        assert_eq!(lease.due(sent.after(secs(20))), Due::Renew(covering(secs(20))));
+        let mut lease = Lease::granted(options, sent, secs(30), sent);
+        assert_eq!(lease.due(sent.after(secs(20))), Due::Renew(lease_covering(secs(20))));
         lease.renewed(sent.after(secs(20)), secs(30));
         assert_eq!(lease.valid_until(), sent.after(secs(40)));
         assert_eq!(lease.due(sent.after(secs(39))), Due::At(sent.after(secs(40))));
@@ -482,16 +481,16 @@ mod tests {
 
     #[test]
     fn a_lease_without_renewal_is_never_renewed() {
-        let terms = LeaseTerms { renews: false, ..TERMS };
+        let options = LeaseOptions { renews: false, ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let lease = Lease::granted(terms, sent, secs(30), sent);
+        let lease = Lease::granted(options, sent, secs(30), sent);
         assert_eq!(lease.due(sent.after(secs(20))), Due::At(lease.valid_until()));
     }
 
     #[test]
     fn a_store_that_does_not_respond_receives_a_bounded_number_of_renewals() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         let mut now = sent.after(secs(10));
         let mut requests = 0;
         while let Due::Renew(_) = lease.due(now) {
@@ -504,11 +503,11 @@ mod tests {
     }
 
     #[test]
-    fn a_failed_request_is_repeated_after_a_pause_however_short_the_lease() {
+    fn a_failed_request_is_repeated_after_a_pause_even_if_the_lease_is_short() {
         let length = Duration::from_millis(100);
-        let terms = LeaseTerms { length, ..TERMS };
+        let options = LeaseOptions { length, ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(terms, sent, length, sent);
+        let mut lease = Lease::granted(options, sent, length, sent);
         let first = sent.after(length / 3);
         assert_eq!(lease.due(first), Due::Renew(length));
         lease.renewal_sent(first, length / 6);
@@ -520,12 +519,12 @@ mod tests {
     #[test]
     fn invalidations_are_verified_at_once_and_renewals_continue() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         let now = sent.after(secs(1));
         assert!(lease.invalidated(now) && !lease.invalidated(now));
         assert_eq!(lease.due(now), Due::Verify(secs(30)));
         lease.verification_sent(now, secs(3));
-        assert_eq!(lease.due(now), Due::At(now.after(secs(3))), "the answer is waited for");
+        assert_eq!(lease.due(now), Due::At(now.after(secs(3))), "it waits for the response");
         let failed_at = now.after(secs(2));
         lease.request_failed(now, failed_at, secs(1));
         assert_eq!(lease.due(failed_at), Due::At(failed_at.after(secs(1))));
@@ -537,9 +536,9 @@ mod tests {
     }
 
     #[test]
-    fn a_first_verification_is_sent_once_and_does_not_exclude_hand_over() {
+    fn a_first_verification_is_sent_once_and_does_not_make_the_claim_suspect() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         lease.verify_first_at(sent.after(secs(1)));
         assert_eq!(lease.due(sent), Due::At(sent.after(secs(1))));
         let now = sent.after(secs(1));
@@ -557,7 +556,7 @@ mod tests {
     #[test]
     fn a_renewal_replaces_the_first_verification() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         lease.verify_first_at(sent.after(secs(12)));
         let now = sent.after(secs(10));
         assert_eq!(lease.due(now), Due::Renew(secs(30)));
@@ -570,7 +569,7 @@ mod tests {
     #[test]
     fn a_response_to_an_older_request_does_not_verify_the_claim() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
         lease.renewal_sent(sent.after(secs(10)), secs(3));
         lease.renewal_sent(sent.after(secs(13)), secs(3));
         lease.invalidated(sent.after(secs(14)));
@@ -584,12 +583,12 @@ mod tests {
     #[test]
     fn a_lease_without_renewal_is_verified_without_extension() {
         let sent = Moment::from_bits(0);
-        let fixed = LeaseTerms { renews: false, ..TERMS };
-        let capped = LeaseTerms { max_hold: Some(secs(20)), ..TERMS };
-        for terms in [fixed, capped] {
-            let mut lease = Lease::granted(terms, sent, secs(30), sent);
+        let fixed = LeaseOptions { renews: false, ..OPTIONS };
+        let limited = LeaseOptions { max_hold: Some(secs(20)), ..OPTIONS };
+        for options in [fixed, limited] {
+            let mut lease = Lease::granted(options, sent, secs(30), sent);
             lease.invalidated(sent);
-            assert_eq!(lease.due(sent), Due::Verify(SHORTEST));
+            assert_eq!(lease.due(sent), Due::Verify(LEASE_MIN));
             let end = lease.valid_until();
             let near = Moment::from_bits(end.to_bits() - 50_000_000);
             assert_eq!(

@@ -2,9 +2,9 @@
 //! wait queue.
 //!
 //! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`])
-//! may compete for the key in the store; dropping the permit passes it to the next caller in the
-//! queue. A local lock lives as long as a handle, guard or waiter of its key, so none is evicted
-//! while it is in use. Called by [`acquire`](crate::acquire), and by releases and hand-overs.
+//! may compete for the key in the store. Dropping the permit passes it to the next caller in the
+//! queue. A local lock lives as long as a handle, guard or waiter of its key. Called by
+//! [`acquire`](crate::acquire), and by releases and hand-overs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -19,33 +19,32 @@ use crate::contained::wake;
 use crate::engine::Engine;
 use crate::error::BackendError;
 use crate::fairness::Contention;
-use crate::guard::Hold;
-use crate::guard::LockGuard;
+use crate::guard::{Hold, LockGuard};
 use crate::interleave::{Mutex, MutexGuard, interleaving_point};
 use crate::invalidation::Epoch;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
-use crate::options::Terms;
+use crate::options::ClaimOptions;
 use crate::owner::Owner;
-use crate::release::PassedOnAfterRelease;
+use crate::release::PermitUntilReleased;
 use crate::schedule::LastTimerKey;
 use crate::watch::Watched;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
-/// The local locks of one registry, by key.
+/// The table of the local locks of one registry, by key.
 pub(crate) struct LocalLocks {
     local_locks: DashMap<Key, Weak<LocalLock>>,
-    /// The number of local locks removed since the size of the table was last checked.
-    removed: AtomicUsize,
-    /// The number of removals that triggers the next check.
-    removed_max: AtomicUsize,
+    /// The number of removals since the size of the table was last checked.
+    removals: AtomicUsize,
+    /// The number of removals after which the size is checked again.
+    removals_max: AtomicUsize,
 }
 
 impl LocalLocks {
     pub(crate) fn new() -> Self {
-        let removed_max = AtomicUsize::new(SHRINK_AFTER_MIN);
-        Self { local_locks: DashMap::new(), removed: AtomicUsize::new(0), removed_max }
+        let removals_max = AtomicUsize::new(REMOVALS_MIN);
+        Self { local_locks: DashMap::new(), removals: AtomicUsize::new(0), removals_max }
     }
 
     /// Returns the number of entries.
@@ -58,9 +57,9 @@ impl LocalLocks {
         self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Returns whether this registry has a local lock for `key`. Checks the key only: an upgraded
-    /// reference could become the last one, and its drop could end the registry.
-    pub(crate) fn has(&self, key: &Key) -> bool {
+    /// Returns whether the table has an entry for `key`. Upgrades no reference: it could be the
+    /// last one, whose drop could end the registry.
+    pub(crate) fn contains(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
 
@@ -70,27 +69,26 @@ impl LocalLocks {
         self.local_locks.get(key)?.upgrade()
     }
 
-    /// Returns the local lock of `key`. If there is none, `make` creates it.
+    /// Returns the local lock of `key`. If there is none, `create` returns a new one.
     pub(crate) fn get_or_insert(
         &self,
         key: Key,
-        make: impl FnOnce(Key) -> Arc<LocalLock>,
+        create: impl FnOnce(Key) -> Arc<LocalLock>,
     ) -> Arc<LocalLock> {
         interleaving_point();
         match self.local_locks.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(local_lock) => local_lock,
-                // The old local lock is dead but its `Drop` has not removed the entry yet. It is
-                // unreachable, so a new one may replace it; `remove_dead` then leaves the new entry
-                // in place.
+                // The `Drop` of the old local lock has not removed its entry yet. A new local lock
+                // may replace the entry: `remove_dead` leaves an entry that is alive in place.
                 None => {
-                    let local_lock = make(entry.key().clone());
+                    let local_lock = create(entry.key().clone());
                     entry.insert(Arc::downgrade(&local_lock));
                     local_lock
                 }
             },
             MapEntry::Vacant(entry) => {
-                let local_lock = make(entry.key().clone());
+                let local_lock = create(entry.key().clone());
                 entry.insert(Arc::downgrade(&local_lock));
                 local_lock
             }
@@ -98,27 +96,27 @@ impl LocalLocks {
     }
 
     fn remove_dead(&self, key: &Key) {
-        let gone = self
+        let is_removed = self
             .local_locks
             .remove_if(key, |_, local_lock| local_lock.strong_count() == 0)
             .is_some();
-        if gone
-            && self.removed.fetch_add(1, Ordering::Relaxed)
-                >= self.removed_max.load(Ordering::Relaxed)
+        if is_removed
+            && self.removals.fetch_add(1, Ordering::Relaxed)
+                >= self.removals_max.load(Ordering::Relaxed)
         {
             self.shrink();
         }
     }
 
-    /// Frees memory if less than a quarter of the table is used. Amortised cost: about one moved
-    /// entry per removal.
+    /// Frees memory if less than a quarter of the table is used. This moves about one entry per
+    /// removal (amortised).
     fn shrink(&self) {
-        self.removed.store(0, Ordering::Relaxed);
+        self.removals.store(0, Ordering::Relaxed);
         let (alive, capacity) = (self.local_locks.len(), self.local_locks.capacity());
         if alive.saturating_mul(4) < capacity {
             self.local_locks.shrink_to_fit();
         }
-        self.removed_max.store((alive / 2).max(SHRINK_AFTER_MIN), Ordering::Relaxed);
+        self.removals_max.store((alive / 2).max(REMOVALS_MIN), Ordering::Relaxed);
     }
 
     #[cfg(test)]
@@ -126,7 +124,7 @@ impl LocalLocks {
         self.local_locks.capacity()
     }
 
-    /// Removes a local lock that is still in use: the bug [`Mutant::HeldLockEvicted`].
+    /// Removes a local lock that is in use. Only for [`Mutant::HeldLockEvicted`].
     fn evict(&self, key: &Key) {
         self.local_locks.remove(key);
     }
@@ -138,8 +136,8 @@ impl fmt::Debug for LocalLocks {
     }
 }
 
-/// With fewer removals than this, the table is not shrunk: the memory saved is not worth the work.
-const SHRINK_AFTER_MIN: usize = 16_384;
+/// The minimum of [`LocalLocks::removals_max`]: with fewer removals, too little memory is saved.
+const REMOVALS_MIN: usize = 16_384;
 
 /// A local lock: the state that all callers of one key in one registry share.
 pub(crate) struct LocalLock {
@@ -148,105 +146,105 @@ pub(crate) struct LocalLock {
     /// The table that this local lock is in.
     table: Arc<LocalLocks>,
     wait_queue: Mutex<WaitQueue>,
-    /// False only if no caller waits, or the only waiter is just joining the queue.
+    /// False only if the wait queue is empty, or its only waiter is just joining. Read without
+    /// locking the queue.
     has_waiters: AtomicBool,
-    /// False only if [`WaitQueue::store_error`] is `None`. Written by the caller that has the
-    /// local permit.
+    /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
+    /// caller with the local permit writes it.
     has_store_error: AtomicBool,
     /// The invalidation epoch of this key.
     epoch: AtomicU32,
-    /// The schedule entry by which the lease renewer finds the claim that is held on this key.
-    pub(crate) timer: LastTimerKey,
+    /// The last entry of this key in the schedule. The lease renewer finds the active grant by it.
+    pub(crate) last_timer: LastTimerKey,
 }
 
 #[derive(Default)]
 struct WaitQueue {
     /// A caller has the local permit.
-    taken: bool,
-    /// The store error of the last request by the caller with the local permit. If the store does
-    /// not respond, the callers behind must get this error, not the result "held".
+    is_permit_taken: bool,
+    /// The store error of the last request by the caller with the local permit. Queued callers
+    /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
-    /// The current hold, if its owner may re-enter.
-    reentrant: Weak<Hold>,
+    /// The current hold, if it has an owner, who may re-enter.
+    reentrant_hold: Weak<Hold>,
     next_ticket: u64,
-    /// By ticket: the first entry has waited longest, and removal from any position is cheap.
+    /// By ticket, so that the first entry has waited longest and any entry is removed cheaply.
     waiters: BTreeMap<u64, Waiter>,
-    /// The waiters that have an owner, so that those of one owner are found without a scan.
+    /// An index of the waiters by owner.
     by_owner: BTreeSet<(Owner, u64)>,
-    /// The last local permit or claim sent to a waiter, which may have received it already.
-    last_sent: Option<Sent>,
-    /// The re-entrant guards sent to waiters of the current owner, which may have received them
-    /// already.
-    last_reentered: Vec<Sent>,
-    /// The id of the registration with the registry's watch, and the time for which a waiter may
-    /// go unpolled. `None` if there is nothing to check.
-    watched: Option<(u64, Duration)>,
+    /// The last local permit or claim sent to a waiter, until a check finds it received.
+    unreceived: Option<SentAdmission>,
+    /// The guards sent to waiters of the current owner, until a check finds them received.
+    unreceived_reentries: Vec<SentAdmission>,
+    /// The ticket of the registration with the registry's watch, and its `unpolled_max`. `None` if
+    /// there is nothing to check.
+    watch_registration: Option<(u64, Duration)>,
     closed: bool,
 }
 
 struct Waiter {
     owner: Option<Owner>,
-    /// `None` for the registry's default terms, so that many waiters need not share one reference
-    /// count.
-    terms: Option<Arc<Terms>>,
+    /// `None` for the registry's defaults. A shared `Arc` would make all waiters of all keys write
+    /// the same reference count.
+    options: Option<Arc<ClaimOptions>>,
     delivery: Arc<Delivery>,
 }
 
 /// An admission that was sent to a waiter.
-struct Sent {
+struct SentAdmission {
     delivery: Arc<Delivery>,
-    patience: Duration,
-    /// When a check first found it not received.
-    since: Option<Moment>,
+    /// The waiter must receive it within this time after the first check.
+    unpolled_max: Duration,
+    first_checked_at: Option<Moment>,
 }
 
-impl Sent {
-    /// Returns whether the waiter has left its admission unreceived for `patience` since the first
-    /// check.
+impl SentAdmission {
     fn is_overdue(&mut self, now: Moment) -> bool {
-        let since = *self.since.get_or_insert(now);
-        now.since(since) >= self.patience
+        let first_checked_at = *self.first_checked_at.get_or_insert(now);
+        now.since(first_checked_at) >= self.unpolled_max
     }
 }
 
-/// The one-value channel through which a waiter receives its admission.
+/// The oneshot channel through which a waiter receives its admission.
 struct Delivery(Mutex<DeliveryState>);
 
 enum DeliveryState {
-    NotYet(Option<Waker>),
-    Admission(Admission),
-    /// The waiter did not receive its entry in time, and the next waiter got it.
+    /// The waiter waits. Contains its waker.
+    Pending(Option<Waker>),
+    Sent(Admission),
+    /// The waiter did not receive its admission in time, and the next waiter got it.
     PassedOn,
+    /// The registry is closing.
     Closed,
-    /// The waiter has received its entry, or is gone.
-    Over,
+    /// The waiter has received its admission, or is gone.
+    Done,
 }
 
 impl Delivery {
     fn new() -> Arc<Self> {
-        Arc::new(Self(Mutex::new(DeliveryState::NotYet(None))))
+        Arc::new(Self(Mutex::new(DeliveryState::Pending(None))))
     }
 
-    /// Sends the waiter its entry. Must not be called while the wait queue is locked: a waker may
-    /// drop the task that it wakes, and the task's `Drop` locks the queue.
-    fn deliver(&self, entry: Admission) {
-        self.put(DeliveryState::Admission(entry));
+    /// Sends the waiter its admission. Must not be called while the wait queue is locked: a waker
+    /// may drop the task that it wakes, and the task's `Drop` locks the queue.
+    fn send(&self, admission: Admission) {
+        self.complete(DeliveryState::Sent(admission));
     }
 
     fn close(&self) {
-        self.put(DeliveryState::Closed);
+        self.complete(DeliveryState::Closed);
     }
 
-    fn put(&self, delivered: DeliveryState) {
+    fn complete(&self, result: DeliveryState) {
         let mut state = self.state();
-        let DeliveryState::NotYet(waker) = &mut *state else {
+        let DeliveryState::Pending(waker) = &mut *state else {
             drop(state);
-            // The waiter is gone. The drop of an entry passes it to the next waiter.
-            drop(delivered);
+            // The waiter is gone. The drop of an admission passes it to the next waiter.
+            drop(result);
             return;
         };
         let waker = waker.take();
-        *state = delivered;
+        *state = result;
         drop(state);
         if let Some(waker) = waker {
             wake(waker);
@@ -256,7 +254,7 @@ impl Delivery {
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<Admission, NotAdmitted>> {
         let mut state = self.state();
         match &mut *state {
-            DeliveryState::NotYet(waker) => {
+            DeliveryState::Pending(waker) => {
                 if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
                     let before = waker.replace(cx.waker().clone());
                     // Dropped after the unlock: a waker may own the task whose destructor drops
@@ -267,36 +265,34 @@ impl Delivery {
                 Poll::Pending
             }
             DeliveryState::PassedOn => Poll::Ready(Err(NotAdmitted::PassedOn)),
-            DeliveryState::Admission(_) => {
-                match std::mem::replace(&mut *state, DeliveryState::Over) {
-                    DeliveryState::Admission(entry) => Poll::Ready(Ok(entry)),
-                    _ => Poll::Ready(Err(NotAdmitted::Closed)),
-                }
-            }
-            DeliveryState::Closed | DeliveryState::Over => Poll::Ready(Err(NotAdmitted::Closed)),
+            DeliveryState::Sent(_) => match std::mem::replace(&mut *state, DeliveryState::Done) {
+                DeliveryState::Sent(admission) => Poll::Ready(Ok(admission)),
+                _ => Poll::Ready(Err(NotAdmitted::Closed)),
+            },
+            DeliveryState::Closed | DeliveryState::Done => Poll::Ready(Err(NotAdmitted::Closed)),
         }
     }
 
-    /// Takes back an entry that the waiter has not received, and passes it to the next waiter.
+    /// Takes back an admission that the waiter has not received, and passes it to the next waiter.
     fn pass_on(&self) {
         let mut state = self.state();
-        if matches!(*state, DeliveryState::Admission(_)) {
-            let entry = std::mem::replace(&mut *state, DeliveryState::PassedOn);
+        if matches!(*state, DeliveryState::Sent(_)) {
+            let unreceived = std::mem::replace(&mut *state, DeliveryState::PassedOn);
             drop(state);
-            drop(entry);
+            drop(unreceived);
         }
     }
 
-    /// Records that the waiter is gone. An entry that it has not received passes to the next
+    /// Records that the waiter is gone. An admission that it has not received passes to the next
     /// waiter.
-    fn leave(&self) {
-        let before = std::mem::replace(&mut *self.state(), DeliveryState::Over);
+    fn cancel(&self) {
+        let before = std::mem::replace(&mut *self.state(), DeliveryState::Done);
         drop(before);
     }
 
-    /// Returns whether the waiter may still receive an entry.
+    /// Returns whether the waiter may still receive an admission.
     fn is_open(&self) -> bool {
-        matches!(*self.state(), DeliveryState::NotYet(_) | DeliveryState::Admission(_))
+        matches!(*self.state(), DeliveryState::Pending(_) | DeliveryState::Sent(_))
     }
 
     fn state(&self) -> MutexGuard<'_, DeliveryState> {
@@ -304,8 +300,7 @@ impl Delivery {
     }
 }
 
-/// What a caller receives when it is admitted: at the front of the queue, or at once if its owner
-/// holds the lock.
+/// What a caller gets when it is first in the queue, or at once if its owner holds the lock.
 #[derive(Debug)]
 pub(crate) enum Admission {
     /// The local permit, with which the caller may compete for the key in the store.
@@ -316,13 +311,14 @@ pub(crate) enum Admission {
     HandedOver(LockGuard),
 }
 
-/// The reason why a caller was not admitted.
+/// Why a caller got no [`Admission`].
 #[derive(Debug)]
 pub(crate) enum NotAdmitted {
-    /// The deadline passed. Contains the last store error of the caller in front, if its last
-    /// request failed.
+    /// The deadline passed. Contains the error of the last request by the caller with the local
+    /// permit, if that request failed.
     TimedOut(Option<BackendError>),
-    /// The caller was at the front but was not polled for the time of a lease. It must wait again.
+    /// The caller was first in the queue but was not polled for the length of a lease. It must
+    /// queue again.
     PassedOn,
     /// The registry is closing.
     Closed,
@@ -338,7 +334,7 @@ impl LocalLock {
             has_waiters: false.into(),
             has_store_error: false.into(),
             epoch: 0.into(),
-            timer: LastTimerKey::default(),
+            last_timer: LastTimerKey::default(),
         }
     }
 
@@ -368,7 +364,7 @@ impl LocalLock {
     pub(crate) async fn enter(
         self: &Arc<Self>,
         owner: Option<&Owner>,
-        terms: &Arc<Terms>,
+        options: &Arc<ClaimOptions>,
         deadline: Option<Moment>,
     ) -> Result<Admission, NotAdmitted> {
         let mut waiting = {
@@ -379,8 +375,8 @@ impl LocalLock {
             if let Some(guard) = wait_queue.reenter(owner) {
                 return Ok(Admission::Reentered(guard));
             }
-            if !wait_queue.taken {
-                wait_queue.taken = true;
+            if !wait_queue.is_permit_taken {
+                wait_queue.is_permit_taken = true;
                 return Ok(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
@@ -389,23 +385,25 @@ impl LocalLock {
             let ticket = wait_queue.next_ticket;
             wait_queue.next_ticket += 1;
             let delivery = Delivery::new();
-            let own = Arc::ptr_eq(terms, &self.engine.default_terms);
-            let own_terms = if own { None } else { Some(Arc::clone(terms)) };
-            let waiter =
-                Waiter { owner: owner.cloned(), terms: own_terms, delivery: Arc::clone(&delivery) };
+            let is_default = Arc::ptr_eq(options, &self.engine.default_options);
+            let waiter = Waiter {
+                owner: owner.cloned(),
+                options: (!is_default).then(|| Arc::clone(options)),
+                delivery: Arc::clone(&delivery),
+            };
             wait_queue.push(ticket, waiter);
             self.has_waiters.store(true, Ordering::Relaxed);
-            self.watch_queue(&mut wait_queue, terms.lease.length);
+            self.watch_queue(&mut wait_queue, options.lease.length);
             WaiterGuard { local_lock: self, ticket: Some(ticket), delivery }
         };
         self.engine.emit(|| crate::LockEvent::Waiting { key: self.key.as_str() });
         let delivery = Arc::clone(&waiting.delivery);
-        let entry = poll_fn(|cx| delivery.poll(cx));
-        let entered = match deadline {
-            None => entry.await,
+        let admission = poll_fn(|cx| delivery.poll(cx));
+        let admission = match deadline {
+            None => admission.await,
             Some(deadline) => tokio::select! {
                 biased;
-                entered = entry => entered,
+                admission = admission => admission,
                 () = self.engine.sleep_until(deadline) => {
                     let store_error = self.wait_queue().store_error.clone();
                     return Err(NotAdmitted::TimedOut(store_error));
@@ -414,21 +412,22 @@ impl LocalLock {
         };
         // The sender of the result has already removed this waiter from the queue.
         waiting.ticket = None;
-        entered
+        admission
     }
 
-    /// Registers this local lock with the registry's watch, so that a waiter of this `patience` is
-    /// checked in time.
-    fn watch_queue(self: &Arc<Self>, wait_queue: &mut WaitQueue, patience: Duration) {
-        if wait_queue.watched.is_some_and(|(_, watched)| watched <= patience) {
+    /// Registers this local lock with the registry's watch, so that a waiter that is not polled for
+    /// `unpolled_max` is detected in time.
+    fn watch_queue(self: &Arc<Self>, wait_queue: &mut WaitQueue, unpolled_max: Duration) {
+        if wait_queue.watch_registration.is_some_and(|(_, shortest)| shortest <= unpolled_max) {
             return;
         }
         let watch = self.engine.background.watch();
-        if let Some((ticket, _)) = wait_queue.watched {
+        if let Some((ticket, _)) = wait_queue.watch_registration {
             watch.deregister(ticket);
         }
         let local_lock: Weak<Self> = Arc::downgrade(self);
-        wait_queue.watched = Some((watch.register(local_lock, patience), patience));
+        let ticket = watch.register(local_lock, unpolled_max);
+        wait_queue.watch_registration = Some((ticket, unpolled_max));
     }
 
     /// Records a store error of the caller with the local permit.
@@ -445,29 +444,30 @@ impl LocalLock {
         }
     }
 
-    /// Records `hold` as the current hold, and sends guards to the waiters of the same owner. The
-    /// caller still has the first guard of `hold`.
+    /// Records `hold` as the current hold, and sends guards to the waiters of the same owner.
+    /// Called while the first guard of `hold` exists.
     pub(crate) fn record_hold(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
         }
         let mut wait_queue = self.wait_queue();
-        let same_owner = wait_queue.begin_hold(hold);
+        let reentries = wait_queue.begin_hold(hold);
         drop(wait_queue);
-        for (delivery, entry) in same_owner {
-            delivery.deliver(entry);
+        for (delivery, reentry) in reentries {
+            delivery.send(reentry);
         }
     }
 
-    /// Hands a claim over to the next caller if its terms are the same. `make` creates the guard,
-    /// or returns `None` if the claim can no longer be handed over. The local permit stays with the
-    /// claim. Returns false if nothing was handed over.
+    /// Hands a claim over to the first waiter if its options are the same. Returns false otherwise.
+    ///
+    /// `new_guard` creates the guard for the waiter's owner, or returns `None` if the claim can no
+    /// longer be handed over. The local permit stays with the claim.
     pub(crate) fn hand_over(
         &self,
-        terms: &Terms,
-        make: impl FnOnce(Option<Owner>) -> Option<LockGuard>,
+        options: &ClaimOptions,
+        new_guard: impl FnOnce(Option<Owner>) -> Option<LockGuard>,
     ) -> bool {
-        // A caller that joins the queue only now gets the local permit instead.
+        // A caller that is just joining the queue is missed here. It gets the local permit instead.
         if !self.has_waiters.load(Ordering::Relaxed) {
             return false;
         }
@@ -475,30 +475,31 @@ impl LocalLock {
         if wait_queue.closed {
             return false;
         }
-        // Only the first in the queue: skipping it would break the order.
+        // Only the first waiter: skipping it would break the order.
         let Some(first) = wait_queue.waiters.first_entry() else {
             return false;
         };
-        let requested_terms = first.get().terms.as_ref().unwrap_or(&self.engine.default_terms);
-        if **requested_terms != *terms {
+        let requested_options =
+            first.get().options.as_ref().unwrap_or(&self.engine.default_options);
+        if **requested_options != *options {
             return false;
         }
-        let Some(guard) = make(first.get().owner.clone()) else {
+        let Some(guard) = new_guard(first.get().owner.clone()) else {
             return false;
         };
         let (ticket, waiter) = first.remove_entry();
-        let delivery = wait_queue.give(ticket, waiter, &self.engine);
-        // Before the unlock: afterwards the receiver may already be done, and the next hold begun.
-        let same_owner = wait_queue.begin_hold(guard.hold());
+        let delivery = wait_queue.record_sent(ticket, waiter, &self.engine);
+        // While the queue is locked: after that, the next hold may already have begun.
+        let reentries = wait_queue.begin_hold(guard.hold());
         drop(wait_queue);
-        delivery.deliver(Admission::HandedOver(guard));
-        for (delivery, entry) in same_owner {
-            delivery.deliver(entry);
+        delivery.send(Admission::HandedOver(guard));
+        for (delivery, reentry) in reentries {
+            delivery.send(reentry);
         }
         true
     }
 
-    /// Ends all waits with [`NotAdmitted::Closed`], now and from now on.
+    /// Makes all current and later waits return [`NotAdmitted::Closed`].
     pub(crate) fn close(&self) {
         let mut wait_queue = self.wait_queue();
         wait_queue.closed = true;
@@ -510,26 +511,27 @@ impl LocalLock {
         }
     }
 
+    /// Passes the local permit to the first waiter.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        wait_queue.reentrant = Weak::new();
+        wait_queue.reentrant_hold = Weak::new();
         // The next caller sends its own request to the store.
         wait_queue.clear_store_error(&self.has_store_error);
         let next = wait_queue.waiters.pop_first();
-        let next = next.map(|(ticket, waiter)| wait_queue.give(ticket, waiter, &self.engine));
-        wait_queue.taken = next.is_some();
+        let next =
+            next.map(|(ticket, waiter)| wait_queue.record_sent(ticket, waiter, &self.engine));
+        wait_queue.is_permit_taken = next.is_some();
         if wait_queue.waiters.is_empty() {
             self.has_waiters.store(false, Ordering::Relaxed);
         }
         drop(wait_queue);
         if let Some(delivery) = next {
-            delivery.deliver(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
+            delivery.send(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
         }
     }
 
     fn wait_queue(&self) -> MutexGuard<'_, WaitQueue> {
-        // No code panics between two assignments to these fields, so a poisoned queue is
-        // consistent.
+        // No code panics between two assignments to the queue, so it is consistent if poisoned.
         self.wait_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -538,26 +540,26 @@ impl Watched for LocalLock {
     fn check(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
-        wait_queue.last_sent.take_if(|sent| !sent.delivery.is_open());
-        wait_queue.last_reentered.retain(|sent| sent.delivery.is_open());
-        let WaitQueue { last_sent, last_reentered, .. } = &mut *wait_queue;
-        for sent in last_sent.iter_mut().chain(last_reentered) {
+        wait_queue.unreceived.take_if(|sent| !sent.delivery.is_open());
+        wait_queue.unreceived_reentries.retain(|sent| sent.delivery.is_open());
+        let WaitQueue { unreceived, unreceived_reentries, .. } = &mut *wait_queue;
+        for sent in unreceived.iter_mut().chain(unreceived_reentries) {
             if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
                 overdue.push(Arc::clone(&sent.delivery));
             }
         }
-        let goes_on = wait_queue.last_sent.is_some()
-            || !wait_queue.last_reentered.is_empty()
+        let needs_checks = wait_queue.unreceived.is_some()
+            || !wait_queue.unreceived_reentries.is_empty()
             || !wait_queue.waiters.is_empty();
-        if !goes_on {
-            wait_queue.watched = None;
-            wait_queue.last_reentered = Vec::new();
+        if !needs_checks {
+            wait_queue.watch_registration = None;
+            wait_queue.unreceived_reentries = Vec::new();
         }
         drop(wait_queue);
         for delivery in overdue {
             delivery.pass_on();
         }
-        goes_on
+        needs_checks
     }
 }
 
@@ -567,33 +569,32 @@ impl WaitQueue {
         has_store_error.store(false, Ordering::Relaxed);
     }
 
-    /// Removes the waiters with the owner of `hold` from the queue, and returns them with their
-    /// guards.
+    /// Makes `hold` the current hold. Removes the waiters of its owner from the queue, and returns
+    /// their deliveries with a guard for each.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Admission)> {
-        let mut entries = Vec::new();
+        let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
-            self.reentrant = Weak::new();
-            return entries;
+            self.reentrant_hold = Weak::new();
+            return reentries;
         };
-        // If the hold is already lost, another caller may have the local permit and be the current
-        // hold.
-        if hold.held().valid_until() <= Moment::now_coarse() {
-            return entries;
+        // After a loss of this hold, the current hold may already be another one.
+        if hold.grant().valid_until() <= Moment::now_coarse() {
+            return reentries;
         }
-        self.reentrant = Arc::downgrade(hold);
-        let own = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
-        let same_owner: Vec<u64> = self.by_owner.range(own).map(|(_, ticket)| *ticket).collect();
-        if !same_owner.is_empty() {
-            self.last_reentered.retain(|sent| sent.delivery.is_open());
+        self.reentrant_hold = Arc::downgrade(hold);
+        let of_owner = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
+        let tickets: Vec<u64> = self.by_owner.range(of_owner).map(|(_, ticket)| *ticket).collect();
+        if !tickets.is_empty() {
+            self.unreceived_reentries.retain(|sent| sent.delivery.is_open());
         }
-        for ticket in same_owner {
+        for ticket in tickets {
             // If the hold has ended, the remaining waiters stay in the queue for a local permit.
             let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.last_reentered.push(waiter.sent(hold.held().local_lock().engine()));
-            entries.push((waiter.delivery, Admission::Reentered(guard)));
+            self.unreceived_reentries.push(waiter.sent(hold.grant().local_lock().engine()));
+            reentries.push((waiter.delivery, Admission::Reentered(guard)));
         }
-        entries
+        reentries
     }
 
     fn push(&mut self, ticket: u64, waiter: Waiter) {
@@ -605,35 +606,39 @@ impl WaitQueue {
 
     fn remove(&mut self, ticket: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&ticket)?;
-        self.clear_owner(ticket, &waiter);
+        self.remove_from_index(ticket, &waiter);
         Some(waiter)
     }
 
-    fn clear_owner(&mut self, ticket: u64, waiter: &Waiter) {
+    fn remove_from_index(&mut self, ticket: u64, waiter: &Waiter) {
         if let Some(owner) = &waiter.owner {
             self.by_owner.remove(&(owner.clone(), ticket));
         }
     }
 
-    /// Records that `waiter`, just removed from the queue, gets the local permit or the claim. Only
-    /// one waiter has it at a time.
-    fn give(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
-        self.clear_owner(ticket, &waiter);
-        self.last_sent = Some(waiter.sent(engine));
+    /// Records that the local permit or the claim is sent to `waiter`, which was just removed from
+    /// the queue. Returns the waiter's delivery.
+    fn record_sent(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
+        self.remove_from_index(ticket, &waiter);
+        self.unreceived = Some(waiter.sent(engine));
         waiter.delivery
     }
 
     fn reenter(&self, owner: Option<&Owner>) -> Option<LockGuard> {
         let owner = owner?;
-        let hold = self.reentrant.upgrade()?;
+        let hold = self.reentrant_hold.upgrade()?;
         if hold.owner() == Some(owner) { hold.reenter() } else { None }
     }
 }
 
 impl Waiter {
-    fn sent(&self, engine: &Engine) -> Sent {
-        let terms = self.terms.as_ref().unwrap_or(&engine.default_terms);
-        Sent { delivery: Arc::clone(&self.delivery), patience: terms.lease.length, since: None }
+    fn sent(&self, engine: &Engine) -> SentAdmission {
+        let options = self.options.as_ref().unwrap_or(&engine.default_options);
+        SentAdmission {
+            delivery: Arc::clone(&self.delivery),
+            unpolled_max: options.lease.length,
+            first_checked_at: None,
+        }
     }
 }
 
@@ -646,10 +651,10 @@ impl fmt::Debug for LocalLock {
 impl Drop for LocalLock {
     fn drop(&mut self) {
         let wait_queue = self.wait_queue.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some((ticket, _)) = wait_queue.watched {
+        if let Some((ticket, _)) = wait_queue.watch_registration {
             self.engine.background.watch().deregister(ticket);
         }
-        // At this point the local lock is dead but still in the table.
+        // Here the local lock can no longer be upgraded, but its entry is still in the table.
         interleaving_point();
         self.table.remove_dead(&self.key);
     }
@@ -674,7 +679,7 @@ impl LocalPermit {
         self.local_lock.as_ref().expect("a permit has its local lock until it is dropped")
     }
 
-    pub(crate) fn for_release(self) -> Box<dyn PassedOnAfterRelease> {
+    pub(crate) fn until_released(self) -> Box<dyn PermitUntilReleased> {
         Box::new(self)
     }
 
@@ -691,7 +696,7 @@ impl LocalPermit {
     }
 }
 
-impl PassedOnAfterRelease for LocalPermit {
+impl PermitUntilReleased for LocalPermit {
     fn record_error(&self, error: &BackendError) {
         self.local_lock().record_store_error(error);
     }
@@ -708,8 +713,8 @@ impl Drop for LocalPermit {
     }
 }
 
-/// A place in the wait queue. Dropping it leaves the queue; an entry that was already sent passes
-/// to the next waiter.
+/// A place in the wait queue. Its drop removes the waiter from the queue. An admission that was
+/// sent but not received passes to the next waiter.
 struct WaiterGuard<'a> {
     local_lock: &'a LocalLock,
     /// `None` once the waiter is not in the queue any more.
@@ -722,7 +727,7 @@ impl Drop for WaiterGuard<'_> {
         if let Some(ticket) = self.ticket {
             let waiter = self.local_lock.wait_queue().remove(ticket);
             drop(waiter);
-            self.delivery.leave();
+            self.delivery.cancel();
         }
     }
 }

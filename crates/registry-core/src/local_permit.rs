@@ -9,9 +9,9 @@ use std::time::Duration;
 
 use crate::clock::{Moment, sleep};
 use crate::key::Key;
-use crate::lease::LeaseTerms;
+use crate::lease::LeaseOptions;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
-use crate::options::Terms;
+use crate::options::ClaimOptions;
 use crate::registry::Registry;
 use crate::watch::{Parked, Suspended, Suspension};
 
@@ -20,16 +20,15 @@ impl Registry {
     /// and returns its output.
     ///
     /// A backend uses this for a lock that it acquires without the engine. Without a permit, such
-    /// an acquisition would compete with local callers that hand the claim over without a request
-    /// to the store.
+    /// an acquisition would wait while local callers hand a claim over to each other.
     ///
-    /// If the permit has not come after one second, `attempts` also runs while the caller waits for
-    /// it: the caller in front may wait for something that this caller has locked already, which
-    /// only the store can detect.
+    /// After one second without a permit, `attempts` runs while this call continues to wait for the
+    /// permit. The caller in front may wait for something that this caller has locked, which is a
+    /// deadlock that only the store can detect.
     ///
-    /// The permit ends when `attempts` is ready, or after the registry's lease. In the latter case
-    /// `attempts` continues while the caller waits for its next permit. `attempts` also runs if the
-    /// permit does not come in time or the registry is closing.
+    /// The permit is released when `attempts` is ready, or after the length of the registry's
+    /// lease. In the latter case, `attempts` continues while this call waits for its next permit.
+    /// If no permit comes within `wait`, or the registry is closing, `attempts` runs without one.
     ///
     /// # Cancel safety
     /// Dropping the future releases the permit and drops `attempts`.
@@ -42,32 +41,32 @@ impl Registry {
         let deadline = Moment::now().after(wait);
         let local_lock = self.local_lock(key.clone());
         let engine = local_lock.engine();
-        let patience = engine.defaults.lease;
+        let permit_max = engine.defaults.lease;
         let mut attempts = pin!(attempts);
         let mut permit = {
             let mut waiting = pin!(wait_for_permit(&local_lock, deadline));
             tokio::select! {
                 biased;
                 permit = &mut waiting => permit,
-                () = sleep(UNPERMITTED_AFTER) => tokio::select! {
+                () = sleep(ATTEMPT_WITHOUT_PERMIT_AFTER) => tokio::select! {
                     biased;
                     output = &mut attempts => return output,
                     permit = waiting => permit,
                 },
             }
         };
-        while let Some(held) = permit {
-            let mut suspension = Suspension::new(engine.background.watch(), patience);
-            let mut limit = pin!(sleep(patience));
-            let run = suspension.run(held, |_, cx| match attempts.as_mut().poll(cx) {
+        while let Some(current) = permit {
+            let mut suspension = Suspension::new(engine.background.watch(), permit_max);
+            let mut limit = pin!(sleep(permit_max));
+            let run = suspension.run(current, |_, cx| match attempts.as_mut().poll(cx) {
                 Poll::Ready(output) => Poll::Ready(Some(output)),
                 Poll::Pending => limit.as_mut().poll(cx).map(|()| None),
             });
             if let Ok((_, Some(output))) = run.await {
                 return output;
             }
-            // Polled while waiting: a request of `attempts` may be in progress, and may be granted
-            // at any time.
+            // `attempts` is polled while this waits, because its request may be granted at any
+            // time.
             permit = tokio::select! {
                 biased;
                 output = &mut attempts => return output,
@@ -78,18 +77,18 @@ impl Registry {
     }
 }
 
-/// How long a caller waits for its permit without an attempt.
-const UNPERMITTED_AFTER: Duration = Duration::from_secs(1);
+/// How long a caller waits for its permit before it attempts without one.
+const ATTEMPT_WITHOUT_PERMIT_AFTER: Duration = Duration::from_secs(1);
 
 /// Waits for a permit. Returns `None` if it did not come in time, or the registry is closing.
 async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Option<LocalPermit> {
-    let own = &local_lock.engine().default_terms;
-    // A waiter with a `max_hold` gets no hand-over, so the caller in front of it releases its claim
-    // in the store.
-    let lease = LeaseTerms { max_hold: Some(Duration::ZERO), ..own.lease };
-    let terms = Arc::new(Terms { lease, ..Terms::clone(own) });
+    let defaults = &local_lock.engine().default_options;
+    // With options that differ from those of any claim, this waiter gets no hand-over: the caller
+    // in front releases its claim in the store.
+    let lease = LeaseOptions { max_hold: Some(Duration::ZERO), ..defaults.lease };
+    let options = Arc::new(ClaimOptions { lease, ..ClaimOptions::clone(defaults) });
     loop {
-        match local_lock.enter(None, &terms, Some(deadline)).await {
+        match local_lock.enter(None, &options, Some(deadline)).await {
             Ok(Admission::LocalPermit(permit)) => return Some(permit),
             Err(NotAdmitted::PassedOn) => {}
             Ok(Admission::Reentered(_) | Admission::HandedOver(_))
@@ -98,8 +97,7 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
     }
 }
 
-/// A caller whose future is not polled loses its permit. Its attempts continue when it is polled
-/// again.
+/// If the future is not polled, it loses the permit. At its next poll, `attempts` continues.
 impl Parked for LocalPermit {
     type Replacement = ();
 

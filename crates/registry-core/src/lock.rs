@@ -54,9 +54,9 @@ impl DistributedLock {
     /// Acquires this lock, waiting without a time limit.
     ///
     /// # Errors
-    /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise after
-    /// uninterrupted store errors for the length of a lease. [`LockError::InvalidKey`] before any
-    /// I/O; [`LockError::Closed`].
+    /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise when all
+    /// attempts have failed for the length of a lease. [`LockError::InvalidKey`] before any I/O.
+    /// [`LockError::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future gives up the place in the local queue. A claim that was already sent is
@@ -100,8 +100,8 @@ impl DistributedLock {
     /// Acquires this lock, waiting at most `wait`. Returns `Ok(None)` if the lock was held until
     /// the deadline.
     ///
-    /// A request that is in flight at the deadline may still take the operation time-out to
-    /// complete.
+    /// If a request is in flight at the deadline, this also waits for its response, at most for the
+    /// operation time-out.
     ///
     /// # Errors
     /// As [`lock`](Self::lock), but a store error that a retry may resolve is retried until the

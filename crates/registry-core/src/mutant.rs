@@ -1,5 +1,5 @@
-//! Deliberate bugs, for tests which prove that the test harness finds them. Absent from every
-//! normal build.
+//! Deliberate bugs. Tests plant one at a time and prove that the test suite finds it. Absent from
+//! normal builds.
 //!
 //! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole
 //! process. In other builds, [`mutated`] is the constant `false`, which the compiler removes.
@@ -16,15 +16,15 @@ pub enum Mutant {
     /// The lease renewer continues after the release has begun, and the store lets a renewal
     /// restore a grant.
     RenewAfterRelease,
-    /// A dropped acquisition leaves its requests without clean-up.
+    /// A dropped acquisition does not release its claim.
     CancelledAcquireLeaks,
-    /// The next local caller starts before the response to the release.
+    /// The local permit passes to the next caller before the response to the release.
     PermitBeforeRelease,
-    /// A local lock leaves the table while its lock is held.
+    /// A local lock is removed from the table while its lock is held.
     HeldLockEvicted,
     /// A failed release is reported as success.
     ReleaseErrorSwallowed,
-    /// A waiter relies on wake-ups alone.
+    /// A waiter does not poll.
     WakeUpOnly,
     /// A registry does not verify its own claim after it has forced the release of the key. Tests
     /// with a server find this; the simulation does not, because its in-process store reports each

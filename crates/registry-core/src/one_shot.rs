@@ -6,12 +6,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::Notify;
 
-use crate::contained::shielded;
+use crate::contained::with_panic_safe_waker;
 
 #[derive(Debug, Default)]
 pub(crate) struct OneShotEvent {
     is_set: AtomicBool,
-    changed: Notify,
+    was_set: Notify,
 }
 
 impl OneShotEvent {
@@ -19,7 +19,7 @@ impl OneShotEvent {
     pub(crate) fn set(&self) -> bool {
         let is_first = !self.is_set.swap(true, Ordering::SeqCst);
         if is_first {
-            self.changed.notify_waiters();
+            self.was_set.notify_waiters();
         }
         is_first
     }
@@ -30,12 +30,12 @@ impl OneShotEvent {
 
     /// Waits until the event is set.
     pub(crate) async fn wait(&self) {
-        let changed = self.changed.notified();
-        tokio::pin!(changed);
+        let was_set = self.was_set.notified();
+        tokio::pin!(was_set);
         // Enabled before the check; a `set` in between would be missed otherwise.
-        changed.as_mut().enable();
+        was_set.as_mut().enable();
         if !self.is_set() {
-            shielded(changed).await;
+            with_panic_safe_waker(was_set).await;
         }
     }
 }

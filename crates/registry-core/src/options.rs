@@ -6,7 +6,7 @@ use std::time::Duration;
 use crate::capabilities::Capabilities;
 use crate::error::InvalidOption;
 use crate::fairness::CONTENDED_SPAN;
-use crate::lease::{LeaseTerms, covering};
+use crate::lease::{LeaseOptions, lease_covering};
 use crate::owner::Owner;
 
 /// The options of an acquisition. An option that is not set comes from the registry.
@@ -21,7 +21,7 @@ use crate::owner::Owner;
 ///     .label("nightly report");
 /// ```
 #[derive(Debug, Clone, Default)]
-#[must_use = "options do nothing until a lock is taken with them"]
+#[must_use = "options do nothing until a lock is acquired with them"]
 pub struct LockOptions {
     pub(crate) wait: Option<Duration>,
     pub(crate) lease: Option<Duration>,
@@ -36,13 +36,13 @@ impl LockOptions {
     /// The maximum length of a label, in bytes.
     pub const LABEL_BYTES_MAX: usize = 1_024;
 
-    /// Creates options that wait without a limit and take everything else from the registry.
+    /// Creates options that are all unset.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Sets the maximum wait, which covers both the local queue and the store. A wait of more than
-    /// 366 days, such as [`Duration::MAX`], has no limit.
+    /// Sets the maximum wait, for the local queue and the store together. A wait of more than 366
+    /// days, such as [`Duration::MAX`], has no limit.
     ///
     /// A wait of zero still sends one request to the store, unless another caller of this process
     /// holds the lock or is acquiring it.
@@ -64,7 +64,7 @@ impl LockOptions {
         self
     }
 
-    /// Sets the maximum time for which the lock is held; then it is lost (ShedLock's
+    /// Sets the maximum time for which the lock is held. After that, it is lost (ShedLock's
     /// `lockAtMostFor`). This limits the harm of a guard that is never dropped.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = Some(max_hold);
@@ -77,8 +77,8 @@ impl LockOptions {
     /// A release does not wait for this time: the key is freed in the background when it is over.
     /// The maximum is [`max_hold`](Self::max_hold), or without one the store's longest lease.
     ///
-    /// For jobs that several processes start at about the same time: the second process finds the
-    /// key locked even if the job is short.
+    /// Use it for jobs that several processes start at about the same time: the second process
+    /// finds the key locked even if the job is short.
     pub fn min_hold(mut self, min_hold: Duration) -> Self {
         self.min_hold = Some(min_hold);
         self
@@ -99,7 +99,7 @@ impl LockOptions {
 }
 
 impl LockOptions {
-    /// Timers and clocks stay far from their limits up to this wait.
+    /// Longer waits have no limit, so that no timer or clock overflows.
     const LIMITED_WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
     /// Returns the wait, unless it has no limit.
@@ -107,8 +107,8 @@ impl LockOptions {
         self.wait.filter(|wait| *wait <= Self::LIMITED_WAIT_MAX)
     }
 
-    /// Returns whether an option other than the wait and the owner is set.
-    pub(crate) fn asks_for_terms(&self) -> bool {
+    /// Returns whether an option of a claim is set: any option except the wait and the owner.
+    pub(crate) fn overrides_defaults(&self) -> bool {
         let Self { wait: _, lease, auto_renew, max_hold, min_hold, owner: _, label } = self;
         lease.is_some()
             || auto_renew.is_some()
@@ -123,9 +123,9 @@ impl LockOptions {
 pub(crate) struct Defaults {
     pub(crate) lease: Duration,
     pub(crate) auto_renew: bool,
-    /// The poll interval of a waiter, with or without wake-ups.
+    /// The poll interval of a waiter.
     pub(crate) poll: Duration,
-    pub(crate) handoffs: Handoffs,
+    pub(crate) hand_over_limits: HandOverLimits,
     /// How long a store operation may take before its outcome counts as unknown.
     pub(crate) operation_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
@@ -134,59 +134,63 @@ pub(crate) struct Defaults {
 }
 
 impl Defaults {
-    /// Long enough for a failover, short enough to wait for after a crash. Also the usual value of
-    /// other libraries (Redisson, madelson).
+    /// Longer than a failover usually takes, and a bearable wait after a crash. Also the default of
+    /// Redisson and of madelson/DistributedLock.
     pub(crate) const LEASE: Duration = Duration::from_secs(30);
     pub(crate) const POLL: Duration = Duration::from_millis(250);
-    pub(crate) const HANDOFFS: Handoffs = Handoffs { max: 64, slow_max: 32 };
-    pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+    pub(crate) const HAND_OVER_LIMITS: HandOverLimits =
+        HandOverLimits { max: 64, max_after_short: 32 };
+    pub(crate) const OPERATION_TIMEOUT: Duration = Duration::from_secs(3);
 }
 
 /// The maximum number of consecutive hand-overs of a claim between local callers.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Handoffs {
+pub(crate) struct HandOverLimits {
     pub(crate) max: u32,
-    /// The maximum once the claim has been held for [`SHORT`](Self::SHORT). Time limits the wait of
-    /// other processes, and the shorter the work, the larger the relative cost of a request to the
-    /// store.
-    slow_max: u32,
+    /// The maximum once the claim has been held for [`SHORT`](Self::SHORT). Smaller than `max`: the
+    /// longer the work, the longer other processes wait, and the less a request to the store costs
+    /// in relation.
+    max_after_short: u32,
 }
 
-impl Handoffs {
-    /// Exactly the configured number.
+impl HandOverLimits {
+    /// Limits hand-overs to the configured number, however long the claim is held.
     pub(crate) fn exactly(times: u32) -> Self {
-        Self { max: times, slow_max: times }
+        Self { max: times, max_after_short: times }
     }
 
-    /// Returns whether another hand-over is allowed after `times` of them, `held_for` after the
-    /// grant. `contended` means that other processes want the key.
+    /// Returns whether another hand-over is allowed, after `times` hand-overs and `held_for` after
+    /// the grant. `contended` means that other processes want the key.
     pub(crate) fn allow_another(self, times: u32, held_for: Duration, contended: bool) -> bool {
-        let max = if held_for < Self::SHORT { self.max } else { self.slow_max };
-        // Each hand-over uses a token, and a token stands for a microsecond of the store's clock.
-        let in_time = times < Self::UNTIMED || u128::from(times) < held_for.as_micros();
-        let span = if contended { CONTENDED_SPAN } else { Self::SPAN };
-        times < max && held_for < span && in_time
+        let max = if held_for < Self::SHORT { self.max } else { self.max_after_short };
+        // Each hand-over uses a token. Tokens must not be ahead of the store's clock, where one
+        // token is one microsecond.
+        let is_behind_clock = times < Self::UNTIMED_MAX || u128::from(times) < held_for.as_micros();
+        let span = if contended { CONTENDED_SPAN } else { Self::SPAN_MAX };
+        times < max && held_for < span && is_behind_clock
     }
 
-    /// The number of hand-overs that are not checked against the clock: a request to a store takes
+    /// The number of hand-overs that are not compared with the clock: a request to a store takes
     /// more microseconds than this.
-    const UNTIMED: u32 = 64;
+    const UNTIMED_MAX: u32 = 64;
 
-    /// So short that other processes do not wait longer than for a slow holder.
+    /// The time since the grant in which `max` applies. Other processes hardly notice it.
     const SHORT: Duration = Duration::from_millis(20);
-    /// How long a claim may be handed over before other processes get a chance, whatever the count.
-    const SPAN: Duration = Duration::from_secs(1);
+    /// The maximum time since the grant, after which other processes must be able to acquire the
+    /// key.
+    const SPAN_MAX: Duration = Duration::from_secs(1);
 }
 
-/// The terms of a claim. A claim can be handed over only to a waiter with the same terms.
+/// The options of one claim, all of them set and checked. A claim can be handed over only to a
+/// waiter with equal options.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Terms {
-    pub(crate) lease: LeaseTerms,
+pub(crate) struct ClaimOptions {
+    pub(crate) lease: LeaseOptions,
     pub(crate) min_hold: Duration,
     pub(crate) label: Option<Arc<str>>,
 }
 
-impl Terms {
+impl ClaimOptions {
     /// Completes `options` with `defaults` and checks the result against the limits of the store.
     pub(crate) fn resolve(
         options: &LockOptions,
@@ -206,8 +210,8 @@ impl Terms {
                     ),
                 ));
             }
-            // Long enough to reach `max_hold` without a renewal, if the lease is not shorter.
-            length = length.min(covering(max_hold)).min(store.lease_max);
+            // A longer lease would outlast `max_hold`.
+            length = length.min(lease_covering(max_hold)).min(store.lease_max);
         }
         let min_hold = options.min_hold.unwrap_or_default();
         if min_hold > options.max_hold.unwrap_or(store.lease_max) {
@@ -232,11 +236,11 @@ impl Terms {
             return Err(InvalidOption::label_too_long(label.len()));
         }
         Ok(Self {
-            lease: LeaseTerms {
+            lease: LeaseOptions {
                 length,
                 renews: options.auto_renew.unwrap_or(defaults.auto_renew),
                 max_hold: options.max_hold,
-                shortest: store.lease_min,
+                lease_min: store.lease_min,
             },
             min_hold,
             label,

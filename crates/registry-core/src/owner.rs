@@ -34,10 +34,7 @@ pub struct Owner(u64);
 impl Owner {
     /// Creates an owner that differs from all others.
     #[must_use]
-    #[expect(
-        clippy::new_without_default,
-        reason = "a default that is different each time would surprise"
-    )]
+    #[expect(clippy::new_without_default, reason = "a default would differ each time")]
     pub fn new() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         Self(NEXT.fetch_add(1, Ordering::Relaxed))

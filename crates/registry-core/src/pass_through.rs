@@ -15,8 +15,8 @@ static NEXT_TOKEN: AtomicU64 = AtomicU64::new(1);
 /// A store that grants every claim. Callers of one registry still wait for each other per key;
 /// other clients are not excluded.
 ///
-/// The tokens of all keys come from one counter of this process, which starts at 1. They do not
-/// fence: tokens of other processes are not comparable, so [`Capabilities::fencing`] is false.
+/// The tokens of all keys come from one counter of this process, which starts at 1. They cannot be
+/// compared with the tokens of other processes, so [`Capabilities::fencing`] is false.
 ///
 /// For tests of code that locks, and for deployments with a single process and no store.
 #[derive(Debug, Clone, Copy, Default)]

@@ -14,17 +14,17 @@ use std::task::Poll;
 use futures_util::future::FutureExt as _;
 
 use crate::backend::{Attempt, Claim, Grant};
-use crate::call::{Call, CallFuture};
+use crate::call::{Call, CallFuture, first_poll};
 use crate::clock::{Moment, sleep};
 use crate::contained::{catch_panic, discard};
-use crate::engine::Engine;
+use crate::engine::{Engine, FirstPoll};
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
 use crate::grant::{ActiveGrant, ClaimParts};
 use crate::invalidation::Epoch;
 use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
-use crate::options::Terms;
+use crate::options::ClaimOptions;
 use crate::release::{PendingRelease, release_claim, release_in_background};
 use crate::watch::{Parked, Suspended, Suspension};
 
@@ -39,10 +39,10 @@ pub(crate) enum AttemptOutcome {
     Unknown,
 }
 
-/// The one caller of this process that competes for a key in the store.
+/// A claim that competes for a key in the store. A process has at most one per key.
 #[derive(Debug)]
 pub(crate) struct PendingClaim {
-    /// Present until a grant is taken or this is dropped.
+    /// Present until a grant is confirmed or this is dropped.
     parts: Option<ClaimParts>,
     in_flight: Option<AttemptCall>,
     /// When the last attempt was sent.
@@ -56,12 +56,12 @@ pub(crate) struct PendingClaim {
 }
 
 impl PendingClaim {
-    pub(crate) fn new(permit: LocalPermit, claim: Claim, terms: Arc<Terms>) -> Self {
+    pub(crate) fn new(permit: LocalPermit, claim: Claim, options: Arc<ClaimOptions>) -> Self {
         permit.local_lock().engine().pending_claims.enter();
         Self {
             sent_at: Moment::PAST,
             epoch_at_send: Epoch::default(),
-            parts: Some((permit, claim, terms)),
+            parts: Some((permit, claim, options)),
             in_flight: None,
             unknown_attempts: 0,
             queued: false,
@@ -69,7 +69,7 @@ impl PendingClaim {
     }
 
     fn local_lock(&self) -> &Arc<LocalLock> {
-        self.parts.as_ref().expect("the permit is here until a grant is taken").0.local_lock()
+        self.parts.as_ref().expect("the permit is here until a grant is confirmed").0.local_lock()
     }
 
     fn engine(&self) -> &Arc<Engine> {
@@ -79,21 +79,21 @@ impl PendingClaim {
     /// Returns the contention between this process and others for the key. `None` if the store
     /// needs no fairness between processes.
     pub(crate) fn contention(&mut self) -> Option<&mut Contention> {
-        let parts = self.parts.as_mut().expect("the permit is here until a grant is taken");
+        let parts = self.parts.as_mut().expect("the permit is here until a grant is confirmed");
         parts.0.contention.as_deref_mut()
     }
 
     pub(crate) fn claim(&self) -> &Claim {
-        &self.parts.as_ref().expect("the claim is here until a grant is taken").1
+        &self.parts.as_ref().expect("the claim is here until a grant is confirmed").1
     }
 
     /// Sends one request to the store and polls it once. Returns `None` if the store has not
-    /// responded yet; [`answer`](Self::answer) then waits for the response.
+    /// responded yet; [`response`](Self::response) then waits for the response.
     ///
-    /// A store in this process responds at once. Its callers need neither a timer nor a suspension.
+    /// The in-process store responds at once, so its callers need no timer and no suspension.
     ///
-    /// The backend itself must not repeat an attempt. The first request may still reach the store
-    /// after the release of the second one's grant, and only a counted attempt is released again.
+    /// A backend must not repeat the request. The first one could reach the store after the release
+    /// of the second, and the engine releases late grants only of attempts that it has counted.
     pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between
         // send and reply; counting from the reply would let us trust a lease that is already over.
@@ -102,10 +102,10 @@ impl PendingClaim {
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
         self.unknown_attempts += 1;
-        let first = engine.send_attempt(self.claim()).await;
+        let first = first_poll_of_attempt(engine, self.claim()).await;
         self.unknown_attempts -= 1;
         match first {
-            Ok(answer) => Some(self.answered(answer)),
+            Ok(response) => Some(self.record_response(response)),
             Err(request) => {
                 self.in_flight = Some(Call::polled(&engine.background, request));
                 None
@@ -113,120 +113,122 @@ impl PendingClaim {
         }
     }
 
-    /// Waits for the response to the request that was [sent](Self::send) within the same poll of
-    /// the same task. Repeats the request once if the connection had broken while idle. Returns
-    /// `Abandoned` if it was not polled for a lease.
+    /// Returns `outcome` if [`send`](Self::send) had a response. Otherwise waits for the response,
+    /// at most for the operation time-out.
+    ///
+    /// If the connection had broken while idle, this repeats the request once. The first poll must
+    /// be within the same poll of the same task as `send`.
+    ///
+    /// # Errors
+    /// [`Abandoned`] if the future was not polled for the length of a lease.
     ///
     /// # Cancel safety
-    /// Dropping the future drops the pending claim, and the background releaser completes the request.
-    pub(crate) async fn answer(
+    /// If the future is dropped, the background releaser completes the request.
+    pub(crate) async fn response(
         mut self,
-        sent: Option<AttemptOutcome>,
+        outcome: Option<AttemptOutcome>,
         engine: &Engine,
         suspension: &mut Suspension<'_, Self>,
     ) -> Result<(Self, AttemptOutcome), Abandoned> {
         let first;
-        (self, first) = self.response(sent, engine, suspension).await?;
+        (self, first) = self.wait_for_response(outcome, engine, suspension).await?;
         match first {
             AttemptOutcome::Responded(_, Err(error)) if error.is_stale_connection() => {
-                let sent = self.send(engine).await;
-                self.response(sent, engine, suspension).await
+                let second = self.send(engine).await;
+                self.wait_for_response(second, engine, suspension).await
             }
-            answer => Ok((self, answer)),
+            first => Ok((self, first)),
         }
     }
 
-    async fn response(
+    async fn wait_for_response(
         self,
-        sent: Option<AttemptOutcome>,
+        outcome: Option<AttemptOutcome>,
         engine: &Engine,
         suspension: &mut Suspension<'_, Self>,
     ) -> Result<(Self, AttemptOutcome), Abandoned> {
-        if let Some(answer) = sent {
-            return Ok((self, answer));
+        if let Some(outcome) = outcome {
+            return Ok((self, outcome));
         }
         let mut end = pin!(sleep(engine.defaults.operation_timeout));
-        let answered = suspension.run(self, |pending, cx| {
+        let response = suspension.run(self, |pending, cx| {
             if let Some(call) = pending.in_flight.as_mut()
-                && let Poll::Ready(answer) = Pin::new(call).poll(cx)
+                && let Poll::Ready(response) = Pin::new(call).poll(cx)
             {
-                return Poll::Ready(Some(answer));
+                return Poll::Ready(Some(response));
             }
             end.as_mut().poll(cx).map(|()| None)
         });
-        let (mut pending, answer) = answered.await?;
-        let answer = match answer {
-            Some(answer) => pending.answered(answer),
+        let (mut pending, response) = response.await?;
+        let outcome = match response {
+            Some(response) => pending.record_response(response),
             None => AttemptOutcome::Unknown,
         };
-        Ok((pending, answer))
+        Ok((pending, outcome))
     }
 
     /// Records a response, and counts the attempt if its outcome is unknown.
-    fn answered(&mut self, answer: Result<Attempt, BackendError>) -> AttemptOutcome {
+    fn record_response(&mut self, response: Result<Attempt, BackendError>) -> AttemptOutcome {
         self.in_flight = None;
-        match &answer {
+        match &response {
             Ok(Attempt::Granted(_)) => {}
             Ok(Attempt::Busy(_)) => self.queued |= self.claim().joins_queue(),
             Err(error) if error.refused() => {}
             Err(_) => self.unknown_attempts += 1,
         }
-        AttemptOutcome::Responded(self.sent_at, answer)
+        AttemptOutcome::Responded(self.sent_at, response)
     }
 
-    /// Takes a grant. If its lease was over before it arrived, the claim is released in the
-    /// background. The caller then continues with the same local permit and a new claim.
-    pub(crate) fn take(
+    /// Turns this into an active grant.
+    ///
+    /// If the lease was over before the response arrived, this returns the error case: the claim is
+    /// released in the background, and a new claim continues with the same local permit.
+    pub(crate) fn confirm(
         mut self,
-        grant: Grant,
+        granted: Grant,
         sent_at: Moment,
     ) -> Result<Arc<ActiveGrant>, Box<Self>> {
-        let (permit, claim, terms) =
-            self.parts.take().expect("the claim is here until a grant is taken");
-        let taken = ActiveGrant::take(
+        let (permit, claim, options) =
+            self.parts.take().expect("the claim is here until a grant is confirmed");
+        let confirmed = ActiveGrant::start(
             permit,
             claim,
-            terms,
-            grant,
+            options,
+            granted,
             sent_at,
             self.epoch_at_send,
             self.unknown_attempts,
         );
-        let taken = taken.map_err(|late| {
-            let (permit, claim, terms) = *late;
+        let confirmed = confirmed.map_err(|late| {
+            let (permit, claim, options) = *late;
             let engine = Arc::clone(permit.local_lock().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
-                engine,
-                lease: claim.lease(),
-                claim,
-                permit: None,
                 unknown_attempts: self.unknown_attempts + 1,
-                in_flight: None,
-                blocked: None,
+                ..PendingRelease::new(engine, claim)
             });
-            Box::new(Self::new(permit, fresh, terms))
+            Box::new(Self::new(permit, fresh, options))
         });
         // After the new state is counted, so that closing always counts this caller at least once.
-        match &taken {
-            Ok(held) => held.engine().pending_claims.leave(),
+        match &confirmed {
+            Ok(grant) => grant.engine().pending_claims.leave(),
             Err(late) => late.engine().pending_claims.leave(),
         }
-        taken
+        confirmed
     }
 
-    /// Leaves a claim whose request has no response to the background releaser, and continues with
-    /// a new one. Only an answered request can be repeated safely with the same id.
+    /// If the request has no response, passes its claim to the background releaser and continues
+    /// with a new claim. Only a request with a response may be repeated with the same id.
     pub(crate) fn replace_unresolved(&mut self, fresh: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
         }
-        let Some((permit, claim, terms)) = self.parts.take() else {
+        let Some((permit, claim, options)) = self.parts.take() else {
             return;
         };
         let engine = Arc::clone(permit.local_lock().engine());
         self.abandon_claim(Arc::clone(&engine), claim, None);
-        *self = Self::new(permit, fresh(), terms);
+        *self = Self::new(permit, fresh(), options);
         engine.pending_claims.leave();
     }
 
@@ -240,24 +242,16 @@ impl PendingClaim {
             let background = engine.background.clone();
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
-                engine,
-                lease: claim.lease(),
-                claim,
-                permit: permit.map(LocalPermit::for_release),
+                permit: permit.map(LocalPermit::until_released),
                 unknown_attempts,
-                in_flight: None,
-                blocked: None,
+                ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
-                engine,
-                lease: claim.lease(),
-                claim,
-                permit: permit.map(LocalPermit::for_release),
+                permit: permit.map(LocalPermit::until_released),
                 unknown_attempts,
-                in_flight: None,
-                blocked: None,
+                ..PendingRelease::new(engine, claim)
             });
         }
     }
@@ -273,8 +267,8 @@ impl Drop for PendingClaim {
     }
 }
 
-/// The acquisition was not polled for a lease: its claim is being released, and its local permit
-/// passes to the next caller.
+/// The acquisition was not polled for the length of a lease. Its claim is being released, and its
+/// local permit passes to the next caller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Abandoned;
 
@@ -287,22 +281,30 @@ impl Parked for PendingClaim {
     }
 }
 
-/// Waits for the outcome of a request whose caller is gone, and releases what it was granted.
+/// Sends an attempt and polls it once. Returns the call if the store has not responded yet.
+async fn first_poll_of_attempt(engine: &Engine, claim: &Claim) -> FirstPoll<Attempt> {
+    if let Some(memory) = &engine.memory {
+        return Ok(memory.acquire(claim));
+    }
+    let (backend, claim) = (Arc::clone(&engine.backend), claim.clone());
+    first_poll(Box::pin(async move { backend.try_acquire(&claim).await })).await
+}
+
+/// Waits for the response to a request whose caller is gone, and releases a grant.
 async fn finish_and_release(
     call: CallFuture<Result<Attempt, BackendError>>,
     mut pending_release: PendingRelease,
     queued: bool,
 ) {
     let limit = pending_release.engine.defaults.operation_timeout;
-    // If the backend panicked while its caller polled it, it panics here again. The outcome is then
-    // unknown.
+    // After a panic in a poll by the caller, the next poll here panics too. The outcome is unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
     tokio::pin!(call);
     let answer = match tokio::time::timeout(limit, &mut call).await {
         Ok(answer) => answer,
         Err(_) => {
-            // If the store does not respond, the next local caller must learn this from its own
-            // request.
+            // The store does not respond. The next local caller must find that out by a request of
+            // its own.
             pending_release.permit = None;
             call.await
         }
@@ -312,10 +314,10 @@ async fn finish_and_release(
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match answer.unwrap_or_else(panicked) {
-        // There is nothing to release unless an earlier attempt was granted.
+        // Without earlier attempts, there is nothing to release.
         Ok(Attempt::Busy(_)) if pending_release.unknown_attempts == 0 && !queued => return,
         Err(error) if error.refused() && pending_release.unknown_attempts == 0 && !queued => return,
-        // Each attempt may have caused a grant of its own, one after the release of the other.
+        // The earlier attempts may each cause another grant, after this one is released.
         Ok(Attempt::Granted(_)) if pending_release.unknown_attempts > 0 => {
             pending_release.unknown_attempts += 1
         }

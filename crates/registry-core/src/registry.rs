@@ -17,7 +17,7 @@ use crate::backend::{Finding, Holder, LockBackend, Release};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, within};
 use crate::capabilities::Capabilities;
-use crate::contained::shielded;
+use crate::contained::with_panic_safe_waker;
 use crate::engine::Engine;
 use crate::error::{ConfigError, InvalidOption, LockError, LostReason};
 use crate::event::{LockEvent, Observer, Observers};
@@ -29,7 +29,7 @@ use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
 use crate::mutant::{Mutant, mutated};
 use crate::one_shot::OneShotEvent;
-use crate::options::{Defaults, Handoffs, LockOptions, Terms};
+use crate::options::{ClaimOptions, Defaults, HandOverLimits, LockOptions};
 use crate::renewer::LeaseRenewer;
 use crate::schedule::Schedule;
 use crate::siblings::Sibling;
@@ -115,44 +115,45 @@ impl CloseReport {
 
 /// A registry over one store. Clones are the same registry.
 ///
-/// Its background tasks run in the tokio runtime in which it was built. While that runtime is not
-/// driven (a `current_thread` runtime outside of `block_on`), leases are not renewed and dropped
-/// guards are not released. Guards are then lost at their deadlines. After the runtime has shut
-/// down, locking fails with [`LockError::Closed`]. After the last clone and the last guard are
-/// dropped, pending releases are completed in the background.
+/// Its background tasks run in the tokio runtime in which it was built. A `current_thread` runtime
+/// runs them only inside `block_on`: outside, leases are not renewed, dropped guards are not
+/// released, and locks are lost at the end of their leases. After the runtime has shut down,
+/// locking fails with [`LockError::Closed`]. After the last clone and the last guard are dropped,
+/// pending releases are completed in the background.
 #[derive(Clone)]
 pub struct Registry {
     engine: Arc<Engine>,
     local_locks: Arc<LocalLocks>,
-    closing: Arc<Closing>,
+    close_state: Arc<CloseState>,
 }
 
-struct Closing {
-    /// The lease renewer's task, until `close` takes it to wait for it.
+/// What the calls of [`Registry::close`] share.
+struct CloseState {
+    /// The lease renewer's task, until `close` takes it to wait for its end.
     renewer: Mutex<Option<JoinHandle<()>>>,
-    /// The last step of closing, once it has begun.
+    /// The last step of `close`, once it has begun.
     finish: OnceLock<Shared<BoxFuture<'static, ()>>>,
-    /// The background releaser's task. Ends when the registry is gone and no job is left.
+    /// The background releaser's task. Ends when the registry is dropped and no job is pending.
     _background: JoinHandle<()>,
-    /// The task that checks futures that are not polled. Ends like the background releaser's.
+    /// The task that checks futures that are not polled. Ends when the registry is dropped.
     _watch: JoinHandle<()>,
-    start: OnceLock<Start>,
+    /// Set by the first call of `close`.
+    counts: OnceLock<CountsAtClose>,
 }
 
-/// The engine's counters at the start of closing.
+/// The engine's counts when `close` was first called.
 #[derive(Clone, Copy)]
-struct Start {
+struct CountsAtClose {
     held: usize,
     lost: usize,
     left_to_lease: usize,
-    unreleased_claims: usize,
+    failed_releases: usize,
 }
 
 impl Registry {
     /// Returns a builder for a registry over `backend`.
     pub fn builder(backend: Arc<dyn LockBackend>) -> RegistryBuilder {
-        // Some stores accept only leases shorter than the default. The default must still work
-        // there.
+        // Some stores accept only shorter leases, and the default must work in every store.
         let lease = Defaults::LEASE.min(backend.capabilities().lease_max);
         RegistryBuilder {
             backend,
@@ -160,8 +161,8 @@ impl Registry {
                 lease,
                 auto_renew: true,
                 poll: Defaults::POLL,
-                handoffs: Defaults::HANDOFFS,
-                operation_timeout: Defaults::ANSWER_LIMIT,
+                hand_over_limits: Defaults::HAND_OVER_LIMITS,
+                operation_timeout: Defaults::OPERATION_TIMEOUT,
                 label: None,
                 address: None,
             },
@@ -177,7 +178,8 @@ impl Registry {
         Self::builder(Arc::new(MemoryBackend::new())).build()
     }
 
-    /// Checks that a registry can be opened here. For callers that open the store first.
+    /// Checks that a registry can be built in the current context. A caller that connects to a
+    /// store first can thus fail before it connects.
     ///
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
@@ -245,20 +247,20 @@ impl Registry {
         self.engine.backend.check_key(&key)?;
         let (backend, sibling) =
             (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.sibling));
-        let broken = key.clone();
-        let freed = Box::pin(async move {
-            let freed = match backend.admin() {
-                Some(admin) => admin.force_release(&broken).await,
+        let forced_key = key.clone();
+        let released = Box::pin(async move {
+            let released = match backend.admin() {
+                Some(admin) => admin.force_release(&forced_key).await,
                 None => Ok(Release::NotHeld),
             };
             // After an error too, because the key may be free. A store need not report a change to
             // the client that made it.
             if !mutated(Mutant::BrokenLockUnverified) {
-                sibling.verify(&broken);
+                sibling.verify(&forced_key);
             }
-            freed
+            released
         });
-        Ok(self.engine.query("break", key.as_str(), freed).await? == Release::Freed)
+        Ok(self.engine.query("break", key.as_str(), released).await? == Release::Freed)
     }
 
     /// Checks the store for problems in its configuration or state, present or soon to come.
@@ -305,19 +307,19 @@ impl Registry {
     /// Notifies all holders that their lock is lost, and releases their claims.
     async fn lose_all(&self) {
         let engine = &self.engine;
-        // Repeated, because a pending acquisition may still become a held claim.
+        // Repeated, because a pending claim may still become an active grant.
         loop {
             let all = engine.schedule.all();
             if all.is_empty() && engine.pending_claims.alive() == 0 {
                 break;
             }
-            for held in all {
-                held.lose(LostReason::Closed);
+            for grant in all {
+                grant.lose(LostReason::Closed);
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        // A claim that is still counted here is being released by its own caller.
-        engine.active_grants.none_left().await;
+        // A grant that is still counted here is being released by its own caller.
+        engine.active_grants.wait_until_zero().await;
         engine.background.drained().await;
     }
 }
@@ -348,55 +350,55 @@ impl Registry {
     /// If the future is dropped, the registry stays in the closing state. Another call continues.
     pub async fn close(&self, limit: Duration) -> CloseReport {
         let engine = &self.engine;
-        let closing = &self.closing;
-        let start = *closing.start.get_or_init(|| Start {
+        let close_state = &self.close_state;
+        let before = *close_state.counts.get_or_init(|| CountsAtClose {
             held: engine.active_grants.alive(),
-            lost: engine.lost.load(Ordering::Acquire),
+            lost: engine.lost_claims.load(Ordering::Acquire),
             left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
-            unreleased_claims: engine.unreleased_claims.load(Ordering::Acquire),
+            failed_releases: engine.failed_releases.load(Ordering::Acquire),
         });
         if begin_to_close(engine, &self.local_locks) {
             engine.emit(|| LockEvent::Closing);
         }
-        let orderly = async {
-            // The order matters: an acquisition may become a held claim, and a holder may leave a
-            // job to the background releaser.
-            engine.pending_claims.none_left().await;
-            engine.active_grants.none_left().await;
+        let all_released = async {
+            // The order matters: a pending claim may become an active grant, and its release may
+            // become a job of the background releaser.
+            engine.pending_claims.wait_until_zero().await;
+            engine.active_grants.wait_until_zero().await;
             engine.background.drained().await;
         };
-        let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
-        if !in_order {
-            // The holders' time is over. The store still gets the operation time-out to respond.
-            engine.out_of_time.set();
+        let in_time = tokio::time::timeout(limit, all_released).await.is_ok();
+        if !in_time {
+            // The holders lose their locks now. The store still has the operation time-out to
+            // respond.
+            engine.close_limit_reached.set();
             let _ = tokio::time::timeout(engine.defaults.operation_timeout, self.lose_all()).await;
         }
-        let lost = engine.lost.load(Ordering::Acquire) - start.lost;
-        // A claim that is being released counts both as held and as a job of the releaser, hence
-        // `max`. A caller that gets its local permit only now is counted briefly but sends no
-        // request.
+        let lost = engine.lost_claims.load(Ordering::Acquire) - before.lost;
+        // A claim that is being released may be counted both as an active grant and as a job of the
+        // background releaser, hence `max`.
         let held = engine.active_grants.alive();
-        let in_flight = if in_order {
+        let in_flight = if in_time {
             0
         } else {
             held.max(engine.background.claims()) + engine.pending_claims.alive()
         };
-        let left = engine.left_to_lease.load(Ordering::Acquire) - start.left_to_lease;
-        let unreleased_claims =
-            engine.unreleased_claims.load(Ordering::Acquire) - start.unreleased_claims;
+        let left_to_lease = engine.left_to_lease.load(Ordering::Acquire) - before.left_to_lease;
+        let failed_releases =
+            engine.failed_releases.load(Ordering::Acquire) - before.failed_releases;
         let report = CloseReport {
-            released: start.held.saturating_sub(lost + held + unreleased_claims),
+            released: before.held.saturating_sub(lost + held + failed_releases),
             lost,
-            abandoned: in_flight + left,
+            abandoned: in_flight + left_to_lease,
         };
         engine.stop_renewal();
-        // One future for all calls of `close`: any of them that is polled drives it for the others.
-        // If a call is dropped, the background releaser drives it.
-        let finish = closing.finish.get_or_init(|| {
-            let renewer = closing.renewer.lock().unwrap_or_else(PoisonError::into_inner).take();
+        // One future for all calls of `close`: each call that is polled also polls it for the
+        // others. If a call is dropped, the background releaser polls it.
+        let finish = close_state.finish.get_or_init(|| {
+            let renewer = close_state.renewer.lock().unwrap_or_else(PoisonError::into_inner).take();
             finish(Arc::clone(engine), renewer).boxed().shared()
         });
-        Call::new(&engine.background, shielded(finish.clone()).boxed()).await;
+        Call::new(&engine.background, with_panic_safe_waker(finish.clone()).boxed()).await;
         report
     }
 }
@@ -464,7 +466,7 @@ impl RegistryBuilder {
         self
     }
 
-    /// Sets the poll interval of waiters. A random part of up to a quarter is added; a notification
+    /// Sets the poll interval of waiters. A random part of up to a quarter is added, and a wake-up
     /// from the store ends the wait earlier. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN)
     /// and [`POLL_MAX`](Self::POLL_MAX).
     pub fn poll(mut self, poll: Duration) -> Self {
@@ -476,7 +478,7 @@ impl RegistryBuilder {
     /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
     /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
     pub fn handoff(mut self, times: u32) -> Self {
-        self.defaults.handoffs = Handoffs::exactly(times);
+        self.defaults.hand_over_limits = HandOverLimits::exactly(times);
         self
     }
 
@@ -519,22 +521,22 @@ impl RegistryBuilder {
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, Self::POLL_MIN, Self::POLL_MAX)?;
         check_range("timeout", defaults.operation_timeout, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
-        if defaults.handoffs.max > Self::HANDOFF_MAX {
+        if defaults.hand_over_limits.max > Self::HANDOFF_MAX {
             return Err(ConfigError::Invalid(format!(
                 "handoff {} is larger than the limit of {}: each hand-over reserves a fencing token, and tokens must not \
                  outrun the store's clock",
-                defaults.handoffs.max,
+                defaults.hand_over_limits.max,
                 Self::HANDOFF_MAX
             )));
         }
-        let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
+        let default_options = ClaimOptions::resolve(&LockOptions::new(), &defaults, &capabilities)
             .map_err(|error| ConfigError::Invalid(error.to_string()))?;
         let (background, background_work) = BackgroundReleaser::new();
         let watch_work = background.watch().work();
         let local_locks = Arc::new(LocalLocks::new());
         let schedule = Arc::new(Schedule::default());
-        let known = Arc::clone(&local_locks);
-        let invalidations = Arc::new(InvalidationQueue::new(move |key| known.has(key)));
+        let table = Arc::clone(&local_locks);
+        let invalidations = Arc::new(InvalidationQueue::new(move |key| table.contains(key)));
         let renewer = LeaseRenewer {
             backend: Arc::clone(&backend),
             schedule: Arc::clone(&schedule),
@@ -548,7 +550,7 @@ impl RegistryBuilder {
             backend,
             capabilities,
             defaults,
-            default_terms: Arc::new(default_terms),
+            default_options: Arc::new(default_options),
             observers,
             schedule,
             invalidations,
@@ -556,31 +558,32 @@ impl RegistryBuilder {
             active_grants: ActiveCount::default(),
             pending_claims: ActiveCount::default(),
             closing: OneShotEvent::default(),
-            out_of_time: OneShotEvent::default(),
-            lost: 0.into(),
+            close_limit_reached: OneShotEvent::default(),
+            lost_claims: 0.into(),
             left_to_lease: 0.into(),
-            unreleased_claims: 0.into(),
+            failed_releases: 0.into(),
             sibling,
         });
         engine.backend.subscribe(Invalidations::new(&engine.invalidations));
-        let closing = Closing {
+        let close_state = CloseState {
             renewer: Mutex::new(Some(runtime.spawn(renewer.run()))),
             finish: OnceLock::new(),
             _background: runtime.spawn({
-                let home = HomeRuntime(Arc::downgrade(&engine), Arc::clone(&local_locks));
+                let on_shutdown =
+                    CloseOnRuntimeShutdown(Arc::downgrade(&engine), Arc::clone(&local_locks));
                 async move {
                     background_work.await;
-                    drop(home);
+                    drop(on_shutdown);
                 }
             }),
             _watch: runtime.spawn(watch_work),
-            start: OnceLock::new(),
+            counts: OnceLock::new(),
         };
-        Ok(Registry { engine, local_locks, closing: Arc::new(closing) })
+        Ok(Registry { engine, local_locks, close_state: Arc::new(close_state) })
     }
 }
 
-/// Ends all waits with [`LockError::Closed`], now and from now on. Returns true for the first call.
+/// Makes all current and later waits return [`LockError::Closed`]. Returns true for the first call.
 fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
     let is_first = engine.closing.set();
     if is_first {
@@ -595,7 +598,7 @@ fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
 async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
     let limit = engine.defaults.operation_timeout;
     if let Some(renewer) = renewer {
-        // Renewals in flight complete first, so that the backend is not closed during a call.
+        // The renewer completes its calls first, so that the backend is not closed during a call.
         let _ = within(limit, renewer).await;
     }
     engine.close_backend().answer_within(limit).await;
@@ -611,13 +614,13 @@ fn runtime() -> Result<Handle, ConfigError> {
     Ok(runtime)
 }
 
-/// Exists as long as the runtime runs the registry's background tasks.
-struct HomeRuntime(Weak<Engine>, Arc<LocalLocks>);
+/// Closes the registry when it is dropped, together with the background releaser's task.
+struct CloseOnRuntimeShutdown(Weak<Engine>, Arc<LocalLocks>);
 
-impl Drop for HomeRuntime {
+impl Drop for CloseOnRuntimeShutdown {
     fn drop(&mut self) {
-        // The runtime has shut down before the registry. No task would ever wake waiters in other
-        // runtimes.
+        // If the registry still exists, its runtime has shut down. Waiters in other runtimes would
+        // never be woken.
         if let Some(engine) = self.0.upgrade() {
             begin_to_close(&engine, &self.1);
         }

@@ -14,8 +14,9 @@ use crate::error::BackendError;
 use crate::event::LockEvent;
 use crate::mutant::{Mutant, mutated};
 
-/// A local permit that is passed on, by its drop, once the release has an outcome.
-pub(crate) trait PassedOnAfterRelease: fmt::Debug + Send {
+/// A local permit that stays taken until the release of the claim has an outcome. Its drop passes
+/// it to the next local caller. A trait, because `local_lock` depends on this file.
+pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
     /// Records a store error for the callers that wait for the permit.
     fn record_error(&self, error: &BackendError);
 }
@@ -25,10 +26,10 @@ pub(crate) trait PassedOnAfterRelease: fmt::Debug + Send {
 pub(crate) struct PendingRelease {
     pub(crate) engine: Arc<Engine>,
     pub(crate) claim: Claim,
-    /// Passed on once the store has responded or the lease is over, so that the next local caller
-    /// does not find our own record.
-    pub(crate) permit: Option<Box<dyn PassedOnAfterRelease>>,
-    /// The time from now after which the store's clock has freed the claim in any case.
+    /// Dropped once the store has responded or the lease is over, so that the next local caller
+    /// does not find the record of this claim.
+    pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
+    /// The time after which the claim has expired in the store if the release fails.
     pub(crate) lease: Duration,
     /// The number of attempts of this claim that may still reach the store.
     pub(crate) unknown_attempts: u32,
@@ -38,14 +39,29 @@ pub(crate) struct PendingRelease {
     pub(crate) blocked: Option<oneshot::Sender<BackendError>>,
 }
 
+impl PendingRelease {
+    /// The release of a claim without a local permit, whose attempts all have a known outcome.
+    pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
+        Self {
+            lease: claim.lease(),
+            engine,
+            claim,
+            permit: None,
+            unknown_attempts: 0,
+            in_flight: None,
+            blocked: None,
+        }
+    }
+}
+
 /// The outcome of a release.
 #[derive(Debug)]
 pub(crate) enum ReleaseOutcome {
-    /// The grant existed and has ended, possibly by an earlier release whose reply was lost.
+    /// The grant has ended, by this release or an earlier one whose reply was lost.
     Freed,
-    /// The grant did not exist any more.
+    /// The grant had ended before the release.
     NotHeld,
-    /// The outcome is unknown; the store's clock frees the claim at the end of its lease.
+    /// The outcome is unknown. The claim ends with its lease at the latest.
     Unknown(BackendError),
 }
 
@@ -64,8 +80,8 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     let outcome = release_until_answered(&mut pending).await;
     if let ReleaseOutcome::Unknown(_) = outcome {
-        // The store is unreachable or refuses, so only its clock frees the key now. The next local
-        // caller must learn this from its own request.
+        // The store is unreachable or refuses. The claim ends with its lease, and the next local
+        // caller finds out by a request of its own.
         pending.engine.leave_to_lease(pending.claim.key());
     }
     pending.permit = None;
@@ -77,6 +93,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     outcome
 }
 
+/// Repeats the release until the store responds, the error is permanent, or the lease is over.
 async fn release_until_answered(pending: &mut PendingRelease) -> ReleaseOutcome {
     let engine = Arc::clone(&pending.engine);
     let mut until = None;
@@ -117,8 +134,8 @@ async fn release_until_answered(pending: &mut PendingRelease) -> ReleaseOutcome 
     }
 }
 
-/// Releases late grants of unresolved attempts: the release of a claim can overtake its acquire
-/// request.
+/// Releases the grants of attempts that reach the store after the release of their claim. Ends when
+/// as many grants were found as there are unknown attempts, or when the lease is over.
 async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
@@ -128,7 +145,7 @@ async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
         tokio::select! {
             biased;
             () = pause => {}
-            () = engine.out_of_time.wait() => {
+            () = engine.close_limit_reached.wait() => {
                 engine.leave_to_lease(pending.claim.key());
                 return;
             }

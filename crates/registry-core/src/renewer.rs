@@ -45,31 +45,31 @@ impl LeaseRenewer {
             let mut renewals: BTreeMap<u32, Batches> = BTreeMap::new();
             let policy = renewal_policy(&**backend);
             let batch_max = policy.batch_max;
-            let mut is_due = false;
-            for (timer, held) in due {
-                match Arc::clone(&held).next_action(timer, now) {
+            let mut has_renewal = false;
+            for (timer, grant) in due {
+                match Arc::clone(&grant).next_action(timer, now) {
                     RenewerAction::Nothing => {}
-                    RenewerAction::Lose(reason) => _ = held.lose(reason),
+                    RenewerAction::Lose(reason) => _ = grant.lose(reason),
                     RenewerAction::Renew { requested, is_verification, unanswered } => {
                         if unanswered {
-                            held.renewal_unanswered(now);
+                            grant.renewal_unanswered(now);
                         }
-                        is_due |= !is_verification;
-                        let batches = renewals.entry(shard(&**backend, held.claim())).or_default();
-                        batches.add(&held, requested, batch_max);
+                        has_renewal |= !is_verification;
+                        let batches = renewals.entry(shard(&**backend, grant.claim())).or_default();
+                        batches.add(&grant, requested, batch_max);
                     }
                 }
             }
-            if is_due {
-                let room = renewals.values().map(|batches| batches.room(batch_max));
-                let room = room.fold(0, usize::saturating_add);
-                for held in schedule.next_renewals(room) {
-                    let batches = renewals.get_mut(&shard(&**backend, held.claim()));
-                    if let Some(batches) = batches.filter(|batches| batches.room(batch_max) > 0)
+            if has_renewal {
+                let free = renewals.values().map(|batches| batches.free(batch_max));
+                let free = free.fold(0, usize::saturating_add);
+                for grant in schedule.next_renewals(free) {
+                    let batches = renewals.get_mut(&shard(&**backend, grant.claim()));
+                    if let Some(batches) = batches.filter(|batches| batches.free(batch_max) > 0)
                         && let Some(requested) =
-                            Arc::clone(&held).renew_early(now, policy.whole_shard)
+                            Arc::clone(&grant).renew_early(now, policy.whole_shard)
                     {
-                        batches.add(&held, requested, batch_max);
+                        batches.add(&grant, requested, batch_max);
                     }
                 }
             }
@@ -77,7 +77,8 @@ impl LeaseRenewer {
                 calls.push(renew(Arc::clone(backend), batch, now));
             }
             if invalidated {
-                // Other tasks of this thread must run even if invalidations arrive without a pause.
+                // Invalidations may arrive without a pause, and other tasks of this thread must
+                // run.
                 tokio::task::yield_now().await;
             }
             let wakes_at = schedule.wakes_at();
@@ -99,9 +100,10 @@ impl LeaseRenewer {
                 () = sleep => {}
             }
         }
-        // Calls in flight are completed: the backend contract does not allow dropping them.
+        // Completes the calls in flight: clause 6 of the contract does not allow dropping them.
         while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)).await.is_some() {}
     }
+
     /// Passes queued invalidations to their claims. Returns false if there were none.
     fn invalidate(&self, now: Moment) -> bool {
         let affected = match self.invalidations.take() {
@@ -110,10 +112,10 @@ impl LeaseRenewer {
                 let mut affected = Vec::new();
                 for key in keys {
                     if let Some(local_lock) = self.local_locks.get(key.as_str()) {
-                        // Before the lookup: a claim that is not in the schedule yet compares the
-                        // epoch when it is added.
+                        // Before the lookup: a claim that is not in the schedule yet checks the
+                        // epoch after it is added.
                         local_lock.invalidate();
-                        affected.extend(self.schedule.find(&local_lock.timer));
+                        affected.extend(self.schedule.find(&local_lock.last_timer));
                     }
                 }
                 affected
@@ -124,8 +126,8 @@ impl LeaseRenewer {
                 self.schedule.all()
             }
         };
-        for held in affected {
-            held.invalidate(now);
+        for grant in affected {
+            grant.invalidate(now);
         }
         true
     }
@@ -133,7 +135,7 @@ impl LeaseRenewer {
 
 impl Drop for LeaseRenewer {
     fn drop(&mut self) {
-        // Also reached when the runtime shuts down and drops the task.
+        // Also when the runtime shuts down and drops the task.
         self.invalidations.close();
     }
 }
@@ -143,8 +145,8 @@ impl Drop for LeaseRenewer {
 struct Batches(Vec<Vec<(Weak<dyn Renewable>, Claim)>>);
 
 impl Batches {
-    fn add(&mut self, held: &Arc<dyn Renewable>, requested: Duration, batch_max: usize) {
-        let claim = (Arc::downgrade(held), held.claim().clone().with_lease(requested));
+    fn add(&mut self, grant: &Arc<dyn Renewable>, requested: Duration, batch_max: usize) {
+        let claim = (Arc::downgrade(grant), grant.claim().clone().with_lease(requested));
         match self.0.last_mut().filter(|last| last.len() < batch_max) {
             Some(last) => last.push(claim),
             None => self.0.push(vec![claim]),
@@ -152,7 +154,7 @@ impl Batches {
     }
 
     /// Returns how many more claims the last call can include.
-    fn room(&self, batch_max: usize) -> usize {
+    fn free(&self, batch_max: usize) -> usize {
         self.0.last().map_or(0, |last| batch_max.saturating_sub(last.len()))
     }
 }
@@ -187,7 +189,7 @@ fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
 }
 
 fn renewal_policy(backend: &dyn LockBackend) -> RenewalPolicy {
-    // If the backend panics, a batch of one claim is within every limit.
+    // If the backend panics, its limit is unknown. A batch of one claim is within every limit.
     let policy = catch_panic(|| backend.capabilities().renewal)
         .unwrap_or(RenewalPolicy::new().with_batch_max(1));
     // The field may have been set to zero directly.
@@ -196,13 +198,13 @@ fn renewal_policy(backend: &dyn LockBackend) -> RenewalPolicy {
 
 fn apply_results(batch: Batch) {
     let mut answers = batch.answers.into_iter();
-    for held in batch.grants {
+    for grant in batch.grants {
         let answer = answers.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));
-        let Some(held) = held.upgrade() else { continue };
+        let Some(grant) = grant.upgrade() else { continue };
         match answer {
-            Ok(Renewal::Renewed(granted)) => held.confirmed(batch.sent_at, granted),
-            Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
-            Err(error) => held.renewal_failed(batch.sent_at, &error),
+            Ok(Renewal::Renewed(granted)) => grant.confirmed(batch.sent_at, granted),
+            Ok(Renewal::Gone) => _ = grant.lose(LostReason::Gone),
+            Err(error) => grant.renewal_failed(batch.sent_at, &error),
         }
     }
 }
@@ -239,14 +241,14 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn locks_that_are_held_for_a_moment_wake_the_renewer_once() {
+    async fn locks_that_are_held_briefly_wake_the_renewer_once() {
         let registry = Registry::builder(Arc::new(VerifyingBackend(PassThroughBackend::new())))
             .build()
             .unwrap();
         let lock = registry.obtain("orders/42");
         // First with an otherwise empty schedule, then next to a lock that is held throughout.
-        for beside_another in [false, true] {
-            let other = if beside_another {
+        for with_another in [false, true] {
+            let other = if with_another {
                 Some(registry.obtain("orders/43").lock().await.unwrap())
             } else {
                 None
@@ -256,7 +258,7 @@ mod tests {
             let began = Moment::now();
             for millis in 0..20 {
                 let guard = lock.lock().await.unwrap();
-                let schedule = Arc::clone(&guard.hold().held().engine().schedule);
+                let schedule = Arc::clone(&guard.hold().grant().engine().schedule);
                 guard.unlock().await.unwrap();
                 // Paused time advances only when all tasks are idle.
                 tokio::time::sleep(Duration::from_millis(1)).await;

@@ -14,8 +14,8 @@ use crate::registry::{CloseReport, LockRegistry};
 /// A registry that selects another registry by key. The first matching pattern is used; a key that
 /// matches none goes to the default.
 ///
-/// In a pattern, `*` stands for any number of characters, including none. Every other character
-/// stands for itself.
+/// In a pattern, `*` stands for any number of characters, including none. Other characters match
+/// themselves.
 ///
 /// # Examples
 /// ```
@@ -49,7 +49,7 @@ impl RoutingRegistry {
         self
     }
 
-    fn pick(&self, key: &str) -> &Arc<dyn LockRegistry> {
+    fn registry_of(&self, key: &str) -> &Arc<dyn LockRegistry> {
         let route = self.routes.iter().find(|(pattern, _)| matches(pattern, key));
         route.map_or(&self.default, |(_, registry)| registry)
     }
@@ -69,15 +69,15 @@ impl RoutingRegistry {
 #[async_trait]
 impl LockRegistry for RoutingRegistry {
     fn obtain(&self, key: &str) -> DistributedLock {
-        self.pick(key).obtain(key)
+        self.registry_of(key).obtain(key)
     }
 
     /// Returns the capabilities that apply to every key.
     fn capabilities(&self) -> Capabilities {
         let all = self.distinct();
-        all.iter()
-            .skip(1)
-            .fold(self.default.capabilities(), |met, registry| met.meet(&registry.capabilities()))
+        all.iter().skip(1).fold(self.default.capabilities(), |common, registry| {
+            common.meet(&registry.capabilities())
+        })
     }
 
     /// Closes all registries concurrently and adds up their reports. A registry in two different
@@ -103,7 +103,7 @@ impl fmt::Debug for RoutingRegistry {
 }
 
 /// Returns whether `key` matches `pattern`. Each part between stars is searched after the previous
-/// one; the leftmost match is always sufficient.
+/// one. The leftmost match suffices, because it leaves the longest rest.
 fn matches(pattern: &str, key: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else {
         return pattern == key;

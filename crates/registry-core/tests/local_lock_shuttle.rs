@@ -1,5 +1,5 @@
-//! The local half of a lock under a model checker. One local lock exists per key, whenever handles
-//! are obtained and dropped. One caller at a time has the local permit, and every waiter gets it.
+//! The local half of a lock under a model checker: each key has one local lock, one caller at a
+//! time has its local permit, and every waiter gets the permit.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
 //!
@@ -27,16 +27,15 @@ use tokio::runtime::Runtime;
 /// The number of schedules per test and strategy.
 const SCHEDULES: usize = 2_000;
 
-/// Runs `scene` under many schedules: random ones, and schedules with few switches at the most
-/// harmful points.
-fn check(scene: impl Fn(&Registry) + Send + Sync + 'static, handoff: u32) {
-    // No runtime is driven, because all calls of these scenes are ready at once. The engine only
-    // needs a runtime to exist.
-    check_in(move |registry, _| scene(registry), handoff);
+/// Runs `scenario` under random schedules, and under schedules with few thread switches (PCT).
+fn check(scenario: impl Fn(&Registry) + Send + Sync + 'static, handoff: u32) {
+    // No task of the runtime runs: the engine only needs a runtime to exist, because all calls of
+    // these scenarios are ready at their first poll or wait for another thread.
+    check_in(move |registry, _| scenario(registry), handoff);
 }
 
-fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, handoff: u32) {
-    let scene = Arc::new(scene);
+fn check_in(scenario: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, handoff: u32) {
+    let scenario = Arc::new(scenario);
     let mut config = shuttle::Config::new();
     config.stack_size = 1 << 20;
     let run = move || {
@@ -45,7 +44,7 @@ fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, ha
         let _inside = runtime.enter();
         let backend = Arc::new(PassThroughBackend::new());
         let registry = Registry::builder(backend).handoff(handoff).build().unwrap();
-        scene(&registry, &runtime);
+        scenario(&registry, &runtime);
         assert_eq!(registry.local_locks(), 0, "a local lock is left");
         assert_eq!(registry.held(), 0, "a claim is left");
     };
@@ -58,26 +57,26 @@ fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, ha
 
 /// Fails when two threads are inside at the same time.
 #[derive(Default)]
-struct Room(AtomicBool);
+struct CriticalSection(AtomicBool);
 
-impl Room {
-    fn visit(&self) {
+impl CriticalSection {
+    fn enter(&self) {
         assert!(!self.0.swap(true, Ordering::SeqCst), "two callers have the local permit at once");
         thread::yield_now();
         self.0.store(false, Ordering::SeqCst);
     }
 
-    fn visit_under(&self, lock: &DistributedLock) {
+    fn enter_under(&self, lock: &DistributedLock) {
         let guard = block_on(lock.lock()).unwrap();
-        self.visit();
+        self.enter();
         block_on(guard.unlock()).unwrap();
     }
 }
 
-fn all(visitors: impl IntoIterator<Item = thread::JoinHandle<()>>) {
-    let visitors: Vec<_> = visitors.into_iter().collect();
-    for visitor in visitors {
-        visitor.join().unwrap();
+fn join_all(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    let threads: Vec<_> = threads.into_iter().collect();
+    for thread in threads {
+        thread.join().unwrap();
     }
 }
 
@@ -86,21 +85,21 @@ fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Poll<F::Output> {
     future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
-type Lock = Pin<Box<dyn Future<Output = Result<LockGuard, LockError>> + Send>>;
+type LockFuture = Pin<Box<dyn Future<Output = Result<LockGuard, LockError>> + Send>>;
 
-fn lock(lock: &DistributedLock) -> Lock {
+fn lock_future(lock: &DistributedLock) -> LockFuture {
     let lock = lock.clone();
     Box::pin(async move { lock.lock().await })
 }
 
 /// Threads that obtain and drop handles of one key at random share one local lock at any time.
 #[test]
-fn handles_that_come_and_go_never_create_two_local_locks() {
+fn concurrent_obtains_and_drops_never_create_two_local_locks() {
     check(
         |registry| {
-            let room = Arc::new(Room::default());
-            all((0..3).map(|_| {
-                let (registry, room) = (registry.clone(), Arc::clone(&room));
+            let section = Arc::new(CriticalSection::default());
+            join_all((0..3).map(|_| {
+                let (registry, section) = (registry.clone(), Arc::clone(&section));
                 thread::spawn(move || {
                     for _ in 0..2 {
                         let mut lock = registry.obtain("k");
@@ -109,7 +108,7 @@ fn handles_that_come_and_go_never_create_two_local_locks() {
                             lock = registry.obtain("k");
                         }
                         if thread_rng().gen_bool(0.8) {
-                            room.visit_under(&lock);
+                            section.enter_under(&lock);
                         }
                     }
                 })
@@ -124,12 +123,12 @@ fn handles_that_come_and_go_never_create_two_local_locks() {
 fn a_held_local_lock_is_found_by_the_next_caller() {
     check(
         |registry| {
-            let room = Arc::new(Room::default());
-            all((0..3).map(|_| {
-                let (registry, room) = (registry.clone(), Arc::clone(&room));
+            let section = Arc::new(CriticalSection::default());
+            join_all((0..3).map(|_| {
+                let (registry, section) = (registry.clone(), Arc::clone(&section));
                 thread::spawn(move || {
                     let guard = block_on(registry.obtain("k").lock()).unwrap();
-                    room.visit();
+                    section.enter();
                     block_on(guard.unlock()).unwrap();
                 })
             }));
@@ -138,18 +137,19 @@ fn a_held_local_lock_is_found_by_the_next_caller() {
     );
 }
 
-fn leave_the_queue(registry: &Registry) {
-    let room = Arc::new(Room::default());
-    let stay = (0..2).map(|_| {
-        let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
-        thread::spawn(move || room.visit_under(&lock))
+/// Two threads wait for the lock, and two others drop their waiting futures at random times.
+fn drop_waiting_futures(registry: &Registry) {
+    let section = Arc::new(CriticalSection::default());
+    let waiting = (0..2).map(|_| {
+        let (lock, section) = (registry.obtain("k"), Arc::clone(&section));
+        thread::spawn(move || section.enter_under(&lock))
     });
-    let leave = (0..2).map(|_| {
-        let (mut entering, room) = (lock(&registry.obtain("k")), Arc::clone(&room));
+    let dropping = (0..2).map(|_| {
+        let (mut entering, section) = (lock_future(&registry.obtain("k")), Arc::clone(&section));
         thread::spawn(move || {
             for _ in 0..thread_rng().gen_range(0..4) {
                 if let Poll::Ready(entered) = poll_once(entering.as_mut()) {
-                    room.visit();
+                    section.enter();
                     block_on(entered.unwrap().unlock()).unwrap();
                     return;
                 }
@@ -157,39 +157,38 @@ fn leave_the_queue(registry: &Registry) {
             }
         })
     });
-    all(stay.chain(leave).collect::<Vec<_>>());
+    join_all(waiting.chain(dropping).collect::<Vec<_>>());
 }
 
-/// The local permit skips callers that have left the queue, whenever they leave, and reaches those
-/// that remain.
+/// The local permit skips callers that were dropped, at whatever time, and reaches the others.
 #[test]
-fn callers_that_leave_the_queue_lose_no_permit() {
-    check(leave_the_queue, 0);
+fn dropped_waiters_lose_no_permit() {
+    check(drop_waiting_futures, 0);
 }
 
-/// A claim that was handed over to a caller that has left passes to the next caller, or is released
-/// in the store.
+/// A claim that is handed over to a dropped caller passes to the next caller, or is released in the
+/// store.
 #[test]
-fn callers_that_leave_the_queue_lose_no_claim() {
+fn dropped_waiters_lose_no_claim() {
     check_in(
         |registry, runtime| {
-            let over = Arc::new(AtomicBool::new(false));
+            let done = Arc::new(AtomicBool::new(false));
             // Drives the background releaser, which releases a guard that no caller received.
             let background = {
-                let (runtime, over) = (Arc::clone(runtime), Arc::clone(&over));
+                let (runtime, done) = (Arc::clone(runtime), Arc::clone(&done));
                 thread::spawn(move || {
-                    while !over.load(Ordering::SeqCst) {
+                    while !done.load(Ordering::SeqCst) {
                         runtime.block_on(tokio::task::yield_now());
                         thread::yield_now();
                     }
                 })
             };
-            leave_the_queue(registry);
+            drop_waiting_futures(registry);
             while registry.held() > 0 {
                 thread::yield_now();
             }
             block_on(registry.idle());
-            over.store(true, Ordering::SeqCst);
+            done.store(true, Ordering::SeqCst);
             background.join().unwrap();
         },
         32,
@@ -202,12 +201,12 @@ fn permits_are_given_in_the_order_of_arrival() {
     for handoff in [0, 32] {
         check(
             |registry| {
-                let lock_now = || lock(&registry.obtain("k"));
+                let new_caller = || lock_future(&registry.obtain("k"));
                 let holder = block_on(registry.obtain("k").lock()).unwrap();
                 let arrived = Arc::new(shuttle::sync::Mutex::new((0, 0)));
                 let callers: Vec<_> = (0..3)
                     .map(|_| {
-                        let (mut entering, arrived) = (lock_now(), Arc::clone(&arrived));
+                        let (mut entering, arrived) = (new_caller(), Arc::clone(&arrived));
                         thread::spawn(move || {
                             let place = {
                                 let mut arrived = arrived.lock().unwrap();
@@ -228,7 +227,7 @@ fn permits_are_given_in_the_order_of_arrival() {
                     thread::yield_now();
                 }
                 block_on(holder.unlock()).unwrap();
-                all(callers);
+                join_all(callers);
             },
             handoff,
         );
@@ -241,10 +240,10 @@ fn permits_are_given_in_the_order_of_arrival() {
 fn a_claim_that_is_handed_over_has_one_holder() {
     check(
         |registry| {
-            let room = Arc::new(Room::default());
-            all((0..4).map(|_| {
-                let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
-                thread::spawn(move || room.visit_under(&lock))
+            let section = Arc::new(CriticalSection::default());
+            join_all((0..4).map(|_| {
+                let (lock, section) = (registry.obtain("k"), Arc::clone(&section));
+                thread::spawn(move || section.enter_under(&lock))
             }));
         },
         2,
@@ -258,9 +257,9 @@ fn an_owner_never_waits_for_itself() {
     for handoff in [0, 32] {
         check(
             |registry| {
-                let room = Arc::new(Room::default());
-                all((0..3).map(|_| {
-                    let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
+                let section = Arc::new(CriticalSection::default());
+                join_all((0..3).map(|_| {
+                    let (lock, section) = (registry.obtain("k"), Arc::clone(&section));
                     thread::spawn(move || {
                         let options = LockOptions::new().owner(&Owner::new());
                         let mut guard = block_on(lock.lock_with(options.clone())).unwrap();
@@ -269,7 +268,7 @@ fn an_owner_never_waits_for_itself() {
                             block_on(guard.unlock()).unwrap();
                             guard = inner;
                         }
-                        room.visit();
+                        section.enter();
                         block_on(guard.unlock()).unwrap();
                     })
                 }));
@@ -286,11 +285,11 @@ fn all_callers_of_one_owner_reenter() {
         check(
             |registry| {
                 let owner = Owner::new();
-                let stranger = {
+                let other = {
                     let lock = registry.obtain("k");
-                    thread::spawn(move || Room::default().visit_under(&lock))
+                    thread::spawn(move || CriticalSection::default().enter_under(&lock))
                 };
-                let friends = (0..3).map(|_| {
+                let same_owner = (0..3).map(|_| {
                     let (lock, owner) = (registry.obtain("k"), owner.clone());
                     thread::spawn(move || {
                         let options = LockOptions::new().owner(&owner);
@@ -299,15 +298,15 @@ fn all_callers_of_one_owner_reenter() {
                         block_on(guard.unlock()).unwrap();
                     })
                 });
-                all(friends.chain([stranger]).collect::<Vec<_>>());
+                join_all(same_owner.chain([other]).collect::<Vec<_>>());
             },
             handoff,
         );
     }
 }
 
-/// Without points in the table of local locks, the tests above would run each caller to its end
-/// before the next one.
+/// Without switching points in the table of local locks, the tests above would not interleave
+/// accesses to it.
 #[test]
 fn the_model_checker_reaches_the_table_of_local_locks() {
     check(
@@ -317,7 +316,10 @@ fn the_model_checker_reaches_the_table_of_local_locks() {
             let other = thread::spawn(|| ());
             drop(registry.obtain("k"));
             let points = shuttle::current::context_switches() - before;
-            assert!(points >= 3, "{points} points on the way of a handle that comes and goes");
+            assert!(
+                points >= 3,
+                "{points} switching points while a handle is obtained and dropped"
+            );
             other.join().unwrap();
         },
         0,

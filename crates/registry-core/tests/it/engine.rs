@@ -29,7 +29,7 @@ fn two_processes() -> (Registry, Registry) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lock_excludes_and_is_free_again_after_unlock() {
+async fn a_lock_excludes_other_callers_until_unlock() {
     let (ours, theirs) = two_processes();
     let guard = ours.obtain("k").lock().await.unwrap();
     assert!(guard.is_held());
@@ -173,10 +173,10 @@ async fn a_key_is_free_after_the_min_hold_of_its_released_lock() {
 
 /// The in-process store with leases of at most 20 s.
 #[derive(Debug)]
-struct ShortLeases(MemoryBackend);
+struct ShortLeaseStore(MemoryBackend);
 
 #[async_trait]
-impl LockBackend for ShortLeases {
+impl LockBackend for ShortLeaseStore {
     fn capabilities(&self) -> Capabilities {
         self.0.capabilities().with_leases(Capabilities::LEASE_MIN, secs(20))
     }
@@ -197,7 +197,7 @@ impl LockBackend for ShortLeases {
 #[tokio::test(start_paused = true)]
 async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
     let store = MemoryBackend::new();
-    let open = || Registry::builder(Arc::new(ShortLeases(store.clone()))).build().unwrap();
+    let open = || Registry::builder(Arc::new(ShortLeaseStore(store.clone()))).build().unwrap();
     let (ours, theirs) = (open(), open());
     for is_dropped in [false, true] {
         let options = LockOptions::new().min_hold(secs(60)).max_hold(secs(120));
@@ -216,9 +216,9 @@ async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
     }
 }
 
-/// Returns the time to serve 20,000 waiting callers, each with an owner of its own or none with an
-/// owner.
-async fn serving_takes(owned: bool) -> Duration {
+/// Returns the time until 20,000 waiting callers have had the lock, each with an owner of its own
+/// or all without one.
+async fn time_of_20_000_waiters(owned: bool) -> Duration {
     let (ours, _) = two_processes();
     let lock = ours.obtain("k");
     let first = lock.lock().await.unwrap();
@@ -245,7 +245,7 @@ async fn the_time_of_a_grant_does_not_depend_on_the_number_of_waiting_owners() {
     let mut bests = [Duration::MAX; 2];
     for _ in 0..5 {
         for (best, owned) in bests.iter_mut().zip([false, true]) {
-            *best = serving_takes(owned).await.min(*best);
+            *best = time_of_20_000_waiters(owned).await.min(*best);
         }
     }
     let [without_owner, with_owners] = bests;
@@ -297,7 +297,7 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
 /// Each guard uses one token. With more than one token per microsecond, the tokens would outrun the
 /// clock. A restarted process would then begin below the tokens of the previous one.
 #[tokio::test]
-async fn tokens_grow_by_what_was_used_and_not_by_what_hand_overs_could_have_used() {
+async fn reserved_tokens_that_hand_overs_did_not_use_are_granted_later() {
     let store = MemoryBackend::new();
     let open =
         |handoff| Registry::builder(Arc::new(store.clone())).handoff(handoff).build().unwrap();

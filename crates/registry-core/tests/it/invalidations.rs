@@ -19,20 +19,20 @@ use registry_core::{
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 
-/// A store whose hints the test sends, and whose responses the test can delay or turn into errors.
+/// A store whose invalidations the test sends. The test can delay its responses or turn them into
+/// errors.
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
-    hints: Mutex<Vec<Invalidations>>,
+    invalidations: Mutex<Vec<Invalidations>>,
     /// The requested leases of each call of `renew`.
     renewals: Mutex<Vec<Vec<Duration>>>,
-    /// Responses to renewals and to attempts wait for a permit after the store has executed the
-    /// request.
-    renew_answers: Semaphore,
-    acquire_answers: Semaphore,
+    /// After the store has executed a renewal or an attempt, its response waits for a permit.
+    renew_responses: Semaphore,
+    acquire_responses: Semaphore,
     renewals_fail: AtomicBool,
     /// Renewals get no response.
-    is_mute: AtomicBool,
+    renewals_hang: AtomicBool,
     /// The number of renewals without a response so far.
     in_flight: AtomicU32,
 }
@@ -41,12 +41,12 @@ impl Store {
     fn new() -> Arc<Self> {
         Arc::new(Self {
             inner: MemoryBackend::new(),
-            hints: Mutex::default(),
+            invalidations: Mutex::default(),
             renewals: Mutex::default(),
-            renew_answers: Semaphore::new(Semaphore::MAX_PERMITS),
-            acquire_answers: Semaphore::new(Semaphore::MAX_PERMITS),
+            renew_responses: Semaphore::new(Semaphore::MAX_PERMITS),
+            acquire_responses: Semaphore::new(Semaphore::MAX_PERMITS),
             renewals_fail: false.into(),
-            is_mute: false.into(),
+            renewals_hang: false.into(),
             in_flight: 0.into(),
         })
     }
@@ -55,16 +55,16 @@ impl Store {
         Registry::builder(Arc::clone(self) as _).build().unwrap()
     }
 
-    fn hints(&self) -> Invalidations {
-        self.hints.lock().unwrap().last().unwrap().clone()
+    fn invalidations(&self) -> Invalidations {
+        self.invalidations.lock().unwrap().last().unwrap().clone()
     }
 
-    fn hint(&self, name: &str) {
-        self.hints().notify(&key(name));
+    fn invalidate(&self, name: &str) {
+        self.invalidations().notify(&key(name));
     }
 
-    /// Forces a release without a hint.
-    async fn breaks(&self, name: &str) {
+    /// Forces a release without an invalidation.
+    async fn force_release(&self, name: &str) {
         assert_eq!(self.inner.force_release(&key(name)).await.unwrap(), Release::Freed);
     }
 
@@ -77,15 +77,15 @@ impl Store {
     }
 
     /// Delays all responses from here on.
-    fn hold_back(answers: &Semaphore) {
-        answers.forget_permits(Semaphore::MAX_PERMITS);
+    fn delay_responses(responses: &Semaphore) {
+        responses.forget_permits(Semaphore::MAX_PERMITS);
     }
 
-    async fn answer(answers: &Semaphore) {
-        answers.acquire().await.unwrap().forget();
-        // While responses are not delayed, they use up no permits.
-        if answers.available_permits() > 1_000 {
-            answers.add_permits(1);
+    async fn wait_for_permit(responses: &Semaphore) {
+        responses.acquire().await.unwrap().forget();
+        // Returns the permit if responses are not delayed.
+        if responses.available_permits() > 1_000 {
+            responses.add_permits(1);
         }
     }
 }
@@ -98,32 +98,32 @@ impl LockBackend for Store {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let answer = self.inner.try_acquire(claim).await;
-        Self::answer(&self.acquire_answers).await;
+        Self::wait_for_permit(&self.acquire_responses).await;
         answer
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         self.renewals.lock().unwrap().push(claims.iter().map(Claim::lease).collect());
         self.in_flight.fetch_add(1, Ordering::Relaxed);
-        if self.is_mute.load(Ordering::Relaxed) {
+        if self.renewals_hang.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }
-        let answers = self.inner.renew(claims).await;
-        Self::answer(&self.renew_answers).await;
+        let responses = self.inner.renew(claims).await;
+        Self::wait_for_permit(&self.renew_responses).await;
         self.in_flight.fetch_sub(1, Ordering::Relaxed);
         if self.renewals_fail.load(Ordering::Relaxed) {
             return claims.iter().map(|_| Err(BackendError::transient("no connection"))).collect();
         }
-        answers
+        responses
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         self.inner.release(claim).await
     }
 
-    fn subscribe(&self, hints: Invalidations) {
-        assert!(hints.is_live());
-        self.hints.lock().unwrap().push(hints);
+    fn subscribe(&self, invalidations: Invalidations) {
+        assert!(invalidations.is_live());
+        self.invalidations.lock().unwrap().push(invalidations);
     }
 }
 
@@ -135,7 +135,7 @@ fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
-fn fixed() -> LockOptions {
+fn without_renewal() -> LockOptions {
     LockOptions::new().auto_renew(false)
 }
 
@@ -143,9 +143,9 @@ fn fixed() -> LockOptions {
 async fn an_invalidation_notifies_the_holder_of_a_loss_at_once() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock().await.unwrap();
-    store.breaks("k").await;
+    store.force_release("k").await;
     let broken_at = Instant::now();
-    store.hint("k");
+    store.invalidate("k");
     assert_eq!(guard.lost().await, LostReason::Gone);
     assert_eq!(broken_at.elapsed(), Duration::ZERO);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
@@ -157,8 +157,8 @@ async fn a_superfluous_invalidation_costs_one_renewal_and_nothing_else() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
-    store.hint("k");
-    store.hint("not held");
+    store.invalidate("k");
+    store.invalidate("not held");
     sleep(ms(1)).await;
     assert!(guard.is_held());
     assert_eq!(store.renewals(), 1);
@@ -169,8 +169,8 @@ async fn a_superfluous_invalidation_costs_one_renewal_and_nothing_else() {
     sleep(ms(200)).await;
     assert_eq!(store.renewals(), 2);
     guard.unlock().await.unwrap();
-    store.hint("k");
-    store.hints().notify_all();
+    store.invalidate("k");
+    store.invalidations().notify_all();
     sleep(ms(60_000)).await;
     assert_eq!(store.renewals(), 2, "nothing is held");
 }
@@ -179,19 +179,19 @@ async fn a_superfluous_invalidation_costs_one_renewal_and_nothing_else() {
 async fn an_invalidation_during_a_renewal_causes_a_further_verification() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock().await.unwrap();
-    Store::hold_back(&store.renew_answers);
-    store.hint("k");
+    Store::delay_responses(&store.renew_responses);
+    store.invalidate("k");
     sleep(ms(5)).await;
     assert_eq!(store.in_flight.load(Ordering::Relaxed), 1);
     // After the store has executed the renewal in flight.
-    store.breaks("k").await;
+    store.force_release("k").await;
     for _ in 0..1_000 {
-        store.hint("k");
+        store.invalidate("k");
         sleep(ms(1)).await;
         assert_eq!(store.renewals(), 1, "one at a time");
     }
     assert!(guard.is_held(), "the loss cannot be known yet");
-    store.renew_answers.add_permits(2);
+    store.renew_responses.add_permits(2);
     assert_eq!(timeout(ms(20), guard.lost()).await, Ok(LostReason::Gone));
     assert_eq!(store.renewals(), 2);
 }
@@ -200,11 +200,11 @@ async fn an_invalidation_during_a_renewal_causes_a_further_verification() {
 async fn a_verification_does_not_extend_a_lease_that_is_not_renewed() {
     let store = Store::new();
     let registry = store.registry();
-    let guard = registry.obtain("k").lock_with(fixed()).await.unwrap();
+    let guard = registry.obtain("k").lock_with(without_renewal()).await.unwrap();
     let (granted_at, until) = (Instant::now(), guard.valid_until());
     let ends = granted_at + ms(30_000);
     for _ in 0..98 {
-        store.hint("k");
+        store.invalidate("k");
         sleep(ms(300)).await;
         assert_eq!(Instant::now() + store.holder("k").await.lease_left.unwrap(), ends);
         assert_eq!(guard.valid_until(), until);
@@ -212,7 +212,7 @@ async fn a_verification_does_not_extend_a_lease_that_is_not_renewed() {
     assert_eq!(store.renewals(), 98);
     // This close to the end, a verification would extend the lease.
     sleep(ms(200)).await;
-    store.hint("k");
+    store.invalidate("k");
     sleep(ms(1)).await;
     assert_eq!(store.renewals(), 98);
     assert_eq!(guard.lost().await, LostReason::Expired);
@@ -221,9 +221,9 @@ async fn a_verification_does_not_extend_a_lease_that_is_not_renewed() {
 #[tokio::test(start_paused = true)]
 async fn an_invalidation_notifies_the_holder_of_a_fixed_lease_of_a_loss() {
     let store = Store::new();
-    let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap();
-    store.breaks("k").await;
-    store.hint("k");
+    let guard = store.registry().obtain("k").lock_with(without_renewal()).await.unwrap();
+    store.force_release("k").await;
+    store.invalidate("k");
     assert_eq!(timeout(ms(1), guard.lost()).await, Ok(LostReason::Gone));
 }
 
@@ -235,7 +235,7 @@ async fn a_verification_does_not_change_max_hold() {
     let (granted_at, until) = (Instant::now(), guard.valid_until());
     for _ in 0..9 {
         sleep(ms(1_000)).await;
-        store.hint("k");
+        store.invalidate("k");
     }
     assert_eq!(guard.valid_until(), until);
     assert_eq!(guard.lost().await, LostReason::MaxHold);
@@ -250,21 +250,21 @@ async fn continuous_invalidations_cause_few_renewals() {
     let registry = store.registry();
     let guards = [
         registry.obtain("k").lock().await.unwrap(),
-        registry.obtain("fixed").lock_with(fixed()).await.unwrap(),
+        registry.obtain("fixed").lock_with(without_renewal()).await.unwrap(),
     ];
     for _ in 0..10_000 {
-        store.hint("k");
-        store.hint("fixed");
-        store.hints().notify_all();
+        store.invalidate("k");
+        store.invalidate("fixed");
+        store.invalidations().notify_all();
         sleep(ms(1)).await;
     }
     assert!((10..40).contains(&store.renewals()), "{} renewals", store.renewals());
     assert!(guards.iter().all(registry_core::LockGuard::is_held));
-    // After a quiet interval, a hint is followed at once again.
+    // After a quiet interval, an invalidation is verified at once again.
     sleep(ms(2_000)).await;
     let before = store.renewals();
-    store.breaks("k").await;
-    store.hint("k");
+    store.force_release("k").await;
+    store.invalidate("k");
     assert_eq!(timeout(ms(1), guards[0].lost()).await, Ok(LostReason::Gone));
     assert_eq!(store.renewals(), before + 1);
 }
@@ -273,10 +273,10 @@ async fn continuous_invalidations_cause_few_renewals() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_reports_our_own_renewals_causes_few_renewals() {
     #[derive(Debug)]
-    struct Echo(Arc<Store>);
+    struct EchoingStore(Arc<Store>);
 
     #[async_trait]
-    impl LockBackend for Echo {
+    impl LockBackend for EchoingStore {
         fn capabilities(&self) -> Capabilities {
             self.0.capabilities()
         }
@@ -286,7 +286,7 @@ async fn a_store_that_reports_our_own_renewals_causes_few_renewals() {
         }
 
         async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-            claims.iter().for_each(|claim| self.0.hints().notify(claim.key()));
+            claims.iter().for_each(|claim| self.0.invalidations().notify(claim.key()));
             self.0.renew(claims).await
         }
 
@@ -294,13 +294,13 @@ async fn a_store_that_reports_our_own_renewals_causes_few_renewals() {
             self.0.release(claim).await
         }
 
-        fn subscribe(&self, hints: Invalidations) {
-            self.0.subscribe(hints);
+        fn subscribe(&self, invalidations: Invalidations) {
+            self.0.subscribe(invalidations);
         }
     }
 
     let store = Store::new();
-    let registry = Registry::builder(Arc::new(Echo(Arc::clone(&store)))).build().unwrap();
+    let registry = Registry::builder(Arc::new(EchoingStore(Arc::clone(&store)))).build().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
     sleep(ms(60_000)).await;
     assert!((40..100).contains(&store.renewals()), "{} renewals", store.renewals());
@@ -312,17 +312,17 @@ async fn a_store_that_fails_receives_few_verifications() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
-    let fixed = registry.obtain("fixed").lock_with(fixed()).await.unwrap();
+    let fixed = registry.obtain("fixed").lock_with(without_renewal()).await.unwrap();
     store.renewals_fail.store(true, Ordering::Relaxed);
     for _ in 0..8_000 {
-        store.hints().notify_all();
+        store.invalidations().notify_all();
         sleep(ms(1)).await;
     }
     // Each of the two claims once per half a second to a second.
     assert!((14..=34).contains(&store.renewals()), "{} renewals", store.renewals());
     assert!(guard.is_held() && fixed.is_held(), "a failure says nothing");
-    // A failed verification is retried when the store is back, without another hint.
-    store.breaks("fixed").await;
+    // A failed verification is retried when the store is back, without another invalidation.
+    store.force_release("fixed").await;
     store.renewals_fail.store(false, Ordering::Relaxed);
     assert_eq!(timeout(ms(1_001), fixed.lost()).await, Ok(LostReason::Gone));
     assert!(guard.is_held());
@@ -331,19 +331,19 @@ async fn a_store_that_fails_receives_few_verifications() {
 /// Verifications without a response use up no tries of renewals.
 #[tokio::test(start_paused = true)]
 async fn verifications_without_a_response_lose_no_lock() {
-    for hinted in [false, true] {
+    for invalidated in [false, true] {
         let store = Store::new();
         let guard = store.registry().obtain("k").lock().await.unwrap();
-        store.is_mute.store(true, Ordering::Relaxed);
-        if hinted {
-            store.hint("k");
+        store.renewals_hang.store(true, Ordering::Relaxed);
+        if invalidated {
+            store.invalidate("k");
         }
         sleep(ms(20_500)).await;
-        let swallowed = store.renewals();
-        assert_eq!(swallowed, if hinted { 4 + 3 } else { 4 });
-        store.is_mute.store(false, Ordering::Relaxed);
+        let unanswered = store.renewals();
+        assert_eq!(unanswered, if invalidated { 4 + 3 } else { 4 });
+        store.renewals_hang.store(false, Ordering::Relaxed);
         sleep(ms(60_000)).await;
-        assert_eq!(guard.is_held(), hinted, "hinted: {hinted}");
+        assert_eq!(guard.is_held(), invalidated, "invalidated: {invalidated}");
     }
 }
 
@@ -351,10 +351,10 @@ async fn verifications_without_a_response_lose_no_lock() {
 #[tokio::test(start_paused = true)]
 async fn a_store_that_does_not_respond_receives_a_bounded_number_of_verifications() {
     let store = Store::new();
-    let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap();
-    store.is_mute.store(true, Ordering::Relaxed);
+    let guard = store.registry().obtain("k").lock_with(without_renewal()).await.unwrap();
+    store.renewals_hang.store(true, Ordering::Relaxed);
     while guard.is_held() {
-        store.hint("k");
+        store.invalidate("k");
         sleep(ms(100)).await;
     }
     assert_eq!(store.renewals(), 4);
@@ -370,9 +370,9 @@ async fn an_invalidation_of_all_keys_is_verified_in_one_call() {
         guards.push(registry.obtain(&format!("k{n}")).lock().await.unwrap());
         sleep(ms(1)).await;
     }
-    store.breaks("k7").await;
-    store.breaks("k31").await;
-    store.hints().notify_all();
+    store.force_release("k7").await;
+    store.force_release("k31").await;
+    store.invalidations().notify_all();
     sleep(ms(1)).await;
     let lost: Vec<_> = guards.iter().filter(|guard| !guard.is_held()).map(|g| g.key()).collect();
     assert_eq!(lost, ["k7", "k31"]);
@@ -384,25 +384,25 @@ async fn an_invalidation_during_an_acquisition_is_verified_after_the_grant() {
     for all in [false, true] {
         let store = Store::new();
         let registry = store.registry();
-        Store::hold_back(&store.acquire_answers);
-        // A hint before the request is older than the grant.
-        store.hint("k");
+        Store::delay_responses(&store.acquire_responses);
+        // An invalidation before the request is older than the grant.
+        store.invalidate("k");
         let lock = registry.obtain("k");
         let granted = tokio::spawn(async move { lock.lock().await.unwrap() });
         sleep(ms(1)).await;
-        store.breaks("k").await;
+        store.force_release("k").await;
         if all {
-            store.hints().notify_all();
+            store.invalidations().notify_all();
         } else {
-            store.hint("k");
+            store.invalidate("k");
         }
         sleep(ms(1)).await;
-        store.acquire_answers.add_permits(1);
+        store.acquire_responses.add_permits(1);
         let guard = granted.await.unwrap();
         assert_eq!(timeout(ms(1), guard.lost()).await, Ok(LostReason::Gone), "all: {all}");
         assert_eq!(store.renewals(), 1);
         // The next grant needs no verification.
-        store.acquire_answers.add_permits(1);
+        store.acquire_responses.add_permits(1);
         let next = registry.obtain("k").lock().await.unwrap();
         sleep(ms(1_000)).await;
         assert!(next.is_held());
@@ -420,14 +420,14 @@ async fn a_suspect_lock_is_not_handed_over() {
         let lock = registry.obtain("k");
         async move { lock.lock().await.unwrap() }
     });
-    Store::hold_back(&store.renew_answers);
-    store.breaks("k").await;
-    store.hint("k");
+    Store::delay_responses(&store.renew_responses);
+    store.force_release("k").await;
+    store.invalidate("k");
     sleep(ms(1)).await;
     assert!(matches!(first.unlock().await, Err(LockError::Lost { .. })));
     let second = second.await.unwrap();
     assert!(second.fencing_token() > token.checked_add(1).unwrap(), "granted anew");
-    store.renew_answers.add_permits(1);
+    store.renew_responses.add_permits(1);
     sleep(ms(10)).await;
     assert!(second.is_held(), "the answer was about the claim before");
 }
@@ -438,9 +438,9 @@ async fn an_invalidation_during_a_release_has_no_effect() {
     let registry = store.registry();
     for _ in 0..100 {
         let guard = registry.obtain("k").lock().await.unwrap();
-        store.hint("k");
+        store.invalidate("k");
         guard.unlock().await.unwrap();
-        store.hint("k");
+        store.invalidate("k");
     }
     registry.idle().await;
     sleep(ms(1)).await;
@@ -452,13 +452,13 @@ async fn a_closed_registry_ignores_invalidations() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
-    let hints = store.hints();
-    assert!(hints.is_live());
-    let other = hints.clone();
+    let invalidations = store.invalidations();
+    assert!(invalidations.is_live());
+    let other = invalidations.clone();
     let report = registry.close(ms(10)).await;
     assert_eq!(report.lost, 1);
-    assert!(!hints.is_live() && !other.is_live());
-    hints.notify(&key("k"));
+    assert!(!invalidations.is_live() && !other.is_live());
+    invalidations.notify(&key("k"));
     other.notify_all();
     sleep(ms(60_000)).await;
     assert_eq!(store.renewals(), 0);
@@ -469,16 +469,16 @@ async fn a_closed_registry_ignores_invalidations() {
 async fn an_invalidation_handle_keeps_no_registry_alive() {
     let store = Store::new();
     let registry = store.registry();
-    let hints = store.hints();
+    let invalidations = store.invalidations();
     let guard = registry.obtain("k").lock().await.unwrap();
     drop(registry);
-    store.breaks("k").await;
-    hints.notify_all();
+    store.force_release("k").await;
+    invalidations.notify_all();
     assert_eq!(guard.lost().await, LostReason::Gone, "a guard keeps it");
     drop(guard);
     sleep(ms(1)).await;
-    assert!(!hints.is_live());
-    hints.notify(&key("k"));
+    assert!(!invalidations.is_live());
+    invalidations.notify(&key("k"));
     assert_eq!(Arc::strong_count(&store), 1);
 }
 
@@ -490,16 +490,16 @@ fn a_registry_whose_runtime_is_gone_ignores_invalidations() {
         let _inside = runtime.enter();
         store.registry()
     };
-    let hints = store.hints();
-    assert!(hints.is_live());
+    let invalidations = store.invalidations();
+    assert!(invalidations.is_live());
     let _guard = runtime.block_on(registry.obtain("k").lock()).unwrap();
     drop(runtime);
-    assert!(!hints.is_live());
-    hints.notify(&key("k"));
-    hints.notify_all();
+    assert!(!invalidations.is_live());
+    invalidations.notify(&key("k"));
+    invalidations.notify_all();
 }
 
-/// Real time, real threads: hints arrive faster than they can be handled.
+/// Real time, real threads: invalidations arrive faster than they can be handled.
 #[test]
 fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
     let store = Store::new();
@@ -508,15 +508,15 @@ fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
     runtime.block_on(async {
         let registry = store.registry();
         let guard = registry.obtain("k").lock().await.unwrap();
-        let hints = store.hints();
+        let invalidations = store.invalidations();
         let thread = std::thread::spawn({
             let done = Arc::clone(&done);
             move || {
                 while !done.load(Ordering::Relaxed) {
-                    hints.notify(&key("k"));
-                    hints.notify_all();
+                    invalidations.notify(&key("k"));
+                    invalidations.notify_all();
                 }
-                hints.is_live()
+                invalidations.is_live()
             }
         });
         // All other work continues on the lease renewer's thread.
@@ -525,7 +525,7 @@ fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
             sleep(ms(1)).await;
         }
         assert!(guard.is_held());
-        store.breaks("k").await;
+        store.force_release("k").await;
         let lost = timeout(Duration::from_secs(20), guard.lost()).await;
         done.store(true, Ordering::Relaxed);
         assert_eq!(lost, Ok(LostReason::Gone));

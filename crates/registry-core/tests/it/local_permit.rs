@@ -1,5 +1,5 @@
-//! A lock that the engine does not acquire itself waits in the same queue as the locks that it
-//! does.
+//! `with_local_permit`: callers that acquire a lock without the engine wait in the same local queue
+//! as `lock()`.
 
 use std::future::pending;
 use std::pin::pin;
@@ -23,7 +23,7 @@ fn key() -> Key {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_is_not_handed_over_to_a_caller_that_waits_for_a_bare_permit() {
+async fn with_local_permit_a_caller_waits_in_the_queue_and_gets_no_hand_over() {
     let (backend, registry) = store();
     let lock = registry.obtain("k");
     let first = lock.lock().await.unwrap();
@@ -39,13 +39,13 @@ async fn a_claim_is_not_handed_over_to_a_caller_that_waits_for_a_bare_permit() {
     let mut behind = pin!(lock.lock());
     assert!(poll!(behind.as_mut()).is_pending(), "two guards of one key");
     first.unlock().await.unwrap();
-    assert!(poll!(behind.as_mut()).is_pending(), "it passed the caller in front of it");
+    assert!(poll!(behind.as_mut()).is_pending(), "it overtook the caller in front");
     permit.await;
     behind.await.unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
-async fn attempts_run_without_a_permit_that_does_not_come_in_time() {
+async fn without_a_permit_attempts_run_after_the_wait_or_one_second() {
     let (_backend, registry) = store();
     let guard = registry.obtain("k").lock().await.unwrap();
     let began = Instant::now();
@@ -64,7 +64,7 @@ async fn attempts_run_without_a_permit_that_does_not_come_in_time() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_bare_permit_ends_after_a_lease_polled_or_not() {
+async fn a_permit_ends_after_the_length_of_a_lease_polled_or_not() {
     for is_polled in [true, false] {
         let (_backend, registry) = store();
         let key = key();

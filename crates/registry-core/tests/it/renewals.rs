@@ -13,8 +13,7 @@ use registry_core::{
 use tokio::time::sleep;
 
 const LEASE: Duration = Duration::from_secs(12);
-/// The time from one renewal to the next.
-const PERIOD: Duration = Duration::from_secs(4);
+const RENEWAL_INTERVAL: Duration = Duration::from_secs(4);
 
 /// Counts the claims of each call.
 #[derive(Debug)]
@@ -59,12 +58,12 @@ impl LockBackend for Store {
     }
 }
 
-/// Acquires `count` locks at intervals of `apart`.
-async fn take(registry: &Registry, count: u32, apart: Duration) -> Vec<LockGuard> {
+/// Acquires `count` locks, one per `interval`.
+async fn acquire_all(registry: &Registry, count: u32, interval: Duration) -> Vec<LockGuard> {
     let mut guards = Vec::new();
     for n in 0..count {
         guards.push(registry.obtain(&format!("k{n}")).lock().await.unwrap());
-        sleep(apart).await;
+        sleep(interval).await;
     }
     guards
 }
@@ -74,8 +73,8 @@ async fn a_renewal_call_contains_the_claims_that_are_due_soon_and_no_others() {
     let store = Store::new(100);
     let registry = store.registry();
     // The first five are due within a second of the first one, and the sixth later.
-    let guards = take(&registry, 6, Duration::from_millis(250)).await;
-    sleep(PERIOD - Duration::from_millis(6 * 250) + Duration::from_millis(100)).await;
+    let guards = acquire_all(&registry, 6, Duration::from_millis(250)).await;
+    sleep(RENEWAL_INTERVAL - Duration::from_millis(6 * 250) + Duration::from_millis(100)).await;
     assert_eq!(store.calls(), [5]);
     sleep(Duration::from_millis(1_200)).await;
     assert_eq!(store.calls(), [1]);
@@ -86,10 +85,10 @@ async fn a_renewal_call_contains_the_claims_that_are_due_soon_and_no_others() {
 async fn renewal_calls_are_as_large_as_the_store_accepts() {
     let store = Store::new(50);
     let registry = store.registry();
-    let guards = take(&registry, 200, Duration::from_millis(10)).await;
-    sleep(PERIOD * 2).await;
+    let guards = acquire_all(&registry, 200, Duration::from_millis(10)).await;
+    sleep(RENEWAL_INTERVAL * 2).await;
     store.calls();
-    sleep(PERIOD * 10).await;
+    sleep(RENEWAL_INTERVAL * 10).await;
     let calls = store.calls();
     assert!(calls.iter().all(|&claims| claims <= 50), "{calls:?}");
     // The minimum is four calls per period.

@@ -1,5 +1,5 @@
-//! User code that runs inside the engine: observers, wakers, destructors. Whatever it does, it
-//! damages no lock.
+//! User code that runs inside the engine: observers, wakers, destructors. If it panics or re-enters
+//! the engine, locks still work.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -19,12 +19,12 @@ use registry_core::{
 use tokio::task::unconstrained;
 use tokio::time::sleep;
 
-type Locking = Pin<Box<dyn Future<Output = Result<Option<LockGuard>, LockError>> + Send>>;
+type LockFuture = Pin<Box<dyn Future<Output = Result<Option<LockGuard>, LockError>> + Send>>;
 
-fn locking(registry: &Registry, options: LockOptions) -> Locking {
+fn lock_future(registry: &Registry, options: LockOptions) -> LockFuture {
     let lock = registry.obtain("k");
-    // A future that is polled manually never gets a new coop budget, so it would stop after some
-    // hundred polls.
+    // Without `unconstrained`, a future that is polled manually uses up its coop budget, and is
+    // then always pending.
     Box::pin(unconstrained(async move { lock.lock_with(options).await.map(Some) }))
 }
 
@@ -63,7 +63,7 @@ impl Observer for PanicsOnEvents {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_observer_whose_panic_panics_again_does_not_end_renewal() {
+async fn an_observer_whose_panic_payload_panics_on_drop_does_not_end_renewal() {
     let backend = Arc::new(MemoryBackend::new());
     let registry = Registry::builder(backend).observer(Arc::new(PanicsOnEvents)).build().unwrap();
     let guard = registry.obtain("k").lock().await.unwrap();
@@ -89,13 +89,13 @@ async fn a_waker_that_panics_at_a_loss_does_not_end_renewal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waker_that_panics_in_a_hand_over_closes_no_other_waiter() {
+async fn a_waker_that_panics_in_a_hand_over_does_not_affect_other_waiters() {
     let registry = Registry::in_memory().unwrap();
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
     let held = registry.obtain("k").lock().await.unwrap();
-    let mut first = locking(&registry, own());
-    let mut second = locking(&registry, own());
+    let mut first = lock_future(&registry, own());
+    let mut second = lock_future(&registry, own());
     assert!(poll(&mut first, &panics_on_wake()).is_pending());
     assert!(poll(&mut second, Waker::noop()).is_pending());
     held.unlock().await.unwrap();
@@ -106,7 +106,7 @@ async fn a_waker_that_panics_in_a_hand_over_closes_no_other_waiter() {
 
 /// Polls its task before `wake` returns.
 struct PollsInPlace {
-    task: Mutex<Option<Locking>>,
+    task: Mutex<Option<LockFuture>>,
     done: std::sync::mpsc::Sender<Option<LockGuard>>,
 }
 
@@ -135,7 +135,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
             assert!(matches!(store.try_acquire(&short).await, Ok(Attempt::Granted(_))));
             let (done, _granted) = channel();
             let task = PollsInPlace {
-                task: Mutex::new(Some(locking(&registry, LockOptions::new()))),
+                task: Mutex::new(Some(lock_future(&registry, LockOptions::new()))),
                 done,
             };
             Waker::from(Arc::new(task)).wake();
@@ -150,7 +150,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
 }
 
 /// Drops its task instead of waking it.
-struct DropsItsTask(Mutex<Option<Locking>>, Arc<AtomicUsize>);
+struct DropsItsTask(Mutex<Option<LockFuture>>, Arc<AtomicUsize>);
 
 impl Wake for DropsItsTask {
     fn wake(self: Arc<Self>) {
@@ -163,10 +163,10 @@ impl Wake for DropsItsTask {
 }
 
 #[test]
-fn a_long_queue_whose_wakers_drop_their_tasks_needs_no_deep_stack() {
+fn a_long_queue_whose_wakers_drop_their_tasks_does_not_overflow_the_stack() {
     const WAITERS: usize = 20_000;
     let (ended, end) = sync_channel(1);
-    let waits = std::thread::spawn(move || {
+    let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let backend = Arc::new(MemoryBackend::new());
@@ -176,7 +176,7 @@ fn a_long_queue_whose_wakers_drop_their_tasks_needs_no_deep_stack() {
             for _ in 0..WAITERS {
                 let task = Arc::new(DropsItsTask(Mutex::default(), Arc::clone(&dropped)));
                 let waker = Waker::from(Arc::clone(&task));
-                let mut waiting = locking(&registry, LockOptions::new());
+                let mut waiting = lock_future(&registry, LockOptions::new());
                 assert!(poll(&mut waiting, &waker).is_pending());
                 *task.0.lock().unwrap() = Some(waiting);
             }
@@ -186,7 +186,7 @@ fn a_long_queue_whose_wakers_drop_their_tasks_needs_no_deep_stack() {
             ended.send(dropped.load(Ordering::Relaxed)).unwrap();
         });
     });
-    waits.join().unwrap();
+    thread.join().unwrap();
     assert_eq!(end.recv().unwrap(), WAITERS);
 }
 
@@ -210,7 +210,10 @@ async fn locking_and_unlocking_lets_other_tasks_run() {
         let guard = lock.lock().await.unwrap();
         unconstrained(guard.unlock()).await.unwrap();
     }
-    assert!(ticks.load(Ordering::Relaxed) >= 10, "{ticks:?} times while 10,000 locks were had");
+    assert!(
+        ticks.load(Ordering::Relaxed) >= 10,
+        "{ticks:?} times while 10,000 locks were acquired"
+    );
 
     let before = ticks.load(Ordering::Relaxed);
     let mut guards = Vec::new();

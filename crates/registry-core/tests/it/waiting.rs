@@ -1,6 +1,5 @@
 //! When a process sends requests to the store, on paused time. Waiters with confirmed wake-ups send
-//! few, but the interval has a limit. After a turn for which other processes waited, a process
-//! pauses.
+//! few, but the interval has a limit. After the release of a contended lock, a process pauses.
 
 #![expect(
     clippy::unwrap_used,
@@ -33,24 +32,25 @@ struct Store {
     /// The store wakes waiters at once, again and again, each time with the token of another
     /// holder.
     wakes_always: bool,
-    confirms: Arc<Confirms>,
+    wake_check: Arc<FixedWakeCheck>,
     /// Other processes can reach the store.
     is_shared: bool,
 }
 
 /// Whether wake-ups are confirmed.
 #[derive(Debug, Default)]
-struct Confirms(AtomicBool);
+struct FixedWakeCheck(AtomicBool);
 
-impl WakeCheck for Confirms {
+impl WakeCheck for FixedWakeCheck {
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }
 
 impl Store {
-    fn new(confirms: bool) -> Self {
-        Self { confirms: Arc::new(Confirms(confirms.into())), ..Self::default() }
+    fn new(wakes_confirmed: bool) -> Self {
+        let wake_check = Arc::new(FixedWakeCheck(wakes_confirmed.into()));
+        Self { wake_check, ..Self::default() }
     }
 
     fn attempts(&self) -> u64 {
@@ -70,14 +70,14 @@ impl LockBackend for Store {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
-        assert!(attempt < 100_000, "the waiter spins");
+        assert!(attempt < 100_000, "the waiter sends attempts without a pause");
         match self.inner.try_acquire(claim).await? {
             Attempt::Busy(mut busy) => {
                 if self.wakes_always {
                     let holder = Holder::new(claim.key().clone());
                     busy = busy.with_holder(holder.with_token(FencingToken::new(attempt)));
                 }
-                Ok(Attempt::Busy(busy.with_wake_check(Arc::clone(&self.confirms) as _)))
+                Ok(Attempt::Busy(busy.with_wake_check(Arc::clone(&self.wake_check) as _)))
             }
             granted => Ok(granted),
         }
@@ -101,9 +101,9 @@ impl LockBackend for Store {
     }
 }
 
-/// Returns the guard of `k`, the task of a registry that waits for it, and the store that counts
-/// the waiter's attempts.
-async fn a_waiter(
+/// Acquires `k` in one registry and starts a task that waits for it in another. Returns the guard,
+/// the task, and the store, which counts the waiter's attempts.
+async fn start_waiter(
     store: Store,
 ) -> (registry_core::LockGuard, tokio::task::JoinHandle<registry_core::LockGuard>, Arc<Store>) {
     let holder = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
@@ -118,21 +118,21 @@ async fn a_waiter(
 
 #[tokio::test(start_paused = true)]
 async fn a_waiter_whose_wake_ups_are_confirmed_polls_seldom() {
-    let (guard, waiting, store) = a_waiter(Store::new(true)).await;
+    let (guard, waiting, store) = start_waiter(Store::new(true)).await;
     tokio::time::sleep(secs(600)).await;
     let attempts = store.attempts();
     assert!(attempts <= 45, "{attempts} attempts in ten minutes");
     let freed_at = Instant::now();
     guard.unlock().await.unwrap();
     drop(waiting.await.unwrap());
-    assert_eq!(freed_at.elapsed(), Duration::ZERO, "a wake-up is still heeded at once");
+    assert_eq!(freed_at.elapsed(), Duration::ZERO, "a wake-up still ends the wait at once");
 }
 
 #[tokio::test(start_paused = true)]
 async fn a_lost_wake_up_that_was_confirmed_at_most_doubles_the_wait() {
     for held_for in [Duration::from_millis(100), secs(2), secs(7)] {
         let store = Store { loses_wakes: true, ..Store::new(true) };
-        let (guard, waiting, _store) = a_waiter(store).await;
+        let (guard, waiting, _store) = start_waiter(store).await;
         tokio::time::sleep(held_for).await;
         let freed_at = Instant::now();
         guard.unlock().await.unwrap();
@@ -146,9 +146,9 @@ async fn a_lost_wake_up_that_was_confirmed_at_most_doubles_the_wait() {
 #[tokio::test(start_paused = true)]
 async fn a_waiter_whose_wake_ups_stop_being_confirmed_polls_again_at_once() {
     let store = Store { loses_wakes: true, ..Store::new(true) };
-    let (guard, waiting, store) = a_waiter(store).await;
+    let (guard, waiting, store) = start_waiter(store).await;
     tokio::time::sleep(secs(60)).await;
-    store.confirms.0.store(false, Ordering::Relaxed);
+    store.wake_check.0.store(false, Ordering::Relaxed);
     let freed_at = Instant::now();
     guard.unlock().await.unwrap();
     drop(waiting.await.unwrap());
@@ -168,9 +168,9 @@ async fn a_dead_holders_lock_is_acquired_at_the_end_of_its_lease_although_wake_u
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_wakes_without_end_cannot_make_a_waiter_spin() {
+async fn a_store_that_wakes_without_end_causes_a_bounded_number_of_attempts() {
     let store = Store { wakes_always: true, ..Store::new(false) };
-    let (guard, waiting, store) = a_waiter(store).await;
+    let (guard, waiting, store) = start_waiter(store).await;
     tokio::time::sleep(Duration::from_millis(1_500)).await;
     let attempts = store.attempts();
     assert!(attempts <= 2_000, "{attempts} attempts in 1.5 s");
@@ -190,8 +190,8 @@ async fn a_deadline_is_met_although_wake_ups_are_confirmed() {
     assert_eq!(began.elapsed(), Duration::from_millis(3_333));
 }
 
-/// Returns a registry that has met another holder of `k`, now gone, and its store.
-async fn a_registry_that_has_met_another() -> (Registry, Arc<Store>) {
+/// Returns a registry that had to wait for another holder of `k`, and its store. `k` is free.
+async fn registry_after_contention() -> (Registry, Arc<Store>) {
     let store = Arc::new(Store { is_shared: true, ..Store::new(true) });
     let theirs = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
     let ours = Registry::builder(Arc::clone(&store) as _).build().unwrap();
@@ -205,8 +205,8 @@ async fn a_registry_that_has_met_another() -> (Registry, Arc<Store>) {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_process_that_has_met_another_pauses_after_its_turn_but_not_for_try_lock() {
-    let (ours, _store) = a_registry_that_has_met_another().await;
+async fn after_contention_a_process_pauses_before_lock_but_not_before_try_lock() {
+    let (ours, _store) = registry_after_contention().await;
     let lock = ours.obtain("k");
     let began = Instant::now();
     let guard = lock.lock().await.unwrap();
@@ -224,8 +224,8 @@ async fn a_process_that_has_met_another_pauses_after_its_turn_but_not_for_try_lo
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_claim_that_other_processes_want_is_handed_over_for_twenty_milliseconds() {
-    let (ours, store) = a_registry_that_has_met_another().await;
+async fn a_contended_claim_is_handed_over_for_twenty_milliseconds() {
+    let (ours, store) = registry_after_contention().await;
     let before = store.attempts();
     let callers = (0..4).map(|_| {
         let lock = ours.obtain("k");
@@ -243,7 +243,7 @@ async fn a_claim_that_other_processes_want_is_handed_over_for_twenty_millisecond
 
 #[tokio::test(start_paused = true)]
 async fn closing_does_not_wait_for_a_pause() {
-    let (ours, _store) = a_registry_that_has_met_another().await;
+    let (ours, _store) = registry_after_contention().await;
     let lock = ours.obtain("k");
     let pausing = tokio::spawn(async move { lock.lock().await });
     tokio::task::yield_now().await;
