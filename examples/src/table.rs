@@ -1,5 +1,5 @@
-//! An example lock store: a table behind a queue of statements, as a server is behind a socket. It is
-//! a complete backend: `tests/conformance.rs` runs the conformance suite against it.
+//! An example lock store: a table behind a queue of statements, as a server is behind a socket. It
+//! is a complete backend: `tests/conformance.rs` runs the conformance suite against it.
 
 // ANCHOR: backend
 use std::collections::BTreeMap;

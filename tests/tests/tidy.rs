@@ -328,6 +328,84 @@ fn comments_have_at_most_100_columns() {
     assert!(found.is_empty(), "comments of more than 100 columns:\n{}", found.join("\n"));
 }
 
+/// Files that import each other in a circle can only be read together.
+#[test]
+fn at_most_three_files_of_a_crate_import_each_other_in_a_circle() {
+    const CIRCLE_MAX: usize = 3;
+    for package in ["registry-core", "registry-etcd", "registry-redis"] {
+        let imports = imports(&root().join("crates").join(package).join("src"));
+        assert!(imports.len() > 10, "{package}: not all files are found: {imports:?}");
+        for file in imports.keys() {
+            let imported = reachable(&imports, file);
+            let is_in_circle = |other: &&&String| reachable(&imports, other).contains(file);
+            let circle: Vec<_> = imported.iter().filter(is_in_circle).collect();
+            assert!(circle.len() <= CIRCLE_MAX, "{package}: these files form a circle: {circle:?}");
+        }
+    }
+}
+
+/// Returns the modules that each module at the root of a crate imports.
+fn imports(src: &Path) -> BTreeMap<String, BTreeSet<String>> {
+    let module_of = |file: &Path| {
+        let path = file.strip_prefix(src).ok()?.with_extension("");
+        Some(path.iter().next()?.to_string_lossy().into_owned())
+    };
+    let sources: Vec<_> = files()
+        .into_iter()
+        .filter(|file| file.extension().is_some_and(|extension| extension == "rs"))
+        .filter_map(|file| Some((module_of(&file)?, code_of(&read(&file)))))
+        .filter(|(module, _)| module != "tests")
+        .collect();
+    let modules: BTreeSet<_> = sources.iter().map(|(module, _)| module.clone()).collect();
+    // The module of each name that the root re-exports.
+    let mut exported = BTreeMap::new();
+    for (_, code) in sources.iter().filter(|(module, _)| module == "lib") {
+        for item in code.split("use ").skip(1) {
+            let item = item.split(';').next().unwrap_or_default();
+            let (module, names) = item.split_once("::").unwrap_or_default();
+            for name in names.split(|c: char| !c.is_alphanumeric() && c != '_') {
+                exported.insert(name.to_owned(), module.to_owned());
+            }
+        }
+    }
+    let mut imports: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for (module, code) in sources.iter().filter(|(module, _)| module != "lib") {
+        let imported = imports.entry(module.clone()).or_default();
+        for path in code.split("crate::").skip(1) {
+            let first = path.split(|c: char| !c.is_alphanumeric() && c != '_').next();
+            let first = first.unwrap_or_default();
+            assert!(!first.is_empty(), "`crate::{{` hides imports in {module}");
+            let target = modules.get(first).or_else(|| exported.get(first));
+            imported.extend(target.filter(|target| *target != module).cloned());
+        }
+    }
+    imports
+}
+
+/// Returns the code of a file without comments and unit tests.
+fn code_of(text: &str) -> String {
+    let code = text.split("\n#[cfg(test)]\nmod ").next().unwrap_or_default();
+    code.lines()
+        .map(|line| line.split("//").next().unwrap_or_default())
+        .collect::<Vec<_>>()
+        .join("\n")
+}
+
+/// Returns the modules that `module` imports, directly and indirectly.
+fn reachable<'a>(
+    imports: &'a BTreeMap<String, BTreeSet<String>>,
+    module: &str,
+) -> BTreeSet<&'a String> {
+    let mut found = BTreeSet::new();
+    let mut open: Vec<_> = imports.get(module).into_iter().flatten().collect();
+    while let Some(next) = open.pop() {
+        if found.insert(next) {
+            open.extend(imports.get(next).into_iter().flatten());
+        }
+    }
+    found
+}
+
 /// The root has what every user needs; the rest is in modules.
 #[test]
 fn the_root_of_the_facade_has_at_most_35_names() {
