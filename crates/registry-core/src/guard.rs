@@ -13,14 +13,13 @@ use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::call::Call;
 use crate::clock::Moment;
 use crate::contained::with_panic_safe_waker;
-use crate::engine::{Engine, backoff, lost_error, store_error};
+use crate::engine::{Engine, lost_error, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
-use crate::invalidation::Epoch;
 use crate::key::Key;
-use crate::lease::{drift_margin, lease_covering};
+use crate::min_hold::{FirstRenewal, MinHold};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
@@ -437,9 +436,14 @@ async fn release_grant(
     let grant = Arc::clone(ending.grant());
     let engine = Arc::clone(grant.engine());
     let min_hold_left = grant.min_hold_left();
-    if !min_hold_left.is_zero()
-        && !wait_for_min_hold(&grant, &engine, min_hold_left, first_renewal).await
-    {
+    let min_hold = MinHold {
+        claim: grant.claim(),
+        engine: &engine,
+        end: Moment::now().after(min_hold_left),
+        valid_until: grant.valid_until(),
+        epoch: || grant.local_lock().epoch(),
+    };
+    if !min_hold_left.is_zero() && !min_hold.wait(first_renewal).await {
         ending.record_failure();
         engine.leave_to_lease(grant.claim().key());
         return ReleaseOutcome::Unknown(BackendError::transient(
@@ -472,107 +476,6 @@ fn emit_released(grant: &ActiveGrant) {
         key: grant.claim().key().as_str(),
         held_for: Moment::now().since(grant.granted_at()),
     });
-}
-
-/// Notifies [`release_after_min_hold`] once the first renewal has an outcome, or none is needed.
-/// Sends an error if the claim is lost.
-type FirstRenewal = oneshot::Sender<Result<(), LostReason>>;
-
-/// Waits until the `min_hold` of a claim without guards is over, and renews its lease until then.
-/// Returns false if the time limit of `close` comes first.
-async fn wait_for_min_hold(
-    grant: &ActiveGrant,
-    engine: &Engine,
-    left: Duration,
-    first_renewal: Option<FirstRenewal>,
-) -> bool {
-    let end = Moment::now().after(left);
-    tokio::select! {
-        biased;
-        () = renew_until(grant, engine, end, first_renewal) => true,
-        () = engine.close_limit_reached.wait() => false,
-    }
-}
-
-/// Waits until `end`, and renews the lease while it would end before. Returns early if the claim is
-/// lost.
-///
-/// Also renews after an invalidation of the key: if its release was forced, local callers must not
-/// wait for the rest of the `min_hold`.
-async fn renew_until(
-    grant: &ActiveGrant,
-    engine: &Engine,
-    end: Moment,
-    mut first_renewal: Option<FirstRenewal>,
-) {
-    let store = &engine.capabilities;
-    let mut notify = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
-    let mut until = grant.valid_until();
-    let mut failures = 0;
-    let mut epoch = grant.local_lock().epoch();
-    let mut renews = until < end;
-    loop {
-        let mut next_at = end;
-        if renews {
-            epoch = grant.local_lock().epoch();
-            let now = Moment::now();
-            // The store limits the length of a lease, so one renewal may not be enough.
-            let lease = lease_covering(end.since(now)).clamp(store.lease_min, store.lease_max);
-            let mut renewal = engine.renew(grant.claim().clone().with_lease(lease));
-            let pause = match renewal.answer_within(engine.defaults.operation_timeout).await {
-                Some(Ok(Renewal::Renewed(granted))) => {
-                    failures = 0;
-                    until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));
-                    renews = until < end;
-                    granted / 3
-                }
-                Some(Ok(Renewal::Gone)) => {
-                    notify(Err(LostReason::Gone));
-                    return;
-                }
-                Some(Err(error)) if !error.is_retryable() => {
-                    renews = false;
-                    Duration::ZERO
-                }
-                Some(Err(_)) | None => {
-                    failures += 1;
-                    Duration::ZERO
-                }
-            };
-            let next = Moment::now().after(pause.max(backoff(failures)));
-            // Once the lease is over, it cannot be renewed.
-            renews &= until >= end || next < until;
-            if renews {
-                next_at = next.min(end);
-            }
-        }
-        notify(Ok(()));
-        if invalidated_before(grant, engine, epoch, next_at).await {
-            renews = true;
-        } else if next_at >= end {
-            return;
-        }
-    }
-}
-
-/// Waits for an invalidation of the key, which changes its epoch from `known`. Returns false if
-/// there is none before `end`.
-async fn invalidated_before(
-    grant: &ActiveGrant,
-    engine: &Engine,
-    known: Epoch,
-    end: Moment,
-) -> bool {
-    loop {
-        // Sleeps first: a renewal may itself cause an invalidation, which the loop must not follow.
-        engine.sleep_until(Moment::now().after(engine.defaults.poll).min(end)).await;
-        if Moment::now() >= end {
-            return false;
-        }
-        if grant.local_lock().epoch() != known {
-            return true;
-        }
-    }
 }
 
 /// The use of a grant by one holder: token, owner, number of guards. A grant has one hold at a

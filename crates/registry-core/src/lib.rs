@@ -29,6 +29,7 @@ mod siblings;
 mod grant;
 mod lease;
 mod guard;
+mod min_hold;
 mod release;
 // Background tasks and shared infrastructure.
 mod renewer;

@@ -15,8 +15,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
 use registry_core::{
-    DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, Owner, PassThroughBackend,
-    Registry,
+    DistributedLock, LockError, LockGuard, LockOptions, Owner, PassThroughBackend, Registry,
 };
 use shuttle::rand::{Rng as _, thread_rng};
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
