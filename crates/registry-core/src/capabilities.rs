@@ -94,7 +94,9 @@ pub struct Capabilities {
     pub peer_poll: Option<Duration>,
     /// The store keeps the holder's label with a grant, and returns it.
     pub labels: bool,
-    /// `holder`, `list` and `break` work.
+    /// [`DistributedLock::holders`](crate::DistributedLock::holders),
+    /// [`Registry::list`](crate::Registry::list) and
+    /// [`Registry::force_release`](crate::Registry::force_release) work.
     pub inspect: bool,
     /// The shortest lease that the store accepts.
     pub lease_min: Duration,

@@ -116,7 +116,7 @@ impl ActiveGrant {
         });
         grant.engine().active_grants.enter();
         grant.set_timer(&mut grant.state(), now);
-        // After the claim is in the schedule, where later invalidations find it.
+        // Checked after the claim is in the schedule, where later invalidations find it.
         if grant.local_lock.epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }

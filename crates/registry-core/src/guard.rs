@@ -302,7 +302,7 @@ impl Drop for LockGuard {
         if let Some(Ok(ending)) = hold.remove_guard() {
             let engine = Arc::clone(hold.grant().engine());
             drop(hold);
-            release_later(&engine, ending);
+            release_or_hand_over_in_background(&engine, ending);
         }
     }
 }
@@ -342,9 +342,14 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     Box::pin(release_in_flight(ending, &claim, release)).await
 }
 
-/// Makes the background releaser hand over or release a claim.
-fn release_later(engine: &Engine, ending: EndingGrant) {
-    drop(release_call(engine, hand_over_or_release(ending)));
+/// Makes the background releaser hand the claim over, or release it.
+fn release_or_hand_over_in_background(engine: &Engine, ending: EndingGrant) {
+    drop(release_call(engine, async move {
+        match ending.hand_over() {
+            None => ReleaseOutcome::Freed,
+            Some(ending) => release_grant(ending, ReleaseContext::default()).await,
+        }
+    }));
 }
 
 /// Yields if this task's coop budget is used up. Called after the release, so that a future that is
@@ -362,12 +367,18 @@ async fn release_in_flight(
     let (engine, key) = (Arc::clone(ending.grant().engine()), claim.key());
     let unpolled_max = ending.grant().lease_length();
     if !claim.is_fenced() {
-        let job = release_call(&engine, release_grant(ending, Some(release), None, None));
+        let context = ReleaseContext { in_flight: Some(release), ..ReleaseContext::default() };
+        let job = release_call(&engine, release_grant(ending, context));
         return wait_for_outcome(job, &engine, key, unpolled_max).await;
     }
     // If the caller's own open transaction blocks the release, the caller must return to end it.
     let (blocked, is_blocked) = oneshot::channel();
-    let job = release_call(&engine, release_grant(ending, Some(release), None, Some(blocked)));
+    let context = ReleaseContext {
+        in_flight: Some(release),
+        blocked: Some(blocked),
+        ..ReleaseContext::default()
+    };
+    let job = release_call(&engine, release_grant(ending, context));
     tokio::select! {
         biased;
         outcome = wait_for_outcome(job, &engine, key, unpolled_max) => outcome,
@@ -408,7 +419,9 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     let (first_renewal, renewed) = oneshot::channel();
     let limit = engine.defaults.operation_timeout;
     let unpolled_max = ending.grant().lease_length();
-    let job = release_call(engine, release_grant(ending, None, Some(first_renewal), None));
+    let context =
+        ReleaseContext { first_renewal: Some(first_renewal), ..ReleaseContext::default() };
+    let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
         _ = job.answer_to_caller_within(limit, unpolled_max) => Ok(()),
@@ -418,21 +431,18 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     }
 }
 
-/// Hands the claim over to the next local caller, or releases it.
-async fn hand_over_or_release(ending: EndingGrant) -> ReleaseOutcome {
-    match ending.hand_over() {
-        None => ReleaseOutcome::Freed,
-        Some(ending) => release_grant(ending, None, None, None).await,
-    }
+/// How a release starts, and which events its caller waits for.
+#[derive(Default)]
+struct ReleaseContext {
+    /// A release that is already in flight.
+    in_flight: Option<Call<Result<Release, BackendError>>>,
+    first_renewal: Option<FirstRenewal>,
+    /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
+    blocked: Option<oneshot::Sender<BackendError>>,
 }
 
 /// Releases the claim in the store once its `min_hold` is over.
-async fn release_grant(
-    mut ending: EndingGrant,
-    in_flight: Option<Call<Result<Release, BackendError>>>,
-    first_renewal: Option<FirstRenewal>,
-    blocked: Option<oneshot::Sender<BackendError>>,
-) -> ReleaseOutcome {
+async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> ReleaseOutcome {
     let grant = Arc::clone(ending.grant());
     let engine = Arc::clone(grant.engine());
     let min_hold_left = grant.min_hold_left();
@@ -443,7 +453,7 @@ async fn release_grant(
         valid_until: grant.valid_until(),
         epoch: || grant.local_lock().epoch(),
     };
-    if !min_hold_left.is_zero() && !min_hold.wait(first_renewal).await {
+    if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal).await {
         ending.record_failure();
         engine.leave_to_lease(grant.claim().key());
         return ReleaseOutcome::Unknown(BackendError::transient(
@@ -456,8 +466,8 @@ async fn release_grant(
         permit: ending.take_permit(),
         lease: grant.lease_length(),
         unknown_attempts: grant.grants_to_release(),
-        in_flight,
-        blocked,
+        in_flight: context.in_flight,
+        blocked: context.blocked,
     })
     .await;
     match &outcome {

@@ -376,8 +376,8 @@ impl Registry {
         }
         let lost = engine.lost_claims.load(Ordering::Acquire) - before.lost;
         // A claim that is being released may be counted both as an active grant and as a job of the
-        // background releaser, hence `max`. A pending claim that is counted here may have just begun;
-        // it then sends no request.
+        // background releaser, hence `max`. A pending claim that is counted here may have just
+        // begun; it then sends no request.
         let held = engine.active_grants.alive();
         let in_flight = if in_time {
             0
