@@ -48,7 +48,8 @@ pub struct Committed {
     pub values: Vec<Option<Vec<u8>>>,
 }
 
-/// Why a transaction was not executed, or may not have been.
+/// The error of a fenced transaction. Only after [`Backend`](Self::Backend) may the transaction
+/// have been executed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {

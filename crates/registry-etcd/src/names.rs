@@ -37,8 +37,8 @@ impl KeyNames {
         Self { layout, prefix }
     }
 
-    /// Returns the prefix of all names of this namespace. It is empty if that means all keys of the
-    /// cluster.
+    /// Returns the prefix of all names of this namespace. Empty for the etcdctl layout without a
+    /// namespace, which includes all keys of the cluster.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
@@ -102,7 +102,7 @@ impl KeyNames {
         };
         let parsed = Key::new(&key).ok()?;
         self.check_key(&parsed).ok()?;
-        // Accept only the spelling that `queue` produces.
+        // Accepts only the encoding that `queue` returns.
         self.queue(&parsed)
             .strip_suffix(b"/")?
             .ends_with(name.rsplit_once('/')?.0.as_bytes())

@@ -12,7 +12,6 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
 use crate::claims::{ClaimEntry, EntryGuard, Predecessor};
-
 use crate::client::RequestLimits;
 use crate::error::{CallError, protocol_error};
 use crate::keep_alive::LeaseStatus;
@@ -71,7 +70,7 @@ impl EtcdBackend {
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
-            // No request for the entry was sent this time.
+            // This call has sent no request for the entry.
             Err(error) => {
                 return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
             }
@@ -348,10 +347,11 @@ impl EtcdBackend {
         matches!(self.client.call(request).await, Ok(response) if response.ttl > 0)
     }
 
-    /// Returns whether the deleted predecessor released its lock, in a layout without tombstones.
-    /// After a release, its lease still exists; after a loss, it does not. Peers revoke their lease
-    /// also at a release, and a delay would not help them to detect a loss. They therefore always
-    /// count as released.
+    /// Returns whether the deleted predecessor released its lock. For a layout without tombstones.
+    ///
+    /// After a release, the predecessor's lease still exists; after a loss, it does not. A peer
+    /// revokes its lease at a release too, and a delay would not help it to detect a loss.
+    /// Therefore a peer always counts as released.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;

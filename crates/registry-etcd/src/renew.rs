@@ -10,7 +10,6 @@ use tokio::time::timeout;
 
 use crate::backend::EtcdBackend;
 use crate::claims::ClaimEntry;
-
 use crate::client::RequestLimits;
 use crate::error::CallError;
 use crate::keep_alive::LeaseStatus;

@@ -110,7 +110,7 @@ impl fmt::Debug for FencedScript {
     }
 }
 
-/// A script that is built once.
+/// Returns a static script with this body, built at its first use.
 macro_rules! static_script {
     ($body:literal) => {{
         static SCRIPT: std::sync::LazyLock<FencedScript> =
@@ -118,6 +118,7 @@ macro_rules! static_script {
         &*SCRIPT
     }};
 }
+
 impl FencedWrites {
     /// Connects to the servers of the resources. A quorum is refused, because its masters share no
     /// data.
@@ -207,8 +208,8 @@ impl FencedWrites {
             )
             .as_refused());
         };
-        let fence = FencedScript::token_key(resource);
-        let mut names = vec![fence.as_str()];
+        let token_key = FencedScript::token_key(resource);
+        let mut names = vec![token_key.as_str()];
         names.extend(keys);
         let mut call = script.0.call(names).arg(token.get());
         for argument in arguments {
@@ -234,9 +235,9 @@ impl FencedWrites {
 }
 
 impl<T> Fenced<T> {
-    fn map<U>(self, change: impl FnOnce(T) -> U) -> Fenced<U> {
+    fn map<U>(self, op: impl FnOnce(T) -> U) -> Fenced<U> {
         match self {
-            Self::Written(reply) => Fenced::Written(change(reply)),
+            Self::Written(reply) => Fenced::Written(op(reply)),
             Self::Stale { newest } => Fenced::Stale { newest },
         }
     }

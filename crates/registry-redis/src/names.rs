@@ -55,7 +55,7 @@ impl RedisKeyNames {
         Self { layout, prefix, common_channel, channel_prefix, sharded }
     }
 
-    /// Returns the key of the lock itself.
+    /// Returns the Redis key that stores the lock of `key`.
     pub(crate) fn lock(&self, key: &Key) -> String {
         match self.layout {
             Layout::Native => {
@@ -110,14 +110,14 @@ impl RedisKeyNames {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// Returns a key of this namespace that belongs to no lock. It stores how long clients have
-    /// observed the server's current process.
+    /// Returns the Redis key that stores how long clients have observed the server's current
+    /// process. It belongs to no lock.
     pub(crate) fn age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
 
-    /// Returns the text form of a claim.
-    pub(crate) fn claim(&self, id: ClaimId) -> String {
+    /// Returns the claim as the store records it.
+    pub(crate) fn holder_id(&self, id: ClaimId) -> String {
         let id = id.to_string();
         if self.layout == Layout::Native {
             return id;
@@ -153,7 +153,7 @@ impl RedisKeyNames {
         Ok(())
     }
 
-    /// Returns the lock's key if `name` is the name of a lock in this namespace.
+    /// Returns the lock's key if `name` is the Redis key of a lock in this namespace.
     pub(crate) fn key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {
@@ -180,7 +180,7 @@ impl RedisKeyNames {
     }
 
     /// Returns the Redis type of a lock's key.
-    pub(crate) const fn kind(&self) -> &'static str {
+    pub(crate) const fn value_type(&self) -> &'static str {
         match self.layout {
             Layout::Native | Layout::Spring => "string",
             Layout::Redisson => "hash",

@@ -9,8 +9,8 @@
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, they are awaited for twice the time that the majority took.
-//! Requests to the remaining masters continue in the background. If a master grants late, the claim
-//! keeps that vote for renewals if still held; otherwise the grant is withdrawn.
+//! Requests to the remaining masters continue in the background. A late grant stays if the claim
+//! holds the lock by then, and counts for renewals. Otherwise it is withdrawn.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -44,9 +44,8 @@ struct QuorumMaster {
     store: RedisStore,
     restart_guard: Duration,
     release_retries: Semaphore,
-    /// The `run_id` of the process that this address first led to; empty if this user may not read
-    /// it.
-    identity: OnceLock<String>,
+    /// The `run_id` of the first process at this address. Empty if this user may not read it.
+    first_run_id: OnceLock<String>,
     /// The process that responds now, for [`restart_guard`](RedisConfig::with_restart_guard).
     observed_process: Mutex<Option<ObservedProcess>>,
 }
@@ -55,7 +54,7 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// Until then, the process counts as older than the restart guard without another check.
+    /// Until then, the process is known to be older than the restart guard.
     trusted_until: Option<Instant>,
 }
 
@@ -72,7 +71,7 @@ impl Quorum {
                 store,
                 restart_guard: config.restart_guard,
                 release_retries: Semaphore::new(RELEASE_RETRIES_MAX),
-                identity: OnceLock::new(),
+                first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
             }))
         };
@@ -212,7 +211,7 @@ impl Quorum {
         let started_at = Instant::now();
         let mut split = None;
         for _ in 0..ROUNDS_MAX {
-            // The engine has its own time limit per attempt, and will call again.
+            // The engine calls again after its own time limit.
             if split.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
@@ -456,14 +455,14 @@ impl Quorum {
 /// the same process.
 async fn identify(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
-    if master.identity.get().is_none() {
+    if master.first_run_id.get().is_none() {
         let id = match master.store.run_id().await {
             Ok(id) => id,
             // The server responds but does not disclose its `run_id`.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
             Err(error) => return Err(error),
         };
-        master.identity.get_or_init(|| id);
+        master.first_run_id.get_or_init(|| id);
     }
     refuse_duplicate(masters, index)
 }
@@ -471,8 +470,9 @@ async fn identify(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), Bac
 /// Returns an error if an earlier address leads to the same server: only the first address votes.
 fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
-    let id = master.identity.get().filter(|id| !id.is_empty());
-    let is_same_server = |other: &&Arc<QuorumMaster>| id.is_some() && other.identity.get() == id;
+    let id = master.first_run_id.get().filter(|id| !id.is_empty());
+    let is_same_server =
+        |other: &&Arc<QuorumMaster>| id.is_some() && other.first_run_id.get() == id;
     let Some((other, id)) = masters.iter().take(index).find(is_same_server).zip(id) else {
         return Ok(());
     };
@@ -507,9 +507,9 @@ impl QuorumMaster {
     /// Returns whether the server process has run for the restart guard, as observed by this
     /// process or by another client.
     ///
-    /// A server counts its uptime on its wall clock, which may be set. Clients count on monotonic
-    /// clocks, from the process's first response. The first client that has waited long enough
-    /// stores that on the server, for clients that start later.
+    /// The uptime that a server reports depends on its wall clock, which can be changed. Clients
+    /// therefore measure on monotonic clocks, from the process's first response. The first client
+    /// that has measured long enough stores the result on the server, for clients that start later.
     async fn is_past_restart_guard(&self) -> Result<bool, BackendError> {
         let run_id = self.store.run_id().await?;
         let (age, is_trusted) = {
@@ -527,9 +527,9 @@ impl QuorumMaster {
         if is_trusted {
             return Ok(true);
         }
-        // A process that was old enough stays so.
+        // A process that was old enough once is old enough now.
         if age >= self.restart_guard || self.was_past_restart_guard(&run_id) {
-            // A hint for other clients. Without the right to write it, they wait for the full time
+            // For other clients. If this user may not write it, they measure the full time
             // themselves.
             let _ = self.store.save_uptime(&run_id, self.restart_guard).await;
         } else if self.store.load_uptime(&run_id).await? < self.restart_guard {
@@ -857,8 +857,8 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// No attempt got a majority; an older attempt of the same claim may still be in flight. The
-    /// next round may succeed.
+    /// The votes are split: no attempt has a majority. The next round may succeed. If it does not,
+    /// this is the result.
     Split(Option<AcquireResult>),
 }
 
@@ -920,9 +920,9 @@ impl Votes {
 
 /// Returns the result of a round that other holders blocked.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOutcome {
-    // Several masters return the same token only after a majority agreed on it. Otherwise several
-    // attempts may have blocked each other. If these waited for messages, all would wake at the
-    // same time and block each other again.
+    // Several masters return the same token only after a majority agreed on it. Without that,
+    // several attempts may have blocked each other. They retry after a random pause: if they waited
+    // for a release message, all would wake at the same time and block each other again.
     let agreed = busy
         .iter()
         .position(|(_, one)| busy.iter().filter(|(_, other)| one.token == other.token).count() > 1);
@@ -1032,7 +1032,7 @@ impl fmt::Debug for Quorum {
 /// The maximum number of rounds per call, including the first. A [`jitter`] pause of 5 to 60 ms
 /// precedes each further one.
 const ROUNDS_MAX: u32 = 8;
-/// After this time, no further round starts if a round has found another holder.
+/// The time after which no further round starts, if an earlier round has found another holder.
 const ROUNDS_TIMEOUT: Duration = Duration::from_millis(300);
 /// A master's result of an attempt.
 const RESULT_UNKNOWN: u8 = 0;
@@ -1047,11 +1047,12 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 const EXTRA_WAIT_MAX: Duration = Duration::from_millis(100);
 /// The minimum of that time once a majority has responded.
 const EXTRA_WAIT_MIN: Duration = Duration::from_millis(5);
-/// The limit while a majority has not responded and the lock can no longer be acquired.
+/// How long a majority of responses is awaited once the lock can no longer be acquired.
 const MAJORITY_WAIT: Duration = Duration::from_millis(500);
-/// The limit for renewals, where giving up too early loses a lock.
+/// The same limit for renewals. Longer, because a lock is lost if it is too short.
 const RENEWAL_WAIT_MAX: Duration = Duration::from_secs(1);
-/// The next round's id. Only rounds of one claim are compared, and a claim belongs to one process.
+/// The id of the next round. Unique in this process, which suffices: only rounds of one claim are
+/// compared.
 static NEXT_ROUND_ID: AtomicU64 = AtomicU64::new(1);
 const CLOCK_SKEW_MAX_US: i64 = 500_000;
 

@@ -52,7 +52,8 @@ pub(crate) struct RedisStore {
     /// Locks are distributed over hash slots.
     is_cluster: bool,
     is_single: bool,
-    publish: &'static str,
+    /// `PUBLISH` or `SPUBLISH`.
+    publish_command: &'static str,
     pub(crate) token_memory: Duration,
     durability: Durability,
 }
@@ -91,7 +92,7 @@ impl RedisStore {
             scripts: Scripts::of(config.layout),
             is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
             is_single: matches!(config.servers, ServerAddresses::Single(_)),
-            publish: if scheme.sharded { "SPUBLISH" } else { "PUBLISH" },
+            publish_command: if scheme.sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
             durability: config.durability,
             names: scheme.names,
@@ -129,7 +130,7 @@ impl RedisStore {
             .scripts
             .acquire
             .call([lock.as_str(), &self.names.token_key(&lock)])
-            .arg(self.names.claim(claim.id()))
+            .arg(self.names.holder_id(claim.id()))
             .arg(ceil_millis(claim.lease()))
             .arg(claim.token_block())
             .arg(self.token_ttl_ms(claim))
@@ -171,7 +172,7 @@ impl RedisStore {
         let calls = by_slot.iter().map(async |(slot, locks)| {
             let mut call = self.scripts.renew.call(locks.iter().map(|(_, lock)| lock.as_str()));
             for claim in locks.iter().filter_map(|(at, _)| claims.get(*at)) {
-                call = call.arg(self.names.claim(claim.id())).arg(ceil_millis(claim.lease()));
+                call = call.arg(self.names.holder_id(claim.id())).arg(ceil_millis(claim.lease()));
             }
             let renewed = self.run_renewal(*slot, &call.with_tracking()).await;
             if self.is_cluster
@@ -210,7 +211,7 @@ impl RedisStore {
         let calls = locks.iter().map(async |(at, lock)| {
             let Some(claim) = claims.get(*at) else { return Ok(None) };
             let call = self.scripts.renew.call([lock.as_str()]);
-            let call = call.arg(self.names.claim(claim.id())).arg(ceil_millis(claim.lease()));
+            let call = call.arg(self.names.holder_id(claim.id())).arg(ceil_millis(claim.lease()));
             Ok(self.run_renewal(slot, &call.with_tracking()).await?.first().copied())
         });
         join_all(calls).await
@@ -236,7 +237,7 @@ impl RedisStore {
         let lock = self.names.lock(claim.key());
         let keys = [lock.as_str(), &self.names.token_key(&lock)];
         let call = self.scripts.release.call(keys);
-        let call = call.arg(self.names.claim(claim.id())).arg(claim.token_block());
+        let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
         self.run_release(&lock, call).await
     }
 
@@ -248,7 +249,7 @@ impl RedisStore {
     ) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
-        let call = call.arg(self.names.claim(claim.id())).arg(attempt);
+        let call = call.arg(self.names.holder_id(claim.id())).arg(attempt);
         self.run_release(&lock, call).await
     }
 
@@ -260,8 +261,10 @@ impl RedisStore {
 
     /// Runs a script that deletes `lock` and publishes its release.
     async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<Release, BackendError> {
-        let mut call =
-            call.arg(self.publish).arg(self.names.message(lock)).arg(self.names.channel(lock));
+        let mut call = call
+            .arg(self.publish_command)
+            .arg(self.names.message(lock))
+            .arg(self.names.channel(lock));
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
@@ -281,7 +284,7 @@ impl RedisStore {
             .scripts
             .store_token
             .call([lock.as_str(), &self.names.token_key(&lock)])
-            .arg(self.names.claim(claim.id()))
+            .arg(self.names.holder_id(claim.id()))
             .arg(attempt)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
@@ -374,7 +377,7 @@ impl RedisStore {
                 .arg("COUNT")
                 .arg(SCAN_COUNT)
                 .arg("TYPE")
-                .arg(self.names.kind())
+                .arg(self.names.value_type())
                 .to_owned();
             let (next, names): (u64, Vec<Vec<u8>>) =
                 parse_response(self.connections.send_command(node, &scan).await?)?;
@@ -384,7 +387,7 @@ impl RedisStore {
             if cursor == 0 {
                 return Ok(keys);
             }
-            // The engine's time-out is long over, and a proxy may never return cursor 0.
+            // A proxy may never return cursor 0. The caller's own time-out is over by now.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
                     "redis: listing took longer than {LIST_TIMEOUT:?}; move the locks to a database with fewer keys"

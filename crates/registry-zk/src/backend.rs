@@ -169,7 +169,7 @@ impl LockBackend for ZkBackend {
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if self.sessions.take_session_end(claim.id()) {
             // Returned once, so that the engine emits an event for it.
-            let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end";
+            let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end of the queue";
             return Err(self.with_address(BackendError::transient(message).as_refused()));
         }
         let dir = || self.paths.node_path(claim.key());

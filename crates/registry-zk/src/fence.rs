@@ -66,9 +66,9 @@ impl WriteStep {
 
     /// Returns the maximum bytes of this step in a request, without the part that is equal for all
     /// steps.
-    fn bytes(&self, acls: usize) -> usize {
+    fn bytes(&self, acl_bytes: usize) -> usize {
         let payload = match self {
-            Self::Create { data, .. } => data.len().saturating_add(acls),
+            Self::Create { data, .. } => data.len().saturating_add(acl_bytes),
             Self::Set { data, .. } => data.len(),
             Self::Delete { .. } | Self::Check { .. } => 0,
         };
@@ -269,8 +269,9 @@ impl FencedMulti<'_> {
 impl FencedMulti<'_> {
     /// Returns the maximum bytes of the request.
     fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
-        let acls = acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
-        let steps = self.steps.iter().map(|step| step.bytes(acls));
+        let acl_bytes =
+            acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
+        let steps = self.steps.iter().map(|step| step.bytes(acl_bytes));
         let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
         steps.fold(common.saturating_add(node.len()), usize::saturating_add)
     }

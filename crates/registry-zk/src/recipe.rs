@@ -278,10 +278,10 @@ pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
     session.is_healthy() && !watch.has_fired()
 }
 
-/// Returns whether the head of a queue exists only on the connected server. A waiter would wait
-/// forever for a node that this server kept and the others deleted. So if the same node stays at
-/// the head for one session time-out, check it with a majority, which also decides every write of
-/// a holder.
+/// Returns whether the head of a queue exists only on the connected server.
+///
+/// A waiter would wait forever for a node that the other servers have deleted. If the same node is
+/// the head for one session time-out, this therefore checks with a majority of the servers.
 async fn is_phantom_head(
     session: &ZkSession,
     dir: &str,

@@ -45,8 +45,8 @@ pub(crate) struct SessionPool {
     extra_session_allowed_at: Mutex<Moment>,
     /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
-    /// Attempts to attach sessions to new clients. They outlive a session that is closed meanwhile,
-    /// so that the servers still end it.
+    /// Tasks that attach sessions to new clients. A task also runs to its end for a session that
+    /// was closed meanwhile: only a connected client can end that session.
     attaching: Mutex<JoinSet<()>>,
 }
 
@@ -508,9 +508,9 @@ impl ZkSession {
         let mut client = connect(&config, requested, config.connect_timeout).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < requested * 2 / 3 {
-            // The client waits for an unresponsive server according to the time-out that it
-            // requested, not the granted one. If no time is left for a second connection, the first
-            // one is used.
+            // The client waits for an unresponsive server in proportion to the time-out that it
+            // requested. A second client therefore requests the granted time-out. If it cannot
+            // connect in the remaining time, the first client is used.
             let remaining =
                 config.connect_timeout.saturating_sub(Moment::now().since(requested_at));
             client = connect(&config, granted, remaining).await.unwrap_or(client);

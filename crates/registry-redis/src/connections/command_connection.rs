@@ -1,5 +1,5 @@
 //! One multiplexed command connection, which is replaced when it breaks or stops responding.
-//! Retries no command except a script that the server has not cached. The caller decides about
+//! Repeats only a script that the server has not cached. The caller decides about all other
 //! retries.
 
 use std::fmt;

@@ -9,41 +9,40 @@ local since = time[1] .. string.sub('00000', #time[2]) .. time[2]
 if held then
   local left = call('PTTL', KEYS[1])
   if held ~= claim then
-    -- Longer than any record of this library. Another program's value may have any length.
+    -- Shortens only values of other programs, which may have any length.
     return {0, left, string.sub(record, 1, 2048), since, first_token(record, KEYS[2]) or ''}
   end
   if left > 0 then
     -- Changes nothing, but is a write, so WAIT and WAITAOF cover it.
     call('PEXPIRE', KEYS[1], left)
     if attempt then
-      restamp(KEYS[1], record, attempt)
+      reassign(KEYS[1], record, attempt)
     end
   end
   local token = first_token(record, KEYS[2])
   if token then
     return {1, token, left}
   end
-  return redis.error_reply('ERR the token of this grant is not remembered any more; is token_memory shorter than the lease?')
+  return redis.error_reply('ERR the token of this grant is not stored any more; raise token_memory')
 end
--- The token must exceed all earlier tokens, even those that a server lost with its data. The clock
--- is nearly always ahead of them, so it is stored first, and SET returns the value that it
--- replaced.
+-- The token must exceed all earlier tokens, even those that a server lost with its data. Usually
+-- the clock is ahead of them, so the clock's time is stored first. SET returns the previous value.
 local first, now, block = since, tonumber(since), tonumber(ARGV[3])
-local before = call('SET', KEYS[2], memory(string.format('%.0f', now + block - 1), first, claim), 'PX', ARGV[4], 'GET')
+local before = call('SET', KEYS[2], token_value(string.format('%.0f', now + block - 1), first, claim), 'PX', ARGV[4], 'GET')
 local newest = before and tonumber(string.match(before, '^%d+'))
 if newest and newest >= now then
   local last = newest + block
   if last >= 9007199254740992 then
     call('SET', KEYS[2], before)
-    return redis.error_reply('ERR the fencing token of this lock is too large to count on; delete the key ' .. KEYS[2])
+    return redis.error_reply('ERR the fencing token of this lock is too large to be increased; delete the key ' .. KEYS[2])
   end
   first = string.format('%.0f', newest + 1)
   -- Keeps the token key until the clock has passed the last token.
-  local kept = ARGV[4] + math.ceil((last - now) / 1000)
-  call('SET', KEYS[2], memory(string.format('%.0f', last), first, claim), 'PX', string.format('%.0f', kept))
+  local ttl = ARGV[4] + math.ceil((last - now) / 1000)
+  call('SET', KEYS[2], token_value(string.format('%.0f', last), first, claim), 'PX', string.format('%.0f', ttl))
 end
 if attempt then
   first = '0' .. first
 end
-put(KEYS[1], claim, ARGV[2], attempt and first .. '.' .. attempt or first, since, ARGV[5])
+store_holder(KEYS[1], claim, ARGV[2], attempt and first .. '.' .. attempt or first, since, ARGV[5])
 return {1, first, tonumber(ARGV[2])}

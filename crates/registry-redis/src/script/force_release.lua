@@ -5,7 +5,7 @@ if not holder(KEYS[1]) then
 end
 redis.call('DEL', KEYS[1])
 for i = 3, #ARGV do
-  -- The message is a hint: the release succeeds even if this user may not publish.
+  -- The release succeeds even if this user may not publish.
   redis.pcall(ARGV[1], ARGV[i], ARGV[2])
 end
 return 1

@@ -2,11 +2,11 @@
 -- lock in ms, or -1 if the claim does not hold the lock.
 local answers = {}
 -- REDIS_VERSION_NUM exists from version 7 on, as do the PEXPIRE options GT and NX.
-local modern = redis.REDIS_VERSION_NUM
+local version = redis.REDIS_VERSION_NUM
 -- From Redis 7.2 on, and in any Valkey, client tracking registers only the key that a command
 -- reads. Older servers register all KEYS at each read, so one read as the last command suffices.
 -- The read follows the write, because a write ends the tracking of its key.
-local notes_one = modern and modern >= 0x70200
+local tracks_read_key = version and version >= 0x70200
 local call = redis.call
 for i, lock in ipairs(KEYS) do
   -- The lease stays text: PEXPIRE receives it as text.
@@ -18,7 +18,7 @@ for i, lock in ipairs(KEYS) do
     return {err = failure_text(held)}
   end
   if is_read and held == claim then
-    if modern then
+    if version then
       -- Never shorten the lease. NX restores an expiry that another client removed.
       if call('PEXPIRE', lock, lease, 'GT') == 0 then
         call('PEXPIRE', lock, lease, 'NX')
@@ -26,7 +26,7 @@ for i, lock in ipairs(KEYS) do
     elseif call('PTTL', lock) < tonumber(lease) then
       call('PEXPIRE', lock, lease)
     end
-    if notes_one then
+    if tracks_read_key then
       call('PTTL', lock)
     end
     answers[i] = tonumber(lease)
@@ -34,7 +34,7 @@ for i, lock in ipairs(KEYS) do
     answers[i] = -1
   end
 end
-if not notes_one then
+if not tracks_read_key then
   call('PTTL', KEYS[1])
 end
 return answers

@@ -6,7 +6,7 @@ if held ~= ARGV[1] or string.match(record, '^%x+ %d+%.(%x+) ') ~= ARGV[2] then
 end
 redis.call('DEL', KEYS[1])
 for i = 5, #ARGV do
-  -- The message is a hint: the release succeeds even if this user may not publish.
+  -- The withdrawal succeeds even if this user may not publish.
   redis.pcall(ARGV[3], ARGV[i], ARGV[4])
 end
 return 1

@@ -1,5 +1,5 @@
 -- The record contains no token, so the token key also stores the first token and the claim.
-local function memory(last, first, claim)
+local function token_value(last, first, claim)
   return last .. ' ' .. first .. ' ' .. claim
 end
 
@@ -8,5 +8,5 @@ local function first_token(record, tokens)
 end
 
 -- This layout does not support a quorum.
-local function restamp()
+local function reassign()
 end

@@ -1,6 +1,6 @@
--- A lock is a string, `CLAIM TOKEN SINCE LABEL`. In a quorum, a dot and the attempt that wrote the
--- token follow the token. A leading zero marks the token as provisional: no majority has agreed on
--- it yet.
+-- A lock is a string, `CLAIM TOKEN SINCE LABEL`. In a quorum, the token is followed by a dot and
+-- the attempt that wrote it. A leading zero marks a provisional token, on which no majority has
+-- agreed yet.
 
 -- Returns the claim and the record. Redis treats GETEX as a write, so this read does not enable
 -- tracking.
@@ -12,12 +12,12 @@ local function holder(lock)
 end
 
 -- Stores `claim` as the holder.
-local function put(lock, claim, lease, token, now, label)
+local function store_holder(lock, claim, lease, token, now, label)
   redis.call('SET', lock, claim .. ' ' .. token .. ' ' .. now .. ' ' .. label, 'PX', lease)
 end
 
 -- Returns the value of the token key: the last token. The record contains everything else.
-local function memory(last)
+local function token_value(last)
   return last
 end
 
@@ -26,8 +26,9 @@ local function first_token(record)
   return string.match(record, '^%x+ (%d+)')
 end
 
--- Assigns the grant to a later attempt, so that the withdrawal of an earlier one cannot delete it.
-local function restamp(lock, record, attempt)
+-- Records that the grant belongs to a later attempt, so that the withdrawal of an earlier one does
+-- not delete it.
+local function reassign(lock, record, attempt)
   if attempt <= (string.match(record, '^%x+ %d+%.(%x+) ') or '') then
     -- The request of an earlier attempt arrived late.
     return

@@ -8,7 +8,7 @@ local function holder(lock)
   end
 end
 
-local function put(lock, claim, lease)
+local function store_holder(lock, claim, lease)
   redis.call('HSET', lock, claim, '1')
   redis.call('PEXPIRE', lock, lease)
 end

@@ -7,6 +7,6 @@ local function holder(lock)
   end
 end
 
-local function put(lock, claim, lease)
+local function store_holder(lock, claim, lease)
   redis.call('SET', lock, claim, 'PX', lease)
 end
