@@ -193,7 +193,7 @@ impl<F: AsFd> MessageReader<F> {
 }
 
 #[derive(Debug, Default)]
-struct WatchState {
+struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
     /// The end of the lease, or `None` if `lockreg` or this watchdog already ends the group.
@@ -201,7 +201,7 @@ struct WatchState {
 }
 
 fn watch(mut messages: MessageReader<impl AsFd>) {
-    let mut state = WatchState::default();
+    let mut state = WatchdogState::default();
     loop {
         match messages.next(state.until.map(|until| until.saturating_add(REACTION_LIMIT))) {
             Received::Message(message) if message == "done" => return,
@@ -222,7 +222,7 @@ fn watch(mut messages: MessageReader<impl AsFd>) {
     }
 }
 
-impl WatchState {
+impl WatchdogState {
     fn apply(&mut self, message: &str) {
         let mut words = message.split(' ');
         let verb = words.next();
@@ -290,7 +290,7 @@ mod tests {
 
     #[test]
     fn messages_are_parsed_and_unknown_messages_are_ignored() {
-        let mut state = WatchState::default();
+        let mut state = WatchdogState::default();
         for message in ["guard 4242 1500", "until 77", "nonsense", "until"] {
             state.apply(message);
         }
@@ -411,7 +411,7 @@ mod tests {
                     reader.read.extend(bytes);
                 }
             }
-            let mut state = WatchState::default();
+            let mut state = WatchdogState::default();
             while let Received::Message(message) = reader.next(Some(Duration::ZERO)) {
                 state.apply(&message);
             }
