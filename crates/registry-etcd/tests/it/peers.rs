@@ -41,7 +41,7 @@ async fn registry(server: &EtcdServer) -> Registry {
 }
 
 /// The same critical section in this process.
-fn section(folder: &Path, token: u64) {
+fn critical_section(folder: &Path, token: u64) {
     fs::create_dir(folder.join("inside")).expect("another client is in the section");
     let count: usize = fs::read_to_string(folder.join("counter")).unwrap().trim().parse().unwrap();
     let mut journal = OpenOptions::new().append(true).open(folder.join("journal")).unwrap();
@@ -80,7 +80,7 @@ async fn etcdctl_the_gateway_and_this_store_exclude_each_other() {
     let sections = async {
         for _ in 0..SECTIONS {
             let guard = registry.obtain("orders").lock().await.unwrap();
-            section(folder, guard.fencing_token().get());
+            critical_section(folder, guard.fencing_token().get());
             guard.unlock().await.unwrap();
         }
     };
@@ -110,7 +110,7 @@ async fn entry_count(server: &EtcdServer, name: &str) -> usize {
     names.lines().filter(|line| !line.is_empty()).count()
 }
 
-async fn until_queued(server: &EtcdServer, count: usize) {
+async fn wait_until_queued(server: &EtcdServer, count: usize) {
     let queued = async || match entry_count(server, "orders").await {
         found if found == count => Ok(()),
         found => Err(format!("{found} entries")),
@@ -129,12 +129,12 @@ async fn a_release_wakes_waiters_of_the_other_program() {
     assert_eq!((holder.label, holder.token.is_some()), (None, true));
     let lock = registry.obtain("orders");
     let waiting = tokio::spawn(async move { lock.lock().await });
-    until_queued(&server, 2).await;
+    wait_until_queued(&server, 2).await;
     peer.terminate().unwrap();
     let guard = within(LONG, waiting).await.unwrap().unwrap();
     let mut peer =
         HelperProcess::spawn(etcdctl(&server, &["lock", "orders", "echo", "in"])).unwrap();
-    until_queued(&server, 2).await;
+    wait_until_queued(&server, 2).await;
     assert!(peer.lines().is_empty());
     guard.unlock().await.unwrap();
     peer.expect_line(|line| line == "in", LONG).await.unwrap();
@@ -154,18 +154,18 @@ async fn a_lock_of_another_program_can_be_released_by_force() {
 }
 
 /// Demonstrates the gap in etcdctl's recipe: a waiter that was suspended beyond its lease enters
-/// the section when it resumes, although another client holds the lock. A test in `faults` verifies
-/// that waiters of this store do not.
+/// the critical section when it resumes, although another client holds the lock. A test in `faults`
+/// verifies that waiters of this store do not.
 #[tokio::test]
-async fn etcdctl_paused_in_the_queue_enters_the_section_of_another_holder() {
+async fn an_etcdctl_waiter_paused_beyond_its_lease_runs_while_another_client_holds_the_lock() {
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let first = registry.obtain("orders").lock().await.unwrap();
     let waiter = etcdctl(&server, &["lock", "orders", "--ttl", "2", "echo", "in"]);
     let mut waiter = HelperProcess::spawn(waiter).unwrap();
-    until_queued(&server, 2).await;
+    wait_until_queued(&server, 2).await;
     waiter.pause().await.unwrap();
-    until_queued(&server, 1).await;
+    wait_until_queued(&server, 1).await;
     first.unlock().await.unwrap();
     let second = registry.obtain("orders").lock().await.unwrap();
     waiter.resume().unwrap();

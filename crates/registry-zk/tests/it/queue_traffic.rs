@@ -43,7 +43,7 @@ impl TestClient {
     }
 
     /// Returns the server's counters of this client.
-    async fn counts(&self, server: &ZooKeeperServer) -> ClientStats {
+    async fn stats(&self, server: &ZooKeeperServer) -> ClientStats {
         let session = self.backend.session_id().unwrap();
         let clients = server.clients().await.unwrap();
         *clients.iter().find(|client| client.session == session).unwrap()
@@ -87,7 +87,7 @@ async fn a_waiter_behind_500_others_receives_one_event() {
     let waiter_task = tokio::spawn(async move { lock.lock().await });
     eventually(LONG, async || queue_length(&operator).await == OTHERS + 1).await;
     wait_for_watches(&server, 1).await;
-    let before = client.counts(&server).await;
+    let before = client.stats(&server).await;
     // Deletes each head in turn, until the waiter is the head.
     for other in &others {
         assert!(!waiter_task.is_finished());
@@ -95,8 +95,8 @@ async fn a_waiter_behind_500_others_receives_one_event() {
     }
     let guard = within(LONG, waiter_task).await.unwrap().unwrap();
     // The server counts a packet after it has sent it.
-    eventually(LONG, async || client.counts(&server).await.events() > before.events()).await;
-    let after = client.counts(&server).await;
+    eventually(LONG, async || client.stats(&server).await.events() > before.events()).await;
+    let after = client.stats(&server).await;
     let requests = after.received - before.received;
     println!("{} events, {requests} requests and pings", after.events() - before.events());
     assert_eq!(after.events() - before.events(), 1);
@@ -123,7 +123,7 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
     }
     wait_for_watches(&server, WAITING as u64).await;
     let events = async || -> Vec<u64> {
-        let counts = clients.iter().map(async |client| client.counts(&server).await.events());
+        let counts = clients.iter().map(async |client| client.stats(&server).await.events());
         join_all(counts).await
     };
     // The server counts a packet after it has sent or handled it, so a single read may be off by
@@ -199,7 +199,7 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
 }
 
 /// Holds this many locks for `time`, and returns how many packets the client has sent meanwhile.
-async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration) -> u64 {
+async fn packets_sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration) -> u64 {
     let client = TestClient::open(server, Duration::from_secs(10)).await;
     let mut guards = Vec::new();
     for lock in 0..locks {
@@ -208,9 +208,9 @@ async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration)
     // The first verification of each lock is over.
     wait_for_watches(server, locks as u64).await;
     sleep(Duration::from_secs(6)).await;
-    let (before, started_at) = (client.counts(server).await, Instant::now());
+    let (before, started_at) = (client.stats(server).await, Instant::now());
     sleep(time).await;
-    let (after, elapsed) = (client.counts(server).await, started_at.elapsed());
+    let (after, elapsed) = (client.stats(server).await, started_at.elapsed());
     assert!(guards.iter().all(LockGuard::is_held));
     let sent = after.received - before.received;
     println!("{locks} locks held for {elapsed:?}: {sent} packets");
@@ -224,8 +224,8 @@ async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration)
 async fn a_thousand_held_locks_cause_no_more_requests_than_one() {
     const TIME: Duration = Duration::from_secs(10);
     let server = server().await;
-    let one = sent_while_held(&server, 1, TIME).await;
-    let many = sent_while_held(&server, 1_000, TIME).await;
+    let one = packets_sent_while_held(&server, 1, TIME).await;
+    let many = packets_sent_while_held(&server, 1_000, TIME).await;
     // A confirmation per tenth of the session time-out, a verification before each third of the
     // lease, and the client's own pings.
     assert!(one <= 30, "{one}");

@@ -38,11 +38,11 @@ impl Renewals {
         *self.0.lock().unwrap() = Default::default();
     }
 
-    async fn have_failed_for_all(&self) {
+    async fn wait_until_all_failed(&self) {
         eventually(LONG, async || self.0.lock().unwrap().0.len() == GUARDS).await;
     }
 
-    async fn have_succeeded_for_all(&self) {
+    async fn wait_until_all_succeeded(&self) {
         eventually(LONG, async || self.0.lock().unwrap().1.len() == GUARDS).await;
     }
 }
@@ -74,7 +74,7 @@ async fn assert_all_survive(server: &RedisServer, url: &str, refuse: &str, accep
     server.send_command(refuse).await.unwrap();
     for (layout, registry, renewals, _) in &holders {
         renewals.clear();
-        renewals.have_failed_for_all().await;
+        renewals.wait_until_all_failed().await;
         let held = registry.obtain("k0").holders().await;
         assert!(
             matches!(held, Err(LockError::Backend { .. }))
@@ -91,7 +91,7 @@ async fn assert_all_survive(server: &RedisServer, url: &str, refuse: &str, accep
     server.send_command(accept).await.unwrap();
     for (layout, _, renewals, guards) in holders {
         renewals.clear();
-        renewals.have_succeeded_for_all().await;
+        renewals.wait_until_all_succeeded().await;
         let lost = guards.iter().filter(|guard| !guard.is_held()).count();
         assert_eq!(lost, 0, "{layout:?}, {refuse}");
     }
@@ -152,10 +152,10 @@ async fn no_lock_is_lost_by_a_failover_to_a_master_without_replicas() {
     let old = setup.kill_master().await.unwrap();
     let new = setup.wait_for_new_master(old).await.unwrap();
     renewals.clear();
-    renewals.have_failed_for_all().await;
+    renewals.wait_until_all_failed().await;
     setup.server(new).send_command("CONFIG SET min-replicas-to-write 0").await.unwrap();
     renewals.clear();
-    renewals.have_succeeded_for_all().await;
+    renewals.wait_until_all_succeeded().await;
     let lost = guards.iter().filter(|guard| !guard.is_held()).count();
     assert_eq!(lost, 0);
 }

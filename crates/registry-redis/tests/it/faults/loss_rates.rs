@@ -96,7 +96,7 @@ async fn loss_rate_of_crashes_in_a_cluster() {
                 // one.
                 cluster.node_mut(old).start_again().await.unwrap();
             };
-            run_once(&mut tally, config, is_on_first, crash).await;
+            run_once(&mut tally, config, is_on_first_master, crash).await;
         }
         tally.print(name);
     }
@@ -110,7 +110,7 @@ fn print_table_header() {
 }
 
 /// Returns whether the lock of `key` is on the first master of a cluster.
-fn is_on_first(key: &str) -> bool {
+fn is_on_first_master(key: &str) -> bool {
     RedisCluster::slot_of(format!("lock-registry:{{{key}}}")) < 5_461
 }
 

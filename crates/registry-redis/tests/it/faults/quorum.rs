@@ -63,8 +63,8 @@ async fn without_a_majority_callers_receive_errors_and_holders_are_notified() {
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
     }
-    // The two live masters know the holders, and the three dead ones may be free. The claims are
-    // sent without an engine, whose callers would queue in the process.
+    // The two live masters report a holder, but the lock may be free on the three dead ones. The
+    // claims are sent without an engine, because callers of an engine would queue locally.
     for _ in 0..20 {
         for key in ["steady/0", "steady/1", "steady/2", "fresh"] {
             let claim = || Claim::new(Key::new(key).unwrap(), LEASE);
@@ -138,7 +138,7 @@ async fn two_slow_masters_of_five_lose_no_lock_and_delay_no_client() {
     let addresses: Vec<String> = addresses.map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
-    // Two clients, because three would often block each other while no master is spare.
+    // Two clients, because three would often block each other when all live masters must agree.
     let client_configs = vec![config.clone(); 2];
     let workload =
         Workload::start_with(&client_configs, &config, WorkloadOptions::new(), secs(6)).await;
