@@ -174,16 +174,16 @@ impl Lease {
         if self.unanswered >= UNANSWERED_MAX {
             return Due::At(self.valid_until);
         }
-        let pause = self.pause.lasts(now);
+        let is_paused = self.pause.lasts(now);
         let mut next = self.valid_until;
         if self.can_be_renewed() {
-            if now.after(BATCH_WINDOW) >= self.renew_at && !pause {
+            if now.after(BATCH_WINDOW) >= self.renew_at && !is_paused {
                 return Due::Renew(self.requested_lease(now));
             }
             next = next.min(self.renew_at.max(self.pause.until));
         }
         if let Some(verification_due) = self.verification_due(now) {
-            if now.after(BATCH_WINDOW) >= verification_due && !pause {
+            if now.after(BATCH_WINDOW) >= verification_due && !is_paused {
                 return Due::Verify(self.verification_lease(now));
             }
             next = next.min(verification_due.max(self.pause.until));
