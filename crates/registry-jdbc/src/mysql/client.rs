@@ -7,9 +7,10 @@ use sqlx::{MySql, MySqlConnection, Row as _};
 
 use super::config::MySqlConfig;
 use super::sql;
+use super::statement::send;
 use crate::server::{
-    ConnectionPool, ConnectionUse, Dialect as _, ServerErrors as _, SessionFailure, SqlClient,
-    Statement, session_failure,
+    Answer, ConnectionPool, ConnectionUse, Dialect as _, QueryMode, ServerErrors as _,
+    SessionFailure, SqlClient, Statement, StatementText, Value, session_failure,
 };
 
 pub(crate) type MySqlClient = SqlClient<MySql>;
@@ -41,9 +42,15 @@ impl SqlClient<MySql> {
     }
 }
 
-/// Returns what an error outside of a transaction means for a session.
-pub(super) fn failure(error: sqlx::Error) -> SessionFailure {
-    session_failure::<MySql>(error)
+/// Sends a statement of a session outside of a transaction.
+pub(super) async fn send_once(
+    connection: &mut MySqlConnection,
+    text: &StatementText,
+    values: impl Into<Vec<Value>>,
+) -> Result<Answer<MySqlRow>, SessionFailure> {
+    let statement = Statement::new(text, values);
+    let answer = send(connection, &statement, QueryMode::Prepared).await;
+    answer.map_err(session_failure::<MySql>)
 }
 
 /// Reads a column of a session's response. An unreadable column ends the session.

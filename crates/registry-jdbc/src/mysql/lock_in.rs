@@ -140,8 +140,8 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     }
 }
 
-/// Returns whether there is no lease on the key. If so, the key has a row that has changed since the
-/// last holder ended.
+/// Returns whether there is no lease on the key. If so, the key has a row that has changed since
+/// the last holder ended.
 async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
     let (store, texts) = (&rows.store, &rows.store.statements);
     let change = async |text, values: Vec<Value>| {

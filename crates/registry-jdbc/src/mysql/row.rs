@@ -5,12 +5,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{BackendError, Claim, FencingToken, Key};
-use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection};
 use tokio::time::{sleep, timeout};
 
 use super::backend::MySqlRows;
-use super::client::{failure, read};
+use super::client::{read, send_once};
 use super::config::misconfigured;
 use super::error;
 use super::sql;
@@ -18,9 +17,8 @@ use super::statement::{fetch, send};
 use super::waiters;
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    Answer, ErrorEffect, LockAttempt, QueryMode, RowLockConnections, RowLockPermit, RowStatements,
-    SILENCE, ServerErrors as _, SessionFailure, SessionProtocol, Statement, StatementText,
-    TokenPlan, Value,
+    ErrorEffect, LockAttempt, QueryMode, RowLockConnections, RowLockPermit, RowStatements, SILENCE,
+    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
 /// The SQL of one lock's connection.
@@ -54,18 +52,6 @@ impl MySqlRowProtocol {
         Ok(store.query(&texts.row_seen, [self.rows.id(key)]).await?.is_empty())
     }
 
-    /// Sends a statement outside of a transaction.
-    async fn send(
-        &self,
-        connected: &mut MySqlRowConnection,
-        text: &StatementText,
-        values: impl Into<Vec<Value>>,
-    ) -> Result<Answer<MySqlRow>, SessionFailure> {
-        let statement = Statement::new(text, values);
-        let answer = send(&mut connected.connection, &statement, QueryMode::Prepared).await;
-        answer.map_err(failure)
-    }
-
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
     /// there is none.
     async fn write_claim(
@@ -76,18 +62,20 @@ impl MySqlRowProtocol {
         for pause in WRITE_CLAIM_PAUSES {
             let (texts, id) = (&self.rows.store.statements, || self.rows.id(claim.key()));
             let values = [id(), Value::claim(claim), Value::block(claim), Value::label(claim)];
-            let token = self.send(connected, &texts.row_write_claim, values).await?.assigned;
+            let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
+                .await?
+                .assigned;
             if token != 0 {
                 let token = fencing_token::<MySql>(i64::try_from(token).unwrap_or(-1));
                 return token.map(Some).map_err(SessionFailure::Broken);
             }
             self.check_writable(connected).await?;
-            let rows = self.send(connected, &texts.row_seen, [id()]).await?.rows;
+            let rows = send_once(&mut connected.connection, &texts.row_seen, [id()]).await?.rows;
             match rows.first() {
                 None => {
                     let key = Value::key(claim.key());
                     let values = [id(), self.rows.namespace_value(), key];
-                    self.send(connected, &texts.insert_row, values).await?;
+                    send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
                 // Locked by a holder, or for milliseconds by another client that checks whether it
@@ -104,7 +92,7 @@ impl MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
         let statements: &RowStatements = self.rows.store.statements.as_ref().as_ref();
-        let rows = self.send(connected, &statements.meta, []).await?.rows;
+        let rows = send_once(&mut connected.connection, &statements.meta, []).await?.rows;
         let message = "the meta table has no row";
         let lost = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
         if read::<i64>(rows.first().ok_or_else(lost)?, 2)? == 0 {

@@ -10,16 +10,15 @@ use sqlx::{Connection, MySql, MySqlConnection, Row, query};
 use tokio::time::timeout;
 
 use super::backend::MySqlRows;
-use super::client::{failure, read};
+use super::client::{read, send_once};
 use super::config::MySqlConfig;
 use super::error;
 use super::sql;
-use super::statement::send;
 use super::waiters;
 use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
-    Answer, LockAttempt, QueryMode, SILENCE, ServerErrors as _, SessionFailure, SessionGrant,
-    SessionProtocol, Statement, StatementText, TokenPlan, Value,
+    LockAttempt, SILENCE, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
+    StatementText, TokenPlan, Value,
 };
 
 /// The SQL of a session's connection.
@@ -59,17 +58,6 @@ impl MySqlSessionProtocol {
         Value::Word(self.rows.row_id(key).hex())
     }
 
-    async fn send(
-        &self,
-        connected: &mut MySqlSessionConnection,
-        text: &StatementText,
-        values: impl Into<Vec<Value>>,
-    ) -> Result<Answer<MySqlRow>, SessionFailure> {
-        let statement = Statement::new(text, values);
-        let answer = send(&mut connected.connection, &statement, QueryMode::Prepared).await;
-        answer.map_err(failure)
-    }
-
     async fn fetch_number(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -77,7 +65,7 @@ impl MySqlSessionProtocol {
         name: Option<Value>,
     ) -> Result<Option<i64>, SessionFailure> {
         let text = StatementText::positional(text, &[]);
-        let rows = self.send(connected, &text, Vec::from_iter(name)).await?.rows;
+        let rows = send_once(&mut connected.connection, &text, Vec::from_iter(name)).await?.rows;
         let row = one_row(&rows)?;
         connected.check_connection(row)?;
         read(row, 1)
@@ -104,7 +92,7 @@ impl MySqlSessionProtocol {
             Value::label(claim),
         ];
         let text = &self.rows.store.statements.session_write_claim;
-        let token = self.send(connected, text, values).await?.assigned;
+        let token = send_once(&mut connected.connection, text, values).await?.assigned;
         if token == 0 {
             // No claim was written: the key has a lease, or the server is read-only.
             return self.check_session(connected).await.map(|()| None);
@@ -125,7 +113,7 @@ impl MySqlSessionProtocol {
     ) -> Result<(bool, Option<i64>), SessionFailure> {
         let values = try_lock_values(&self.rows, key, row_claim, 0);
         let text = &self.rows.store.statements.session_try_lock;
-        let rows = self.send(connected, text, values).await?.rows;
+        let rows = send_once(&mut connected.connection, text, values).await?.rows;
         let row = one_row(&rows)?;
         connected.check_connection(row)?;
         let got = read::<Option<i64>>(row, 1)? == Some(1);
@@ -245,11 +233,11 @@ impl SessionProtocol for MySqlSessionProtocol {
         if row_claim != claim.id() {
             let earlier = Value::bytes(&row_claim.to_bytes());
             let values = [id.clone(), own.clone(), token.clone(), block.clone(), earlier];
-            self.send(connected, &texts.session_update_claim, values).await?;
+            send_once(&mut connected.connection, &texts.session_update_claim, values).await?;
         }
         let (namespace, key) = (self.rows.namespace_value(), Value::key(claim.key()));
         let values = [id, namespace, key, own, token, block];
-        self.send(connected, &texts.session_ensure_row, values).await.map(drop)
+        send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }
 
     /// Polls at growing intervals, because the server sends no notifications.

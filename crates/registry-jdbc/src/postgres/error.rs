@@ -24,8 +24,8 @@ impl ServerErrors for Postgres {
     fn error_effect(error: &sqlx::Error) -> ErrorEffect {
         let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
         let code = code(database.as_ref());
-        // These codes mean that another server may have become the primary, that the connection is in a
-        // foreign transaction, or that prepared statements are missing.
+        // These codes mean that another server may have become the primary, that the connection is
+        // in a foreign transaction, or that prepared statements are missing.
         let may_be_foreign = code.starts_with("25")
             || code.starts_with("08")
             || code.starts_with("57P")
@@ -42,8 +42,8 @@ impl ServerErrors for Postgres {
             sqlx::Error::Database(database) => {
                 classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
             }
-            // sqlx does not detect the end of the connection here, and takes the missing byte for the
-            // server's answer.
+            // sqlx does not detect the end of the connection here, and takes the missing byte for
+            // the server's answer.
             sqlx::Error::Protocol(message)
                 if message.contains("response from SSLRequest: 0x00") =>
             {

@@ -64,8 +64,8 @@ async fn attempt(
     let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.rows.store.config.busy_timeout);
     let text = statement(lockable, key, row_wait).inlined::<Postgres>();
     // Sent as one message of plain text, which is independent of prepared statements and of the
-    // pooler's assignment of connections. The savepoint releases the locks of a failed attempt, and keeps an error
-    // from ending the transaction.
+    // pooler's assignment of connections. The savepoint releases the locks of a failed attempt, and
+    // keeps an error from ending the transaction.
     let outcome = fetch(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let outcome = match outcome {
         Ok(rows) => decode(&rows, key),

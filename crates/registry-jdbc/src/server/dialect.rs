@@ -179,8 +179,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         rows: &Rows<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
-    /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if the
-    /// lock is held then; the transaction has locked nothing.
+    /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if
+    /// the lock is held then; the transaction has locked nothing.
     fn lock_in(
         rows: LockableRows<'_, Self>,
         connection: &mut Self::Connection,

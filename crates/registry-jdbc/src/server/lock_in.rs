@@ -15,6 +15,10 @@ use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 pub(crate) struct LockableRows<'a, D: Dialect> {
     pub(crate) rows: &'a Rows<D>,
     /// A lock is a row and, in addition, a lock of a session.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        expect(dead_code, reason = "only PostgreSQL has such locks of transactions")
+    )]
     pub(crate) in_sessions: bool,
 }
 

@@ -33,6 +33,10 @@ pub(crate) struct StatementText {
     /// The texts for prepared statements, by the size of the lists among the values.
     pub(crate) prepared: Arc<[Arc<str>]>,
     /// The value of each parameter of these texts.
+    #[cfg_attr(
+        not(feature = "mysql"),
+        expect(dead_code, reason = "PostgreSQL numbers parameters")
+    )]
     pub(crate) parameters: Arc<[usize]>,
 }
 
@@ -233,6 +237,7 @@ pub(crate) struct Statement<'a> {
     pub(crate) text: &'a StatementText,
     pub(crate) values: Vec<Value>,
     /// The answer has at most one row, which some clients read with less work.
+    #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "MySQL has no such request"))]
     pub(crate) is_at_most_one: bool,
 }
 
@@ -268,6 +273,10 @@ pub(crate) struct Answer<R> {
     /// The number of changed rows. Zero if the server returns rows instead.
     pub(crate) changed: u64,
     /// The number that the statement has assigned, on servers that do not return it as a row.
+    #[cfg_attr(
+        not(feature = "mysql"),
+        expect(dead_code, reason = "PostgreSQL returns it as a row")
+    )]
     pub(crate) assigned: u64,
 }
 

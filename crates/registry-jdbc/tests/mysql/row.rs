@@ -1,7 +1,7 @@
 //! Locks that are rows, locked by a transaction of their own.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use registry_core::{BackendErrorKind, LockError};
 use registry_jdbc::sqlx::Connection as _;
@@ -9,25 +9,7 @@ use registry_jdbc::{LockIn, LockInError, MySqlBackend, SpringTable, SqlMode};
 use tokio::time::timeout;
 
 use crate::common::{TEST_TIMEOUT, config, data, lock, server};
-use crate::server::*;
 use crate::servers::row::*;
-
-#[tokio::test]
-async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
-    let server = server().await;
-    let (first, second) = (registry(&server).await, registry(&server).await);
-    let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
-    let began = Instant::now();
-    end_sessions(&server).await;
-    for guard in &guards {
-        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    }
-    assert!(began.elapsed() < LOSS_NOTICE_MAX, "after {:?}", began.elapsed());
-    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guards[0].fencing_token());
-    let other = lock(&first, "orders/43").await;
-    assert!(other.is_held() && !is_free(&first, "orders/42").await);
-}
 
 #[tokio::test]
 async fn a_short_pause_of_the_server_ends_no_lock_and_a_long_one_does() {

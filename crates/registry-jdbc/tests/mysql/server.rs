@@ -78,7 +78,7 @@ pub(crate) async fn assert_no_session_locks(server: &Server) {
 }
 
 /// Ends all connections of the store. The testkit itself connects through a Unix socket.
-pub(crate) async fn end_sessions(server: &Server) {
+pub(crate) async fn end_connections(server: &Server) {
     let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
     for id in server.sql(all).await.unwrap().lines() {
         // The connection may already have ended.
@@ -178,8 +178,6 @@ pub(crate) async fn pause_statements(server: &Server) {
 pub(crate) fn resume_statements(server: &Server, (): ()) {
     server.resume().unwrap();
 }
-
-pub(crate) use end_sessions as end_connections;
 
 /// All connections.
 pub(crate) async fn connection_ids(server: &Server) -> String {

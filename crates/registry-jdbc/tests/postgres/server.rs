@@ -78,11 +78,6 @@ pub(crate) async fn assert_no_session_locks(server: &Server) {
     assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
 }
 
-/// Ends the connections that hold a session lock.
-pub(crate) async fn end_sessions(server: &Server) {
-    server.sql(&format!("SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) h")).await.unwrap();
-}
-
 /// The id of the next transaction that writes.
 pub(crate) async fn writes(server: &Server) -> String {
     server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()

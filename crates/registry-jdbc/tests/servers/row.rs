@@ -4,19 +4,14 @@ use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, LockGuard, Registry,
-    Release, Renewal,
-};
+use registry_core::{Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, Registry};
 use registry_jdbc::sqlx::{Connection as _, Executor};
 use registry_jdbc::{Fence, FenceError, LockIn, RowLocksExhausted, SqlMode};
 use tokio::time::timeout;
 
-use super::common::{LEASE, TEST_TIMEOUT, backend, claim, config, data, grant, key, lock, server};
+use super::common::{TEST_TIMEOUT, backend, claim, config, data, grant, lock, server};
+use super::fence::sell;
 use crate::server::*;
-
-/// The time limit for a loss notification: well before the next renewal.
-pub(crate) const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
 pub(crate) const ONE_SECOND: Duration = Duration::from_secs(1);
 
@@ -45,73 +40,6 @@ pub(crate) async fn is_free(registry: &Registry, key: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    lock(&registry, "orders/43").await.unlock().await.unwrap();
-    server.kill();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let config = config(&server);
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
-            assert!(matches!(granted, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
-
-#[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(holders(&server).await, 0);
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (row(config(&server)).await, registry(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
 async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
@@ -132,17 +60,6 @@ async fn capabilities_and_findings_match_the_backend() {
     let none =
         Backend::open_mode(config(&server).with_row_locks(0), SqlMode::Row).await.unwrap_err();
     assert!(!none.is_retryable(), "{none}");
-}
-
-pub(crate) async fn sell(guard: &LockGuard, data: &mut Connection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
-    if let Err(error) = guard.fence(&mut transaction).await {
-        transaction.rollback().await.unwrap();
-        return Err(error);
-    }
-    transaction.execute(SELL).await.unwrap();
-    transaction.commit().await.unwrap();
-    Ok(())
 }
 
 /// Writes what the next holder would, before the loss notification arrives.

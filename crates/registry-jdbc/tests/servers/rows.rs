@@ -171,8 +171,8 @@ async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
         let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
         assert_eq!(second_store.release(&faster).await.unwrap(), Release::Freed);
-        // Case 3: the row was deleted. Where the tables remember deleted tokens, these are far ahead
-        // of the clock.
+        // Case 3: the row was deleted. Where the tables remember deleted tokens, these are far
+        // ahead of the clock.
         let block = if DELETED_TOKENS_COUNT { u32::MAX } else { 1 };
         let gone = claim("k").with_token_block(block);
         last = token(&first_store, &gone).await + u64::from(block) - 1;

@@ -90,7 +90,8 @@ impl SpringDialect for MySql {
         let (keys, offset) = (Value::ManyWords(keys), Value::Number(texts.stored_offset(lease)));
         let values = [keys.clone(), Value::ManyWords(clients), limit(claims), offset];
         let done = change(&texts.renew, values).await?;
-        // The grants are renewed. The native rows matter only for the purge, so an error is ignored.
+        // The grants are renewed. The native rows matter only for the purge, so an error is
+        // ignored.
         let length = Value::Number(micros(lease));
         let values = [Value::ManyBytes(ids), claim_ids(claims), limit(claims), length];
         let _ = change(&texts.renew_native, values).await;
