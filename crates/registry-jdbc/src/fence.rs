@@ -12,7 +12,8 @@ use sqlx::{Database, Transaction};
 
 use crate::mutant::{Mutant, mutated};
 
-/// Protects a transaction by a lock that lives in the same database.
+/// Protects a transaction by a lock that lives in the same database. [`LockGuard`] implements it
+/// for `sqlx::Postgres`, `sqlx::MySql` and `sqlx::Sqlite`.
 #[cfg_attr(
     feature = "sqlite",
     doc = r#"

@@ -12,6 +12,7 @@ use sqlx::{Database, Transaction};
 use tokio::time::Instant;
 
 /// Acquires locks within a transaction of the caller, on the database that the locks live in.
+/// [`Registry`](registry_core::Registry) implements it for `sqlx::Postgres` and `sqlx::MySql`.
 ///
 /// # Examples
 /// ```no_run

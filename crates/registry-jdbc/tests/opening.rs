@@ -16,7 +16,7 @@ use registry_core::{
     Renewal,
 };
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
-use registry_jdbc::sqlx::{self, ConnectOptions, Executor, Row};
+use registry_jdbc::sqlx::{self, ConnectOptions, Executor, Row, SqliteConnection};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tempfile::TempDir;
 
@@ -46,6 +46,10 @@ fn claim(key: &str) -> Claim {
 
 fn folder() -> TempDir {
     tempfile::tempdir().unwrap()
+}
+
+async fn create(path: &Path) -> SqliteConnection {
+    SqliteConnectOptions::new().filename(path).create_if_missing(true).connect().await.unwrap()
 }
 
 #[tokio::test]
@@ -219,12 +223,7 @@ async fn newer_tables_are_refused_and_unchanged() {
 async fn opening_keeps_other_tables_of_the_database() {
     let folder = folder();
     let path = folder.path().join("shop.db");
-    let mut connection = SqliteConnectOptions::new()
-        .filename(&path)
-        .create_if_missing(true)
-        .connect()
-        .await
-        .unwrap();
+    let mut connection = create(&path).await;
     connection.execute("PRAGMA user_version = 7; PRAGMA application_id = 8; CREATE TABLE sale (n); INSERT INTO sale VALUES (9)")
         .await
         .unwrap();
@@ -242,12 +241,7 @@ async fn opening_keeps_other_tables_of_the_database() {
 async fn tables_created_from_the_schema_by_another_program_are_used() {
     let folder = folder();
     let path = folder.path().join("locks.db");
-    let mut connection = SqliteConnectOptions::new()
-        .filename(&path)
-        .create_if_missing(true)
-        .connect()
-        .await
-        .unwrap();
+    let mut connection = create(&path).await;
     for _ in 0..2 {
         sqlx::raw_sql(SqliteBackend::schema()).execute(&mut connection).await.unwrap();
     }

@@ -1,300 +1,445 @@
-//! Implements `LockBackend` on the rows of locks. The SQL is in `sql`. Uses only the server's
-//! clock.
+//! What differs from other servers in the backend. The statements are in `sql`.
 
-use std::fmt;
+use std::collections::{HashMap, HashSet};
+use std::future::Future;
+use std::hash::Hash;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release,
-    Renewal, WakeCheck,
+    Attempt, BackendError, Claim, FencingToken, Finding, Key, Release, Renewal, WakeCheck,
 };
-use sqlx::mysql::{MySqlQueryResult, MySqlRow};
-use sqlx::{MySql, MySqlConnection, Row, query};
+use sqlx::mysql::MySqlRow;
+use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
+use tokio::time::{Instant, sleep};
 
-use super::client::{MySqlClient, new_client};
-use super::config::MySqlConfig;
-use super::diagnose::check_server;
-use super::error;
-use super::fence::{find_in, transaction_store, wait_for_fence};
-use super::open::{self, OpenedMySqlStore};
-use super::purge;
-use super::renew::SentRenewal;
-use super::sql::{MySqlStatements, SIZES};
-use super::statement::{StatementBinder, from_micros};
+use super::config::{self, MySqlConfig};
+use super::row::MySqlRowProtocol;
+use super::session::MySqlSessionProtocol;
+use super::sql::{self, MySqlStatements, SIZES};
+use super::statement::{self, StatementBinder};
 use super::waiters::MySqlWaiters;
-use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, TransactionStore};
+use super::{client, diagnose, error, lock_in, open};
+use crate::lock_in::{Deadline, LockInError};
+use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
+use crate::server::{
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, PoolLimits,
+    QueryMode, Resend, RowId, Rows, ServerErrors as _, SqlClient, Statement, Store, StoreSettings,
+    Value, Wakes,
+};
 
-/// The leases of one namespace.
-pub(crate) struct MySqlRows {
-    pub(super) config: MySqlConfig,
-    pub(super) store: Vec<u8>,
-    pub(super) client: Arc<MySqlClient>,
-    pub(super) statements: Arc<StatementBinder>,
-    pub(super) waiters: MySqlWaiters,
-    recently_released: RecentRows,
-}
+pub(super) type MySqlRows = Rows<MySql>;
 
-impl MySqlRows {
-    pub(super) async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
-        let client = Arc::new(new_client(&config));
-        let OpenedMySqlStore { texts, store } = open::open(&config, &client).await?;
-        let statements = Arc::new(StatementBinder { texts, namespace: config.namespace.clone() });
-        let waiters = MySqlWaiters::new(Arc::clone(&client), Arc::clone(&statements));
-        Ok(Self {
-            config,
-            store,
-            client,
-            statements,
-            waiters,
-            recently_released: RecentRows::default(),
+impl Dialect for MySql {
+    const DATABASE: &'static str = "MySQL";
+    const BACKEND: &'static str = "MySqlBackend";
+    const SCHEMA: &'static str = sql::SCHEMA;
+    const BYTES_PREFIX: &'static str = "x'";
+    const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
+    const RENEWS_ONE_LEASE: bool = true;
+    const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
+
+    type Statements = MySqlStatements;
+    type Wakes = MySqlWakes;
+    type Session = MySqlSessionProtocol;
+    type RowLock = MySqlRowProtocol;
+
+    fn check(config: &MySqlConfig) -> Result<(), BackendError> {
+        config.check()
+    }
+
+    fn address(config: &MySqlConfig) -> String {
+        config.address()
+    }
+
+    fn misconfigured(message: &str) -> BackendError {
+        config::misconfigured(message)
+    }
+
+    fn settings(config: &MySqlConfig) -> StoreSettings {
+        StoreSettings {
+            namespace: config.namespace.clone(),
+            creates_tables: config.create_schema,
+            limits: PoolLimits {
+                connections: config.connections,
+                connect_timeout: config.connect_timeout,
+                acquire_timeout: config.response_timeout,
+                response_timeout: config.response_timeout,
+                row_lock_timeout: config.busy_timeout,
+            },
+            row_locks: config.row_locks,
+            purge_after: config.purge_after,
+        }
+    }
+
+    fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
+        client::pool(config)
+    }
+
+    fn query_mode(_: &MySqlConfig) -> QueryMode {
+        QueryMode::Prepared
+    }
+
+    async fn open_tables(
+        config: &MySqlConfig,
+        client: &SqlClient<Self>,
+    ) -> Result<(MySqlStatements, Vec<u8>), BackendError> {
+        open::open(config, client).await
+    }
+
+    fn send<'c>(
+        connection: &'c mut MySqlConnection,
+        statement: &'c Statement<'_>,
+        mode: QueryMode,
+    ) -> BoxFuture<'c, Result<Answer<MySqlRow>, sqlx::Error>> {
+        statement::send(connection, statement, mode)
+    }
+
+    fn fetch(
+        connection: &mut MySqlConnection,
+        text: String,
+    ) -> BoxFuture<'_, Result<Vec<MySqlRow>, sqlx::Error>> {
+        statement::fetch(connection, text)
+    }
+
+    fn number(row: &MySqlRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn bytes(row: &MySqlRow, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn text(row: &MySqlRow, index: usize) -> Result<Option<String>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn flag(row: &MySqlRow, index: usize) -> Result<bool, sqlx::Error> {
+        Ok(row.try_get::<i64, _>(index)? != 0)
+    }
+
+    fn wakes(store: &Store<Self>, namespace: &str) -> MySqlWakes {
+        let statements = Arc::clone(&store.statements);
+        let binder = StatementBinder { statements, namespace: namespace.to_owned() };
+        MySqlWakes(Some(MySqlWaiters::new(Arc::clone(&store.client), Arc::new(binder))))
+    }
+
+    fn granted_token(answer: &Answer<MySqlRow>) -> Result<Option<i64>, BackendError> {
+        Ok(match answer.assigned {
+            0 => None,
+            token => Some(i64::try_from(token).unwrap_or(-1)),
         })
     }
 
-    /// Grants the key if it is free, in one statement.
-    async fn try_take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        // Never repeated here: a delayed first request could be executed after the release of the
-        // second one. Only the engine retries.
-        let result = if self.recently_released.remove(self.statements.row(claim.key())) {
-            let make = || self.statements.reacquire(claim);
-            match self.client.execute(ConnectionUse::Acquire, Resend::Never, make).await {
-                Err(error) if error::is_row_lock_error(&error) => {
-                    // Possibly locked by a fence of a new holder. Then the key is busy.
-                    let held = self
-                        .current_grant(claim.key(), ConnectionUse::Acquire)
-                        .await
-                        .map_err(BackendError::as_unknown)?;
-                    let is_held = held.is_some();
-                    return if is_held { Ok(None) } else { Err(error) };
-                }
-                result => result?,
-            }
-        } else {
-            let make = || self.statements.acquire(claim);
-            self.client.execute(ConnectionUse::Acquire, Resend::Never, make).await?
-        };
-        match result.last_insert_id() {
-            0 => Ok(None),
-            token => self.fencing_token(i64::try_from(token).unwrap_or(-1)).map(Some),
+    /// The row may be locked by a fence of a new holder. Then the key is busy.
+    async fn attempt_on_locked_row(
+        rows: &MySqlRows,
+        claim: &Claim,
+        position: u64,
+        error: BackendError,
+    ) -> Result<Option<Attempt>, BackendError> {
+        match rows.find_holder(claim, position).await {
+            Ok(Some(held)) => Ok(Some(held)),
+            // The statement was rejected, so nothing was granted.
+            Ok(None) | Err(_) => Err(error),
         }
     }
 
-    async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
-        if !self.is_locked(claim.key(), ConnectionUse::Release).await? {
-            return Ok(false);
-        }
-        // An empty result also means that there is no row.
-        let held = self.current_grant(claim.key(), ConnectionUse::Release).await?;
-        Ok(held.is_some_and(|held| held.claim == claim.id().to_bytes()))
-    }
-
-    /// Returns the current grant of the key.
-    async fn current_grant(
-        &self,
-        key: &Key,
-        connection_use: ConnectionUse,
-    ) -> Result<Option<StoredGrant>, BackendError> {
-        let make = || self.statements.current_grant(key);
-        let rows = self.client.rows(connection_use, make).await?;
-        rows.first().map(|row| self.decode_grant(row)).transpose()
-    }
-
-    /// Reads key, claim, token, label and times.
-    fn decode_grant(&self, row: &MySqlRow) -> Result<StoredGrant, BackendError> {
-        let lease_left = from_micros(self.column(row, 5)?);
-        let token = self.fencing_token(self.column(row, 2)?)?;
-        let holder = self.decode_holder(self.key_in(row)?, row, 2)?;
-        Ok(StoredGrant { claim: self.column(row, 1)?, token, lease_left, holder })
-    }
-
-    /// Returns the key in the first column.
-    pub(super) fn key_in(&self, row: &MySqlRow) -> Result<Key, BackendError> {
-        let key = String::from_utf8(self.column(row, 0)?).ok();
-        let key = key.and_then(|key| Key::new(&key).ok());
-        key.ok_or_else(|| self.corrupt("a row's key is invalid"))
-    }
-
-    /// Reads token, label and times from the columns that start at `first`.
-    pub(super) fn decode_holder(
-        &self,
-        key: Key,
-        row: &MySqlRow,
-        first: usize,
-    ) -> Result<Holder, BackendError> {
-        let label: Option<Vec<u8>> = self.column(row, first + 1)?;
-        let left: Option<i64> = self.column(row, first + 3)?;
-        Ok(Holder::new(key)
-            .with_label(label.map(|label| String::from_utf8_lossy(&label).into_owned()))
-            .with_token(Some(self.fencing_token(self.column(row, first)?)?))
-            .with_times(Some(from_micros(self.column(row, first + 2)?)), left.map(from_micros)))
-    }
-
-    pub(super) fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, BackendError>
-    where
-        T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
-    {
-        row.try_get(index).map_err(|error| self.client.explain(error))
-    }
-
-    fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
-        FencingToken::try_from(token).map_err(|_| self.corrupt("a row's token is negative"))
-    }
-
-    fn corrupt(&self, message: &str) -> BackendError {
-        error::corrupt(error::STORE, message)
-    }
-}
-
-/// Reads the meta row after an attempt failed although the key is free. Without that row, or on a
-/// replica, nothing is ever granted.
-pub(super) async fn check_meta(
-    client: &MySqlClient,
-    texts: &MySqlStatements,
-) -> Result<(), BackendError> {
-    let rows = client.rows(ConnectionUse::Acquire, || query(texts.meta.safe())).await?;
-    let row = rows.first();
-    let row =
-        row.ok_or_else(|| error::corrupt(error::STORE, "the meta table has no row").as_refused())?;
-    if row.try_get::<i64, _>(2).map_err(|error| client.explain(error))? == 0 {
-        // New connections may lead to the server's successor.
-        client.close_idle();
-        return Err(error::read_only());
-    }
-    Ok(())
-}
-
-/// A grant as stored in a row.
-#[derive(Debug)]
-struct StoredGrant {
-    claim: Vec<u8>,
-    token: FencingToken,
-    lease_left: Duration,
-    holder: Holder,
-}
-
-impl LeaseStore for MySqlRows {
-    type Database = MySql;
-
-    const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
-    const RENEWS_ONE_LEASE: bool = true;
-
-    fn namespace(&self) -> &str {
-        &self.config.namespace
-    }
-
-    fn has_wakes(&self) -> bool {
-        true
-    }
-
-    async fn attempt(&self, claim: &Claim, _: u64) -> Result<Option<Attempt>, BackendError> {
-        if let Some(token) = self.try_take(claim).await? {
-            return Ok(Some(Attempt::Granted(Grant::new(token, claim.lease()))));
-        }
-        // The failed statement may be a repetition of one that was executed on a connection that
-        // broke.
-        let held = self.current_grant(claim.key(), ConnectionUse::Acquire).await;
-        let Some(held) = held.map_err(BackendError::as_unknown)? else { return Ok(None) };
-        if held.claim == claim.id().to_bytes() {
-            let lease = held.lease_left.min(claim.lease());
-            return Ok(Some(Attempt::Granted(Grant::new(held.token, lease))));
-        }
-        Ok(Some(Attempt::Busy(
-            Busy::new()
-                .with_retry_after(held.lease_left)
-                .with_mark(held.token.get())
-                .with_holder(held.holder),
-        )))
-    }
-
-    async fn check_meta(&self) -> Result<(), BackendError> {
-        check_meta(&self.client, &self.statements.texts).await
-    }
-
-    async fn renew_chunk(
-        &self,
+    async fn renew(
+        rows: &MySqlRows,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let lease = claims[0].lease();
-        let requested_at = Instant::now();
+        let (lease, requested_at) = (claims[0].lease(), Instant::now());
+        let (client, texts) = (&rows.store.client, &rows.store.statements);
+        let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
+        let ids = Value::ManyBytes(ids.collect());
+        let (limit, length) = (limit(claims), Value::Number(micros(lease)));
+        let values = [ids.clone(), claim_ids(claims), limit, length];
+        let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has no further effect.
-        let make = || self.statements.renew(claims, lease);
-        let done = self.client.execute(ConnectionUse::Renew(lease), Resend::Allowed, make).await?;
-        let renewal = SentRenewal { client: &self.client, claims, requested_at, done };
-        renewal
-            .answers(|claim| claim.id().to_bytes().to_vec(), || self.statements.unexpired(claims))
-            .await
+        let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
+        let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
+        let unexpired = Statement::new(&texts.unexpired, [ids]);
+        renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
 
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        if claim.is_fenced() {
-            wait_for_fence(|| self.has_open_fence(claim)).await?;
+    async fn wait_for_fence(rows: &MySqlRows, claim: &Claim) -> Result<(), BackendError> {
+        wait_for_fence(async || {
+            if !is_locked(rows, claim.key(), ConnectionUse::Release).await? {
+                return Ok(false);
+            }
+            // An empty result also means that there is no row.
+            let held = rows.current_grant(claim.key(), ConnectionUse::Release).await?;
+            let holder = held.first().map(|row| bytes::<Self>(row, 0)).transpose()?.flatten();
+            Ok(holder.as_deref() == Some(&claim.id().to_bytes()))
+        })
+        .await
+    }
+
+    /// Returns whether the row stays locked for longer than the checks of other clients lock it.
+    async fn is_locked_by_transaction(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
+        for pause in ROW_CHECK_PAUSES {
+            if !is_locked(rows, key, ConnectionUse::Acquire).await?
+                || rows
+                    .store
+                    .query(&rows.store.statements.row_seen, [rows.id(key)])
+                    .await?
+                    .is_empty()
+            {
+                return Ok(false);
+            }
+            sleep(pause).await;
         }
-        // Not repeated: the second result would be that the claim held nothing. The caller decides
-        // about a retry.
-        let make = || self.statements.release(claim);
-        let result = self.client.execute(ConnectionUse::Release, Resend::Never, make).await?;
-        let released = release_outcome(&result);
-        if released == Release::Freed {
-            self.recently_released.insert(self.statements.row(claim.key()));
-        }
-        self.waiters.poll_soon(claim.key());
-        purge::maybe_purge(claim, &self.client, &self.statements.texts, self.config.purge_after)
-            .await;
+        Ok(true)
+    }
+
+    /// Ends the lease, or the connection that has the row locked for a claim.
+    async fn force_release(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
+        let released = match holder_connection(rows, key).await? {
+            Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
+            None => end_lease(rows, key).await?,
+        };
+        rows.wakes.on_release(key);
         Ok(released)
     }
 
-    async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.waiters.wait(self.statements.row(claim.key()), busy.mark).await;
+    /// The largest deleted token is kept: it is written to the meta table before the rows are
+    /// deleted. The two statements need no transaction: between them, a token is only recorded
+    /// twice.
+    async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
+        let texts = &store.statements;
+        let min_age = Value::Number(micros(store.settings.purge_after));
+        let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age.clone()];
+        let rows = store.query(&texts.purge_candidates, values).await?;
+        let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
+        let mut token: Option<i64> = None;
+        for row in &rows {
+            ids.extend(bytes::<Self>(row, 0)?);
+            token = token.max(Some(number::<Self>(row, 1)?));
+        }
+        let Some(token) = token.map(Value::Number) else { return Ok(0) };
+        let change = async |statement| {
+            store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
+        };
+        change(Statement::new(&texts.raise_floor, [token.clone()])).await?;
+        let values = [Value::ManyBytes(ids), min_age, token];
+        Ok(change(Statement::new(&texts.purge, values)).await?.changed)
     }
 
-    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
-        Some(self.waiters.wake_check())
+    async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_server(store).await
     }
 
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.holder(key).await
+    async fn check_connection_limit(rows: &MySqlRows) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_connection_limit(rows).await
     }
 
-    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.holders().await
-    }
-
-    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.force_release_key(key).await
-    }
-
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        check_server(&self.client).await
-    }
-
-    async fn close(&self) {
-        self.waiters.close();
-        self.client.close().await;
-    }
-
-    async fn fence(
-        &self,
+    async fn lock_in(
+        rows: LockableRows<'_, Self>,
         connection: &mut MySqlConnection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> Result<Option<bool>, sqlx::Error> {
-        find_in(connection, self.statements.fence(claim, token)).await
-    }
-
-    async fn transaction_store(
-        &self,
-        connection: &mut MySqlConnection,
-    ) -> Result<TransactionStore, sqlx::Error> {
-        transaction_store(&self.statements.texts, &self.store, connection).await
+        key: &Key,
+        deadline: Deadline,
+    ) -> Result<Option<FencingToken>, LockInError> {
+        lock_in::attempt_until(rows.rows, connection, key, deadline).await
     }
 }
 
-pub(super) fn release_outcome(result: &MySqlQueryResult) -> Release {
-    if result.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
-}
+/// A task that polls for waiting callers. None polls Spring's table.
+pub(crate) struct MySqlWakes(pub(super) Option<MySqlWaiters>);
 
-impl fmt::Debug for MySqlRows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlBackend").field("config", &self.config).finish_non_exhaustive()
+impl Wakes for MySqlWakes {
+    fn is_active(&self) -> bool {
+        self.0.is_some()
+    }
+
+    fn mark(&self, _: u64, token: FencingToken) -> u64 {
+        token.get()
+    }
+
+    async fn wait(&self, id: RowId, mark: u64) {
+        match &self.0 {
+            Some(waiters) => waiters.wait(id, mark).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
+        self.0.as_ref().map(MySqlWaiters::wake_check)
+    }
+
+    fn on_release(&self, key: &Key) {
+        if let Some(waiters) = &self.0 {
+            waiters.poll_soon(key);
+        }
+    }
+
+    fn close(&self) {
+        if let Some(waiters) = &self.0 {
+            waiters.close();
+        }
     }
 }
+
+pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
+    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
+}
+
+/// Returns the limit of a statement that renews these claims.
+pub(super) fn limit(claims: &[&Claim]) -> Value {
+    Value::Number(i64::try_from(claims.len()).unwrap_or(i64::MAX))
+}
+
+/// A renewal of claims with the same lease, which the server has executed.
+pub(super) struct SentRenewal<'a> {
+    pub(super) client: &'a SqlClient<MySql>,
+    pub(super) claims: &'a [&'a Claim],
+    pub(super) requested_at: Instant,
+    pub(super) changed: u64,
+}
+
+impl SentRenewal<'_> {
+    /// Returns one answer for each claim. `unexpired` finds the holders of the keys, with the time
+    /// that they have left; `holder` is how a claim appears there.
+    pub(super) async fn answers<H>(
+        self,
+        holder: impl Fn(&Claim) -> H + Send,
+        unexpired: Statement<'_>,
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError>
+    where
+        H: Eq + Hash + Send + for<'r> Decode<'r, MySql> + Type<MySql>,
+    {
+        let Self { client, claims, requested_at, changed } = self;
+        let lease = claims[0].lease();
+        let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
+        if usize::try_from(changed) == Ok(wanted.len()) {
+            return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
+        }
+        // Some grants are gone, or a fence has their rows locked. The rows show which.
+        let rows = client.query(ConnectionUse::Renew(lease), &unexpired).await?;
+        let since = requested_at.elapsed();
+        let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), BackendError> {
+            let holder = row.try_get(0).map_err(MySql::explain)?;
+            Ok((holder, from_micros(number::<MySql>(row, 1)?)))
+        };
+        let unexpired: HashMap<_, _> = rows.iter().map(read).collect::<Result<_, _>>()?;
+        let answer = |claim: &&Claim| match unexpired.get(&Some(holder(claim))) {
+            None => Ok(Renewal::Gone),
+            // A renewed grant lasts its lease from the execution of the statement, which was after
+            // `requested_at`. A skipped row that lasts as long was granted or renewed recently, so
+            // the result is also true.
+            Some(left) if left.saturating_add(since) >= lease => {
+                Ok(Renewal::Renewed((*left).min(lease)))
+            }
+            Some(_) => Err(error::row_locked(error::STORE)),
+        };
+        Ok(claims.iter().map(answer).collect())
+    }
+}
+
+/// Waits for the end of a transaction that a claim has fenced, which locks the row. Gives up after
+/// the sum of [`FENCE_CHECK_PAUSES`].
+pub(super) async fn wait_for_fence<F>(has_open_fence: impl Fn() -> F) -> Result<(), BackendError>
+where
+    F: Future<Output = Result<bool, BackendError>>,
+{
+    for pause in FENCE_CHECK_PAUSES.into_iter().map(Some).chain([None]) {
+        // If this fails, nothing was released.
+        if !has_open_fence().await.map_err(BackendError::as_refused)? {
+            return Ok(());
+        }
+        if let Some(pause) = pause {
+            sleep(pause).await;
+        }
+    }
+    Err(error::fenced_transaction_open(error::STORE))
+}
+
+/// Returns whether a transaction currently has the key's row locked.
+pub(super) async fn is_locked(
+    rows: &MySqlRows,
+    key: &Key,
+    connection_use: ConnectionUse,
+) -> Result<bool, BackendError> {
+    let statement = Statement::new(&rows.store.statements.lock_row, [rows.id(key)]);
+    Ok(rows.store.client.query(connection_use, &statement).await?.is_empty())
+}
+
+async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
+    // Queried first: an update would wait for a transaction that has the row locked, even if there
+    // is nothing to update.
+    if rows.query_holders(Some(key)).await?.is_empty() {
+        if MySql::is_locked_by_transaction(rows, key).await? {
+            return Err(error::held_by_caller_transaction(error::STORE));
+        }
+        return Ok(Release::NotHeld);
+    }
+    let statement = Statement::new(&rows.store.statements.force_release, [rows.id(key)]);
+    let client = &rows.store.client;
+    let done = client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
+    Ok(done.release_outcome())
+}
+
+async fn end_connection(
+    rows: &MySqlRows,
+    key: &Key,
+    holder: &HolderConnection,
+) -> Result<Release, BackendError> {
+    let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection)]);
+    let killed = rows.store.client.send(ConnectionUse::Release, Resend::Never, &kill).await;
+    // A connection that has ended meanwhile is not an error.
+    if let Err(error) = killed
+        && !error::is_no_such_connection(&error)
+    {
+        return Err(error::explain_not_ended(error));
+    }
+    // KILL returns before the connection has ended.
+    let began = Instant::now();
+    while holder_connection(rows, key).await?.as_ref() == Some(holder) {
+        if began.elapsed() > END_WAIT {
+            return Err(error::still_connected(error::STORE));
+        }
+        sleep(END_PAUSE).await;
+    }
+    Ok(Release::Freed)
+}
+
+/// Returns the connection that has the row locked for a claim.
+async fn holder_connection(
+    rows: &MySqlRows,
+    key: &Key,
+) -> Result<Option<HolderConnection>, BackendError> {
+    let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id(key)]);
+    let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
+        Err(error) if MySql::lacks_holder_marks(&error) => return Ok(None),
+        found => found?,
+    };
+    let Some(row) = found.first() else { return Ok(None) };
+    let (claim, connection) = (bytes::<MySql>(row, 0)?, maybe_number::<MySql>(row, 1)?);
+    Ok(connection.map(|connection| HolderConnection { claim, connection }))
+}
+
+/// The connection that has a row locked, and its claim.
+#[derive(Debug, PartialEq, Eq)]
+struct HolderConnection {
+    claim: Option<Vec<u8>>,
+    connection: i64,
+}
+
+/// A row that is locked for longer than their sum has a holder.
+const ROW_CHECK_PAUSES: [Duration; 4] =
+    [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
+
+/// The pauses between a release's checks whether the row of a fenced claim is unlocked. Other
+/// readers lock the row for less than their sum.
+const FENCE_CHECK_PAUSES: [Duration; 4] = [
+    Duration::from_millis(1),
+    Duration::from_millis(4),
+    Duration::from_millis(16),
+    Duration::from_millis(64),
+];
+
+/// How long `KILL` waits until the connection has ended. [`END_PAUSE`] is the interval of the
+/// checks.
+const END_WAIT: Duration = Duration::from_secs(1);
+const END_PAUSE: Duration = Duration::from_millis(2);

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 
 use registry_core::{BackendError, Finding};
-use sqlx::Row as _;
+use sqlx::MySql;
 
 use super::backend::MySqlRows;
-use super::client::MySqlClient;
-use crate::server::{ConnectionUse, check_clock, check_row_locks, host_micros};
+use crate::server::statement::{maybe_number, number, text};
+use crate::server::{StatementText, Store, check_clock, check_row_locks, host_micros};
 
 /// The result omits variables that the server does not have.
 const VARIABLES: &str = "\
@@ -18,36 +18,31 @@ const CONNECTION_LIMIT: &str = "SELECT CAST(@@global.max_connections AS SIGNED)"
 
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
-/// Returns the findings about the server of this client.
-pub(super) async fn check_server(client: &MySqlClient) -> Result<Vec<Finding>, BackendError> {
-    let explain = |error| client.explain(error);
-    let rows = client.rows(ConnectionUse::Acquire, || sqlx::query(VARIABLES)).await?;
+/// Returns the findings about the server.
+pub(super) async fn check_server(store: &Store<MySql>) -> Result<Vec<Finding>, BackendError> {
+    let query = async |statement| store.query(&StatementText::positional(statement, &[]), []).await;
     let mut variables = HashMap::new();
-    for row in &rows {
-        let name: String = row.try_get(0).map_err(explain)?;
-        variables.insert(name.to_ascii_lowercase(), row.try_get(1).map_err(explain)?);
+    for row in &query(VARIABLES).await? {
+        let column = |index| Ok(text::<MySql>(row, index)?.unwrap_or_default());
+        variables.insert(column(0)?.to_ascii_lowercase(), column(1)?);
     }
     let mut findings = findings(&variables);
     let before = host_micros();
-    let rows = client.rows(ConnectionUse::Acquire, || sqlx::query(CLOCK)).await?;
+    let rows = query(CLOCK).await?;
     let after = host_micros();
     if let Some(row) = rows.first() {
-        let server_time = row.try_get(0).map_err(explain)?;
-        findings.extend(check_clock(before, server_time, after));
+        findings.extend(check_clock(before, number::<MySql>(row, 0)?, after));
     }
     Ok(findings)
 }
 
-impl MySqlRows {
-    /// Returns a finding if the server's connection limit is too low for `row_locks`.
-    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
-        let rows =
-            self.client.rows(ConnectionUse::Acquire, || sqlx::query(CONNECTION_LIMIT)).await?;
-        let connections_max: Option<i64> =
-            rows.first().map(|row| self.column(row, 0)).transpose()?;
-        let connections_max = connections_max.unwrap_or(i64::MAX);
-        Ok(Vec::from_iter(check_row_locks(self.config.row_locks, connections_max)))
-    }
+/// Returns a finding if the server's connection limit is too low for `row_locks`.
+pub(super) async fn check_connection_limit(rows: &MySqlRows) -> Result<Vec<Finding>, BackendError> {
+    let limit = StatementText::positional(CONNECTION_LIMIT, &[]);
+    let found = rows.store.query(&limit, []).await?;
+    let connections_max = found.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
+    let connections_max = connections_max.flatten().unwrap_or(i64::MAX);
+    Ok(Vec::from_iter(check_row_locks(rows.store.settings.row_locks, connections_max)))
 }
 
 /// Returns what the server's settings mean for locks.

@@ -5,39 +5,61 @@
 //! did nothing. If the connection ends with the error, the outcome is unknown.
 
 use registry_core::{BackendError, BackendErrorKind};
+use sqlx::MySql;
 use sqlx::mysql::MySqlDatabaseError;
 
+use crate::server::error::READ_ONLY;
 pub(super) use crate::server::error::{
-    corrupt, fenced_transaction_open, held_by_caller_transaction, row_locked, still_connected,
+    fenced_transaction_open, held_by_caller_transaction, read_only, row_locked, still_connected,
     timed_out,
 };
-use crate::server::{ErrorEffect, error};
+use crate::server::{ErrorEffect, ServerErrors, error};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// The name of the store in errors.
 pub(super) const STORE: &str = "mysql";
 
-/// Returns what to do after an error.
-pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
-    match number_of(error) {
-        Some(DEADLOCK | CHECK_READ) => ErrorEffect::RolledBack,
-        Some(number) if classify_code(number).ends_connection => ErrorEffect::Broken,
-        Some(_) => ErrorEffect::Rejected,
-        None => ErrorEffect::Broken,
-    }
-}
+impl ServerErrors for MySql {
+    const STORE: &'static str = STORE;
 
-/// Converts an error of sqlx to a `BackendError` with advice.
-pub(super) fn explain(error: sqlx::Error) -> BackendError {
-    let class = match &error {
-        sqlx::Error::Database(_) => {
-            let MySqlErrorClass { kind, message, ends_connection } =
-                classify_code(number_of(&error).unwrap_or(0));
-            (kind, message, !ends_connection)
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        match number_of(error) {
+            Some(DEADLOCK | CHECK_READ) => ErrorEffect::RolledBack,
+            Some(number) if classify_code(number).ends_connection => ErrorEffect::Broken,
+            Some(_) => ErrorEffect::Rejected,
+            None => ErrorEffect::Broken,
         }
-        other => error::classify_client_error(other),
-    };
-    error::explain(error, STORE, class)
+    }
+
+    fn explain(error: sqlx::Error) -> BackendError {
+        let class = match &error {
+            sqlx::Error::Database(_) => {
+                let MySqlErrorClass { kind, message, ends_connection } =
+                    classify_code(number_of(&error).unwrap_or(0));
+                (kind, message, !ends_connection)
+            }
+            other => error::classify_client_error(other),
+        };
+        error::explain(error, STORE, class)
+    }
+
+    fn is_no_such_table(error: &sqlx::Error) -> bool {
+        matches!(number_of(error), Some(NO_SUCH_TABLE | BAD_FIELD | BAD_DB))
+    }
+
+    fn is_busy(error: &sqlx::Error) -> bool {
+        matches!(number_of(error), Some(DEADLOCK | CHECK_READ | LOCK_WAIT_TIMEOUT))
+    }
+
+    fn is_row_lock_error(error: &BackendError) -> bool {
+        let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+        source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
+    }
+
+    /// Returns whether the server has no named locks. Nodes of some clusters have none.
+    fn lacks_holder_marks(error: &BackendError) -> bool {
+        matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
+    }
 }
 
 /// Returns why the connection that has a row locked was not ended.
@@ -54,37 +76,8 @@ pub(super) fn is_no_such_connection(error: &BackendError) -> bool {
     source_number(error) == Some(NO_SUCH_THREAD)
 }
 
-/// Returns whether the server has no named locks. Nodes of some clusters have none.
-pub(super) fn lacks_named_locks(error: &BackendError) -> bool {
-    matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
-}
-
 fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
-}
-
-/// Returns the error for a read-only server that would still write for this user. Not refused: a
-/// statement may have been executed on its predecessor.
-pub(super) fn read_only() -> BackendError {
-    BackendError::transient(format!("{STORE}: {READ_ONLY}"))
-}
-
-const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
-
-/// Returns whether a table is missing or belongs to something else.
-pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
-    matches!(number_of(error), Some(NO_SUCH_TABLE | BAD_FIELD | BAD_DB))
-}
-
-/// Returns whether another transaction conflicted, so that a new transaction may succeed.
-pub(super) fn is_busy(error: &sqlx::Error) -> bool {
-    matches!(number_of(error), Some(DEADLOCK | CHECK_READ | LOCK_WAIT_TIMEOUT))
-}
-
-/// Returns whether another transaction had the row locked for longer than the statement waits.
-pub(super) fn is_row_lock_error(error: &BackendError) -> bool {
-    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
-    source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
 }
 
 /// Returns whether the server refused because of a missing privilege.

@@ -10,54 +10,28 @@
 
 use std::time::Duration;
 
-use registry_core::{FencingToken, Key, Registry};
+use registry_core::{BackendError, FencingToken, Key};
 use sqlx::mysql::MySqlRow;
-use sqlx::{Executor as _, MySql, MySqlConnection, Row, Transaction};
+use sqlx::{MySql, MySqlConnection, Row};
 use tokio::time::{Instant, sleep};
 
-use super::backend::MySqlRows;
-use super::error;
+use super::backend::{MySqlRows, is_locked};
+use super::statement::fetch;
 use super::waiters;
-use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
-use crate::server::{ConnectionUse, Locks, Resend, SqlBackend};
+use crate::lock_in::{Deadline, LockInError};
+use crate::server::statement::flag;
+use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
 
-impl LockIn<MySql> for Registry {
-    async fn try_lock_in_for(
-        &self,
-        transaction: &mut Transaction<'_, MySql>,
-        key: &str,
-        wait: Duration,
-    ) -> Result<Option<TransactionLock>, LockInError> {
-        let backend: &MySqlRows =
-            match self.backend::<SqlBackend<MySql>>().map(|backend| &backend.locks) {
-                Some(Locks::Lease(rows)) => rows,
-                Some(Locks::Row { rows, .. }) => rows,
-                _ => return Err(LockInError::unsupported(key, "MySQL")),
-            };
-        let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
-        let deadline = Deadline::after(wait);
-        // A transaction that already has the lock must not wait for a local caller that waits for
-        // this transaction.
-        let first =
-            attempt_until(backend, transaction, &key, Deadline::after(Duration::ZERO)).await?;
-        if first.is_some() || wait.is_zero() {
-            return Ok(first);
-        }
-        self.with_local_permit(&key, wait, attempt_until(backend, transaction, &key, deadline))
-            .await
-    }
-}
-
-async fn attempt_until(
-    backend: &MySqlRows,
+pub(super) async fn attempt_until(
+    rows: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
     deadline: Deadline,
-) -> Result<Option<TransactionLock>, LockInError> {
+) -> Result<Option<FencingToken>, LockInError> {
     let started_at = Instant::now();
     loop {
-        if let Some(token) = attempt(backend, connection, key).await? {
-            return Ok(Some(TransactionLock::new(key.clone(), token)));
+        if let Some(token) = attempt(rows, connection, key).await? {
+            return Ok(Some(token));
         }
         let remaining = deadline.remaining();
         if remaining.is_zero() {
@@ -69,40 +43,39 @@ async fn attempt_until(
 
 /// Attempts once. Returns `None` if the lock is held; the transaction has locked nothing then.
 async fn attempt(
-    backend: &MySqlRows,
+    rows: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
+    let backend_error = |source| LockInError::backend(key, source);
     // If the row is free for the store but not in the transaction, the transaction is on another
     // database, or the holder changed meanwhile. After a second such round, the store's id decides.
     for _ in 0..2 {
-        if !backend.prepare_row(key).await.map_err(|source| LockInError::backend(key, source))? {
+        if !prepare_row(rows, key).await.map_err(backend_error)? {
             return Ok(None);
         }
-        if let Some(token) = try_lock(backend, connection, key).await? {
+        if let Some(token) = try_lock(rows, connection, key).await? {
             return Ok(Some(token));
         }
-        let is_locked = backend.is_locked(key, ConnectionUse::Acquire).await;
-        if is_locked.map_err(|source| LockInError::backend(key, source))? {
+        if is_locked(rows, key, ConnectionUse::Acquire).await.map_err(backend_error)? {
             return Ok(None);
         }
     }
     // A plain read would open the caller's snapshot before the lock is granted. The transaction
     // would then not see writes up to the grant.
-    let meta = connection.fetch_optional(backend.statements.meta_now_inline()).await;
-    let meta = meta.map_err(|error| classify(key, error))?;
-    check_store(backend, meta.as_ref(), 1, key)?;
+    let meta = send(connection, key, &rows.store.statements.meta_now, []).await?;
+    check_store(rows, meta.as_ref(), 1, key)?;
     Ok(None)
 }
 
 async fn try_lock(
-    backend: &MySqlRows,
+    rows: &MySqlRows,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
+    let (texts, id) = (&rows.store.statements, || rows.id(key));
     let classify = |error| classify(key, error);
-    let lock = connection.fetch_optional(backend.statements.lock_row_inline(key));
-    let Some(row) = lock.await.map_err(classify)? else { return Ok(None) };
+    let Some(row) = send(connection, key, &texts.lock_row, [id()]).await? else { return Ok(None) };
     // A lease was granted since the check. Its holder cannot renew until this transaction ends, so
     // fail at once.
     if row.try_get::<i64, _>(0).map_err(classify)? != 0 {
@@ -113,9 +86,10 @@ async fn try_lock(
         // The key was held since the check, and the row does not show when that ended.
         return Err(LockInError::conflict(key, None));
     }
-    let seen = backend.statements.row_seen_inline(key, claim, row.try_get(3).map_err(classify)?);
-    let seen = connection.fetch_optional(seen).await.map_err(classify)?;
-    check_store(backend, seen.as_ref(), 0, key)?;
+    let newest = Value::Number(row.try_get(3).map_err(classify)?);
+    let values = [id(), Value::MaybeBytes(claim), newest];
+    let seen = send(connection, key, &texts.row_seen_in, values).await?;
+    check_store(rows, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
         // The snapshot is older than the last grant: the transaction would read rows that its
         // holder has overwritten.
@@ -124,23 +98,32 @@ async fn try_lock(
     let token: i64 = row.try_get(1).map_err(classify)?;
     let written = FencingToken::try_from(token);
     let written = written.map_err(|error| classify(sqlx::Error::Decode(error.into())))?;
-    connection
-        .execute(backend.statements.raise_token_inline(key, token))
-        .await
-        .map_err(classify)?;
+    send(connection, key, &texts.raise_token, [id(), Value::Number(token)]).await?;
     Ok(Some(written))
+}
+
+/// Sends a statement in the caller's transaction. Returns its first row.
+async fn send(
+    connection: &mut MySqlConnection,
+    key: &Key,
+    text: &StatementText,
+    values: impl Into<Vec<Value>>,
+) -> Result<Option<MySqlRow>, LockInError> {
+    let text = Statement::new(text, values).inlined::<MySql>();
+    let rows = fetch(connection, text).await.map_err(|error| classify(key, error))?;
+    Ok(rows.into_iter().next())
 }
 
 /// Returns an error if the transaction is not on the store's database. The store's id is in this
 /// column of `row`.
 fn check_store(
-    backend: &MySqlRows,
+    rows: &MySqlRows,
     row: Option<&MySqlRow>,
     column: usize,
     key: &Key,
 ) -> Result<(), LockInError> {
     let store: Option<Vec<u8>> = row.and_then(|row| row.try_get(column).ok());
-    if store.as_deref() == Some(backend.store.as_slice()) {
+    if store.as_ref() == Some(&rows.store.id) {
         Ok(())
     } else {
         Err(LockInError::other_database(key))
@@ -148,46 +131,33 @@ fn check_store(
 }
 
 fn classify(key: &Key, source: sqlx::Error) -> LockInError {
-    if error::is_no_such_table(&source) {
+    if MySql::is_no_such_table(&source) {
         LockInError::other_database(key)
-    } else if error::is_busy(&source) {
+    } else if MySql::is_busy(&source) {
         LockInError::conflict(key, Some(source))
     } else {
         LockInError::database(key, source)
     }
 }
 
-impl MySqlRows {
-    /// Returns whether there is no lease on the key. If so, the key has a row that has changed
-    /// since the last holder ended.
-    async fn prepare_row(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
-        let build = || self.statements.is_free(key);
-        let rows = self.client.rows(ConnectionUse::Acquire, build).await?;
-        if let Some(row) = rows.first() {
-            let (is_free, names_holder) =
-                (self.column::<i64>(row, 0)? != 0, self.column::<i64>(row, 1)? != 0);
-            if !is_free || !names_holder {
-                return Ok(is_free);
-            }
-            let clear = || self.statements.clear_ended(key);
-            let cleared =
-                self.client.execute(ConnectionUse::Acquire, Resend::Allowed, clear).await?;
-            return Ok(cleared.rows_affected() > 0);
+/// Returns whether there is no lease on the key. If so, the key has a row that has changed since
+/// the last holder ended.
+async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
+    let (store, texts) = (&rows.store, &rows.store.statements);
+    let change = async |text, values: Vec<Value>| {
+        let statement = Statement::new(text, values);
+        store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
+    };
+    if let Some(row) = store.query(&texts.is_free, [rows.id(key)]).await?.first() {
+        let (is_free, names_holder) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
+        if !is_free || !names_holder {
+            return Ok(is_free);
         }
-        let insert = || self.statements.insert_row(key);
-        self.client.execute(ConnectionUse::Acquire, Resend::Allowed, insert).await?;
-        Ok(true)
+        return Ok(change(&texts.clear_ended, vec![rows.id(key)]).await?.changed > 0);
     }
-
-    /// Returns whether a transaction currently has the key's row locked.
-    pub(super) async fn is_locked(
-        &self,
-        key: &Key,
-        connection_use: ConnectionUse,
-    ) -> Result<bool, registry_core::BackendError> {
-        let build = || self.statements.lock_row(key);
-        Ok(self.client.rows(connection_use, build).await?.is_empty())
-    }
+    let values = vec![rows.id(key), rows.namespace_value(), Value::key(key)];
+    change(&texts.insert_row, values).await?;
+    Ok(true)
 }
 
 /// The longest pause between two attempts of a waiting transaction. Guards of a busy process leave

@@ -8,10 +8,8 @@ mod config;
 mod open;
 // The operations on a lock's row, and their SQL.
 mod backend;
-mod renew;
 mod statement;
 mod sql;
-mod inline;
 // Sending statements to the server.
 mod client;
 mod error;
@@ -20,26 +18,18 @@ mod waiters;
 // Locks that live as long as a connection: one connection for all locks, or one for each.
 mod session;
 mod row;
-// Listing holders and forced release.
-mod holders;
-// Checking a token in the caller's transaction.
-mod fence;
 // Locks that last as long as the caller's transaction.
 mod lock_in;
 // Locks in the table layout of Spring Integration.
 mod spring;
 // Housekeeping.
-mod purge;
 mod diagnose;
 
 pub use config::MySqlConfig;
 
-use std::sync::Arc;
+use sqlx::MySql;
 
-use registry_core::{BackendError, Claim, FencingToken, Finding};
-use sqlx::{MySql, MySqlConnection};
-
-use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
+use crate::server::{SqlBackend, SqlServer};
 
 /// Locks in a MariaDB or MySQL database. Requires MariaDB 10.6, MySQL 8.0, or newer, and InnoDB
 /// tables.
@@ -82,86 +72,6 @@ pub type MySqlBackend = SqlBackend<MySql>;
 
 impl SqlServer for MySql {
     type Config = MySqlConfig;
-}
-
-impl Dialect for MySql {
-    const STORE: &'static str = error::STORE;
-    const DATABASE: &'static str = "MySQL";
-    const SCHEMA: &'static str = sql::SCHEMA;
-
-    type Rows = backend::MySqlRows;
-    type Spring = spring::MySqlSpring;
-    type Session = session::MySqlSessionProtocol;
-    type RowLock = row::MySqlRowProtocol;
-
-    fn check(config: &MySqlConfig) -> Result<(), BackendError> {
-        config.check()
-    }
-
-    fn address(config: &MySqlConfig) -> String {
-        config.address()
-    }
-
-    fn misconfigured(message: &str) -> BackendError {
-        config::misconfigured(message)
-    }
-
-    async fn open_rows(config: MySqlConfig) -> Result<backend::MySqlRows, BackendError> {
-        backend::MySqlRows::open(config).await
-    }
-
-    async fn open_spring(
-        config: MySqlConfig,
-        table: SpringTable,
-    ) -> Result<spring::MySqlSpring, BackendError> {
-        spring::MySqlSpring::open(config, table).await
-    }
-
-    async fn open_session(
-        rows: Arc<backend::MySqlRows>,
-    ) -> Result<session::MySqlSessionProtocol, BackendError> {
-        Ok(session::MySqlSessionProtocol::new(rows))
-    }
-
-    fn row_lock(rows: Arc<backend::MySqlRows>) -> row::MySqlRowProtocol {
-        row::MySqlRowProtocol::new(rows)
-    }
-
-    async fn maybe_purge(rows: &backend::MySqlRows, claim: &Claim) {
-        purge::maybe_purge(claim, &rows.client, &rows.statements.texts, rows.config.purge_after)
-            .await;
-    }
-
-    async fn check_connection_limit(
-        rows: &backend::MySqlRows,
-    ) -> Result<Vec<Finding>, BackendError> {
-        rows.check_connection_limit().await
-    }
-
-    async fn fence_held(
-        rows: &backend::MySqlRows,
-        connection: &mut MySqlConnection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> Result<Option<bool>, sqlx::Error> {
-        fence::find_in(connection, rows.statements.fence_held(claim, token)).await
-    }
-
-    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
-        error::error_effect(error)
-    }
-
-    fn explain(error: sqlx::Error) -> BackendError {
-        error::explain(error)
-    }
-
-    fn is_no_such_table(error: &sqlx::Error) -> bool {
-        error::is_no_such_table(error)
-    }
-
-    fn is_busy(error: &sqlx::Error) -> bool {
-        error::is_busy(error)
-    }
 }
 
 #[cfg(test)]

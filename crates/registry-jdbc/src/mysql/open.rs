@@ -4,31 +4,24 @@ use std::time::Duration;
 
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySqlConnection, Row, raw_sql};
+use sqlx::{MySql, MySqlConnection, raw_sql};
 use tokio::time::timeout;
 
 use super::client::MySqlClient;
-use super::config::{MySqlConfig, misconfigured};
+use super::config::MySqlConfig;
 use super::error;
 use super::sql::{self, MySqlStatements};
-
-/// The result of opening a store.
-#[derive(Debug)]
-pub(super) struct OpenedMySqlStore {
-    pub(super) texts: MySqlStatements,
-    /// The id that the tables received when they were created.
-    pub(super) store: Vec<u8>,
-}
+use super::statement::fetch;
+use crate::server::{RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on an exclusively used connection. Dropping the future closes it, and rolls back
 /// unfinished work.
 pub(super) async fn open(
     config: &MySqlConfig,
     client: &MySqlClient,
-) -> Result<OpenedMySqlStore, BackendError> {
-    config.check()?;
+) -> Result<(MySqlStatements, Vec<u8>), BackendError> {
     let mut connection = client.acquire().await?;
-    let opened = timeout(OPENING_LIMIT, check_tables(config, client, &mut connection)).await;
+    let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
     connection.release();
     Ok(opened)
@@ -36,36 +29,26 @@ pub(super) async fn open(
 
 async fn check_tables(
     config: &MySqlConfig,
-    client: &MySqlClient,
     connection: &mut MySqlConnection,
-) -> Result<OpenedMySqlStore, BackendError> {
+) -> Result<(MySqlStatements, Vec<u8>), BackendError> {
     // Named in every statement, so that a fence finds the tables from any current database of the
     // caller's connection.
     let database = config.server.get_database().unwrap_or_default();
     let texts = MySqlStatements::new(database, &config.table_prefix);
-    let mut meta = read_meta(&texts, connection).await;
-    if meta.as_ref().is_err_and(error::is_no_such_table) && config.create_schema {
+    let mut meta = fetch_meta(&texts, connection).await;
+    if meta.as_ref().is_err_and(MySql::is_no_such_table) && config.create_schema {
         set_schema_lock(connection, true).await;
-        create_tables(config, client, connection).await?;
-        meta = read_meta(&texts, connection).await;
+        create_tables(config, connection).await?;
+        meta = fetch_meta(&texts, connection).await;
         set_schema_lock(connection, false).await;
     } else if meta.as_ref().is_ok_and(Vec::is_empty) {
         // Another process may be creating the tables; it inserts the meta row last.
         set_schema_lock(connection, true).await;
-        meta = read_meta(&texts, connection).await;
+        meta = fetch_meta(&texts, connection).await;
         set_schema_lock(connection, false).await;
     }
-    let rows = meta.map_err(|error| client.explain(error))?;
-    let row = rows.first();
-    let row = row.ok_or_else(|| error::corrupt(error::STORE, "the meta table has no row"))?;
-    let version: i32 = row.try_get(0).map_err(|error| client.explain(error))?;
-    if version != sql::VERSION {
-        return Err(misconfigured(&format!(
-            "the lock tables are of version {version}, this program knows version {}; update the older one",
-            sql::VERSION
-        )));
-    }
-    Ok(OpenedMySqlStore { store: row.try_get(1).map_err(|error| client.explain(error))?, texts })
+    let id = read_meta::<MySql>(&meta.map_err(MySql::explain)?)?;
+    Ok((texts, id))
 }
 
 /// Takes or releases the named lock under which tables are created. It only prevents an error
@@ -82,24 +65,24 @@ async fn set_schema_lock(connection: &mut MySqlConnection, begin: bool) {
 
 async fn create_tables(
     config: &MySqlConfig,
-    client: &MySqlClient,
     connection: &mut MySqlConnection,
 ) -> Result<(), BackendError> {
     let Err(error) = raw_sql(sql::schema(&config.table_prefix)).execute(connection).await else {
         return Ok(());
     };
     if !error::is_denied(&error) {
-        return Err(client.explain(error));
+        return Err(MySql::explain(error));
     }
     let message = "mysql: the lock tables are missing and this user cannot create them; create them with the output of `lockreg schema mysql`";
     Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
 }
 
-async fn read_meta(
+async fn fetch_meta(
     texts: &MySqlStatements,
     connection: &mut MySqlConnection,
 ) -> Result<Vec<MySqlRow>, sqlx::Error> {
-    sqlx::query(texts.meta.safe()).fetch_all(connection).await
+    let statements: &RowStatements = texts.as_ref();
+    fetch(connection, statements.meta.as_str().to_owned()).await
 }
 
 /// Creating tables may wait for another process that creates them.

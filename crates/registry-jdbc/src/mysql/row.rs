@@ -5,26 +5,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{BackendError, Claim, FencingToken, Key};
-use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
+use sqlx::{MySql, MySqlConnection};
 use tokio::time::{sleep, timeout};
 
 use super::backend::MySqlRows;
-use super::client::MySqlClient;
+use super::client::{read, send_once};
 use super::config::misconfigured;
 use super::error;
 use super::sql;
-use super::statement::{MySqlQuery, StatementBinder};
+use super::statement::{fetch, send};
 use super::waiters;
+use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    ConnectionUse, ErrorEffect, LockAttempt, RowLockConnections, RowLockPermit, SILENCE,
-    SessionFailure, SessionProtocol, TokenPlan,
+    ErrorEffect, LockAttempt, QueryMode, RowLockConnections, RowLockPermit, RowStatements, SILENCE,
+    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
 /// The SQL of one lock's connection.
 pub(crate) struct MySqlRowProtocol {
     rows: Arc<MySqlRows>,
-    client: Arc<MySqlClient>,
-    statements: Arc<StatementBinder>,
     connections: RowLockConnections<MySqlConnection>,
 }
 
@@ -45,37 +44,12 @@ struct MySqlRowTransaction {
 }
 
 impl MySqlRowProtocol {
-    pub(super) fn new(rows: Arc<MySqlRows>) -> Self {
-        Self {
-            client: Arc::clone(&rows.client),
-            statements: Arc::clone(&rows.statements),
-            connections: RowLockConnections::new(rows.config.row_locks),
-            rows,
-        }
-    }
-
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let unlocked = || self.statements.lock_row(key);
-        let unlocked = self.client.rows(ConnectionUse::Acquire, unlocked).await?;
-        if let Some(row) = unlocked.first() {
-            return Ok(self.rows.column::<i64>(row, 0)? == 0);
+        let (store, texts) = (&self.rows.store, &self.rows.store.statements);
+        if let Some(row) = store.query(&texts.lock_row, [self.rows.id(key)]).await?.first() {
+            return Ok(!flag::<MySql>(row, 0)?);
         }
-        let there = || self.statements.row_seen(key);
-        Ok(self.client.rows(ConnectionUse::Acquire, there).await?.is_empty())
-    }
-
-    /// Within a transaction, any error may have ended the transaction, and with it the lock.
-    fn broken(&self, error: sqlx::Error) -> SessionFailure {
-        SessionFailure::Broken(self.client.explain(error))
-    }
-
-    async fn execute(
-        &self,
-        connected: &mut MySqlRowConnection,
-        statement: MySqlQuery,
-    ) -> Result<u64, SessionFailure> {
-        let done = statement.execute(&mut connected.connection).await;
-        done.map(|done| done.last_insert_id()).map_err(|error| self.client.failure(error))
+        Ok(store.query(&texts.row_seen, [self.rows.id(key)]).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -86,22 +60,24 @@ impl MySqlRowProtocol {
         claim: &Claim,
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
-            let token = self.execute(connected, self.statements.row_write_claim(claim)).await?;
+            let (texts, id) = (&self.rows.store.statements, || self.rows.id(claim.key()));
+            let values = [id(), Value::claim(claim), Value::block(claim), Value::label(claim)];
+            let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
+                .await?
+                .assigned;
             if token != 0 {
-                let token = i64::try_from(token).unwrap_or(-1);
-                let message = || error::corrupt(error::STORE, "a row's token is negative");
-                let token = FencingToken::try_from(token);
-                return token.map(Some).map_err(|_| SessionFailure::Broken(message()));
+                let token = fencing_token::<MySql>(i64::try_from(token).unwrap_or(-1));
+                return token.map(Some).map_err(SessionFailure::Broken);
             }
             self.check_writable(connected).await?;
-            let statement = self.statements.row_seen(claim.key());
-            let rows = statement.fetch_all(&mut connected.connection).await;
-            let rows = rows.map_err(|error| self.client.failure(error))?;
+            let rows = send_once(&mut connected.connection, &texts.row_seen, [id()]).await?.rows;
             match rows.first() {
                 None => {
-                    self.execute(connected, self.statements.insert_row(claim.key())).await?;
+                    let key = Value::key(claim.key());
+                    let values = [id(), self.rows.namespace_value(), key];
+                    send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
-                Some(row) if self.client.read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
+                Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
                 // Locked by a holder, or for milliseconds by another client that checks whether it
                 // is free.
                 Some(_) => sleep(pause).await,
@@ -115,15 +91,14 @@ impl MySqlRowProtocol {
         &self,
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
-        let meta = self.statements.meta().fetch_all(&mut connected.connection).await;
-        let rows = meta.map_err(|error| self.client.failure(error))?;
+        let statements: &RowStatements = self.rows.store.statements.as_ref().as_ref();
+        let rows = send_once(&mut connected.connection, &statements.meta, []).await?.rows;
         let message = "the meta table has no row";
-        let lost = || SessionFailure::Rejected(error::corrupt(error::STORE, message).as_refused());
-        let row = rows.first().ok_or_else(lost)?;
-        if self.client.read::<i64>(row, 2)? == 0 {
+        let lost = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
+        if read::<i64>(rows.first().ok_or_else(lost)?, 2)? == 0 {
             // New connections may lead to the server's successor.
             self.connections.close_idle();
-            return Err(SessionFailure::Broken(error::read_only()));
+            return Err(SessionFailure::Broken(error::read_only(error::STORE)));
         }
         Ok(())
     }
@@ -134,23 +109,23 @@ impl MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
-        let begin = connected.connection.execute(raw_sql("START TRANSACTION")).await;
-        begin.map_err(|error| self.broken(error))?;
-        let lock = self.statements.row_lock(claim).fetch_all(&mut connected.connection).await;
-        let rows = lock.map_err(|error| self.broken(error))?;
+        fetch(&mut connected.connection, "START TRANSACTION".into()).await.map_err(broken)?;
+        let text = &self.rows.store.statements.row_lock;
+        let lock = Statement::new(text, [self.rows.id(claim.key()), Value::claim(claim)]);
+        let lock = send(&mut connected.connection, &lock, QueryMode::Prepared).await;
+        let rows = lock.map_err(broken)?.rows;
         let Some(row) = rows.first() else {
-            let end = connected.connection.execute(raw_sql("ROLLBACK")).await;
-            end.map_err(|error| self.broken(error))?;
+            fetch(&mut connected.connection, "ROLLBACK".into()).await.map_err(broken)?;
             return Ok(false);
         };
-        let number = self.client.read(row, 0)?;
+        let number = read(row, 0)?;
         let statements = format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
-        let named = connected.connection.execute(raw_sql(AssertSqlSafe(statements))).await;
+        let named = fetch(&mut connected.connection, statements).await;
         let is_named = match named {
             Ok(_) => true,
             // Some clusters have no named locks. The holder of the row is not shown there.
-            Err(error) if error::error_effect(&error) == ErrorEffect::Rejected => false,
-            Err(error) => return Err(self.broken(error)),
+            Err(error) if MySql::error_effect(&error) == ErrorEffect::Rejected => false,
+            Err(error) => return Err(broken(error)),
         };
         connected.transaction = Some(MySqlRowTransaction { connection: number, is_named });
         Ok(true)
@@ -158,7 +133,16 @@ impl MySqlRowProtocol {
 }
 
 impl SessionProtocol for MySqlRowProtocol {
+    type Database = MySql;
     type Connection = MySqlRowConnection;
+
+    async fn open(rows: Arc<MySqlRows>) -> Result<Self, BackendError> {
+        Ok(Self { connections: RowLockConnections::new(rows.store.settings.row_locks), rows })
+    }
+
+    fn rows(&self) -> &MySqlRows {
+        &self.rows
+    }
 
     async fn connect(&self) -> Result<MySqlRowConnection, BackendError> {
         let (permit, idle) =
@@ -166,11 +150,11 @@ impl SessionProtocol for MySqlRowProtocol {
         if let Some(connection) = idle {
             return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
-        let connecting = super::session::connect(&self.rows.config, SILENCE);
-        let connected = timeout(self.rows.config.connect_timeout, connecting).await;
+        let connecting = super::session::connect(&self.rows.store.config, SILENCE);
+        let connected = timeout(self.rows.store.config.connect_timeout, connecting).await;
         let connection = connected
-            .map_err(|_| error::timed_out(error::STORE, self.rows.config.connect_timeout))?
-            .map_err(|error| self.client.explain(error))?;
+            .map_err(|_| error::timed_out(error::STORE, self.rows.store.config.connect_timeout))?
+            .map_err(MySql::explain)?;
         Ok(MySqlRowConnection { connection, permit, transaction: None })
     }
 
@@ -198,8 +182,7 @@ impl SessionProtocol for MySqlRowProtocol {
     ) -> Result<(), SessionFailure> {
         let is_named = connected.transaction.as_ref().is_some_and(|held| held.is_named);
         let end = if is_named { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
-        let end = connected.connection.execute(raw_sql(end)).await;
-        end.map_err(|error| self.broken(error))?;
+        fetch(&mut connected.connection, end.into()).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
@@ -209,18 +192,16 @@ impl SessionProtocol for MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
         // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
-        let rows = connected.connection.fetch_all(raw_sql(CURRENT_GRANT)).await;
-        let rows = rows.map_err(|error| self.broken(error))?;
-        let message = || error::corrupt(error::STORE, "a statement returned no row");
-        let row = rows.last().ok_or_else(|| SessionFailure::Broken(message()))?;
+        let rows = fetch(&mut connected.connection, CURRENT_GRANT.into()).await.map_err(broken)?;
+        let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
-        if Some(self.client.read::<u64>(row, 0)?) != held_by {
+        if Some(read::<u64>(row, 0)?) != held_by {
             return Err(SessionFailure::Broken(misconfigured(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
         }
-        if self.client.read::<i64>(row, 1)? == 0 {
-            return Err(SessionFailure::Broken(error::read_only()));
+        if read::<i64>(row, 1)? == 0 {
+            return Err(SessionFailure::Broken(error::read_only(error::STORE)));
         }
         Ok(())
     }
@@ -233,10 +214,6 @@ impl SessionProtocol for MySqlRowProtocol {
         None
     }
 
-    fn name(&self, key: &Key) -> Vec<u8> {
-        self.statements.row(key).bytes().to_vec()
-    }
-
     /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
@@ -245,14 +222,11 @@ impl SessionProtocol for MySqlRowProtocol {
     fn close_idle(&self) {
         self.connections.close_idle();
     }
+}
 
-    fn store(&self) -> &str {
-        error::STORE
-    }
-
-    fn response_timeout(&self) -> Duration {
-        self.rows.config.response_timeout
-    }
+/// Within a transaction, any error may have ended the transaction, and with it the lock.
+fn broken(error: sqlx::Error) -> SessionFailure {
+    SessionFailure::Broken(MySql::explain(error))
 }
 
 /// A row that is locked for longer than their sum has a holder. The server does not report which.

@@ -6,25 +6,24 @@ use std::time::Duration;
 
 use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::mysql::MySqlRow;
-use sqlx::{Connection, MySqlConnection, Row, query};
+use sqlx::{Connection, MySql, MySqlConnection, Row, query};
 use tokio::time::timeout;
 
 use super::backend::MySqlRows;
-use super::client::MySqlClient;
+use super::client::{read, send_once};
 use super::config::MySqlConfig;
 use super::error;
 use super::sql;
-use super::statement::StatementBinder;
 use super::waiters;
+use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
-    ConnectionUse, LockAttempt, SILENCE, SessionFailure, SessionGrant, SessionProtocol, TokenPlan,
+    LockAttempt, SILENCE, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
+    StatementText, TokenPlan, Value,
 };
 
 /// The SQL of a session's connection.
 pub(crate) struct MySqlSessionProtocol {
     rows: Arc<MySqlRows>,
-    client: Arc<MySqlClient>,
-    statements: Arc<StatementBinder>,
 }
 
 /// A connection and the server's id of it.
@@ -35,12 +34,8 @@ pub(crate) struct MySqlSessionConnection {
 
 impl MySqlSessionConnection {
     /// Compares the connection id in the first column, to detect a proxy that switches connections.
-    fn check_connection(
-        &self,
-        protocol: &MySqlSessionProtocol,
-        row: &MySqlRow,
-    ) -> Result<(), SessionFailure> {
-        if protocol.client.read::<u64>(row, 0)? == self.id {
+    fn check_connection(&self, row: &MySqlRow) -> Result<(), SessionFailure> {
+        if read::<u64>(row, 0)? == self.id {
             return Ok(());
         }
         Err(SessionFailure::Broken(super::config::misconfigured(
@@ -50,34 +45,30 @@ impl MySqlSessionConnection {
 }
 
 impl MySqlSessionProtocol {
-    pub(super) fn new(rows: Arc<MySqlRows>) -> Self {
-        let (client, statements) = (Arc::clone(&rows.client), Arc::clone(&rows.statements));
-        Self { rows, client, statements }
-    }
-
     /// Returns whether the named lock is free and there is no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let build = || self.statements.session_is_free(key);
-        let rows = self.client.rows(ConnectionUse::Acquire, build).await?;
-        let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
+        let values = [self.row_name(key), self.rows.id(key)];
+        let text = &self.rows.store.statements.session_is_free;
+        let rows = self.rows.store.query(text, values).await?;
+        let free = rows.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
     }
 
-    fn row_name(&self, key: &Key) -> String {
-        self.statements.row(key).hex()
+    fn row_name(&self, key: &Key) -> Value {
+        Value::Word(self.rows.row_id(key).hex())
     }
 
     async fn fetch_number(
         &self,
         connected: &mut MySqlSessionConnection,
         text: &'static str,
-        name: Option<String>,
+        name: Option<Value>,
     ) -> Result<Option<i64>, SessionFailure> {
-        let asked = name.into_iter().fold(query(text), |query, name| query.bind(name));
-        let row = asked.fetch_one(&mut connected.connection).await;
-        let row = row.map_err(|error| self.client.failure(error))?;
-        connected.check_connection(self, &row)?;
-        self.client.read(&row, 1)
+        let text = StatementText::positional(text, &[]);
+        let rows = send_once(&mut connected.connection, &text, Vec::from_iter(name)).await?.rows;
+        let row = one_row(&rows)?;
+        connected.check_connection(row)?;
+        read(row, 1)
     }
 
     /// Writes the claim, after the named lock was acquired. Returns `None` if the key has a lease.
@@ -92,10 +83,16 @@ impl MySqlSessionProtocol {
             return Ok(Some(granted));
         }
         let is_consecutive = seen.is_some();
-        let grant =
-            self.statements.session_write_claim(claim, plan.tokens_to_write(is_consecutive));
-        let done = grant.execute(&mut connected.connection).await;
-        let token = done.map_err(|error| self.client.failure(error))?.last_insert_id();
+        let values = [
+            self.rows.id(claim.key()),
+            self.rows.namespace_value(),
+            Value::key(claim.key()),
+            Value::claim(claim),
+            Value::Number(plan.tokens_to_write(is_consecutive)),
+            Value::label(claim),
+        ];
+        let text = &self.rows.store.statements.session_write_claim;
+        let token = send_once(&mut connected.connection, text, values).await?.assigned;
         if token == 0 {
             // No claim was written: the key has a lease, or the server is read-only.
             return self.check_session(connected).await.map(|()| None);
@@ -103,8 +100,7 @@ impl MySqlSessionProtocol {
         let token = i64::try_from(token).ok();
         let granted =
             token.and_then(|token| plan.grant_from_write(claim, token, is_consecutive)).map(Some);
-        let message = || error::corrupt(error::STORE, "a row's token is invalid");
-        granted.ok_or_else(|| SessionFailure::Broken(message()))
+        granted.ok_or_else(|| SessionFailure::Broken(corrupt::<MySql>("a row's token is invalid")))
     }
 
     /// Acquires the named lock. Also returns the time if the row still contains a claim of the
@@ -115,28 +111,57 @@ impl MySqlSessionProtocol {
         key: &Key,
         row_claim: ClaimId,
     ) -> Result<(bool, Option<i64>), SessionFailure> {
-        let statement = self.statements.session_try_lock(key, row_claim, 0);
-        let row = statement.fetch_one(&mut connected.connection).await;
-        let row = row.map_err(|error| self.client.failure(error))?;
-        connected.check_connection(self, &row)?;
-        let got = self.client.read::<Option<i64>>(&row, 1)? == Some(1);
-        Ok((got, self.client.read(&row, 2)?))
+        let values = try_lock_values(&self.rows, key, row_claim, 0);
+        let text = &self.rows.store.statements.session_try_lock;
+        let rows = send_once(&mut connected.connection, text, values).await?.rows;
+        let row = one_row(&rows)?;
+        connected.check_connection(row)?;
+        let got = read::<Option<i64>>(row, 1)? == Some(1);
+        Ok((got, read(row, 2)?))
     }
 }
 
+/// The named lock's name is the row's id.
+pub(super) fn try_lock_values(
+    rows: &MySqlRows,
+    key: &Key,
+    row_claim: ClaimId,
+    lock_timeout_seconds: i64,
+) -> [Value; 4] {
+    [
+        rows.id(key),
+        Value::bytes(&row_claim.to_bytes()),
+        Value::Word(rows.row_id(key).hex()),
+        Value::Number(lock_timeout_seconds),
+    ]
+}
+
+fn one_row(rows: &[MySqlRow]) -> Result<&MySqlRow, SessionFailure> {
+    crate::server::statement::one_row::<MySql>(rows).map_err(SessionFailure::Broken)
+}
+
 impl SessionProtocol for MySqlSessionProtocol {
+    type Database = MySql;
     type Connection = MySqlSessionConnection;
+
+    async fn open(rows: Arc<MySqlRows>) -> Result<Self, BackendError> {
+        Ok(Self { rows })
+    }
+
+    fn rows(&self) -> &MySqlRows {
+        &self.rows
+    }
 
     async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
         let connecting = async {
-            let mut connection = connect(&self.rows.config, SILENCE).await?;
+            let mut connection = connect(&self.rows.store.config, SILENCE).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
             let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
-        match timeout(self.rows.config.connect_timeout, connecting).await {
-            Ok(connected) => connected.map_err(|error| self.client.explain(error)),
-            Err(_) => Err(error::timed_out(error::STORE, self.rows.config.connect_timeout)),
+        match timeout(self.rows.store.config.connect_timeout, connecting).await {
+            Ok(connected) => connected.map_err(MySql::explain),
+            Err(_) => Err(error::timed_out(error::STORE, self.rows.store.config.connect_timeout)),
         }
     }
 
@@ -146,7 +171,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         claim: &Claim,
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
-        const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
+        const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK($1, 0) AS SIGNED)";
         let seen = match &plan.last {
             None => {
                 let got = self
@@ -167,7 +192,7 @@ impl SessionProtocol for MySqlSessionProtocol {
             Err(SessionFailure::Rejected(error)) => {
                 // The session holds the lock even if the next statement failed.
                 self.unlock(connected, claim.key()).await?;
-                if error::is_row_lock_error(&error) {
+                if MySql::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));
                 }
                 Err(SessionFailure::Rejected(error))
@@ -181,7 +206,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         connected: &mut MySqlSessionConnection,
         key: &Key,
     ) -> Result<(), SessionFailure> {
-        const UNLOCK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
+        const UNLOCK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK($1) AS SIGNED)";
         let unlocked = self.fetch_number(connected, UNLOCK, Some(self.row_name(key))).await;
         unlocked.map(drop).map_err(SessionFailure::into_broken)
     }
@@ -191,7 +216,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         connected: &mut MySqlSessionConnection,
     ) -> Result<(), SessionFailure> {
         match self.fetch_number(connected, CURRENT_GRANT, None).await? {
-            Some(0) => Err(SessionFailure::Broken(error::read_only())),
+            Some(0) => Err(SessionFailure::Broken(error::read_only(error::STORE))),
             _ => Ok(()),
         }
     }
@@ -203,31 +228,21 @@ impl SessionProtocol for MySqlSessionProtocol {
         token: FencingToken,
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
+        let (texts, id) = (&self.rows.store.statements, self.rows.id(claim.key()));
+        let (own, token, block) = (Value::claim(claim), Value::token(token), Value::block(claim));
         if row_claim != claim.id() {
-            let mark = self.statements.session_update_claim(claim, token, row_claim);
-            let marked = mark.execute(&mut connected.connection).await;
-            marked.map_err(|error| self.client.failure(error))?;
+            let earlier = Value::bytes(&row_claim.to_bytes());
+            let values = [id.clone(), own.clone(), token.clone(), block.clone(), earlier];
+            send_once(&mut connected.connection, &texts.session_update_claim, values).await?;
         }
-        let ensure_row =
-            self.statements.session_ensure_row(claim, token).execute(&mut connected.connection);
-        ensure_row.await.map(drop).map_err(|error| self.client.failure(error))
-    }
-
-    fn name(&self, key: &Key) -> Vec<u8> {
-        self.statements.row(key).bytes().to_vec()
+        let (namespace, key) = (self.rows.namespace_value(), Value::key(claim.key()));
+        let values = [id, namespace, key, own, token, block];
+        send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }
 
     /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
-    }
-
-    fn store(&self) -> &str {
-        error::STORE
-    }
-
-    fn response_timeout(&self) -> Duration {
-        self.rows.config.response_timeout
     }
 }
 

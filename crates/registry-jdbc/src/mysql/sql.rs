@@ -20,15 +20,13 @@
 //!
 //! The same text works in MariaDB and in MySQL, which has no RETURNING.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
 
 use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-
-/// The version of the tables that this program reads and writes.
-pub(super) const VERSION: i32 = 1;
+use crate::server::{HolderStatements, RowStatements, StatementText};
 
 /// Creates the tables. Several statements: for a connection of its own.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -58,41 +56,38 @@ pub(super) fn size(items: usize) -> usize {
 
 /// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
-pub(super) struct MySqlStatements {
-    pub(super) meta: MySqlStatementText,
-    pub(super) meta_now: MySqlStatementText,
-    pub(super) acquire: MySqlStatementText,
-    pub(super) reacquire: MySqlStatementText,
-    pub(super) current_grant: MySqlStatementText,
-    pub(super) holder: MySqlStatementText,
-    pub(super) holder_by_lease: MySqlStatementText,
-    pub(super) list: MySqlStatementText,
-    pub(super) list_by_lease: MySqlStatementText,
-    pub(super) holder_connection: MySqlStatementText,
-    pub(super) renew: [MySqlStatementText; SIZES.len()],
-    pub(super) unexpired: [MySqlStatementText; SIZES.len()],
-    pub(super) held: [MySqlStatementText; SIZES.len()],
-    pub(super) release: MySqlStatementText,
-    pub(super) force_release: MySqlStatementText,
-    pub(super) fence: MySqlStatementText,
-    pub(super) is_free: MySqlStatementText,
-    pub(super) clear_ended: MySqlStatementText,
-    pub(super) insert_row: MySqlStatementText,
-    pub(super) lock_row: MySqlStatementText,
-    pub(super) row_seen_in: MySqlStatementText,
-    pub(super) raise_token: MySqlStatementText,
-    pub(super) session_write_claim: MySqlStatementText,
-    pub(super) session_try_lock: MySqlStatementText,
-    pub(super) session_is_free: MySqlStatementText,
-    pub(super) session_ensure_row: MySqlStatementText,
-    pub(super) session_update_claim: MySqlStatementText,
-    pub(super) fence_held: MySqlStatementText,
-    pub(super) row_write_claim: MySqlStatementText,
-    pub(super) row_lock: MySqlStatementText,
-    pub(super) row_seen: MySqlStatementText,
-    pub(super) purge_candidates: MySqlStatementText,
-    pub(super) raise_floor: MySqlStatementText,
-    pub(super) purge: [MySqlStatementText; SIZES.len()],
+pub(crate) struct MySqlStatements {
+    rows: RowStatements,
+    pub(super) meta_now: StatementText,
+    pub(super) holder_connection: StatementText,
+    pub(super) kill: StatementText,
+    pub(super) renew: StatementText,
+    pub(super) unexpired: StatementText,
+    pub(super) held: StatementText,
+    pub(super) force_release: StatementText,
+    pub(super) is_free: StatementText,
+    pub(super) clear_ended: StatementText,
+    pub(super) insert_row: StatementText,
+    pub(super) lock_row: StatementText,
+    pub(super) row_seen_in: StatementText,
+    pub(super) raise_token: StatementText,
+    pub(super) session_write_claim: StatementText,
+    pub(super) session_try_lock: StatementText,
+    pub(super) session_is_free: StatementText,
+    pub(super) session_ensure_row: StatementText,
+    pub(super) session_update_claim: StatementText,
+    pub(super) row_write_claim: StatementText,
+    pub(super) row_lock: StatementText,
+    pub(super) row_seen: StatementText,
+    pub(super) purge_candidates: StatementText,
+    pub(super) raise_floor: StatementText,
+    pub(super) purge: StatementText,
+}
+
+impl AsRef<RowStatements> for MySqlStatements {
+    fn as_ref(&self) -> &RowStatements {
+        &self.rows
+    }
 }
 
 impl MySqlStatements {
@@ -100,74 +95,69 @@ impl MySqlStatements {
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
         let now = mutant::clock(NOW);
-        let text = |template: &str, items: usize| {
+        let text = |template: &str| {
             let text = template
                 .replace("{free}", FREE)
-                .replace("{items}", &vec!["?"; items].join(", "))
                 .replace("{is_seen}", IS_SEEN)
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
-            MySqlStatementText::new(&text)
+            StatementText::positional(&text, &SIZES)
         };
-        let one = |template| text(template, 1);
-        let sized = |template| SIZES.map(|items| text(template, items));
-        Self {
-            meta: one(META),
-            meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
-            acquire: one(&with_mutation(&ACQUIRE, &[CONSTANT_TOKEN]).replace("{end}", "{now} + ?")),
-            reacquire: one(&with_mutation(
+        let holders = |connection| HolderStatements {
+            of_key: text(&holders("id = $1", connection)),
+            of_namespace: text(&holders("namespace = $1", connection)),
+        };
+        let rows = RowStatements {
+            meta: text(META),
+            acquire: text(
+                &with_mutation(&ACQUIRE, &[CONSTANT_TOKEN]).replace("{end}", "{now} + $7"),
+            ),
+            reacquire: text(&with_mutation(
                 REACQUIRE,
                 &[CONSTANT_TOKEN_ON_REACQUIRE, REACQUIRES_HELD_KEY],
             )),
-            current_grant: one(CURRENT_GRANT),
-            holder: one(&holders("id = ?", HOLDER_CONNECTION_ID)),
-            holder_by_lease: one(&holders("id = ?", "NULL")),
-            list: one(&holders("namespace = ?", HOLDER_CONNECTION_ID)),
-            list_by_lease: one(&holders("namespace = ?", "NULL")),
-            holder_connection: one(HOLDER_CONNECTION),
-            renew: sized(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
-            unexpired: sized(&with_mutation(UNEXPIRED, &[RENEWAL_REVIVES])),
-            held: sized(HELD),
-            release: one(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
-            force_release: one(FORCE_RELEASE),
-            fence: one(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
-            is_free: one(IS_FREE),
-            clear_ended: one(CLEAR_ENDED),
-            insert_row: one(INSERT_ROW),
-            lock_row: one(LOCK_ROW),
-            row_seen_in: one(ROW_SEEN_IN),
-            raise_token: one(RAISE_TOKEN),
-            session_write_claim: one(&ACQUIRE.replace("{end}", "0")),
-            session_try_lock: one(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
-            session_is_free: one(SESSION_IS_FREE),
-            session_ensure_row: one(SESSION_ENSURE_ROW),
-            session_update_claim: one(SESSION_UPDATE_CLAIM),
-            fence_held: one(FENCE_HELD),
-            row_write_claim: one(ROW_WRITE_CLAIM),
-            row_lock: one(ROW_LOCK),
-            row_seen: one(ROW_SEEN),
-            purge_candidates: one(PURGE_CANDIDATES),
-            raise_floor: one(RAISE_FLOOR),
-            purge: sized(PURGE),
+            current_grant: text(CURRENT_GRANT),
+            holders: holders(HOLDER_CONNECTION_ID),
+            leases: Some(holders("NULL")),
+            release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_held: text(FENCE_HELD),
+        };
+        Self {
+            rows,
+            meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
+            holder_connection: text(HOLDER_CONNECTION),
+            kill: text("KILL CONNECTION $1"),
+            renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
+            unexpired: text(&with_mutation(UNEXPIRED, &[RENEWAL_REVIVES])),
+            held: text(HELD),
+            force_release: text(FORCE_RELEASE),
+            is_free: text(IS_FREE),
+            clear_ended: text(CLEAR_ENDED),
+            insert_row: text(INSERT_ROW),
+            lock_row: text(LOCK_ROW),
+            row_seen_in: text(ROW_SEEN_IN),
+            raise_token: text(RAISE_TOKEN),
+            session_write_claim: text(&ACQUIRE.replace("{end}", "0")),
+            session_try_lock: text(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
+            session_is_free: text(SESSION_IS_FREE),
+            session_ensure_row: text(SESSION_ENSURE_ROW),
+            session_update_claim: text(SESSION_UPDATE_CLAIM),
+            row_write_claim: text(ROW_WRITE_CLAIM),
+            row_lock: text(ROW_LOCK),
+            row_seen: text(ROW_SEEN),
+            purge_candidates: text(PURGE_CANDIDATES),
+            raise_floor: text(RAISE_FLOOR),
+            purge: text(PURGE),
         }
-    }
-
-    /// Returns the text among `sizes` for this number of items.
-    pub(super) fn sized(
-        sizes: &[MySqlStatementText; SIZES.len()],
-        items: usize,
-    ) -> &MySqlStatementText {
-        let size = size(items);
-        let index = SIZES.iter().position(|&known| known == size);
-        &sizes[index.expect("a size is chosen from these")]
     }
 }
 
 const RELEASE_WITHOUT_OWNER: SqlMutation =
-    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = ?", "claim <> ?");
+    SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2", "claim <> $2");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
 // Without the clock, which would hide the bug.
@@ -186,26 +176,7 @@ const REACQUIRES_HELD_KEY: SqlMutation =
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
 const SESSION_SKIPS_ROW_CHECK: SqlMutation =
-    SqlMutation::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
-
-/// One statement. Its parameters are not numbered, so a value that is used twice is bound twice.
-#[derive(Debug, Clone)]
-pub(super) struct MySqlStatementText(Arc<str>);
-
-impl MySqlStatementText {
-    pub(super) fn new(text: &str) -> Self {
-        Self(text.into())
-    }
-
-    pub(super) fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// Returns the text for sqlx, which requires the assertion that no value was inlined.
-    pub(super) fn safe(&self) -> SqlStr {
-        AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
-    }
-}
+    SqlMutation::new(Mutant::SessionTrustsItsMemory, "AND l.claim = $2", "AND $2 IS NOT NULL");
 
 /// Returns [`SCHEMA`] for names that begin with `prefix`.
 pub(super) fn schema(prefix: &str) -> SqlStr {
@@ -233,7 +204,9 @@ const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 /// return a number or a string.
 pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
-const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
+/// The version, the id of the tables, whether the server is writable, and that this does not show
+/// how old the snapshot of a transaction is.
+const META: &str = "SELECT version, store, CAST({writable} AS SIGNED), 0 FROM {meta} WHERE id = 1";
 
 /// Grants the key, unless a claim holds it, even the given one. The response contains the token as
 /// the *last insert id*; zero means that nothing was granted. (The affected row count does not
@@ -253,16 +226,16 @@ const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 ///
 /// With an `{end}` of zero instead of a lease, it writes the claim of a session.
 ///
-/// Parameters: id, namespace, key, claim, block, label, lease, id.
+/// Parameters: id, namespace, key, claim, block, label, lease.
 static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
     let kept =
         |column: &str| format!("{column} = IF({{free}}, VALUES({column}), {{locks}}.{column})");
     format!(
         "INSERT INTO {{locks}} (id, namespace, lock_key, claim, token, block, label, since, until) \
-         SELECT ?, ?, ?, ?, \
+         SELECT $1, $2, $3, $4, \
              LAST_INSERT_ID(GREATEST({{now}}, meta.floor + 1, COALESCE(seen.token + seen.block, 0))), \
-             ?, ?, {{now}}, {{end}} \
-         FROM {{meta}} AS meta LEFT JOIN {{locks}} AS seen ON seen.id = ? \
+             $5, $6, {{now}}, {{end}} \
+         FROM {{meta}} AS meta LEFT JOIN {{locks}} AS seen ON seen.id = $1 \
          WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= {{now}}) AND {{writable}} \
          ON DUPLICATE KEY UPDATE \
              token = IF({{free}}, \
@@ -285,18 +258,18 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
 /// The row's own token covers all earlier ones of the key, because a new row starts above those of
 /// deleted rows. It is assigned first, because later assignments are visible to it.
 ///
-/// Parameters: block, label, claim, lease, id.
+/// Parameters: id, claim, block, label, lease.
 const REACQUIRE: &str = "\
     UPDATE {locks} SET \
         token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
-        block = ?, label = ?, since = {now}, claim = ?, until = {now} + ? \
-    WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable}";
+        block = $3, label = $4, since = {now}, claim = $2, until = {now} + $5 \
+    WHERE id = $1 AND (claim IS NULL OR until <= {now}) AND {writable}";
 
 /// The current grant of a key. Parameter: id.
 const CURRENT_GRANT: &str = "\
-    SELECT lock_key, claim, token, label, {now} - since, until - {now} \
+    SELECT claim, token, label, {now} - since, until - {now} \
     FROM {locks} \
-    WHERE id = ? AND claim IS NOT NULL AND until > {now}";
+    WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
 /// Returns the query for holders of one key or of a namespace. The holder is a lease, or a
 /// connection that has the row locked and holds the named lock of [`row_name`].
@@ -312,7 +285,7 @@ fn holders(condition: &str, holder_connection: &str) -> String {
 
 /// The claim in the row, and the id of the connection that has the row locked for it.
 /// Parameter: id.
-const HOLDER_CONNECTION: &str = "SELECT claim, CAST({holder_connection} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
+const HOLDER_CONNECTION: &str = "SELECT claim, CAST({holder_connection} AS SIGNED) FROM {locks} WHERE id = $1 AND claim IS NOT NULL";
 
 /// The connection that has the row locked for its claim, if any.
 const HOLDER_CONNECTION_ID: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
@@ -336,19 +309,19 @@ pub(super) fn row_name(claim: ClaimId) -> String {
 const RENEW: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
-        WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} AND {writable} \
-        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+        WHERE id IN ($1...) AND claim IN ($2...) AND until > {now} AND {writable} \
+        LIMIT $3 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
-    SET l.until = GREATEST(l.until, {now} + ?)";
+    SET l.until = GREATEST(l.until, {now} + $4)";
 
 /// The claims that hold one of the keys, with the time that they have left. Parameters: ids.
 const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
-    WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
+    WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// The held keys among these, with the tokens of their grants. Parameters: ids.
 const HELD: &str = "\
-    SELECT id, token FROM {locks} WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
+    SELECT id, token FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
@@ -358,24 +331,24 @@ const HELD: &str = "\
 ///
 /// Unused tokens of the block become available again, so that tokens do not outrun the clock.
 ///
-/// Parameters: tokens used, id, claim.
+/// Parameters: id, claim, tokens used.
 const RELEASE: &str = "\
-    UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, ?) \
-    WHERE id = ? AND claim = ? AND until > {now}";
+    UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
+    WHERE id = $1 AND claim = $2 AND until > {now}";
 
 /// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\
-    UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim IS NOT NULL AND until > {now}";
+    UPDATE {locks} SET claim = NULL, until = {now} WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
 /// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
 /// whether the transaction's snapshot shows that grant: the inner select locks nothing. The inner
 /// select depends on the outer one, so that the snapshot does not begin while the outer select
 /// waits.
 ///
-/// Parameters: id, claim, token, token.
+/// Parameters: id, claim, token.
 const FENCE: &str = "\
     SELECT {is_seen} FROM {locks} AS l \
-    WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block AND l.until > {now} FOR UPDATE";
+    WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block AND l.until > {now} FOR UPDATE";
 
 /// Whether a select that locks nothing sees the row `l` that a locking select has found.
 const IS_SEEN: &str = "\
@@ -387,7 +360,7 @@ const IS_SEEN: &str = "\
 /// Parameter: id.
 const IS_FREE: &str = "\
     SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
-    FROM {locks} WHERE id = ?";
+    FROM {locks} WHERE id = $1";
 
 /// Removes a holder's claim that ended without a write: by its lease, or with a connection. So the
 /// row changes after all writes of that holder. Skips a row that another transaction has locked.
@@ -397,7 +370,7 @@ const IS_FREE: &str = "\
 const CLEAR_ENDED: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
-        WHERE id = ? AND claim IS NOT NULL AND until <= {now} AND {writable} \
+        WHERE id = $1 AND claim IS NOT NULL AND until <= {now} AND {writable} \
         LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.claim = NULL";
@@ -407,7 +380,7 @@ const CLEAR_ENDED: &str = "\
 /// Parameters: id, namespace, key.
 const INSERT_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
-    SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
+    SELECT $1, $2, $3, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
 
 /// Locks the row if no other transaction has. Returns whether there is a lease on it, the next
@@ -416,7 +389,7 @@ const INSERT_ROW: &str = "\
 /// Parameter: id.
 const LOCK_ROW: &str = "\
     SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
-    FROM {locks} WHERE id = ? FOR UPDATE SKIP LOCKED";
+    FROM {locks} WHERE id = $1 FOR UPDATE SKIP LOCKED";
 
 /// Whether a transaction that has the row locked also sees its current version in the snapshot; and
 /// the id of the tables. A separate statement: if it also locked the row, it would begin the
@@ -424,13 +397,13 @@ const LOCK_ROW: &str = "\
 ///
 /// Parameters: id, claim, token.
 const ROW_SEEN_IN: &str = "\
-    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = ? AND claim <=> ? AND token = ?) AS SIGNED) FROM {meta} WHERE id = 1";
+    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED) FROM {meta} WHERE id = 1";
 
 /// Writes the token of a grant that lasts as long as the transaction, and leaves a free row.
 ///
-/// Parameters: token, id.
+/// Parameters: id, token.
 const RAISE_TOKEN: &str = "\
-    UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
+    UPDATE {locks} SET claim = NULL, token = $2, block = 1, label = NULL, since = {now}, until = {now} WHERE id = $1";
 
 /// Acquires a named lock for the session. Returns the time if the row still contains a claim of
 /// this session and the server is writable. Changes nothing.
@@ -444,22 +417,22 @@ const RAISE_TOKEN: &str = "\
 const SESSION_TRY_LOCK: &str = "\
     SELECT CONNECTION_ID(), tried.got, \
         (SELECT {now} FROM {locks} AS l \
-        WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? AND {writable} LIMIT 1) \
-    FROM (SELECT CAST(GET_LOCK(?, ?) AS SIGNED) AS got) AS tried";
+        WHERE l.id = IF(tried.got = 1, CAST($1 AS BINARY(32)), NULL) AND l.claim = $2 AND {writable} LIMIT 1) \
+    FROM (SELECT CAST(GET_LOCK($3, $4) AS SIGNED) AS got) AS tried";
 
 /// Whether the named lock is free and there is no lease on the row.
 ///
 /// Parameters: name, id.
 const SESSION_IS_FREE: &str = "\
-    SELECT CAST(IS_FREE_LOCK(?) AND NOT EXISTS ( \
-        SELECT 1 FROM {locks} WHERE id = ? AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
+    SELECT CAST(IS_FREE_LOCK($1) AND NOT EXISTS ( \
+        SELECT 1 FROM {locks} WHERE id = $2 AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
 
 /// Writes a claim whose token was reserved by an earlier claim of the session that has the lock.
 ///
-/// Parameters: claim, token, block, id, earlier claim, token, token.
+/// Parameters: id, claim, token, block, earlier claim.
 const SESSION_UPDATE_CLAIM: &str = "\
-    UPDATE {locks} SET claim = ?, token = ?, block = ? \
-    WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block";
+    UPDATE {locks} SET claim = $2, token = $3, block = $4 \
+    WHERE id = $1 AND claim = $5 AND token <= $3 AND $3 < token + block";
 
 /// Creates the row again with the claim of the session that has the lock, because rows without a
 /// lease are purged after a while. An existing row stays unchanged, and the statement does not wait
@@ -468,15 +441,15 @@ const SESSION_UPDATE_CLAIM: &str = "\
 /// Parameters: id, namespace, key, claim, token, block.
 const SESSION_ENSURE_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
-    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, 0 FROM DUAL";
+    SELECT $1, $2, $3, $4, $5, $6, NULL, {now}, 0 FROM DUAL";
 
 /// Like [`FENCE`], for a lock that ends with a connection: the next grant changes the row first,
 /// even if the connection has ended. The lock is shared, because that connection may also have it.
 ///
-/// Parameters: id, claim, token, token.
+/// Parameters: id, claim, token.
 const FENCE_HELD: &str = "\
     SELECT {is_seen} FROM {locks} AS l \
-    WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block LOCK IN SHARE MODE";
+    WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block LOCK IN SHARE MODE";
 
 /// Writes a claim and a larger token to the row, unless there is a lease on it or a transaction has
 /// locked it. The *last insert id* shows whether it did. Does not wait. For lease claims, the row
@@ -486,10 +459,10 @@ const FENCE_HELD: &str = "\
 const ROW_WRITE_CLAIM: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
-        WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable} \
+        WHERE id = $1 AND (claim IS NULL OR until <= {now}) AND {writable} \
         LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
-    SET l.token = LAST_INSERT_ID(GREATEST({now}, l.token + l.block)), l.claim = ?, l.block = ?, l.label = ?, \
+    SET l.token = LAST_INSERT_ID(GREATEST({now}, l.token + l.block)), l.claim = $2, l.block = $3, l.label = $4, \
         l.since = {now}, l.until = 0";
 
 /// Locks the row for a transaction, if the row contains the claim.
@@ -499,13 +472,13 @@ const ROW_WRITE_CLAIM: &str = "\
 ///
 /// Parameters: id, claim.
 const ROW_LOCK: &str = "\
-    SELECT CONNECTION_ID() FROM {locks} WHERE id = ? AND claim = ? LOCK IN SHARE MODE";
+    SELECT CONNECTION_ID() FROM {locks} WHERE id = $1 AND claim = $2 LOCK IN SHARE MODE";
 
 /// The remaining time of a lease on the key, or NULL without one. No result if there is no row.
 ///
 /// Parameter: id.
 const ROW_SEEN: &str = "\
-    SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = ?";
+    SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = $1";
 
 /// The dead rows of a batch, each with its largest token. A batch starts at a random position: ids
 /// are hashes, so all rows are found equally often.
@@ -513,14 +486,14 @@ const ROW_SEEN: &str = "\
 /// Parameters: position, rows, microseconds that a row must have been dead for.
 const PURGE_CANDIDATES: &str = "\
     SELECT piece.id, piece.token + piece.block - 1 \
-    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
-    WHERE piece.until <= {now} - ?";
+    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS piece \
+    WHERE piece.until <= {now} - $3";
 
 /// Records the largest token of rows before they are deleted. Between the two statements, a token
 /// is covered twice.
 ///
-/// Parameters: token, token.
-const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < ?";
+/// Parameters: token.
+const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor < $1";
 
 /// Deletes dead rows whose tokens are covered by the floor. Checks each row again, because it may
 /// have been granted since it was found.
@@ -528,4 +501,4 @@ const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < 
 /// Parameters: ids, microseconds that a row must have been dead for, token.
 const PURGE: &str = "\
     DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
-    WHERE l.id IN ({items}) AND GREATEST(l.since, l.until) <= {now} - ? AND l.token + l.block - 1 <= ?";
+    WHERE l.id IN ($1...) AND GREATEST(l.since, l.until) <= {now} - $2 AND l.token + l.block - 1 <= $3";

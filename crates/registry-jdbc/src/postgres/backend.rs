@@ -1,200 +1,237 @@
-//! The lease-based backend: the operations on a lock's row. The statements are in `sql`. Only the
-//! server's clock is used.
+//! What differs from other servers in the backend. The statements are in `sql`.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release,
-    Renewal, WakeCheck,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Key, Release, Renewal, WakeCheck,
 };
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{Postgres, Row};
+use sqlx::{Postgres, Row as _};
 
-use super::client::PgClient;
-use super::config::PostgresConfig;
-use super::diagnose::check_server;
-use super::error::{self, corrupt, explain};
+use super::client;
+use super::config::{self, PostgresConfig};
+use super::error;
 use super::listener::{NotificationChannel, PgReleaseListener};
-use super::open::{self, OpenedPgStore};
-use super::purge;
-use super::renew::{CLAIMS_MAX, claim_ids, leases, renew_rows};
-use super::sql::{PgStatementText, PgStatements};
-use super::statement::{BoundStatement, PgParam};
-use crate::server::{ConnectionUse, LeaseStore, RecentRows, Resend, RowId, TransactionStore};
+use super::row::PgRowProtocol;
+use super::session::PgSessionProtocol;
+use super::sql::{self, PgStatements};
+use super::statement;
+use super::{diagnose, lock_in, open};
+use crate::lock_in::{Deadline, LockInError};
+use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
+use crate::server::{
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, PoolLimits,
+    QueryMode, Resend, RowId, Rows, SqlClient, Statement, StatementText, Store, StoreSettings,
+    Value, Wakes,
+};
 
-/// The leases of one namespace.
-pub(crate) struct PgRows {
-    pub(super) config: PostgresConfig,
-    pub(super) store: String,
-    pub(super) texts: PgStatements,
-    pub(super) client: PgClient,
-    pub(super) listener: Option<PgReleaseListener>,
-    channel: NotificationChannel,
-    recently_released: RecentRows,
-    /// Rows for which a wait ended without a notification. Their next attempt probably finds them
-    /// held, so it reads the row first.
-    not_notified: RecentRows,
-}
+pub(super) type PgRows = Rows<Postgres>;
 
-impl PgRows {
-    pub(super) async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
-        let OpenedPgStore { tables, store } = open::open(&config).await?;
-        let channel = NotificationChannel::new(RowId::namespace_hash(&config.namespace));
-        let listener =
-            config.listener_options().map(|server| PgReleaseListener::new(server, channel.clone()));
-        Ok(Self {
-            texts: PgStatements::new(&tables),
-            client: PgClient::new(&config),
-            config,
-            store,
-            listener,
-            channel,
-            recently_released: RecentRows::default(),
-            not_notified: RecentRows::default(),
-        })
+impl Dialect for Postgres {
+    const DATABASE: &'static str = "PostgreSQL";
+    const BACKEND: &'static str = "PostgresBackend";
+    const SCHEMA: &'static str = sql::SCHEMA;
+    // This form does not depend on the server's setting for backslashes.
+    const BYTES_PREFIX: &'static str = "E'\\\\x";
+    const RENEWALS_MAX: usize = 1000;
+    const RENEWS_ONE_LEASE: bool = false;
+    const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = true;
+
+    type Statements = PgStatements;
+    type Wakes = PgWakes;
+    type Session = PgSessionProtocol;
+    type RowLock = PgRowProtocol;
+
+    fn check(config: &PostgresConfig) -> Result<(), BackendError> {
+        config.check()
     }
 
-    /// Returns the name of this namespace's notification channel.
-    pub(super) fn channel(&self) -> &str {
-        self.channel.name()
+    fn address(config: &PostgresConfig) -> String {
+        client::address(&config.statement_options())
     }
 
-    /// Returns when the lock may have been released after `position`. Never returns if there is no
-    /// listener.
-    pub(super) async fn wait_for_release(&self, key: &Key, position: u64) {
-        match &self.listener {
-            Some(listener) => listener.wait(self.row_id(key).notification_id(), position).await,
-            None => std::future::pending().await,
+    fn misconfigured(message: &str) -> BackendError {
+        config::misconfigured(message)
+    }
+
+    fn settings(config: &PostgresConfig) -> StoreSettings {
+        StoreSettings {
+            namespace: config.namespace.clone(),
+            creates_tables: config.tables.create,
+            limits: PoolLimits {
+                connections: config.connections,
+                connect_timeout: config.connect_timeout,
+                acquire_timeout: config.response_timeout,
+                response_timeout: config.response_timeout,
+                row_lock_timeout: config.busy_timeout,
+            },
+            row_locks: config.row_locks,
+            purge_after: config.purge_after,
         }
     }
 
-    pub(super) fn row_id(&self, key: &Key) -> RowId {
-        RowId::new(&self.config.namespace, key)
+    fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
+        client::pool(config)
     }
 
-    /// Finds the grant as it was issued, in the caller's transaction, by the statement of its kind.
-    pub(super) async fn fence_by(
-        &self,
-        text: &PgStatementText,
+    fn query_mode(config: &PostgresConfig) -> QueryMode {
+        config.query_mode()
+    }
+
+    async fn open_tables(
+        config: &PostgresConfig,
+        _: &SqlClient<Self>,
+    ) -> Result<(PgStatements, Vec<u8>), BackendError> {
+        open::open(config).await
+    }
+
+    fn send<'c>(
+        connection: &'c mut PgConnection,
+        statement: &'c Statement<'_>,
+        mode: QueryMode,
+    ) -> BoxFuture<'c, Result<Answer<PgRow>, sqlx::Error>> {
+        statement::send(connection, statement, mode)
+    }
+
+    fn fetch(
         connection: &mut PgConnection,
+        text: String,
+    ) -> BoxFuture<'_, Result<Vec<PgRow>, sqlx::Error>> {
+        statement::fetch(connection, text)
+    }
+
+    fn number(row: &PgRow, index: usize) -> Result<Option<i64>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn bytes(row: &PgRow, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn text(row: &PgRow, index: usize) -> Result<Option<String>, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn flag(row: &PgRow, index: usize) -> Result<bool, sqlx::Error> {
+        row.try_get(index)
+    }
+
+    fn wakes(store: &Store<Self>, namespace: &str) -> PgWakes {
+        PgWakes::new(&store.config, namespace)
+    }
+
+    fn granted_token(answer: &Answer<PgRow>) -> Result<Option<i64>, BackendError> {
+        answer.rows.first().map(|row| number::<Self>(row, 0)).transpose()
+    }
+
+    async fn attempt_on_locked_row(
+        rows: &PgRows,
         claim: &Claim,
-        token: FencingToken,
-    ) -> Result<Option<bool>, sqlx::Error> {
-        let id = self.row_id(claim.key());
-        let token = PgParam::Number(i64::from(token));
-        let statement = BoundStatement::new(text, [bytes(id.bytes()), claim_id(claim), token]);
-        statement.find_in(connection, self.client.is_prepared()).await
-    }
-
-    /// Grants the key if it is free, or returns its holder. Returns `None` if another client
-    /// acquired or released the key between the statements.
-    async fn acquire(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
-        let id = self.row_id(claim.key());
-        let block = PgParam::Number(i64::from(claim.token_block()));
-        let label = PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec()));
-        let lease = PgParam::Number(micros(claim.lease()));
-        let statement = if self.recently_released.remove(id) {
-            let values = [bytes(id.bytes()), claim_id(claim), block, label, lease];
-            BoundStatement::new(&self.texts.reacquire, values)
-        } else {
-            let namespace = bytes(self.config.namespace.as_bytes());
-            let key = bytes(claim.key().as_str().as_bytes());
-            let values = [bytes(id.bytes()), namespace, key, claim_id(claim), block, label, lease];
-            BoundStatement::new(&self.texts.acquire, values)
-        };
-        let statement = statement.at_most_one();
-        // Only the engine may retry: the first request may be executed after the release that
-        // follows the second one.
-        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Never).await?;
-        if let Some(row) = rows.first() {
-            let grant = Grant::new(fencing_token(column(row, 0)?)?, claim.lease());
-            return Ok(Some(Attempt::Granted(grant)));
+        position: u64,
+        error: BackendError,
+    ) -> Result<Option<Attempt>, BackendError> {
+        if !Self::is_locked_by_transaction(rows, claim.key()).await? {
+            return Err(error);
         }
-        // The holder may be this claim itself, granted by an attempt whose answer was lost.
-        self.find_holder(claim, mark).await.map_err(BackendError::as_unknown)
+        Ok(Some(Attempt::Busy(Busy::new().with_mark(position))))
     }
 
-    async fn find_holder(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
-        let rows = self.fetch_grant(self.row_id(claim.key())).await?;
-        let Some(row) = rows.first() else { return Ok(None) };
-        let holder = decode_holder(Holder::new(claim.key().clone()), row, 1)?;
-        let remaining = holder.lease_left.unwrap_or_default();
-        if column::<Vec<u8>>(row, 0)? == claim.id().to_bytes() {
-            let token = fencing_token(column(row, 1)?)?;
-            return Ok(Some(Attempt::Granted(Grant::new(token, remaining.min(claim.lease())))));
-        }
-        Ok(Some(Attempt::Busy(
-            Busy::new().with_retry_after(remaining).with_mark(mark).with_holder(holder),
-        )))
-    }
-
-    async fn fetch_grant(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
-        let statement = BoundStatement::new(&self.texts.current_grant, [bytes(id.bytes())]);
-        self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await
-    }
-
-    /// Returns the parameters of a release notification: channel, message, presence lock.
-    pub(super) fn notification_params(&self, id: RowId) -> [PgParam; 3] {
-        let presence_lock = PgParam::Number(self.channel.presence_lock(id.notification_id()));
-        [PgParam::Identifier(self.channel().to_owned()), Self::message(id), presence_lock]
-    }
-
-    /// Returns the message that wakes the waiting callers of the lock.
-    pub(super) fn message(id: RowId) -> PgParam {
-        bytes(&id.notification_id())
+    async fn renew(
+        rows: &PgRows,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
+        let values = [Value::ManyBytes(ids.collect()), claim_ids(claims), leases(claims)];
+        renew(&rows.store, &rows.store.statements.renew, values, claims).await
     }
 
     /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
-    pub(super) async fn is_locked_by_transaction(&self, key: &Key) -> Result<bool, BackendError> {
-        let mark = PgParam::Number(self.row_id(key).transaction_mark());
-        let statement = BoundStatement::new(&self.texts.locked_in, [mark]);
-        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = one_row(&rows)?;
-        column(row, 0)
+    async fn is_locked_by_transaction(rows: &PgRows, key: &Key) -> Result<bool, BackendError> {
+        let mark = Value::Number(rows.row_id(key).transaction_mark());
+        let marked = rows.store.query(&rows.store.statements.locked_in, [mark]).await?;
+        flag::<Self>(one_row::<Self>(&marked)?, 0)
+    }
+
+    /// Frees `key`: ends a lease, or the connection that has the row locked for a claim.
+    async fn force_release(rows: &PgRows, key: &Key) -> Result<Release, BackendError> {
+        let (store, texts) = (&rows.store, &rows.store.statements);
+        let send = async |text, resend, values: Vec<Value>| {
+            let statement = Statement::new(text, values);
+            store.client.send(ConnectionUse::Release, resend, &statement).await
+        };
+        let notification = rows.wakes.notification(rows.row_id(key));
+        let values = [&[rows.id(key)], &notification[..2]].concat();
+        let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
+        if released == Release::Freed {
+            return Ok(Release::Freed);
+        }
+        let end_wait = END_WAIT.min(store.settings.limits.response_timeout / 2);
+        let values = vec![rows.id(key), Value::Number(micros(end_wait) / 1_000)];
+        let ended = send(&texts.end_row_holder, Resend::Never, values).await;
+        match ended.map_err(error::explain_not_ended)?.rows.first() {
+            Some(row) if flag::<Self>(row, 0)? => {
+                // The ended transaction was not committed, so it has sent no notification.
+                send(&texts.row_notify, Resend::Allowed, notification).await?;
+                Ok(Release::Freed)
+            }
+            Some(_) => Err(error::still_connected(error::STORE)),
+            None if Self::is_locked_by_transaction(rows, key).await? => {
+                Err(error::held_by_caller_transaction(error::STORE))
+            }
+            None => Ok(Release::NotHeld),
+        }
+    }
+
+    /// A trigger of the tables keeps the largest of the deleted tokens in the same transaction.
+    async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
+        let min_age = Value::Number(micros(store.settings.purge_after));
+        let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age];
+        let rows = store.query(&store.statements.purge, values).await?;
+        let deleted = rows.first().map_or(Ok(0), |row| number::<Self>(row, 0))?;
+        Ok(u64::try_from(deleted).unwrap_or(0))
+    }
+
+    async fn diagnose(store: &Store<Self>) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_server(store).await
+    }
+
+    async fn diagnose_wakes(rows: &PgRows) -> Option<Finding> {
+        diagnose::check_listener(rows).await
+    }
+
+    async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>, BackendError> {
+        diagnose::check_connection_limit(rows).await
+    }
+
+    async fn lock_in(
+        rows: LockableRows<'_, Self>,
+        connection: &mut PgConnection,
+        key: &Key,
+        deadline: Deadline,
+    ) -> Result<Option<FencingToken>, LockInError> {
+        lock_in::attempt_until(rows, connection, key, deadline).await
     }
 }
 
-/// Checks that the row of the table `meta` exists.
-pub(super) async fn check_meta(
-    client: &PgClient,
-    texts: &PgStatements,
-) -> Result<(), BackendError> {
-    let statement = BoundStatement::new(&texts.meta, []);
-    let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-    if rows.is_empty() {
-        return Err(corrupt("the meta table has no row").as_refused());
-    }
-    Ok(())
+/// Release notifications, if the configuration has a listener.
+pub(crate) struct PgWakes {
+    pub(super) listener: Option<PgReleaseListener>,
+    pub(super) channel: NotificationChannel,
 }
 
-/// Reads the row of the table `meta` in the caller's transaction.
-pub(super) async fn transaction_store(
-    texts: &PgStatements,
-    store: &str,
-    connection: &mut PgConnection,
-) -> Result<TransactionStore, sqlx::Error> {
-    let rows = sqlx::query(texts.meta.safe()).persistent(false).fetch_all(connection).await?;
-    let found: Option<String> = rows.first().and_then(|row| row.try_get(1).ok());
-    if found.as_deref() != Some(store) {
-        return Ok(TransactionStore::Other);
+impl PgWakes {
+    pub(super) fn new(config: &PostgresConfig, namespace: &str) -> Self {
+        let channel = NotificationChannel::new(RowId::namespace_hash(namespace));
+        let listener =
+            config.listener_options().map(|server| PgReleaseListener::new(server, channel.clone()));
+        Self { listener, channel }
     }
-    let has_old_snapshot = rows.first().is_some_and(|row| row.try_get(2).unwrap_or(false));
-    Ok(TransactionStore::Same { has_old_snapshot })
 }
 
-impl LeaseStore for PgRows {
-    type Database = Postgres;
-
-    const RENEWALS_MAX: usize = CLAIMS_MAX;
-    const RENEWS_ONE_LEASE: bool = false;
-
-    fn namespace(&self) -> &str {
-        &self.config.namespace
-    }
-
-    fn has_wakes(&self) -> bool {
+impl Wakes for PgWakes {
+    fn is_active(&self) -> bool {
         self.listener.is_some()
     }
 
@@ -202,165 +239,68 @@ impl LeaseStore for PgRows {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
-    async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
-        if self.not_notified.remove(self.row_id(claim.key()))
-            && let Some(holder) = self.find_holder(claim, position).await?
-        {
-            return Ok(Some(holder));
-        }
-        match self.acquire(claim, position).await {
-            Err(error)
-                if error::is_row_lock_error(&error)
-                    && self.is_locked_by_transaction(claim.key()).await? =>
-            {
-                Ok(Some(Attempt::Busy(Busy::new().with_mark(position))))
-            }
-            attempt => attempt,
+    fn mark(&self, position: u64, _: FencingToken) -> u64 {
+        position
+    }
+
+    async fn wait(&self, id: RowId, mark: u64) {
+        match &self.listener {
+            Some(listener) => listener.wait(id.notification_id(), mark).await,
+            None => std::future::pending().await,
         }
     }
 
-    async fn check_meta(&self) -> Result<(), BackendError> {
-        check_meta(&self.client, &self.texts).await
-    }
-
-    async fn renew_chunk(
-        &self,
-        claims: &[&Claim],
-    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        let ids = claims.iter().map(|claim| self.row_id(claim.key()).bytes().to_vec());
-        let values = [PgParam::ManyBytes(ids.collect()), claim_ids(claims), leases(claims)];
-        renew_rows(&self.client, BoundStatement::new(&self.texts.renew, values), claims).await
-    }
-
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let id = self.row_id(claim.key());
-        let [channel, message, presence_lock] = self.notification_params(id);
-        let used = PgParam::Number(i64::from(claim.token_block()));
-        let values = [bytes(id.bytes()), claim_id(claim), channel, message, presence_lock, used];
-        let statement = BoundStatement::new(&self.texts.release, values).at_most_one();
-        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
-        let rows = self.client.rows(ConnectionUse::Release, &statement, Resend::Never).await?;
-        let released = release_outcome(&rows);
-        if released == Release::Freed {
-            self.recently_released.insert(id);
-        }
-        purge::maybe_purge(claim, &self.client, &self.texts, self.config.purge_after).await;
-        Ok(released)
-    }
-
-    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
+    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
         self.listener.as_ref().map(PgReleaseListener::wake_check)
     }
 
-    async fn wait(&self, claim: &Claim, busy: &Busy) {
-        let id = self.row_id(claim.key());
-        // The row stays remembered if this future is dropped before it returns.
-        self.not_notified.insert(id);
-        self.wait_for_release(claim.key(), busy.mark).await;
-        self.not_notified.remove(id);
+    /// Channel, message and presence lock.
+    fn notification(&self, id: RowId) -> Vec<Value> {
+        let presence_lock = Value::Number(self.channel.presence_lock(id.notification_id()));
+        let channel = Value::Word(self.channel.name().to_owned());
+        vec![channel, Value::bytes(&id.notification_id()), presence_lock]
     }
 
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.find_any_holder(key).await
-    }
-
-    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.holders().await
-    }
-
-    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.force_release_key(key).await
-    }
-
-    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = check_server(&self.client, &self.config).await?;
-        findings.extend(self.check_listener().await);
-        Ok(findings)
-    }
-
-    async fn close(&self) {
+    fn close(&self) {
         if let Some(listener) = &self.listener {
             listener.close();
         }
-        self.client.close().await;
-    }
-
-    async fn fence(
-        &self,
-        connection: &mut PgConnection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> Result<Option<bool>, sqlx::Error> {
-        self.fence_by(&self.texts.fence, connection, claim, token).await
-    }
-
-    async fn transaction_store(
-        &self,
-        connection: &mut PgConnection,
-    ) -> Result<TransactionStore, sqlx::Error> {
-        transaction_store(&self.texts, &self.store, connection).await
     }
 }
 
-/// Reads token, label and times from four adjacent columns, beginning at `first`.
-pub(super) fn decode_holder(
-    holder: Holder,
-    row: &PgRow,
-    first: usize,
-) -> Result<Holder, BackendError> {
-    let label: Option<Vec<u8>> = column(row, first + 1)?;
-    let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
-    let (held_for, remaining): (i64, Option<i64>) =
-        (column(row, first + 2)?, column(row, first + 3)?);
-    Ok(holder
-        .with_label(label)
-        .with_token(Some(fencing_token(column(row, first)?)?))
-        .with_times(Some(from_micros(held_for)), remaining.map(from_micros)))
+pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
+    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
 }
 
-/// Returns the row of a statement that always returns one.
-pub(super) fn one_row(rows: &[PgRow]) -> Result<&PgRow, BackendError> {
-    rows.first().ok_or_else(|| corrupt("a statement returned no row"))
+pub(super) fn leases(claims: &[&Claim]) -> Value {
+    Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect())
 }
 
-pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>
-where
-    T: sqlx::Decode<'r, Postgres> + sqlx::Type<Postgres>,
-{
-    row.try_get(index).map_err(explain)
-}
-
-pub(super) fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
-    FencingToken::try_from(token).map_err(|_| corrupt("a row's token is negative"))
-}
-
-pub(super) fn claim_id(claim: &Claim) -> PgParam {
-    bytes(&claim.id().to_bytes())
-}
-
-pub(super) fn bytes(bytes: &[u8]) -> PgParam {
-    PgParam::Bytes(bytes.to_vec())
-}
-
-/// Converts to the unit of the tables. Limits endless leases, so that a sum with the clock cannot
-/// overflow.
-pub(super) fn micros(from_micros: Duration) -> i64 {
-    i64::try_from(from_micros.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
-}
-
-/// A thousand years.
-const MICROS_MAX: i64 = 1000 * 366 * 24 * 60 * 60 * 1_000_000;
-
-pub(super) fn from_micros(micros: i64) -> Duration {
-    Duration::from_micros(u64::try_from(micros).unwrap_or(0))
-}
-
-pub(super) fn release_outcome(rows: &[PgRow]) -> Release {
-    if rows.is_empty() { Release::NotHeld } else { Release::Freed }
-}
-
-impl fmt::Debug for PgRows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PostgresBackend").field("config", &self.config).finish_non_exhaustive()
+/// Sends a renewal, and reads one row for each claim: the time left, and whether the grant exists.
+pub(super) async fn renew(
+    store: &Store<Postgres>,
+    text: &StatementText,
+    values: impl Into<Vec<Value>>,
+    claims: &[&Claim],
+) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+    let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
+    // A repeated renewal has the same effect as a single one.
+    let statement = Statement::new(text, values);
+    let rows = store.client.query(ConnectionUse::Renew(shortest), &statement).await?;
+    if rows.len() != claims.len() {
+        return Err(corrupt::<Postgres>("a renewal did not return one row per claim"));
     }
+    let answers = rows.iter().zip(claims).map(|(row, claim)| {
+        Ok(match maybe_number::<Postgres>(row, 0)? {
+            // The time left can exceed the lease while the server's clock is behind. The excess
+            // vanishes when the clock is corrected.
+            Some(left) => Ok(Renewal::Renewed(from_micros(left).min(claim.lease()))),
+            None if flag::<Postgres>(row, 1)? => Err(error::row_locked()),
+            None => Ok(Renewal::Gone),
+        })
+    });
+    answers.collect()
 }
+
+/// The maximum time to wait for the end of a connection that the server was requested to end.
+const END_WAIT: Duration = Duration::from_secs(1);

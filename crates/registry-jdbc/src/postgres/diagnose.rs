@@ -2,74 +2,62 @@
 
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
+use sqlx::{Postgres, Row as _};
 
-use super::backend::{PgRows, column, one_row};
-use super::client::PgClient;
-use super::config::{Listen, PostgresConfig};
-use super::sql::PgStatementText;
-use super::statement::{BoundStatement, PgParam};
-use crate::server::{ConnectionUse, Resend, check_clock, check_row_locks, host_micros};
+use super::backend::PgRows;
+use super::config::Listen;
+use crate::server::statement::{number, one_row};
+use crate::server::{
+    QueryMode, ServerErrors as _, StatementText, Store, Value, check_clock, check_row_locks,
+    host_micros,
+};
 
-impl PgRows {
-    /// Returns a finding if the listener does not receive notifications.
-    pub(super) async fn check_listener(&self) -> Option<Finding> {
-        let listener = self.listener.as_ref()?;
-        let payload = format!("try_{:016x}", fastrand::u64(..));
-        let text = PgStatementText::new(NOTIFY);
-        let values =
-            [PgParam::Identifier(self.channel().to_owned()), PgParam::Identifier(payload.clone())];
-        let statement = BoundStatement::new(&text, values);
-        let notify = async {
-            let sent = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await;
-            sent.map(drop)
-        };
-        let cause = match listener.self_test(&payload, notify).await {
-            Ok(true) => return None,
-            Ok(false) => {
-                "a test notification did not arrive; `listen` may lead through a pooler or to another database".to_owned()
-            }
-            Err(error) => format!("listening: {error}"),
-        };
-        Some(Finding::warning(format!(
-            "release notifications do not arrive, so waiters poll; {cause}"
-        )))
-    }
-
-    /// Checks whether the server has connections for this number of row locks, and whether existing
-    /// row locks hold back vacuum.
-    pub(super) async fn check_connection_limit(&self) -> Result<Vec<Finding>, BackendError> {
-        let text = PgStatementText::new(CONNECTION_LIMIT);
-        let statement = BoundStatement::new(&text, []);
-        let rows = self.client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
-        let row = one_row(&rows)?;
-        let (connections, old): (i64, i64) = (column(row, 0)?, column(row, 1)?);
-        let mut findings = Vec::from_iter(check_row_locks(self.config.row_locks, connections));
-        if old > 0 {
-            findings.push(Finding::warning(format!(
-                "{old} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
-            )));
+/// Returns a finding if the listener does not receive notifications.
+pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
+    let listener = rows.wakes.listener.as_ref()?;
+    let payload = format!("try_{:016x}", fastrand::u64(..));
+    let text = StatementText::numbered(NOTIFY);
+    let channel = rows.wakes.channel.name().to_owned();
+    let values = [Value::Word(channel), Value::Word(payload.clone())];
+    let notify = async { rows.store.query(&text, values).await.map(drop) };
+    let cause = match listener.self_test(&payload, notify).await {
+        Ok(true) => return None,
+        Ok(false) => {
+            "a test notification did not arrive; `listen` may lead through a pooler or to another database".to_owned()
         }
-        Ok(findings)
-    }
+        Err(error) => format!("listening: {error}"),
+    };
+    Some(Finding::warning(format!("release notifications do not arrive, so waiters poll; {cause}")))
 }
 
-/// Returns the findings about the server that `client` connects to.
-pub(super) async fn check_server(
-    client: &PgClient,
-    config: &PostgresConfig,
-) -> Result<Vec<Finding>, BackendError> {
-    let text = PgStatementText::new(SERVER_SETTINGS);
-    let statement = BoundStatement::new(&text, []);
+/// Checks whether the server has connections for this number of row locks, and whether existing row
+/// locks hold back vacuum.
+pub(super) async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>, BackendError> {
+    let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
+    let row = one_row::<Postgres>(&found)?;
+    let (connections, old) = (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);
+    let row_locks = rows.store.settings.row_locks;
+    let mut findings = Vec::from_iter(check_row_locks(row_locks, connections));
+    if old > 0 {
+        findings.push(Finding::warning(format!(
+            "{old} row locks have been held for more than five minutes, and the server has vacuumed no dead rows of the database since; use leases for long holds"
+        )));
+    }
+    Ok(findings)
+}
+
+/// Returns the findings about the server.
+pub(super) async fn check_server(store: &Store<Postgres>) -> Result<Vec<Finding>, BackendError> {
     let before = host_micros();
-    let rows = client.rows(ConnectionUse::Acquire, &statement, Resend::Allowed).await?;
+    let rows = store.query(&StatementText::numbered(SERVER_SETTINGS), []).await?;
     let after = host_micros();
-    let row = one_row(&rows)?;
+    let row = one_row::<Postgres>(&rows)?;
 
     let mut findings = settings(row)?;
-    findings.extend(check_clock(before, column(row, 8)?, after));
-    if !client.is_prepared() && matches!(config.listen, Listen::SameServer | Listen::Off)
-        || matches!(config.listen, Listen::Off)
-    {
+    findings.extend(check_clock(before, number::<Postgres>(row, 8)?, after));
+    let is_prepared = matches!(store.config.query_mode(), QueryMode::Prepared);
+    let listen = &store.config.listen;
+    if !is_prepared && matches!(listen, Listen::SameServer) || matches!(listen, Listen::Off) {
         findings.push(Finding::note(
             "no listener receives release notifications, so waiters poll; behind a pooler, set `listen` to the URL of the server itself",
         ));
@@ -78,11 +66,11 @@ pub(super) async fn check_server(
 }
 
 fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
-    let setting = |index| column::<String>(row, index);
+    let setting = |index| row.try_get::<String, _>(index).map_err(Postgres::explain);
     let mut findings = Vec::new();
     let version = setting(0)?;
     findings.push(Finding::note(format!("PostgreSQL {version}")));
-    if column::<bool>(row, 7)? {
+    if row.try_get(7).map_err(Postgres::explain)? {
         findings.push(Finding::warning(
             "this server is a standby; locks can be acquired only on the primary",
         ));
@@ -111,7 +99,7 @@ fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
             "default_transaction_read_only is on: locks cannot be acquired; set it to off for this user",
         ));
     }
-    if column::<i64>(row, 6)? > 0 && setting(9)?.is_empty() {
+    if number::<Postgres>(row, 6)? > 0 && setting(9)?.is_empty() {
         findings.push(Finding::note(
             "standbys follow asynchronously: if one is promoted after a crash, the most recent locks may be free (class best-effort); \
              synchronous_standby_names makes grants wait for a standby",

@@ -12,50 +12,69 @@ use crate::server::error::ErrorClass;
 pub(super) use crate::server::error::{
     fenced_transaction_open, held_by_caller_transaction, still_connected, timed_out,
 };
-use crate::server::{self, ErrorEffect, PoolError, SessionFailure};
+use crate::server::{self, ErrorEffect, PoolError, ServerErrors, SessionFailure};
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// The name of the store in errors.
 pub(super) const STORE: &str = "postgres";
 
-/// Classifies an error of sqlx, and adds a hint.
-pub(super) fn explain(error: sqlx::Error) -> BackendError {
-    let class = match &error {
-        sqlx::Error::Database(database) => {
-            classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
+impl ServerErrors for Postgres {
+    const STORE: &'static str = STORE;
+
+    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
+        let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
+        let code = code(database.as_ref());
+        // These codes mean that another server may have become the primary, that the connection is
+        // in a foreign transaction, or that prepared statements are missing.
+        let may_be_foreign = code.starts_with("25")
+            || code.starts_with("08")
+            || code.starts_with("57P")
+            || matches!(code, "26000" | "42P05" | "0A000");
+        if is_fatal(database.as_ref()) || may_be_foreign {
+            ErrorEffect::Broken
+        } else {
+            ErrorEffect::Rejected
         }
-        // sqlx does not detect the end of the connection here, and takes the missing byte for the
-        // server's answer.
-        sqlx::Error::Protocol(message) if message.contains("response from SSLRequest: 0x00") => (
-            Transient,
-            "the server closed the connection before its first response; see its log",
-            true,
-        ),
-        other => server::error::classify_client_error(other),
-    };
-    server::error::explain(error, STORE, class)
+    }
+
+    fn explain(error: sqlx::Error) -> BackendError {
+        let class = match &error {
+            sqlx::Error::Database(database) => {
+                classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
+            }
+            // sqlx does not detect the end of the connection here, and takes the missing byte for
+            // the server's answer.
+            sqlx::Error::Protocol(message)
+                if message.contains("response from SSLRequest: 0x00") =>
+            {
+                (
+                    Transient,
+                    "the server closed the connection before its first response; see its log",
+                    true,
+                )
+            }
+            other => server::error::classify_client_error(other),
+        };
+        server::error::explain(error, STORE, class)
+    }
+
+    fn is_no_such_table(error: &sqlx::Error) -> bool {
+        code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
+    }
+
+    fn is_busy(error: &sqlx::Error) -> bool {
+        code_of(error).is_some_and(|code| matches!(code, "40001" | "40P01" | "55P03"))
+    }
+
+    fn is_row_lock_error(error: &BackendError) -> bool {
+        let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+        source.is_some_and(is_row_locked)
+    }
 }
 
 /// Converts the reason for a missing connection. Nothing was sent.
 pub(super) fn not_connected(reason: PoolError) -> BackendError {
-    server::error::not_connected(reason, STORE, explain)
-}
-
-/// Returns whether the connection is usable after this error.
-pub(super) fn error_effect(error: &sqlx::Error) -> ErrorEffect {
-    let sqlx::Error::Database(database) = error else { return ErrorEffect::Broken };
-    let code = code(database.as_ref());
-    // These codes mean that another server may have become the primary, that the connection is in a
-    // foreign transaction, or that prepared statements are missing.
-    let may_be_foreign = code.starts_with("25")
-        || code.starts_with("08")
-        || code.starts_with("57P")
-        || matches!(code, "26000" | "42P05" | "0A000");
-    if is_fatal(database.as_ref()) || may_be_foreign {
-        ErrorEffect::Broken
-    } else {
-        ErrorEffect::Rejected
-    }
+    server::error::not_connected(reason, STORE, Postgres::explain)
 }
 
 /// Classifies an error outside of a transaction for a session.
@@ -63,26 +82,9 @@ pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
     server::session_failure::<Postgres>(error)
 }
 
-/// Returns whether a schema, a table or a column is missing.
-pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
-    code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
-}
-
-/// Returns whether a conflict with another transaction caused the error, so that a retry of the
-/// transaction can succeed.
-pub(super) fn is_busy(error: &sqlx::Error) -> bool {
-    code_of(error).is_some_and(|code| matches!(code, "40001" | "40P01" | "55P03"))
-}
-
 /// Returns whether another transaction kept a row locked for longer than the limit.
 pub(super) fn is_row_locked(error: &sqlx::Error) -> bool {
     code_of(error) == Some("55P03")
-}
-
-/// Returns the same for a classified error.
-pub(super) fn is_row_lock_error(error: &BackendError) -> bool {
-    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
-    source.is_some_and(is_row_locked)
 }
 
 /// Returns whether the user lacks a right.

@@ -8,7 +8,6 @@ mod config;
 mod open;
 // The operations on a lock's row, and their statements.
 mod backend;
-mod renew;
 mod sql;
 mod statement;
 // Connections to the server, and its errors.
@@ -19,26 +18,18 @@ mod listener;
 // Locks that last as long as a connection: one for all locks, or one for each.
 mod session;
 mod row;
-// Listing and breaking locks.
-mod holders;
-// Locks and fences in the caller's own transaction.
-mod fence;
+// Locks in the caller's own transaction.
 mod lock_in;
 // Locks in the table of another program.
 mod spring;
 // Housekeeping.
-mod purge;
 mod diagnose;
 
 pub use config::PostgresConfig;
 
-use std::sync::Arc;
-
-use registry_core::{BackendError, Claim, FencingToken, Finding};
 use sqlx::Postgres;
-use sqlx::postgres::PgConnection;
 
-use crate::server::{Dialect, ErrorEffect, SpringTable, SqlBackend, SqlServer};
+use crate::server::{SqlBackend, SqlServer};
 
 /// Locks in a PostgreSQL database. They exclude all clients of that database.
 ///
@@ -78,81 +69,4 @@ pub type PostgresBackend = SqlBackend<Postgres>;
 
 impl SqlServer for Postgres {
     type Config = PostgresConfig;
-}
-
-impl Dialect for Postgres {
-    const STORE: &'static str = error::STORE;
-    const DATABASE: &'static str = "PostgreSQL";
-    const SCHEMA: &'static str = sql::SCHEMA;
-
-    type Rows = backend::PgRows;
-    type Spring = spring::PgSpring;
-    type Session = session::PgSessionProtocol;
-    type RowLock = row::PgRowProtocol;
-
-    fn check(config: &PostgresConfig) -> Result<(), BackendError> {
-        config.check()
-    }
-
-    fn address(config: &PostgresConfig) -> String {
-        client::address(&config.statement_options())
-    }
-
-    fn misconfigured(message: &str) -> BackendError {
-        config::misconfigured(message)
-    }
-
-    async fn open_rows(config: PostgresConfig) -> Result<backend::PgRows, BackendError> {
-        backend::PgRows::open(config).await
-    }
-
-    async fn open_spring(
-        config: PostgresConfig,
-        table: SpringTable,
-    ) -> Result<spring::PgSpring, BackendError> {
-        spring::PgSpring::open(config, table).await
-    }
-
-    async fn open_session(
-        rows: Arc<backend::PgRows>,
-    ) -> Result<session::PgSessionProtocol, BackendError> {
-        session::PgSessionProtocol::open(rows).await
-    }
-
-    fn row_lock(rows: Arc<backend::PgRows>) -> row::PgRowProtocol {
-        row::PgRowProtocol::new(rows)
-    }
-
-    async fn maybe_purge(rows: &backend::PgRows, claim: &Claim) {
-        purge::maybe_purge(claim, &rows.client, &rows.texts, rows.config.purge_after).await;
-    }
-
-    async fn check_connection_limit(rows: &backend::PgRows) -> Result<Vec<Finding>, BackendError> {
-        rows.check_connection_limit().await
-    }
-
-    async fn fence_held(
-        rows: &backend::PgRows,
-        connection: &mut PgConnection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> Result<Option<bool>, sqlx::Error> {
-        rows.fence_by(&rows.texts.fence_held, connection, claim, token).await
-    }
-
-    fn error_effect(error: &sqlx::Error) -> ErrorEffect {
-        error::error_effect(error)
-    }
-
-    fn explain(error: sqlx::Error) -> BackendError {
-        error::explain(error)
-    }
-
-    fn is_no_such_table(error: &sqlx::Error) -> bool {
-        error::is_no_such_table(error)
-    }
-
-    fn is_busy(error: &sqlx::Error) -> bool {
-        error::is_busy(error)
-    }
 }

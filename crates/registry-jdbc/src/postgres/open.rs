@@ -4,26 +4,19 @@
 use std::time::Duration;
 
 use registry_core::{BackendError, BackendErrorKind};
-use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, Connection, Executor as _, Row, raw_sql};
+use sqlx::postgres::PgConnection;
+use sqlx::{AssertSqlSafe, Connection, Executor as _, Postgres, Row, raw_sql};
 use tokio::time::timeout;
 
 use super::config::{PostgresConfig, TableNames, misconfigured, quoted};
-use super::error::{self, explain};
-use super::sql;
-
-/// The properties of an opened store.
-#[derive(Debug)]
-pub(super) struct OpenedPgStore {
-    pub(super) tables: TableNames,
-    /// The id that the tables received at their creation.
-    pub(super) store: String,
-}
+use super::error;
+use super::sql::{self, PgStatements};
+use super::statement::fetch;
+use crate::server::{RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on a separate connection. Dropping the future closes that connection and undoes
 /// what is incomplete.
-pub(super) async fn open(config: &PostgresConfig) -> Result<OpenedPgStore, BackendError> {
-    config.check()?;
+pub(super) async fn open(config: &PostgresConfig) -> Result<(PgStatements, Vec<u8>), BackendError> {
     let mut connection = super::client::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
@@ -35,7 +28,7 @@ pub(super) async fn open(config: &PostgresConfig) -> Result<OpenedPgStore, Backe
 async fn check_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
-) -> Result<OpenedPgStore, BackendError> {
+) -> Result<(PgStatements, Vec<u8>), BackendError> {
     if let Some(version) = connection.server_version_num()
         && version < SERVER_VERSION_MIN
     {
@@ -54,26 +47,18 @@ async fn check_tables(
                         .with_source(error)
                         .as_refused());
                 }
-                (None, Err(error)) => return Err(explain(error)),
+                (None, Err(error)) => return Err(Postgres::explain(error)),
                 (None, Ok(())) => return Err(tables_missing()),
             }
         }
         None => return Err(tables_missing()),
     };
     let tables = TableNames { schema, prefix: config.tables.prefix.clone() };
-    let texts = sql::PgStatements::new(&tables);
-    let rows = rows(connection, texts.meta.as_str().to_owned()).await?;
-    let Some(row) = rows.first() else {
-        return Err(error::corrupt("the meta table has no row").as_refused());
-    };
-    let version: i32 = row.try_get(0).map_err(explain)?;
-    if version != sql::VERSION {
-        return Err(misconfigured(&format!(
-            "the lock tables are of version {version}, this program knows version {}; update the older one",
-            sql::VERSION
-        )));
-    }
-    Ok(OpenedPgStore { tables, store: row.try_get(1).map_err(explain)? })
+    let statements = PgStatements::new(tables);
+    let meta: &RowStatements = statements.as_ref();
+    let rows = fetch(connection, meta.meta.as_str().to_owned()).await.map_err(Postgres::explain)?;
+    let id = read_meta::<Postgres>(&rows)?;
+    Ok((statements, id))
 }
 
 /// Returns the schema that contains the tables.
@@ -91,13 +76,9 @@ async fn find_tables(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
          WHERE pg_class.oid = to_regclass('{named}')"
     );
-    let rows = rows(connection, text).await?;
-    rows.first().map(|row| row.try_get(0).map_err(explain)).transpose()
-}
-
-/// Returns the rows of a query that is sent as plain text, which every pooler passes on unchanged.
-async fn rows(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, BackendError> {
-    connection.fetch_all(raw_sql(AssertSqlSafe(text))).await.map_err(explain)
+    // Plain text, which every pooler passes on unchanged.
+    let rows = fetch(connection, text).await.map_err(Postgres::explain)?;
+    rows.first().map(|row| row.try_get(0).map_err(Postgres::explain)).transpose()
 }
 
 async fn create_tables(

@@ -8,15 +8,16 @@ use std::time::Duration;
 
 use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
+use sqlx::{Postgres, Row as _};
 
-use super::backend::{PgRows, bytes, claim_id, column, one_row};
+use super::backend::PgRows;
 use super::config::misconfigured;
-use super::error::{self, corrupt, explain, row_locked};
-use super::statement::{BoundStatement, PgParam};
+use super::error::{self, row_locked};
+use super::statement::{fetch, send};
+use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
-    LockAttempt, RowId, RowLockConnections, RowLockPermit, SILENCE, SessionFailure,
-    SessionProtocol, TokenPlan,
+    LockAttempt, RowLockConnections, RowLockPermit, SILENCE, ServerErrors as _, SessionFailure,
+    SessionProtocol, Statement, TokenPlan, Value, Wakes as _,
 };
 
 /// Sends the statements of one lock's session.
@@ -42,14 +43,15 @@ struct PgRowTransaction {
 
 impl PgRowTransaction {
     fn read(row: &PgRow) -> Result<Self, BackendError> {
-        Ok(Self { server_process: column(row, 0)?, number: column(row, 1)? })
+        let column = row.try_get(0).map_err(Postgres::explain);
+        Ok(Self { server_process: column?, number: row.try_get(1).map_err(Postgres::explain)? })
     }
 }
 
 impl PgRowConnection {
     /// Sends plain text, so that it works on any connection that a pooler assigns.
     async fn fetch(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
-        self.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
+        fetch(&mut self.connection, text).await
     }
 }
 
@@ -63,12 +65,15 @@ enum ClaimWrite {
 }
 
 impl PgRowProtocol {
-    pub(super) fn new(rows: Arc<PgRows>) -> Self {
-        Self { connections: RowLockConnections::new(rows.config.row_locks), rows }
-    }
-
-    fn row_id(&self, key: &Key) -> RowId {
-        self.rows.row_id(key)
+    /// Sends a statement outside of a transaction.
+    async fn send(
+        &self,
+        connected: &mut PgRowConnection,
+        statement: &Statement<'_>,
+    ) -> Result<Vec<PgRow>, SessionFailure> {
+        let query_mode = self.rows.store.config.simple_query_mode();
+        let answer = send(&mut connected.connection, statement, query_mode).await;
+        Ok(answer.map_err(error::session_failure)?.rows)
     }
 
     /// Writes the claim and a larger token to the row, unless another client holds the row. Does
@@ -78,31 +83,28 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         claim: &Claim,
     ) -> Result<ClaimWrite, SessionFailure> {
-        let id = self.row_id(claim.key());
-        let statement = BoundStatement::new(
-            &self.rows.texts.row_write_claim,
+        let statement = Statement::new(
+            &self.rows.store.statements.row_write_claim,
             [
-                bytes(id.bytes()),
-                bytes(self.rows.config.namespace.as_bytes()),
-                bytes(claim.key().as_str().as_bytes()),
-                claim_id(claim),
-                PgParam::Number(i64::from(claim.token_block())),
-                PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
+                self.rows.id(claim.key()),
+                self.rows.namespace_value(),
+                Value::key(claim.key()),
+                Value::claim(claim),
+                Value::block(claim),
+                Value::label(claim),
+                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
-        let rows =
-            statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
-        let rows = rows.map_err(error::session_failure)?;
-        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
-        if let Some(token) = column::<Option<i64>>(row, 0).map_err(SessionFailure::Broken)? {
-            let token = FencingToken::try_from(token);
-            let token =
-                token.map_err(|_| SessionFailure::Broken(corrupt("a row's token is negative")))?;
-            return Ok(ClaimWrite::Token(token));
-        }
-        let is_leased: bool = column(row, 1).map_err(SessionFailure::Broken)?;
-        Ok(if is_leased { ClaimWrite::Leased } else { ClaimWrite::Locked })
+        let rows = self.send(connected, &statement).await?;
+        let read = || {
+            let row = one_row::<Postgres>(&rows)?;
+            Ok(match maybe_number::<Postgres>(row, 0)? {
+                Some(token) => ClaimWrite::Token(fencing_token::<Postgres>(token)?),
+                None if flag::<Postgres>(row, 1)? => ClaimWrite::Leased,
+                None => ClaimWrite::Locked,
+            })
+        };
+        read().map_err(SessionFailure::Broken)
     }
 
     /// Locks the row if it still contains the claim.
@@ -111,23 +113,22 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         claim: &Claim,
     ) -> Result<bool, SessionFailure> {
-        let id = self.row_id(claim.key());
-        let silence = PgParam::Identifier(format!("{}s", SILENCE.as_secs()));
-        let statement = BoundStatement::new(
-            &self.rows.texts.row_lock,
+        let id = self.rows.row_id(claim.key());
+        let statement = Statement::new(
+            &self.rows.store.statements.row_lock,
             [
-                bytes(id.bytes()),
-                claim_id(claim),
-                PgParam::Number(id.transaction_mark()),
-                silence,
-                PgParam::Number(claim_mark(claim.id())),
+                self.rows.id(claim.key()),
+                Value::claim(claim),
+                Value::Number(id.transaction_mark()),
+                Value::Word(format!("{}s", SILENCE.as_secs())),
+                Value::Number(claim_mark(claim.id())),
             ],
         );
         // Sent as one message. The settings end with the transaction.
-        let lock_timeout = self.rows.config.busy_timeout.as_millis().max(1);
+        let lock_timeout = self.rows.store.config.busy_timeout.as_millis().max(1);
         let text = format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
-            statement.inlined()
+            statement.inlined::<Postgres>()
         );
         let rows = connected.fetch(text).await.map_err(broken)?;
         let Some(row) = rows.last() else {
@@ -144,25 +145,32 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<bool, SessionFailure> {
-        let mark = PgParam::Number(self.row_id(key).transaction_mark());
-        let statement = BoundStatement::new(&self.rows.texts.locked_in, [mark]);
-        let rows =
-            statement.send(&mut connected.connection, self.rows.config.simple_query_mode()).await;
-        let rows = rows.map_err(error::session_failure)?;
-        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
-        column(row, 0).map_err(SessionFailure::Broken)
+        let mark = Value::Number(self.rows.row_id(key).transaction_mark());
+        let statement = Statement::new(&self.rows.store.statements.locked_in, [mark]);
+        let rows = self.send(connected, &statement).await?;
+        let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
+        flag::<Postgres>(row, 0).map_err(SessionFailure::Broken)
     }
 }
 
 impl SessionProtocol for PgRowProtocol {
+    type Database = Postgres;
     type Connection = PgRowConnection;
+
+    async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
+        Ok(Self { connections: RowLockConnections::new(rows.store.settings.row_locks), rows })
+    }
+
+    fn rows(&self) -> &PgRows {
+        &self.rows
+    }
 
     async fn connect(&self) -> Result<PgRowConnection, BackendError> {
         let (permit, idle) =
             self.connections.acquire().map_err(|full| full.into_backend_error("postgres"))?;
         let connection = match idle {
             Some(connection) => connection,
-            None => super::client::connect(&self.rows.config).await?,
+            None => super::client::connect(&self.rows.store.config).await?,
         };
         Ok(PgRowConnection { connection, permit, transaction: None })
     }
@@ -207,11 +215,14 @@ impl SessionProtocol for PgRowProtocol {
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<(), SessionFailure> {
-        let id = self.row_id(key);
-        let statement =
-            BoundStatement::new(&self.rows.texts.row_notify, self.rows.notification_params(id));
+        let id = self.rows.row_id(key);
+        let notification = self.rows.wakes.notification(id);
+        let statement = Statement::new(&self.rows.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
-        connected.fetch(format!("{}; COMMIT", statement.inlined())).await.map_err(broken)?;
+        connected
+            .fetch(format!("{}; COMMIT", statement.inlined::<Postgres>()))
+            .await
+            .map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
@@ -219,8 +230,8 @@ impl SessionProtocol for PgRowProtocol {
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
         // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
         let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
-        let row = one_row(&rows).map_err(SessionFailure::Broken)?;
-        let number: Option<String> = column(row, 1).map_err(SessionFailure::Broken)?;
+        let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
+        let number = text::<Postgres>(row, 1).map_err(SessionFailure::Broken)?;
         let is_same_transaction = number.is_some()
             && Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?)
                 == connected.transaction;
@@ -235,24 +246,8 @@ impl SessionProtocol for PgRowProtocol {
         None
     }
 
-    fn name(&self, key: &Key) -> Vec<u8> {
-        self.row_id(key).bytes().to_vec()
-    }
-
-    async fn wait(&self, key: &Key, position: u64) {
-        self.rows.wait_for_release(key, position).await;
-    }
-
     fn close_idle(&self) {
         self.connections.close_idle();
-    }
-
-    fn store(&self) -> &str {
-        error::STORE
-    }
-
-    fn response_timeout(&self) -> Duration {
-        self.rows.config.response_timeout
     }
 }
 
@@ -266,7 +261,7 @@ fn claim_mark(claim: ClaimId) -> i64 {
 
 /// Any error ends the transaction, and with it the lock.
 fn broken(error: sqlx::Error) -> SessionFailure {
-    SessionFailure::Broken(explain(error))
+    SessionFailure::Broken(Postgres::explain(error))
 }
 
 fn pooler_detected() -> BackendError {

@@ -7,16 +7,18 @@ use std::time::Duration;
 
 use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
+use sqlx::{Connection, Postgres, Row as _};
 use tokio::time::timeout;
 
-use super::backend::{PgRows, bytes, claim_id, column, from_micros, one_row};
+use super::backend::PgRows;
 use super::client;
 use super::config::misconfigured;
-use super::error::{self, corrupt, explain};
-use super::statement::{BoundStatement, PgParam};
+use super::error::{self, corrupt};
+use super::statement::{fetch, send};
+use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
-    LockAttempt, PoolError, RowId, SILENCE, SessionFailure, SessionProtocol, TokenPlan,
+    LockAttempt, PoolError, SILENCE, ServerErrors as _, SessionFailure, SessionProtocol, Statement,
+    TokenPlan, Value, Wakes as _,
 };
 
 /// Sends the statements of a session.
@@ -31,20 +33,18 @@ pub(crate) struct PgSessionConnection {
 }
 
 impl PgSessionConnection {
-    async fn fetch(&mut self, text: &'static str) -> Result<Vec<PgRow>, sqlx::Error> {
-        self.connection.fetch_all(raw_sql(text)).await
-    }
-
-    async fn check_session(&mut self) -> Result<(), SessionFailure> {
-        let rows = self.fetch(CHECK_SESSION).await.map_err(error::session_failure)?;
-        self.check_process(&rows)
+    /// Sends plain text whose answer begins with the process id.
+    async fn fetch(&mut self, text: impl Into<String>) -> Result<Vec<PgRow>, SessionFailure> {
+        let rows = fetch(&mut self.connection, text.into()).await;
+        let rows = rows.map_err(error::session_failure)?;
+        self.check_process(&rows)?;
+        Ok(rows)
     }
 
     /// Checks that the first column is the expected process id. So a pooler that changes
     /// connections is detected no later than at the next answer.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
-        let row = one_row(rows).map_err(SessionFailure::Broken)?;
-        if column::<i32>(row, 0).map_err(SessionFailure::Broken)? == self.server_process {
+        if server_process(rows).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
         } else {
             Err(SessionFailure::Broken(pooler_detected()))
@@ -53,13 +53,6 @@ impl PgSessionConnection {
 }
 
 impl PgSessionProtocol {
-    /// Fails behind a pooler that changes connections between transactions.
-    pub(super) async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
-        let protocol = Self { rows };
-        protocol.detect_pooler().await?;
-        Ok(protocol)
-    }
-
     /// Detects a pooler that changes connections between transactions. Leaves nothing behind on
     /// them.
     async fn detect_pooler(&self) -> Result<(), BackendError> {
@@ -71,14 +64,13 @@ impl PgSessionProtocol {
         let probe = async {
             // The open transaction occupies one process. A pooler that shares processes serves the
             // second connection from another one, which changes its process id.
-            one.fetch("BEGIN").await.map_err(error::session_failure)?;
-            one.check_session().await?;
-            two.check_session().await?;
-            one.fetch("ROLLBACK").await.map_err(error::session_failure)
+            one.fetch(format!("BEGIN; {CHECK_SESSION}")).await?;
+            two.fetch(CHECK_SESSION).await?;
+            one.fetch(format!("{CHECK_SESSION}; ROLLBACK")).await
         };
-        let probed = timeout(self.rows.config.response_timeout, probe).await;
+        let probed = timeout(self.rows.store.config.response_timeout, probe).await;
         match probed
-            .map_err(|_| error::timed_out(error::STORE, self.rows.config.response_timeout))?
+            .map_err(|_| error::timed_out(error::STORE, self.rows.store.config.response_timeout))?
         {
             Ok(_) if are_two => {}
             Ok(_) => return Err(pooler_detected()),
@@ -88,34 +80,33 @@ impl PgSessionProtocol {
         }
         for connected in [one, two] {
             // Optional: the server would notice the end of the connection anyway.
-            let _ = timeout(self.rows.config.connect_timeout, connected.connection.close()).await;
+            let _ =
+                timeout(self.rows.store.config.connect_timeout, connected.connection.close()).await;
         }
         Ok(())
     }
 
     async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
-        let mut connection = client::connect(&self.rows.config).await?;
-        let query =
-            timeout(self.rows.config.connect_timeout, connection.fetch_all(raw_sql(CHECK_SESSION)));
-        let rows =
-            query.await.map_err(|_| error::not_connected(PoolError::TimedOut))?.map_err(explain)?;
-        let row = one_row(&rows)?;
-        Ok(PgSessionConnection { server_process: column(row, 0)?, connection })
+        let config = &self.rows.store.config;
+        let mut connection = client::connect(config).await?;
+        let query = timeout(config.connect_timeout, fetch(&mut connection, CHECK_SESSION.into()));
+        let rows = query
+            .await
+            .map_err(|_| error::not_connected(PoolError::TimedOut))?
+            .map_err(Postgres::explain)?;
+        Ok(PgSessionConnection { server_process: server_process(&rows)?, connection })
     }
 
     async fn send(
         &self,
         connected: &mut PgSessionConnection,
-        statement: &BoundStatement<'_>,
+        statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let rows = statement.send(&mut connected.connection, self.rows.config.query_mode()).await;
-        let rows = rows.map_err(error::session_failure)?;
+        let query_mode = self.rows.store.config.query_mode();
+        let answer = send(&mut connected.connection, statement, query_mode).await;
+        let rows = answer.map_err(error::session_failure)?.rows;
         connected.check_process(&rows)?;
         Ok(rows)
-    }
-
-    fn row_id(&self, key: &Key) -> RowId {
-        self.rows.row_id(key)
     }
 
     async fn attempt(
@@ -127,23 +118,21 @@ impl PgSessionProtocol {
         let Some(last) = &plan.last else {
             return self.write_claim(connected, claim, plan, WriteMode::Acquired).await;
         };
-        let id = self.row_id(claim.key());
-        let values = [
-            PgParam::Number(id.advisory_lock_key()),
-            bytes(id.bytes()),
-            bytes(&last.claim.to_bytes()),
-        ];
-        let statement = BoundStatement::new(&self.rows.texts.session_try_lock, values).inlined();
-        let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(statement))).await;
-        let rows = rows.map_err(error::session_failure)?;
-        connected.check_process(&rows)?;
-        if !column::<bool>(&rows[0], 1).map_err(SessionFailure::Broken)? {
+        let id = self.rows.row_id(claim.key());
+        let (number_of_lock, row_claim) =
+            (Value::Number(id.advisory_lock_key()), Value::bytes(&last.claim.to_bytes()));
+        let values = [number_of_lock, self.rows.id(claim.key()), row_claim];
+        let statement = Statement::new(&self.rows.store.statements.session_try_lock, values);
+        let rows = connected.fetch(statement.inlined::<Postgres>()).await?;
+        if !flag::<Postgres>(&rows[0], 1).map_err(SessionFailure::Broken)? {
             return Ok(LockAttempt::Busy(None));
         }
         let Some(row) = rows.get(1) else {
             return self.write_claim(connected, claim, plan, WriteMode::AlreadyLocked).await;
         };
-        match plan.grant_from_reservation(column(row, 0).map_err(SessionFailure::Broken)?) {
+        match plan
+            .grant_from_reservation(number::<Postgres>(row, 0).map_err(SessionFailure::Broken)?)
+        {
             Some(granted) => Ok(LockAttempt::Grant(granted)),
             None => self.write_claim(connected, claim, plan, WriteMode::Consecutive).await,
         }
@@ -158,34 +147,35 @@ impl PgSessionProtocol {
         plan: &TokenPlan,
         mode: WriteMode,
     ) -> Result<LockAttempt, SessionFailure> {
-        let id = self.row_id(claim.key());
+        let id = self.rows.row_id(claim.key());
         let is_consecutive = mode == WriteMode::Consecutive;
-        let texts = &self.rows.texts;
+        let texts = &self.rows.store.statements;
         let text = if mode == WriteMode::Acquired {
             &texts.session_acquire
         } else {
             &texts.session_write_claim
         };
-        let statement = BoundStatement::new(
+        let statement = Statement::new(
             text,
             [
-                bytes(id.bytes()),
-                bytes(self.rows.config.namespace.as_bytes()),
-                bytes(claim.key().as_str().as_bytes()),
-                claim_id(claim),
-                PgParam::Number(plan.tokens_to_write(is_consecutive)),
-                PgParam::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                PgParam::Number(id.advisory_lock_key()),
-                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
+                self.rows.id(claim.key()),
+                self.rows.namespace_value(),
+                Value::key(claim.key()),
+                Value::claim(claim),
+                Value::Number(plan.tokens_to_write(is_consecutive)),
+                Value::label(claim),
+                Value::Number(id.advisory_lock_key()),
+                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
             ],
         );
         let rows = self.send(connected, &statement).await?;
         let row = &rows[0];
-        let Some(token) = column::<Option<i64>>(row, 2).map_err(SessionFailure::Broken)? else {
-            if column::<bool>(row, 4).map_err(SessionFailure::Broken)? {
+        let column = |index| maybe_number::<Postgres>(row, index).map_err(SessionFailure::Broken);
+        let Some(token) = column(2)? else {
+            if flag::<Postgres>(row, 4).map_err(SessionFailure::Broken)? {
                 return Ok(LockAttempt::RowLocked(error::row_locked()));
             }
-            let left = column::<Option<i64>>(row, 3).map_err(SessionFailure::Broken)?;
+            let left = column(3)?;
             return Ok(LockAttempt::Busy(left.map(from_micros)));
         };
         let granted = plan.grant_from_write(claim, token, is_consecutive).map(LockAttempt::Grant);
@@ -205,7 +195,19 @@ enum WriteMode {
 }
 
 impl SessionProtocol for PgSessionProtocol {
+    type Database = Postgres;
     type Connection = PgSessionConnection;
+
+    /// Fails behind a pooler that changes connections between transactions.
+    async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
+        let protocol = Self { rows };
+        protocol.detect_pooler().await?;
+        Ok(protocol)
+    }
+
+    fn rows(&self) -> &PgRows {
+        &self.rows
+    }
 
     async fn connect(&self) -> Result<PgSessionConnection, BackendError> {
         let mut connected = self.connect_unconfigured().await?;
@@ -213,20 +215,19 @@ impl SessionProtocol for PgSessionProtocol {
             // The server checks the connection as well. On a Unix socket some of these settings
             // have no effect.
             let seconds = SILENCE.as_secs();
-            let lock_timeout = self.rows.config.busy_timeout.as_millis().max(1);
+            let lock_timeout = self.rows.store.config.busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
                  SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {CHECK_SESSION}",
                 seconds / 2,
                 seconds / 6,
-                self.rows.texts.session_prepare.as_str(),
+                self.rows.store.statements.session_prepare.as_str(),
             );
-            let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await;
-            connected.check_process(&rows.map_err(error::session_failure)?)
+            connected.fetch(text).await
         };
-        let configured = timeout(self.rows.config.connect_timeout, configure).await;
+        let configured = timeout(self.rows.store.config.connect_timeout, configure).await;
         match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
-            Ok(()) => Ok(connected),
+            Ok(_) => Ok(connected),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
         }
     }
@@ -242,7 +243,7 @@ impl SessionProtocol for PgSessionProtocol {
                 // The session keeps the advisory lock even if the statement that acquired it
                 // failed.
                 self.unlock(connected, claim.key()).await?;
-                if error::is_row_lock_error(&error) {
+                if Postgres::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));
                 }
                 Err(SessionFailure::Rejected(error))
@@ -256,10 +257,11 @@ impl SessionProtocol for PgSessionProtocol {
         connected: &mut PgSessionConnection,
         key: &Key,
     ) -> Result<(), SessionFailure> {
-        let id = self.row_id(key);
-        let [channel, message, presence_lock] = self.rows.notification_params(id);
-        let values = [PgParam::Number(id.advisory_lock_key()), channel, message, presence_lock];
-        let statement = BoundStatement::new(&self.rows.texts.session_unlock, values).at_most_one();
+        let id = self.rows.row_id(key);
+        let mut values = vec![Value::Number(id.advisory_lock_key())];
+        values.extend(self.rows.wakes.notification(id));
+        let text = &self.rows.store.statements.session_unlock;
+        let statement = Statement::new(text, values).at_most_one();
         self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
     }
 
@@ -267,7 +269,7 @@ impl SessionProtocol for PgSessionProtocol {
         &self,
         connected: &mut PgSessionConnection,
     ) -> Result<(), SessionFailure> {
-        connected.check_session().await
+        connected.fetch(CHECK_SESSION).await.map(drop)
     }
 
     async fn ensure_row(
@@ -277,37 +279,30 @@ impl SessionProtocol for PgSessionProtocol {
         token: FencingToken,
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
-        let statement = BoundStatement::new(
-            &self.rows.texts.session_ensure_row,
+        let statement = Statement::new(
+            &self.rows.store.statements.session_ensure_row,
             [
-                bytes(self.row_id(claim.key()).bytes()),
-                bytes(self.rows.config.namespace.as_bytes()),
-                bytes(claim.key().as_str().as_bytes()),
-                claim_id(claim),
-                PgParam::Number(i64::from(token)),
-                PgParam::Number(i64::from(claim.token_block())),
-                PgParam::Identifier(format!("{}ms", ROW_WAIT.as_millis())),
-                bytes(&row_claim.to_bytes()),
+                self.rows.id(claim.key()),
+                self.rows.namespace_value(),
+                Value::key(claim.key()),
+                Value::claim(claim),
+                Value::token(token),
+                Value::block(claim),
+                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                Value::bytes(&row_claim.to_bytes()),
             ],
         );
         self.send(connected, &statement).await.map(drop)
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {
-        self.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
+        self.rows.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
+}
 
-    async fn wait(&self, key: &Key, position: u64) {
-        self.rows.wait_for_release(key, position).await;
-    }
-
-    fn store(&self) -> &str {
-        error::STORE
-    }
-
-    fn response_timeout(&self) -> Duration {
-        self.rows.config.response_timeout
-    }
+/// Reads the process id in the first column.
+fn server_process(rows: &[PgRow]) -> Result<i32, BackendError> {
+    one_row::<Postgres>(rows)?.try_get(0).map_err(Postgres::explain)
 }
 
 fn pooler_detected() -> BackendError {
@@ -325,6 +320,7 @@ const ROW_WAIT: Duration = Duration::from_millis(10);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::server::RowId;
 
     #[test]
     fn advisory_lock_keys_match_the_documentation() {

@@ -17,51 +17,44 @@
 //! lock it only FOR NO KEY UPDATE. A fenced transaction locks it FOR KEY SHARE, which blocks the
 //! former and permits the latter.
 
-use std::sync::Arc;
-
-use sqlx::{AssertSqlSafe, SqlStr};
-
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-
-/// The version of the tables that this program reads and writes.
-pub(super) const VERSION: i32 = 1;
+use crate::server::{HolderStatements, RowStatements, StatementText};
 
 /// Creates the tables. Several statements, to be sent on a separate connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The texts of all statements, for tables with these names.
-#[derive(Debug, Clone)]
-pub(super) struct PgStatements {
-    pub(super) meta: PgStatementText,
-    pub(super) acquire: PgStatementText,
-    pub(super) reacquire: PgStatementText,
-    pub(super) current_grant: PgStatementText,
-    pub(super) holder: PgStatementText,
-    pub(super) list: PgStatementText,
-    pub(super) renew: PgStatementText,
-    pub(super) release: PgStatementText,
-    pub(super) force_release: PgStatementText,
-    pub(super) end_row_holder: PgStatementText,
-    pub(super) fence: PgStatementText,
-    pub(super) lock_in: PgStatementText,
-    pub(super) session_acquire: PgStatementText,
-    pub(super) session_prepare: PgStatementText,
-    pub(super) session_try_lock: PgStatementText,
-    pub(super) session_write_claim: PgStatementText,
-    pub(super) session_unlock: PgStatementText,
-    pub(super) session_ensure_row: PgStatementText,
-    pub(super) lock_in_session: PgStatementText,
-    pub(super) fence_held: PgStatementText,
-    pub(super) row_write_claim: PgStatementText,
-    pub(super) row_lock: PgStatementText,
-    pub(super) row_notify: PgStatementText,
-    pub(super) locked_in: PgStatementText,
-    pub(super) purge: PgStatementText,
+#[derive(Debug)]
+pub(crate) struct PgStatements {
+    pub(super) tables: TableNames,
+    rows: RowStatements,
+    pub(super) renew: StatementText,
+    pub(super) force_release: StatementText,
+    pub(super) end_row_holder: StatementText,
+    pub(super) lock_in: StatementText,
+    pub(super) session_acquire: StatementText,
+    pub(super) session_prepare: StatementText,
+    pub(super) session_try_lock: StatementText,
+    pub(super) session_write_claim: StatementText,
+    pub(super) session_unlock: StatementText,
+    pub(super) session_ensure_row: StatementText,
+    pub(super) lock_in_session: StatementText,
+    pub(super) row_write_claim: StatementText,
+    pub(super) row_lock: StatementText,
+    pub(super) row_notify: StatementText,
+    pub(super) locked_in: StatementText,
+    pub(super) purge: StatementText,
+}
+
+impl AsRef<RowStatements> for PgStatements {
+    fn as_ref(&self) -> &RowStatements {
+        &self.rows
+    }
 }
 
 impl PgStatements {
-    pub(super) fn new(tables: &TableNames) -> Self {
+    pub(super) fn new(tables: TableNames) -> Self {
         let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
@@ -69,9 +62,12 @@ impl PgStatements {
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
-            PgStatementText::new(&text)
+            StatementText::numbered(&text)
         };
-        Self {
+        let holders = |condition| {
+            text(&HOLDERS.replace("{condition}", condition).replace("{marked}", MARKED))
+        };
+        let rows = RowStatements {
             meta: text(META),
             acquire: text(&with_mutation(ACQUIRE, &[CONSTANT_TOKEN])),
             reacquire: text(&with_mutation(
@@ -79,19 +75,19 @@ impl PgStatements {
                 &[CONSTANT_TOKEN_ON_REACQUIRE, REACQUIRES_HELD_KEY],
             )),
             current_grant: text(CURRENT_GRANT),
-            holder: text(
-                &HOLDERS.replace("{condition}", "id = $1::bytea").replace("{marked}", MARKED),
-            ),
-            list: text(
-                &HOLDERS
-                    .replace("{condition}", "namespace = $1::bytea")
-                    .replace("{marked}", MARKED),
-            ),
-            renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
+            holders: HolderStatements {
+                of_key: holders("id = $1::bytea"),
+                of_namespace: holders("namespace = $1::bytea"),
+            },
+            leases: None,
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
+            fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_held: text(FENCE_HELD),
+        };
+        Self {
+            renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
             force_release: text(FORCE_RELEASE),
             end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
-            fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
@@ -113,12 +109,13 @@ impl PgStatements {
             ),
             session_unlock: text(SESSION_UNLOCK),
             session_ensure_row: text(SESSION_ENSURE_ROW),
-            fence_held: text(FENCE_HELD),
             row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
             row_notify: text(ROW_NOTIFY),
             locked_in: text(LOCKED_IN),
             purge: text(PURGE),
+            rows,
+            tables,
         }
     }
 }
@@ -148,32 +145,14 @@ const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
     "AND $2::bytea IS NOT NULL",
 );
 
-/// The text of one statement. Its parameters are numbered, and each is followed by its type.
-#[derive(Debug, Clone)]
-pub(super) struct PgStatementText(Arc<str>);
-
-impl PgStatementText {
-    /// Wraps the text of a statement. The texts of frequent statements are in [`PgStatements`].
-    pub(super) fn new(text: &str) -> Self {
-        Self(text.into())
-    }
-
-    pub(super) fn as_str(&self) -> &str {
-        &self.0
-    }
-
-    /// Returns the text for sqlx, which requires an assertion that it contains no untrusted value.
-    pub(super) fn safe(&self) -> SqlStr {
-        use sqlx::SqlSafeStr as _;
-        AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
-    }
-}
-
 /// Microseconds since 1970. `extract` is slower: its result is a decimal number.
 const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
-/// The last column: whether the transaction keeps the snapshot of its first read.
-const META: &str = "SELECT version, store::text, current_setting('transaction_isolation') <> 'read committed' FROM {meta} WHERE id = 1";
+/// The version, the id of the tables, whether the server is writable, and whether the transaction
+/// keeps the snapshot of its first read. A standby returns an error when it should write.
+const META: &str = "\
+    SELECT version::bigint, uuid_send(store), true, current_setting('transaction_isolation') <> 'read committed' \
+    FROM {meta} WHERE id = 1";
 
 /// Grants the key if no claim holds it, not even this one. Otherwise it returns no row; see
 /// [`CURRENT_GRANT`].
@@ -285,11 +264,11 @@ const RENEW: &str = "\
 ///
 /// Unused tokens of the block become available again, so that tokens do not overtake the clock.
 ///
-/// Parameters: id, claim, channel, message, presence lock, tokens used
+/// Parameters: id, claim, tokens used, channel, message, presence lock
 const RELEASE: &str = "\
-    UPDATE {locks} SET claim = NULL, until = {now}, block = least(block, $6::bigint) \
+    UPDATE {locks} SET claim = NULL, until = {now}, block = least(block, $3::bigint) \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
-    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($5::bigint) THEN pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL END, \
+    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
 
 /// Ends the grant of any holder of the key, and notifies the listeners.
@@ -350,7 +329,7 @@ const LOCK_IN: &str = "\
     WITH patience AS MATERIALIZED ( \
         SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
     clock AS MATERIALIZED (SELECT {now} AS now), \
-    meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND store = $4::text::uuid), \
+    meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND uuid_send(store) = $4::bytea), \
     level AS MATERIALIZED (SELECT current_setting('transaction_isolation') AS name), \
     allowed AS MATERIALIZED (SELECT floor FROM meta, level WHERE name LIKE 'read %'), \
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \

@@ -11,8 +11,11 @@ use registry_core::{
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 
-use super::dialect::{self, Dialect, LeaseStore};
+use super::dialect::{self, LeaseStore, SpringDialect, Wakes as _};
+use super::rows::Rows;
 use super::spring::PEER_POLL;
+use super::spring_rows::SpringRows;
+use super::store::Store;
 use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 
 /// What a lock in a database server is, and when it ends.
@@ -113,22 +116,22 @@ pub enum SqlMode {
 /// Locks in a database server: [`PostgresBackend`](crate::PostgresBackend) or
 /// [`MySqlBackend`](crate::MySqlBackend).
 #[expect(private_bounds, reason = "only this crate implements dialects")]
-pub struct SqlBackend<D: Dialect> {
+pub struct SqlBackend<D: SpringDialect> {
     pub(crate) locks: Locks<D>,
     /// The address of the server, for errors.
     address: Arc<str>,
 }
 
 /// The locks of a backend, by mode.
-pub(crate) enum Locks<D: Dialect> {
-    Lease(D::Rows),
-    Session { rows: Arc<D::Rows>, session: SqlSession<D::Session> },
-    Row { rows: Arc<D::Rows>, sessions: SqlSessions<D::RowLock> },
-    Spring(D::Spring),
+pub(crate) enum Locks<D: SpringDialect> {
+    Lease(Rows<D>),
+    Session { rows: Arc<Rows<D>>, session: SqlSession<D::Session> },
+    Row { rows: Arc<Rows<D>>, sessions: SqlSessions<D::RowLock> },
+    Spring(SpringRows<D>),
 }
 
 #[expect(private_bounds, reason = "only this crate implements dialects")]
-impl<D: Dialect> SqlBackend<D> {
+impl<D: SpringDialect> SqlBackend<D> {
     /// The idle time after which the server ends the connection of a session or row lock. It is
     /// also the maximum lease in these modes.
     pub const SILENCE: Duration = super::SILENCE;
@@ -168,18 +171,18 @@ impl<D: Dialect> SqlBackend<D> {
 
     async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
         Ok(match mode {
-            SqlMode::Lease => Locks::Lease(D::open_rows(config).await?),
+            SqlMode::Lease => Locks::Lease(Rows::open(config).await?),
             SqlMode::Session => {
-                let rows = Arc::new(D::open_rows(config).await?);
-                let protocol = D::open_session(Arc::clone(&rows)).await?;
+                let rows = Arc::new(Rows::open(config).await?);
+                let protocol = D::Session::open(Arc::clone(&rows)).await?;
                 Locks::Session { rows, session: SqlSession::new(protocol) }
             }
             SqlMode::Row => {
-                let rows = Arc::new(D::open_rows(config).await?);
-                let sessions = SqlSessions::new(D::row_lock(Arc::clone(&rows)));
+                let rows = Arc::new(Rows::open(config).await?);
+                let sessions = SqlSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
                 Locks::Row { rows, sessions }
             }
-            SqlMode::Spring(table) => Locks::Spring(D::open_spring(config, table).await?),
+            SqlMode::Spring(table) => Locks::Spring(SpringRows::open(config, table).await?),
         })
     }
 
@@ -208,12 +211,20 @@ impl<D: Dialect> SqlBackend<D> {
     }
 
     /// Returns the native tables, or the foreign one.
-    pub(crate) fn rows(&self) -> Result<&D::Rows, &D::Spring> {
+    pub(crate) fn rows(&self) -> Result<&Rows<D>, &SpringRows<D>> {
         match &self.locks {
             Locks::Lease(rows) => Ok(rows),
             Locks::Session { rows, .. } | Locks::Row { rows, .. } => Ok(rows),
             Locks::Spring(spring) => Err(spring),
         }
+    }
+
+    fn wakes(&self) -> &D::Wakes {
+        self.rows().map_or_else(LeaseStore::wakes, LeaseStore::wakes)
+    }
+
+    pub(crate) fn store(&self) -> &Store<D> {
+        self.rows().map_or_else(LeaseStore::store, LeaseStore::store)
     }
 
     /// Adds the address of the server to an error.
@@ -230,7 +241,7 @@ impl<D: Dialect> SqlBackend<D> {
         let (attempt, position) = match &self.locks {
             Locks::Lease(rows) => {
                 let attempt = dialect::try_acquire(rows, claim).await?;
-                return Ok(match (attempt, rows.wake_check()) {
+                return Ok(match (attempt, rows.wakes.check()) {
                     // The end of a session that holds the key sends no notification and changes no
                     // row.
                     (Attempt::Busy(busy), Some(check)) if busy.retry_after.is_some() => {
@@ -242,11 +253,11 @@ impl<D: Dialect> SqlBackend<D> {
             Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
             // The position is read before the attempt is sent, so that a release after it is seen.
             Locks::Session { rows, session } => {
-                let position = rows.position();
+                let position = rows.wakes.position();
                 (session.try_acquire(claim).await?, position)
             }
             Locks::Row { rows, sessions } => {
-                let position = rows.position();
+                let position = rows.wakes.position();
                 (sessions.try_acquire(claim).await?, position)
             }
         };
@@ -258,14 +269,14 @@ impl<D: Dialect> SqlBackend<D> {
 }
 
 #[async_trait]
-impl<D: Dialect> LockBackend for SqlBackend<D> {
+impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     fn capabilities(&self) -> Capabilities {
         let is_lease = matches!(self.locks, Locks::Lease(_));
         let class = if is_lease { GuaranteeClass::Durable } else { GuaranteeClass::BestEffort };
         let capabilities = Capabilities::new(D::STORE, class, Reach::Network).with_fencing();
         let capabilities = match &self.locks {
             Locks::Lease(_) => {
-                let renewal = RenewalPolicy::new().with_batch_max(D::Rows::RENEWALS_MAX);
+                let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
                 capabilities.with_labels().with_inspect().with_renewal(renewal)
             }
             Locks::Session { .. } => capabilities.with_invalidations(),
@@ -278,8 +289,7 @@ impl<D: Dialect> LockBackend for SqlBackend<D> {
             }
             _ => capabilities,
         };
-        let has_wakes = self.rows().map_or_else(|spring| spring.has_wakes(), LeaseStore::has_wakes);
-        if has_wakes { capabilities.with_wakes() } else { capabilities }
+        if self.wakes().is_active() { capabilities.with_wakes() } else { capabilities }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -303,7 +313,7 @@ impl<D: Dialect> LockBackend for SqlBackend<D> {
             Locks::Session { rows, session } => (session.release(claim).await, rows),
             Locks::Row { rows, sessions } => (sessions.release(claim).await, rows),
         };
-        D::maybe_purge(rows, claim).await;
+        rows.store.maybe_purge(claim).await;
         self.located(released)
     }
 
@@ -334,15 +344,13 @@ impl<D: Dialect> LockBackend for SqlBackend<D> {
             Locks::Row { sessions, .. } => sessions.protocol().close_idle(),
             Locks::Lease(_) | Locks::Spring(_) => {}
         }
-        match self.rows() {
-            Ok(rows) => rows.close().await,
-            Err(spring) => spring.close().await,
-        }
+        self.wakes().close();
+        self.store().client.close().await;
     }
 }
 
 #[async_trait]
-impl<D: Dialect> LockAdmin for SqlBackend<D> {
+impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         match self.rows() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(None),
@@ -383,7 +391,7 @@ impl<D: Dialect> LockAdmin for SqlBackend<D> {
     }
 }
 
-impl<D: Dialect> fmt::Debug for SqlBackend<D> {
+impl<D: SpringDialect> fmt::Debug for SqlBackend<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.locks {
             Locks::Lease(rows) => f.debug_tuple("Lease").field(rows).finish(),

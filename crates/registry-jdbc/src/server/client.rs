@@ -6,12 +6,13 @@
 use std::fmt;
 use std::time::Duration;
 
-use futures_util::future::BoxFuture;
 use registry_core::BackendError;
 use tokio::time::sleep;
 
-use super::dialect::Dialect;
-use super::{ConnectionPool, ConnectionUse, PoolError, SessionFailure, error};
+use super::dialect::{Dialect, ServerErrors};
+use super::{
+    Answer, ConnectionPool, ConnectionUse, PoolError, QueryMode, SessionFailure, Statement, error,
+};
 
 /// The maximum number of attempts for a request that the server rolls back because of conflicts.
 const CONFLICTS_MAX: u32 = 5;
@@ -22,18 +23,7 @@ const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
 pub(crate) struct SqlClient<D: Dialect> {
     pool: ConnectionPool<D::Connection>,
     response_timeout: Duration,
-}
-
-/// One or more statements that can be sent several times.
-pub(crate) trait Request<C>: Sync {
-    type Answer: Send;
-
-    // Boxed, because the compiler cannot prove that the futures of sqlx are `Send` for any
-    // lifetime.
-    fn send<'c>(
-        &'c self,
-        connection: &'c mut C,
-    ) -> BoxFuture<'c, Result<Self::Answer, sqlx::Error>>;
+    query_mode: QueryMode,
 }
 
 /// Whether a request may be sent again after the connection breaks, although the server may have
@@ -42,7 +32,8 @@ pub(crate) trait Request<C>: Sync {
 pub(crate) enum Resend {
     Allowed,
     Never,
-    /// Never. The request begins a transaction, so after any error the connection is closed.
+    /// Never. The request is several statements in one message, which begin and end a transaction.
+    /// So after any error the connection is closed.
     Transaction,
 }
 
@@ -64,20 +55,40 @@ pub(crate) enum ErrorEffect {
 
 impl<D: Dialect> SqlClient<D> {
     /// Creates the client without connecting.
-    pub(crate) fn new(pool: ConnectionPool<D::Connection>, response_timeout: Duration) -> Self {
-        Self { pool, response_timeout }
+    pub(crate) fn new(
+        pool: ConnectionPool<D::Connection>,
+        response_timeout: Duration,
+        query_mode: QueryMode,
+    ) -> Self {
+        Self { pool, response_timeout, query_mode }
+    }
+
+    /// Returns the rows of a query. Queries may be repeated.
+    ///
+    /// # Cancel safety
+    /// As for [`send`](Self::send).
+    pub(crate) async fn query(
+        &self,
+        connection_use: ConnectionUse,
+        statement: &Statement<'_>,
+    ) -> Result<Vec<D::Row>, BackendError> {
+        Ok(self.send(connection_use, Resend::Allowed, statement).await?.rows)
     }
 
     /// Sends the request, and returns its answer.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection. The server may complete the request.
-    pub(crate) async fn send<R: Request<D::Connection>>(
+    pub(crate) async fn send(
         &self,
         connection_use: ConnectionUse,
         resend: Resend,
-        request: &R,
-    ) -> Result<R::Answer, BackendError> {
+        request: &Statement<'_>,
+    ) -> Result<Answer<D::Row>, BackendError> {
+        let mode = match resend {
+            Resend::Allowed | Resend::Never => self.query_mode,
+            Resend::Transaction => QueryMode::Plain,
+        };
         let (mut conflicts, mut reconnect) = (0, false);
         // Once an attempt may have been executed, the outcome is unknown, whatever later attempts
         // return.
@@ -94,7 +105,7 @@ impl<D: Dialect> SqlClient<D> {
                 pooled.map_err(|reason| with_outcome(self.not_connected(reason), is_unknown))?;
             let was_idle = pooled.was_idle();
             let (connection, timer) = pooled.split();
-            let error = match timer.wait_for(request.send(connection)).await {
+            let error = match timer.wait_for(D::send(connection, request, mode)).await {
                 Some(Ok(answer)) => {
                     pooled.release();
                     return Ok(answer);
@@ -111,8 +122,8 @@ impl<D: Dialect> SqlClient<D> {
                 }
             };
             let effect = D::error_effect(&error);
-            let error = self.explain(error);
-            if effect != ErrorEffect::Broken && !resend.is_transaction() {
+            let error = D::explain(error);
+            if effect != ErrorEffect::Broken && resend != Resend::Transaction {
                 pooled.release();
             } else {
                 drop(pooled);
@@ -153,16 +164,11 @@ impl<D: Dialect> SqlClient<D> {
         pooled.map_err(|reason| self.not_connected(reason))
     }
 
-    pub(crate) fn explain(&self, error: sqlx::Error) -> BackendError {
-        D::explain(error)
-    }
-
     fn not_connected(&self, reason: PoolError) -> BackendError {
-        error::not_connected(reason, D::STORE, |error| self.explain(error))
+        error::not_connected(reason, D::STORE, D::explain)
     }
 
     /// Closes the idle connections. New ones are opened on demand.
-    #[cfg(feature = "mysql")]
     pub(crate) fn close_idle(&self) {
         self.pool.close_idle();
     }
@@ -173,14 +179,8 @@ impl<D: Dialect> SqlClient<D> {
     }
 }
 
-impl Resend {
-    fn is_transaction(self) -> bool {
-        self == Self::Transaction
-    }
-}
-
 /// Returns what an error outside of a transaction means for a session.
-pub(crate) fn session_failure<D: Dialect>(error: sqlx::Error) -> SessionFailure {
+pub(crate) fn session_failure<D: ServerErrors>(error: sqlx::Error) -> SessionFailure {
     match D::error_effect(&error) {
         ErrorEffect::Broken => SessionFailure::Broken(D::explain(error)),
         _ => SessionFailure::Rejected(D::explain(error)),

@@ -1,17 +1,27 @@
-//! What a database server implements for [`SqlBackend`](super::SqlBackend): one trait for the
-//! server, and one for each layout of leases in its tables. Contains no SQL.
+//! What a database server implements for [`SqlBackend`](super::SqlBackend), and what each layout of
+//! leases implements once for all servers. Contains no SQL.
 
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
     WakeCheck,
 };
 
-use super::{ErrorEffect, SessionProtocol, SpringTable};
+use super::lock_in::LockableRows;
+use super::rows::{RowStatements, Rows};
+use super::spring::Generation;
+use super::spring_rows::{SpringRows, SpringStatements};
+use super::store::{Store, StoreSettings};
+use super::{
+    Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
+    Statement, StatementText, Value,
+};
+use crate::lock_in::{Deadline, LockInError};
 
 /// A kind of database server that can store locks, by the name that sqlx has for it.
 pub trait SqlServer: sqlx::Database {
@@ -19,61 +29,10 @@ pub trait SqlServer: sqlx::Database {
     type Config: fmt::Debug + Send + Sync + 'static;
 }
 
-/// What differs between the kinds of database servers.
-pub(crate) trait Dialect: SqlServer + Sized {
+/// What a server's errors mean.
+pub(crate) trait ServerErrors {
     /// The name of the store in capabilities and errors.
     const STORE: &'static str;
-    /// The name of the kind of database in errors.
-    const DATABASE: &'static str;
-    /// The statements that create the tables.
-    const SCHEMA: &'static str;
-
-    /// Leases in the native tables.
-    type Rows: LeaseStore<Database = Self>;
-    /// Leases in the table of Spring Integration.
-    type Spring: LeaseStore<Database = Self>;
-    /// Locks of one connection.
-    type Session: SessionProtocol;
-    /// Locks with a connection each.
-    type RowLock: SessionProtocol;
-
-    fn check(config: &Self::Config) -> Result<(), BackendError>;
-
-    /// Returns `HOST:PORT` of the server, or the path of its socket, for errors.
-    fn address(config: &Self::Config) -> String;
-
-    fn misconfigured(message: &str) -> BackendError;
-
-    fn open_rows(
-        config: Self::Config,
-    ) -> impl Future<Output = Result<Self::Rows, BackendError>> + Send;
-
-    fn open_spring(
-        config: Self::Config,
-        table: SpringTable,
-    ) -> impl Future<Output = Result<Self::Spring, BackendError>> + Send;
-
-    fn open_session(
-        rows: Arc<Self::Rows>,
-    ) -> impl Future<Output = Result<Self::Session, BackendError>> + Send;
-
-    fn row_lock(rows: Arc<Self::Rows>) -> Self::RowLock;
-
-    /// Searches a batch of rows to purge after some of the releases.
-    fn maybe_purge(rows: &Self::Rows, claim: &Claim) -> impl Future<Output = ()> + Send;
-
-    /// Checks whether the server has connections for the configured number of row locks.
-    fn check_connection_limit(
-        rows: &Self::Rows,
-    ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
-
-    /// As [`LeaseStore::fence`], for a grant that ends with a connection.
-    fn fence_held(
-        rows: &Self::Rows,
-        connection: &mut Self::Connection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> impl Future<Output = Result<Option<bool>, sqlx::Error>> + Send;
 
     fn error_effect(error: &sqlx::Error) -> ErrorEffect;
 
@@ -85,27 +44,241 @@ pub(crate) trait Dialect: SqlServer + Sized {
 
     /// Returns whether a conflict with another transaction caused the error.
     fn is_busy(error: &sqlx::Error) -> bool;
+
+    /// Returns whether another transaction kept a row locked for longer than the limit.
+    fn is_row_lock_error(error: &BackendError) -> bool;
+
+    /// Returns whether the server has none of the locks that identify the holder of a row.
+    fn lacks_holder_marks(_error: &BackendError) -> bool {
+        false
+    }
+}
+
+/// What differs between the kinds of database servers, except for Spring's table.
+pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
+    /// The name of the kind of database in errors.
+    const DATABASE: &'static str;
+    /// The name of the backend type.
+    const BACKEND: &'static str;
+    /// The statements that create the tables.
+    const SCHEMA: &'static str;
+    /// What precedes the hexadecimal digits of bytes in plain text.
+    const BYTES_PREFIX: &'static str;
+    /// The maximum number of claims that one statement renews.
+    const RENEWALS_MAX: usize;
+    /// Whether all claims of one statement must have the same lease.
+    const RENEWS_ONE_LEASE: bool;
+    /// Whether a transaction can hold a lock of the same name as a session.
+    const TRANSACTIONS_HOLD_SESSION_LOCKS: bool;
+
+    type Statements: AsRef<RowStatements> + fmt::Debug + Send + Sync + 'static;
+    type Wakes: Wakes;
+    /// Locks of one connection.
+    type Session: SessionProtocol<Database = Self>;
+    /// Locks with a connection each.
+    type RowLock: SessionProtocol<Database = Self>;
+
+    fn check(config: &Self::Config) -> Result<(), BackendError>;
+
+    /// Returns `HOST:PORT` of the server, or the path of its socket, for errors.
+    fn address(config: &Self::Config) -> String;
+
+    fn misconfigured(message: &str) -> BackendError;
+
+    fn settings(config: &Self::Config) -> StoreSettings;
+
+    /// Creates the pool without connecting.
+    fn pool(config: &Self::Config) -> ConnectionPool<Self::Connection>;
+
+    fn query_mode(config: &Self::Config) -> QueryMode;
+
+    /// Checks the tables, and creates them if they are missing. Returns the id that they received
+    /// when they were created.
+    fn open_tables(
+        config: &Self::Config,
+        client: &SqlClient<Self>,
+    ) -> impl Future<Output = Result<(Self::Statements, Vec<u8>), BackendError>> + Send;
+
+    /// Sends a statement in a mode that `statement` permits.
+    fn send<'c>(
+        connection: &'c mut Self::Connection,
+        statement: &'c Statement<'_>,
+        mode: QueryMode,
+    ) -> BoxFuture<'c, Result<Answer<Self::Row>, sqlx::Error>>;
+
+    /// Sends plain text.
+    fn fetch(
+        connection: &mut Self::Connection,
+        text: String,
+    ) -> BoxFuture<'_, Result<Vec<Self::Row>, sqlx::Error>>;
+
+    fn number(row: &Self::Row, index: usize) -> Result<Option<i64>, sqlx::Error>;
+
+    fn bytes(row: &Self::Row, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error>;
+
+    fn text(row: &Self::Row, index: usize) -> Result<Option<String>, sqlx::Error>;
+
+    fn flag(row: &Self::Row, index: usize) -> Result<bool, sqlx::Error>;
+
+    /// Returns how releases wake waiting callers in a namespace.
+    fn wakes(store: &Store<Self>, namespace: &str) -> Self::Wakes;
+
+    /// Reads the token that a statement has granted.
+    fn granted_token(answer: &Answer<Self::Row>) -> Result<Option<i64>, BackendError>;
+
+    /// Returns the result of an attempt that another transaction's lock of the row has ended.
+    fn attempt_on_locked_row(
+        rows: &Rows<Self>,
+        claim: &Claim,
+        position: u64,
+        error: BackendError,
+    ) -> impl Future<Output = Result<Option<Attempt>, BackendError>> + Send;
+
+    /// Renews at most [`RENEWALS_MAX`](Self::RENEWALS_MAX) claims.
+    fn renew(
+        rows: &Rows<Self>,
+        claims: &[&Claim],
+    ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
+
+    /// Waits until a transaction that the claim fences permits its release.
+    fn wait_for_fence(
+        _rows: &Rows<Self>,
+        _claim: &Claim,
+    ) -> impl Future<Output = Result<(), BackendError>> + Send {
+        std::future::ready(Ok(()))
+    }
+
+    /// Returns whether a transaction holds this lock.
+    fn is_locked_by_transaction(
+        rows: &Rows<Self>,
+        key: &Key,
+    ) -> impl Future<Output = Result<bool, BackendError>> + Send;
+
+    fn force_release(
+        rows: &Rows<Self>,
+        key: &Key,
+    ) -> impl Future<Output = Result<Release, BackendError>> + Send;
+
+    /// Purges the batch of rows that begins at `start`. Returns the number of deleted rows.
+    fn purge_batch(
+        store: &Store<Self>,
+        start: [u8; 32],
+    ) -> impl Future<Output = Result<u64, BackendError>> + Send;
+
+    fn diagnose(
+        store: &Store<Self>,
+    ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
+
+    /// Returns a finding if releases do not wake waiting callers.
+    fn diagnose_wakes(_rows: &Rows<Self>) -> impl Future<Output = Option<Finding>> + Send {
+        std::future::ready(None)
+    }
+
+    /// Checks whether the server has connections for the configured number of row locks.
+    fn check_connection_limit(
+        rows: &Rows<Self>,
+    ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
+
+    /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if
+    /// the lock is held then; the transaction has locked nothing.
+    fn lock_in(
+        rows: LockableRows<'_, Self>,
+        connection: &mut Self::Connection,
+        key: &Key,
+        deadline: Deadline,
+    ) -> impl Future<Output = Result<Option<FencingToken>, LockInError>> + Send;
+}
+
+/// What differs between the kinds of database servers in the table of Spring Integration.
+pub(crate) trait SpringDialect: Dialect {
+    /// The file of Spring Integration that creates its table.
+    const SCHEMA_FILE: &'static str;
+    /// Whether an attempt is a transaction of several statements. It is then made only after a read
+    /// has found the key free.
+    const ATTEMPT_IS_TRANSACTION: bool;
+
+    type SpringStatements: AsRef<SpringStatements> + fmt::Debug + Send + Sync + 'static;
+
+    /// Returns Spring's table as errors and [`create_table`](Self::create_table) name it.
+    fn table_name(config: &Self::Config, table: &SpringTable) -> String;
+
+    /// Finds Spring's table. Returns its quoted name, and whether its rows contain their end.
+    fn find_table(
+        store: &Store<Self>,
+        table: &SpringTable,
+    ) -> impl Future<Output = Result<Option<(String, bool)>, BackendError>> + Send;
+
+    fn create_table(name: &str, generation: Generation) -> StatementText;
+
+    fn spring_statements(
+        store: &Store<Self>,
+        lock: &str,
+        table: &SpringTable,
+    ) -> Self::SpringStatements;
+
+    /// As [`wakes`](Dialect::wakes), for a region of Spring's table.
+    fn spring_wakes(store: &Store<Self>, table_part: &str) -> Self::Wakes;
+
+    /// Distinguishes the native rows of a table and region from those of other tables and regions,
+    /// and of native namespaces.
+    fn table_part(lock: &str, table: &SpringTable) -> String;
+
+    /// Returns a namespace that no native one can equal: it begins with a byte that is not valid
+    /// UTF-8.
+    fn native_namespace(table_part: &str) -> Vec<u8>;
+
+    /// Renews at most [`RENEWALS_MAX`](Dialect::RENEWALS_MAX) claims.
+    fn renew_spring(
+        spring: &SpringRows<Self>,
+        claims: &[&Claim],
+    ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
+
+    fn release_spring(
+        spring: &SpringRows<Self>,
+        claim: &Claim,
+    ) -> impl Future<Output = Result<Release, BackendError>> + Send;
+}
+
+/// How releases wake waiting callers.
+pub(crate) trait Wakes: Send + Sync + 'static {
+    /// Returns whether releases wake waiting callers.
+    fn is_active(&self) -> bool;
+
+    /// Returns the current position in the server's notifications.
+    fn position(&self) -> u64 {
+        0
+    }
+
+    /// Returns the mark of a busy attempt, for [`wait`](Self::wait).
+    fn mark(&self, position: u64, token: FencingToken) -> u64;
+
+    /// Returns when the lock may have been released after `mark`.
+    fn wait(&self, id: RowId, mark: u64) -> impl Future<Output = ()> + Send;
+
+    /// Returns the check whether a release would be noticed, if there can be one.
+    fn check(&self) -> Option<Arc<dyn WakeCheck>>;
+
+    /// Returns the values with which a release notifies waiting callers.
+    fn notification(&self, _id: RowId) -> Vec<Value> {
+        Vec::new()
+    }
+
+    /// Notes that this process may have released the key.
+    fn on_release(&self, _key: &Key) {}
+
+    fn close(&self);
 }
 
 /// Leases in the rows of one layout.
 pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     type Database: Dialect;
 
-    /// The maximum number of claims that one statement renews.
-    const RENEWALS_MAX: usize;
-    /// Whether all claims of one statement must have the same lease.
-    const RENEWS_ONE_LEASE: bool;
+    fn store(&self) -> &Store<Self::Database>;
+
+    fn wakes(&self) -> &<Self::Database as Dialect>::Wakes;
 
     /// Returns the namespace, or the region of a foreign table.
     fn namespace(&self) -> &str;
-
-    /// Returns whether releases wake waiting callers.
-    fn has_wakes(&self) -> bool;
-
-    /// Returns the current position in the server's notifications, for [`wait`](Self::wait).
-    fn position(&self) -> u64 {
-        0
-    }
 
     /// Grants the key if it is free, or returns its holder. Returns `None` if another client
     /// acquired or released the key meanwhile.
@@ -115,12 +288,8 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
         position: u64,
     ) -> impl Future<Output = Result<Option<Attempt>, BackendError>> + Send;
 
-    /// Checks the meta row after several attempts without an answer. Without that row, or on a
-    /// replica, no lock is ever granted.
-    fn check_meta(&self) -> impl Future<Output = Result<(), BackendError>> + Send;
-
-    /// Renews at most [`RENEWALS_MAX`](Self::RENEWALS_MAX) claims, and returns the results in their
-    /// order.
+    /// Renews at most [`RENEWALS_MAX`](Dialect::RENEWALS_MAX) claims, and returns the results in
+    /// their order.
     fn renew_chunk(
         &self,
         claims: &[&Claim],
@@ -130,11 +299,6 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     /// Returns when the lock may have been released.
     fn wait(&self, claim: &Claim, busy: &Busy) -> impl Future<Output = ()> + Send;
-
-    /// Returns the check whether a release would be noticed, if there can be one.
-    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
-        None
-    }
 
     fn inspect(
         &self,
@@ -150,34 +314,10 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn diagnose(&self) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
-    fn close(&self) -> impl Future<Output = ()> + Send;
-
-    /// Finds the grant as it was issued, in the caller's transaction, and keeps its row from
-    /// passing to another claim. Returns whether the transaction's snapshot shows the grant, or
-    /// `None` if there is no such row.
-    fn fence(
-        &self,
-        connection: &mut <Self::Database as sqlx::Database>::Connection,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> impl Future<Output = Result<Option<bool>, sqlx::Error>> + Send;
-
-    /// Reads the meta row in the caller's transaction.
-    fn transaction_store(
-        &self,
-        connection: &mut <Self::Database as sqlx::Database>::Connection,
-    ) -> impl Future<Output = Result<TransactionStore, sqlx::Error>> + Send;
-}
-
-/// The tables that a caller's transaction sees.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum TransactionStore {
-    /// Those of another store.
-    Other,
-    Same {
-        /// The transaction reads a snapshot from before the fence.
-        has_old_snapshot: bool,
-    },
+    /// Returns the statement that finds the grant as it was issued, in the caller's transaction,
+    /// and keeps its row from passing to another claim. The answer shows whether the transaction's
+    /// snapshot contains the grant; it is empty if there is no such row.
+    fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_>;
 }
 
 /// Acquires a lease.
@@ -189,7 +329,7 @@ pub(super) async fn try_acquire<S: LeaseStore>(
     // attempts the answer is `Busy` without a holder, which makes the engine retry at once.
     const TRIES_MAX: u32 = 3;
     for attempt_number in 0..TRIES_MAX {
-        match store.attempt(claim, store.position()).await {
+        match store.attempt(claim, store.wakes().position()).await {
             Ok(Some(attempt)) => return Ok(attempt),
             Ok(None) => {}
             // An earlier attempt of this loop may itself have been granted, on a connection that
@@ -198,7 +338,7 @@ pub(super) async fn try_acquire<S: LeaseStore>(
             Err(error) => return Err(error),
         }
     }
-    store.check_meta().await?;
+    store.store().check_meta().await?;
     Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
 }
 
@@ -208,15 +348,15 @@ pub(super) async fn renew<S: LeaseStore>(
     claims: &[Claim],
 ) -> Vec<Result<Renewal, BackendError>> {
     let mut order: Vec<usize> = (0..claims.len()).collect();
-    if S::RENEWS_ONE_LEASE {
+    if S::Database::RENEWS_ONE_LEASE {
         order.sort_by_key(|&index| claims[index].lease());
     }
     let mut answers = vec![None; claims.len()];
     let mut store_error: Option<BackendError> = None;
     let fits = |&one: &usize, &other: &usize| {
-        !S::RENEWS_ONE_LEASE || claims[one].lease() == claims[other].lease()
+        !S::Database::RENEWS_ONE_LEASE || claims[one].lease() == claims[other].lease()
     };
-    for indices in order.chunk_by(fits).flat_map(|group| group.chunks(S::RENEWALS_MAX)) {
+    for indices in order.chunk_by(fits).flat_map(|group| group.chunks(S::Database::RENEWALS_MAX)) {
         let chunk: Vec<&Claim> = indices.iter().map(|&index| &claims[index]).collect();
         // After a store error the remaining chunks fail at once. Otherwise each could wait for the
         // full time-out.

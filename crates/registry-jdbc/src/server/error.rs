@@ -127,6 +127,14 @@ pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     .as_blocked()
 }
 
+/// A server is read-only, although it would still write for this user. Not refused: a statement may
+/// have been executed on its predecessor.
+pub(crate) fn read_only(store: &str) -> BackendError {
+    BackendError::transient(format!("{store}: {READ_ONLY}"))
+}
+
+pub(crate) const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
+
 /// The server was requested to end a connection, which still exists.
 pub(crate) fn still_connected(store: &str) -> BackendError {
     BackendError::transient(format!(
@@ -151,7 +159,7 @@ pub(crate) fn corrupt(store: &str, message: &str) -> BackendError {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Dialect, ErrorEffect};
+    use super::super::{ErrorEffect, ServerErrors};
     use super::*;
 
     const STORE: &str = "mysql";
@@ -190,7 +198,7 @@ mod tests {
 
     /// No server has executed or refused anything.
     fn check_dialects(error: &Error) {
-        fn check<D: Dialect>(error: &Error) {
+        fn check<D: ServerErrors>(error: &Error) {
             assert!(!D::is_busy(error) && !D::is_no_such_table(error));
             assert_eq!(D::error_effect(error), ErrorEffect::Broken);
         }

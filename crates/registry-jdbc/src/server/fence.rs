@@ -5,10 +5,17 @@ use sqlx::Transaction;
 
 use super::SqlBackend;
 use super::backend::Locks;
-use super::dialect::{Dialect, LeaseStore, TransactionStore};
-use crate::fence::{FenceError, fenced_claim};
+use super::dialect::{LeaseStore as _, SpringDialect};
+use super::store::TransactionStore;
+use crate::fence::{Fence, FenceError, fenced_claim};
 
-pub(crate) async fn fence<D: Dialect>(
+impl<D: SpringDialect> Fence<D> for LockGuard {
+    async fn fence(&self, transaction: &mut Transaction<'_, D>) -> Result<(), FenceError> {
+        fence(self, transaction).await
+    }
+}
+
+async fn fence<D: SpringDialect>(
     guard: &LockGuard,
     transaction: &mut Transaction<'_, D>,
 ) -> Result<(), FenceError> {
@@ -26,14 +33,13 @@ pub(crate) async fn fence<D: Dialect>(
             }
         }
     }
-    let found = match &backend.locks {
-        Locks::Lease(rows) => rows.fence(transaction, claim, token).await,
-        Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
-            D::fence_held(rows, transaction, claim, token).await
-        }
-        Locks::Spring(spring) => spring.fence(transaction, claim, token).await,
+    let statement = match &backend.locks {
+        Locks::Lease(rows) => rows.fence(claim, token),
+        Locks::Session { rows, .. } | Locks::Row { rows, .. } => rows.fence_held(claim, token),
+        Locks::Spring(spring) => spring.fence(claim, token),
     };
-    match found.map_err(classify::<D>)? {
+    let found = D::fetch(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
+    match found.first().map(|row| D::flag(row, 0)).transpose().map_err(classify::<D>)? {
         None => Err(explain_missing_row(guard, backend, transaction).await),
         // The snapshot is older than the grant: reads after the fence would return rows that the
         // previous holder has overwritten.
@@ -47,16 +53,12 @@ pub(crate) async fn fence<D: Dialect>(
 
 /// Returns the error for a missing row. Causes: the lock was lost, the transaction is in another
 /// database with lock tables, or its snapshot is older than the grant.
-async fn explain_missing_row<D: Dialect>(
+async fn explain_missing_row<D: SpringDialect>(
     guard: &LockGuard,
     backend: &SqlBackend<D>,
     transaction: &mut Transaction<'_, D>,
 ) -> FenceError {
-    let store = match backend.rows() {
-        Ok(rows) => rows.transaction_store(transaction).await,
-        Err(spring) => spring.transaction_store(transaction).await,
-    };
-    match store {
+    match backend.store().transaction_store(transaction).await {
         Err(error) => classify::<D>(error),
         Ok(TransactionStore::Other) => FenceError::OtherDatabase,
         // The grant, or the row that was rewritten for this fence, may be newer than the
@@ -68,7 +70,7 @@ async fn explain_missing_row<D: Dialect>(
     }
 }
 
-fn classify<D: Dialect>(source: sqlx::Error) -> FenceError {
+fn classify<D: SpringDialect>(source: sqlx::Error) -> FenceError {
     if D::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if D::is_busy(&source) {

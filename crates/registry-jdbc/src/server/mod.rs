@@ -4,7 +4,13 @@
 // The backend, and what a kind of server implements for it.
 mod backend;
 mod dialect;
+// Leases, in the native tables and in the table of another program.
+mod store;
+mod rows;
+pub(crate) mod spring_rows;
+pub(crate) mod spring;
 // Sending statements.
+pub(crate) mod statement;
 mod client;
 mod pool;
 mod encryption;
@@ -18,35 +24,37 @@ mod connection_actor;
 mod token_reservation;
 // Transactions of the caller.
 mod fence;
+mod lock_in;
 // Housekeeping.
 mod purge;
 mod diagnose;
-// Locks in the table of another program.
-pub(crate) mod spring;
 
 // Errors of all servers.
 pub(crate) mod error;
 
-pub(crate) use backend::Locks;
 pub use backend::{SqlBackend, SqlMode};
-pub(crate) use client::{ErrorEffect, Request, Resend, SqlClient, session_failure};
+pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
 pub(crate) use diagnose::{check_clock, check_row_locks, host_micros};
 pub use dialect::SqlServer;
-pub(crate) use dialect::{Dialect, LeaseStore, TransactionStore};
+pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, Wakes};
 pub use encryption::Encryption;
-pub(crate) use fence::fence;
+pub(crate) use lock_in::LockableRows;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::AfterConnect;
 #[cfg(feature = "mysql")]
 pub(crate) use pool::PooledConnection;
 pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits};
-pub(crate) use purge::{BATCH_ROWS, maybe_purge};
+pub(crate) use purge::BATCH_ROWS;
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
+pub(crate) use rows::{HolderStatements, RowStatements, Rows};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
 pub use spring::SpringTable;
+pub(crate) use spring_rows::{SpringRows, SpringStatements};
+pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};
+pub(crate) use store::{Store, StoreSettings, read_meta};
 #[cfg(feature = "mysql")]
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;

@@ -27,13 +27,23 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use super::connection_actor::{
     self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
 };
+use super::dialect::{Dialect, ServerErrors as _, Wakes as _};
+use super::rows::Rows;
 use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
 use super::{PURGE_AFTER_MIN, error};
 use crate::mutant::{Mutant, mutated};
 
 /// The statements that a session sends.
-pub(crate) trait SessionProtocol: Send + Sync + 'static {
+pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
+    type Database: Dialect;
     type Connection: Send;
+
+    /// Creates the protocol for locks in these rows.
+    fn open(
+        rows: Arc<Rows<Self::Database>>,
+    ) -> impl Future<Output = Result<Self, BackendError>> + Send;
+
+    fn rows(&self) -> &Rows<Self::Database>;
 
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
@@ -84,20 +94,23 @@ pub(crate) trait SessionProtocol: Send + Sync + 'static {
     }
 
     /// Returns the name of the server's lock. Two keys with the same name are never held at once.
-    fn name(&self, key: &Key) -> Vec<u8>;
+    fn name(&self, key: &Key) -> Vec<u8> {
+        self.rows().row_id(key).bytes().to_vec()
+    }
 
     /// Returns when the lock may have been released after `position`. Polls if the server sends no
     /// notifications.
-    fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send;
+    fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send {
+        self.rows().wakes.wait(self.rows().row_id(key), position)
+    }
 
     /// Closes the connections without a lock that [`recycle`](Self::recycle) has kept.
     fn close_idle(&self) {}
 
-    /// Returns the name of the store in errors.
-    fn store(&self) -> &str;
-
     /// Returns the time limit for an answer.
-    fn response_timeout(&self) -> Duration;
+    fn response_timeout(&self) -> Duration {
+        self.rows().store.settings.limits.response_timeout
+    }
 }
 
 /// What an attempt returned.
@@ -198,7 +211,7 @@ impl<P: SessionProtocol> SqlSession<P> {
         let owned = claims.to_vec();
         match self.request(|reply| SessionCommand::Renew { claims: owned, reply }).await {
             Ok(responses) => responses.into_iter().map(Ok).collect(),
-            Err(_) => claims.iter().map(|_| Err(error::closed(self.protocol.store()))).collect(),
+            Err(_) => claims.iter().map(|_| Err(error::closed(P::Database::STORE))).collect(),
         }
     }
 
@@ -246,10 +259,10 @@ impl<P: SessionProtocol> SqlSession<P> {
             }
             Dispatch::Queue(commands, command) => {
                 let sent = commands.queue_for(&command).send(command).await;
-                sent.map_err(|_| error::closed(self.protocol.store()).as_refused())?;
+                sent.map_err(|_| error::closed(P::Database::STORE).as_refused())?;
             }
         }
-        response.await.map_err(|_| error::closed(self.protocol.store()))
+        response.await.map_err(|_| error::closed(P::Database::STORE))
     }
 
     /// Starts the command. Opens a new connection actor if the runtime of the last one has ended.
@@ -558,7 +571,7 @@ impl<P: SessionProtocol> SessionState<P> {
                 if requested_at.elapsed()
                     > self.protocol.response_timeout() / QUEUE_TIME_DIVISOR =>
             {
-                CommandResponse::Acquire(reply, Err(error::queue_timed_out(self.protocol.store())))
+                CommandResponse::Acquire(reply, Err(error::queue_timed_out(P::Database::STORE)))
             }
             SessionCommand::Acquire { claim, reply, .. } => {
                 CommandResponse::Acquire(reply, self.try_acquire(&claim).await)
@@ -668,7 +681,7 @@ impl<P: SessionProtocol> SessionState<P> {
         let plan = self.reservations.plan(name, claim, Instant::now());
         let attempt = timeout(limit, self.protocol.try_acquire(connection, claim, &plan)).await;
         attempt.unwrap_or_else(|_| {
-            Err(SessionFailure::Broken(error::timed_out(self.protocol.store(), limit)))
+            Err(SessionFailure::Broken(error::timed_out(P::Database::STORE, limit)))
         })
     }
 
@@ -722,7 +735,7 @@ impl<P: SessionProtocol> SessionState<P> {
         let limit = self.protocol.response_timeout();
         let ensured = timeout(limit, ensured).await;
         let ensured = ensured.unwrap_or_else(|_| {
-            Err(SessionFailure::Broken(error::timed_out(self.protocol.store(), limit)))
+            Err(SessionFailure::Broken(error::timed_out(P::Database::STORE, limit)))
         });
         if ensured.is_ok() {
             held.row_claim = claim.id();

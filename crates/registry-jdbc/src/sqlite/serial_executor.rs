@@ -13,15 +13,16 @@
 //! constant cost.
 
 use std::fmt;
-use std::future::{Future, poll_fn};
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::{Pin, pin};
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::task::Poll;
 use std::time::Duration;
 
-use futures_util::FutureExt;
+use futures_util::FutureExt as _;
+use futures_util::future::{BoxFuture, Shared};
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use tokio::task::unconstrained;
 
@@ -31,8 +32,11 @@ use super::worker::WorkerThread;
 /// the margin of a renewal.
 const STALL_TIMEOUT: Duration = Duration::from_millis(50);
 
-type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
-type QueuedWork<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> BoxedFuture<()> + Send>;
+/// A call that sends its result itself.
+type Work<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> BoxFuture<'static, ()> + Send>;
+
+/// A call that both its caller and the task can poll.
+type InPlaceCall = Shared<BoxFuture<'static, ()>>;
 
 /// A value, and the queues of calls on it.
 pub(super) struct SerialExecutor<S> {
@@ -50,7 +54,7 @@ pub(super) enum Priority {
 }
 
 enum QueueItem<S> {
-    Call(QueuedWork<S>),
+    Call(Work<S>),
     /// The caller of the in-place call has dropped it.
     TakeOver,
 }
@@ -58,7 +62,7 @@ enum QueueItem<S> {
 struct ExecutorState<S> {
     value: Arc<tokio::sync::Mutex<S>>,
     /// The last in-place call. It may have ended.
-    in_place: Mutex<Option<Arc<dyn AnyInPlaceCall>>>,
+    in_place: Mutex<Option<InPlaceCall>>,
     /// The number of in-place calls so far.
     started_calls: AtomicU64,
     /// The task checks every [`STALL_TIMEOUT`] whether the in-place call has ended.
@@ -66,7 +70,7 @@ struct ExecutorState<S> {
     monitor_wanted: Notify,
 }
 
-/// The call panicked on the backend's thread and has no result.
+/// The call panicked and has no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Panicked;
 
@@ -89,7 +93,7 @@ impl<S: Send + 'static> SerialExecutor<S> {
     /// Runs `work` on the value, after the calls before it.
     ///
     /// # Errors
-    /// [`Panicked`] if `work` panicked on the backend's thread.
+    /// [`Panicked`] if `work` panicked.
     ///
     /// # Cancel safety
     /// Dropping the future does not end the work.
@@ -102,45 +106,41 @@ impl<S: Send + 'static> SerialExecutor<S> {
         T: Send + 'static,
         W: Future<Output = T> + Send + 'static,
     {
-        let work = match self.state.start_in_place(work) {
-            Ok(call) => {
-                let mut take_over_on_drop =
-                    TakeOverOnDrop { call: &call, queue: &self.queue, is_over: false };
-                let result = poll_fn(|cx| call.poll_by_caller(cx)).await;
-                take_over_on_drop.is_over = true;
-                return result;
-            }
-            Err(work) => work,
-        };
         let (result_sender, result_receiver) = oneshot::channel();
-        let work: QueuedWork<S> = Box::new(move |value| {
+        let work: Work<S> = Box::new(move |value| {
             let work = work(value);
-            // The receiver may have been dropped.
-            Box::pin(async move { drop(result_sender.send(work.await)) })
+            // The receiver may have been dropped. A panic drops the sender, so the caller gets an
+            // error.
+            let work = AssertUnwindSafe(async move { drop(result_sender.send(work.await)) });
+            work.catch_unwind().map(drop).boxed()
         });
-        let queue = match priority {
-            Priority::Normal => &self.queue,
-            Priority::Low => &self.low_priority_queue,
-        };
-        queue.send(QueueItem::Call(work)).map_err(|_| Panicked)?;
+        match self.state.start_in_place(work) {
+            Ok(call) => {
+                let take_over_on_drop = TakeOverOnDrop { call: &call, queue: &self.queue };
+                call.clone().await;
+                drop(take_over_on_drop);
+            }
+            Err(work) => {
+                let queue = match priority {
+                    Priority::Normal => &self.queue,
+                    Priority::Low => &self.low_priority_queue,
+                };
+                queue.send(QueueItem::Call(work)).map_err(|_| Panicked)?;
+            }
+        }
         result_receiver.await.map_err(|_| Panicked)
     }
 }
 
 impl<S: Send + 'static> ExecutorState<S> {
     /// Starts a call that its caller polls. Returns `work` if the value is in use.
-    fn start_in_place<T, W, F>(&self, work: F) -> Result<Arc<InPlaceCall<T>>, F>
-    where
-        T: Send + 'static,
-        W: Future<Output = T> + Send + 'static,
-        F: FnOnce(OwnedMutexGuard<S>) -> W,
-    {
+    fn start_in_place(&self, work: Work<S>) -> Result<InPlaceCall, Work<S>> {
         // Locked before the value, so that the task that waits for the value finds the call that
         // holds it.
         let mut in_place = lock(&self.in_place);
         let Ok(value) = Arc::clone(&self.value).try_lock_owned() else { return Err(work) };
-        let call = Arc::new(InPlaceCall::new(Box::pin(work(value))));
-        let previous = in_place.replace(Arc::<InPlaceCall<T>>::clone(&call));
+        let call = work(value).shared();
+        let previous = in_place.replace(call.clone());
         drop(in_place);
         drop(previous);
         self.started_calls.fetch_add(1, Ordering::SeqCst);
@@ -159,21 +159,27 @@ impl<S: Send + 'static> ExecutorState<S> {
         mut low_priority_calls: mpsc::UnboundedReceiver<QueueItem<S>>,
     ) {
         loop {
-            let queued = tokio::select! {
+            let (queued, priority) = tokio::select! {
                 biased;
-                Some(queued) = calls.recv() => queued,
+                Some(queued) = calls.recv() => (queued, Priority::Normal),
                 queued = low_priority_calls.recv() => match queued {
-                    Some(queued) => queued,
+                    Some(queued) => (queued, Priority::Low),
                     None => return,
                 },
-                () = self.wait_for_stall() => QueueItem::TakeOver,
+                () = self.wait_for_stall() => (QueueItem::TakeOver, Priority::Normal),
             };
-            let value = self.acquire_value().await;
+            let mut value = self.acquire_value().await;
+            // Normal calls that were queued while the value was in use are first.
+            while priority == Priority::Low
+                && let Ok(first) = calls.try_recv()
+            {
+                if let QueueItem::Call(work) = first {
+                    work(value).await;
+                    value = self.acquire_value().await;
+                }
+            }
             if let QueueItem::Call(work) = queued {
-                // A panic drops the sender of the result with the work, so the caller gets an
-                // error.
-                let work = AssertUnwindSafe(async move { work(value).await });
-                let _ = work.catch_unwind().await;
+                work(value).await;
             }
         }
     }
@@ -187,7 +193,9 @@ impl<S: Send + 'static> ExecutorState<S> {
         }
         let in_place = lock(&self.in_place).clone();
         if let Some(call) = in_place {
-            poll_fn(|cx| call.poll_by_task(cx)).await;
+            // The end of the call wakes its caller. A waker may panic, and a panic must not end
+            // this task, which serves other callers.
+            let _ = AssertUnwindSafe(call).catch_unwind().await;
         }
         value.await
     }
@@ -205,7 +213,7 @@ impl<S: Send + 'static> ExecutorState<S> {
             if self.started_calls.load(Ordering::SeqCst) != started_calls {
                 continue;
             }
-            let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.is_over());
+            let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.peek().is_some());
             if !is_over {
                 return;
             }
@@ -219,106 +227,16 @@ impl<S: Send + 'static> ExecutorState<S> {
 }
 
 /// Makes the task take over a call that its caller drops.
-struct TakeOverOnDrop<'a, T: Send + 'static, S> {
-    call: &'a Arc<InPlaceCall<T>>,
+struct TakeOverOnDrop<'a, S> {
+    call: &'a InPlaceCall,
     queue: &'a mpsc::UnboundedSender<QueueItem<S>>,
-    is_over: bool,
 }
 
-impl<T: Send + 'static, S> Drop for TakeOverOnDrop<'_, T, S> {
+impl<S> Drop for TakeOverOnDrop<'_, S> {
     fn drop(&mut self) {
-        if !self.is_over && !self.call.is_over() {
+        if self.call.peek().is_none() {
             let _ = self.queue.send(QueueItem::TakeOver);
         }
-    }
-}
-
-/// A call that its caller polls until the task takes it over.
-struct InPlaceCall<T> {
-    state: Mutex<CallState<T>>,
-}
-
-struct CallState<T> {
-    /// `None` after its end.
-    future: Option<BoxedFuture<T>>,
-    /// The task polls the future. The caller must not, because the future keeps only the last
-    /// waker.
-    is_taken_over: bool,
-    /// The result, if the task polled the future to its end.
-    result: Option<Result<T, Panicked>>,
-    caller: Option<Waker>,
-}
-
-trait AnyInPlaceCall: Send + Sync {
-    fn is_over(&self) -> bool;
-
-    fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()>;
-}
-
-impl<T: Send + 'static> InPlaceCall<T> {
-    fn new(future: BoxedFuture<T>) -> Self {
-        let state =
-            CallState { future: Some(future), is_taken_over: false, result: None, caller: None };
-        Self { state: Mutex::new(state) }
-    }
-
-    fn poll_by_caller(&self, cx: &mut Context<'_>) -> Poll<Result<T, Panicked>> {
-        let mut state = lock(&self.state);
-        if let Some(result) = state.result.take() {
-            return Poll::Ready(result);
-        }
-        if !state.is_taken_over
-            && let Poll::Ready(result) = state.poll_future(cx)
-        {
-            // The call stays in `in_place` until the next one, and a waker keeps its task
-            // allocated.
-            state.caller = None;
-            return Poll::Ready(Ok(result));
-        }
-        match &mut state.caller {
-            Some(waker) => waker.clone_from(cx.waker()),
-            none => *none = Some(cx.waker().clone()),
-        }
-        Poll::Pending
-    }
-}
-
-impl<T: Send + 'static> AnyInPlaceCall for InPlaceCall<T> {
-    fn is_over(&self) -> bool {
-        lock(&self.state).future.is_none()
-    }
-
-    fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()> {
-        let mut state = lock(&self.state);
-        if state.future.is_none() {
-            return Poll::Ready(());
-        }
-        state.is_taken_over = true;
-        let result = match catch_unwind(AssertUnwindSafe(|| state.poll_future(cx))) {
-            Ok(Poll::Pending) => return Poll::Pending,
-            Ok(Poll::Ready(result)) => Ok(result),
-            Err(_) => Err(Panicked),
-        };
-        state.result = Some(result);
-        let caller = state.caller.take();
-        drop(state);
-        if let Some(caller) = caller {
-            // A waker may panic, and a panic must not end this task, which serves other callers.
-            let _ = catch_unwind(AssertUnwindSafe(|| caller.wake()));
-        }
-        Poll::Ready(())
-    }
-}
-
-impl<T> CallState<T> {
-    fn poll_future(&mut self, cx: &mut Context<'_>) -> Poll<T> {
-        // A panic drops the future, so that the value is free and the future is never polled again.
-        let Some(mut future) = self.future.take() else { return Poll::Pending };
-        let result = future.as_mut().poll(cx);
-        if result.is_pending() {
-            self.future = Some(future);
-        }
-        result
     }
 }
 
@@ -335,6 +253,9 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use std::pin::Pin;
+    use std::task::{Context, Waker};
+
     use tokio::time::timeout;
 
     use super::*;

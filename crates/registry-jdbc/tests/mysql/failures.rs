@@ -1,93 +1,18 @@
 //! Connections break and servers stop; no grant is lost or misreported.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockAdmin, LockBackend, Release, Renewal};
-use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_core::{LockAdmin, LockBackend, Release, Renewal};
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
-use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::within;
-use tokio::time::{Instant, timeout};
+use tokio::time::Instant;
 
 use crate::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock, registry, run,
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry, run,
     server,
 };
-use crate::server::*;
 use crate::servers::failures::*;
-
-#[tokio::test]
-async fn a_dropped_call_corrupts_no_connection() {
-    let server = server().await;
-    let backend = backend(config(&server).with_connections(1)).await;
-    let (first, dropped, last) = (claim("first"), claim("dropped"), claim("last"));
-    grant(&backend, &first).await;
-    for round in 0..3 {
-        server.pause().unwrap();
-        let call = timeout(Duration::from_millis(300), backend.try_acquire(&dropped)).await;
-        assert!(call.is_err(), "the server was paused");
-        server.resume().unwrap();
-        // A new grant is committed, so every client sees it.
-        grant(&backend, &last).await;
-        let seen = "SELECT count(*) FROM lock_registry_locks WHERE lock_key = 'last' AND claim IS NOT NULL";
-        assert_eq!(server.sql(seen).await.unwrap(), "1", "round {round}");
-        assert_eq!(backend.release(&last).await.unwrap(), Release::Freed);
-        let open = "SELECT count(*) FROM information_schema.innodb_trx";
-        assert_eq!(server.sql(open).await.unwrap(), "0");
-    }
-}
-
-#[tokio::test]
-async fn connections_that_broke_while_idle_are_replaced() {
-    let mut server = server().await;
-    let backend = Arc::new(backend(config(&server)).await);
-    let mut calls = tokio::task::JoinSet::new();
-    for n in 0..4 {
-        let backend = Arc::clone(&backend);
-        calls.spawn(async move { grant(&backend, &claim(&format!("k{n}"))).await });
-    }
-    calls.join_all().await;
-    end_sessions(&server).await;
-    busy(&backend, &claim("k0")).await;
-    server.stop().await.unwrap();
-    server.start_again().await.unwrap();
-    grant(&backend, &claim("other")).await;
-    assert!(backend.inspect(&key("k1")).await.unwrap().is_some());
-}
-
-#[tokio::test]
-async fn a_grant_with_a_lost_reply_is_returned_by_the_next_attempt() {
-    let server = server().await;
-    let proxy = FaultProxy::start(server.addr()).unwrap();
-    let config = MySqlConfig::new("127.0.0.1", proxy.addr().port(), "app").with_login("root", None);
-    let (direct, proxied) = (backend(crate::common::config(&server)).await, backend(config).await);
-    let held = claim("k");
-    // Prepares the statement, so that the next request is the attempt itself.
-    grant(&proxied, &claim("other")).await;
-    proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
-    let error = proxied.try_acquire(&held).await.unwrap_err();
-    assert!(error.is_retryable() && !error.refused(), "{}", error_chain(&error));
-    proxy.set_mode(ProxyMode::Pass).await.unwrap();
-    let token = direct.inspect(&key("k")).await.unwrap().unwrap().token;
-    assert!(token.is_some(), "the attempt had arrived");
-    assert_eq!(grant(&proxied, &held).await.token, token.unwrap());
-    assert_eq!(proxied.release(&held).await.unwrap(), Release::Freed);
-}
-
-#[tokio::test]
-async fn a_waiter_is_woken_by_a_release_in_another_process() {
-    let server = server().await;
-    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
-    for _ in 0..3 {
-        let guard = lock(&a, "k").await;
-        let other = b.obtain("k");
-        let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
-        guard.unlock().await.unwrap();
-        within(TEST_TIMEOUT, waiting).await.unwrap().unlock().await.unwrap();
-    }
-}
 
 #[tokio::test]
 async fn a_waiter_is_woken_after_the_server_restarts() {
@@ -190,30 +115,6 @@ async fn an_interrupted_statement_has_no_effect_and_returns_a_refused_error() {
 }
 
 #[tokio::test]
-async fn an_error_for_missing_tables_names_the_command_that_creates_them() {
-    let server = server().await;
-    let backend = backend(config(&server)).await;
-    let held = claim("k");
-    grant(&backend, &held).await;
-    server.sql("DROP TABLE lock_registry_locks").await.unwrap();
-    for error in [
-        backend.try_acquire(&held).await.unwrap_err(),
-        backend.release(&held).await.unwrap_err(),
-        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
-        backend.inspect(&key("k")).await.unwrap_err(),
-    ] {
-        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-        assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
-    }
-    server.sql(MySqlBackend::schema()).await.unwrap();
-    server.sql("DELETE FROM lock_registry_meta").await.unwrap();
-    let error = backend.try_acquire(&held).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
-    let error = MySqlBackend::open(config(&server)).await.unwrap_err();
-    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", error_chain(&error));
-}
-
-#[tokio::test]
 async fn diagnose_reports_weak_settings() {
     let options = MariaDbOptions::new().without_fsync().args(&[
         "--innodb-flush-log-at-trx-commit=2",
@@ -256,21 +157,5 @@ async fn locks_work_with_any_session_settings_of_the_server() {
         "--server-id=1",
     ]);
     let server = MariaDbServer::start_with(options).await.unwrap();
-    let counter = Arc::new(AtomicU32::new(0));
-    let mut tasks = tokio::task::JoinSet::new();
-    for _ in 0..4 {
-        let registry = registry(config(&server)).await;
-        let counter = Arc::clone(&counter);
-        tasks.spawn(async move {
-            for _ in 0..20 {
-                let guard = lock(&registry, "k").await;
-                let seen = counter.load(Ordering::SeqCst);
-                tokio::task::yield_now().await;
-                counter.store(seen + 1, Ordering::SeqCst);
-                guard.unlock().await.unwrap();
-            }
-        });
-    }
-    within(TEST_TIMEOUT, tasks.join_all()).await;
-    assert_eq!(counter.load(Ordering::SeqCst), 80);
+    assert_one_holder_at_a_time(&server).await;
 }

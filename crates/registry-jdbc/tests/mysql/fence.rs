@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use registry_core::{LockBackend, Registry, Renewal};
-use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor};
+use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
 
 use crate::common::{self, backend, claim, config, data, lock, registry};
@@ -27,42 +27,6 @@ async fn a_renewal_does_not_wait_for_a_fence_and_returns_an_error() {
     transaction.commit().await.unwrap();
     assert!(matches!(backend.renew(&claims).await[0], Ok(Renewal::Renewed(_))));
     assert!(fenced.is_held() && other.is_held());
-}
-
-#[tokio::test]
-async fn a_fence_detects_an_outdated_snapshot() {
-    let server = start_server().await;
-    let backend = Arc::new(backend(config(&server)).await);
-    let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
-    let other = common::registry(config(&server)).await;
-    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
-        let guard = lock(&registry, level).await;
-        let mut data = data(&server).await;
-        let set = AssertSqlSafe(format!("SET SESSION TRANSACTION ISOLATION LEVEL {level}"));
-        data.execute(set).await.unwrap();
-        let holder_claim = [guard.claim().clone()];
-        for is_lost in [false, true] {
-            let mut transaction = data.begin().await.unwrap();
-            // Takes the snapshot of the transaction.
-            transaction.execute("SELECT * FROM sale").await.unwrap();
-            transaction.execute("SELECT count(*) FROM lock_registry_meta").await.unwrap();
-            assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
-            if !is_lost {
-                // A renewal after the snapshot does not make the fence fail.
-                guard.fence(&mut transaction).await.unwrap();
-                transaction.rollback().await.unwrap();
-                continue;
-            }
-            assert!(other.force_release(level).await.unwrap());
-            let successor = lock(&other, level).await;
-            assert!(guard.is_held(), "it has received no notification yet");
-            let error = guard.fence(&mut transaction).await.unwrap_err();
-            let is_expected = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
-            assert!(is_expected, "{level}: {error:?}");
-            transaction.rollback().await.unwrap();
-            successor.unlock().await.unwrap();
-        }
-    }
 }
 
 #[tokio::test]

@@ -4,47 +4,12 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, Registry, Renewal};
-use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use registry_core::{LockBackend, Registry};
+use registry_jdbc::sqlx::{Connection, Executor, Row};
 use registry_jdbc::{LockIn, LockInError, MySqlBackend, SqlMode};
 use tokio::time::timeout;
 
-use crate::common::{
-    TEST_TIMEOUT, backend, claim, config, data, grant, lock, registry, run, server,
-};
-
-#[tokio::test]
-async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
-    let server = server().await;
-    let registry = registry(config(&server)).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
-    let mut last = None;
-    for commits in [true, false, true] {
-        let mut tx = one.begin().await.unwrap();
-        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
-        assert_eq!(held.key(), "orders/42");
-        assert!(Some(held.fencing_token()) > last, "tokens grow");
-        last = Some(held.fencing_token());
-
-        let mut other = two.begin().await.unwrap();
-        assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
-        let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
-        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-        if commits {
-            tx.commit().await.unwrap()
-        } else {
-            tx.rollback().await.unwrap()
-        }
-        let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(Some(next.fencing_token()) > last, "tokens grow");
-        last = Some(next.fencing_token());
-        // The same key again, in the same transaction.
-        let again = registry.lock_in(&mut other, "orders/42").await.unwrap();
-        assert!(Some(again.fencing_token()) > last, "tokens grow");
-        last = Some(again.fencing_token());
-        other.commit().await.unwrap();
-    }
-}
+use crate::common::{TEST_TIMEOUT, backend, claim, config, data, grant, registry, run, server};
 
 /// A local caller that waits for the transaction is ahead of it in the local queue.
 #[tokio::test]
@@ -72,54 +37,6 @@ async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() 
         assert!(guard.fencing_token() > again.fencing_token());
         guard.unlock().await.unwrap();
         _ = registry.close(TEST_TIMEOUT).await;
-    }
-}
-
-#[tokio::test]
-async fn a_lease_excludes_a_transaction_and_is_still_renewed() {
-    let server = server().await;
-    let backend = Arc::new(backend(config(&server)).await);
-    let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
-    let mut data = data(&server).await;
-    let lease_claim = claim("orders/42");
-    let token = grant(&backend, &lease_claim).await.token;
-    let mut tx = data.begin().await.unwrap();
-    let limit = Duration::from_millis(300);
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
-    let renewed = backend.renew(std::slice::from_ref(&lease_claim)).await;
-    assert!(matches!(renewed[0], Ok(Renewal::Renewed(_))), "{renewed:?}");
-    let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
-    assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
-    backend.release(&lease_claim).await.unwrap();
-    let held = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-    assert!(held.fencing_token() > token);
-    tx.commit().await.unwrap();
-    let next = lock(&registry, "orders/42").await;
-    assert!(next.fencing_token() > held.fencing_token());
-}
-
-#[tokio::test]
-async fn a_transaction_excludes_leases_until_it_ends() {
-    let server = server().await;
-    let registry = registry(config(&server)).await;
-    let mut data = data(&server).await;
-    for commits in [true, false, true] {
-        let mut tx = data.begin().await.unwrap();
-        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
-        let other = registry.obtain("orders/43").try_lock().await.unwrap();
-        other.expect("the other lock is free").unlock().await.unwrap();
-        let waiting = registry.obtain("orders/42");
-        let mut waiting = Box::pin(waiting.lock());
-        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-        if commits {
-            tx.commit().await.unwrap()
-        } else {
-            tx.rollback().await.unwrap()
-        }
-        let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(guard.fencing_token() > held.fencing_token());
-        guard.unlock().await.unwrap();
     }
 }
 
@@ -174,46 +91,4 @@ async fn an_invalid_lock_in_is_refused() {
         grant(&other, &lease_claim).await;
         other.release(&lease_claim).await.unwrap();
     }
-}
-
-#[tokio::test]
-async fn transactions_and_leases_lose_no_increment() {
-    const EACH: i64 = 40;
-    let server = server().await;
-    server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
-    let mut workers = tokio::task::JoinSet::new();
-    for worker in 0..4 {
-        let (registry, mut data) = (registry(config(&server)).await, data(&server).await);
-        workers.spawn(async move {
-            for _ in 0..EACH {
-                let guard = match worker % 2 {
-                    0 => Some(lock(&registry, "counter").await),
-                    _ => None,
-                };
-                loop {
-                    let mut tx = data.begin().await.unwrap();
-                    if guard.is_none() {
-                        match registry.lock_in(&mut tx, "counter").await {
-                            Ok(_) => {}
-                            Err(error) if error.is_retryable() => {
-                                tx.rollback().await.unwrap();
-                                continue;
-                            }
-                            Err(error) => panic!("{error:?}"),
-                        }
-                    }
-                    let n: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
-                    let write = AssertSqlSafe(format!("UPDATE counter SET n = {}", n + 1));
-                    tx.execute(write).await.unwrap();
-                    tx.commit().await.unwrap();
-                    break;
-                }
-                if let Some(guard) = guard {
-                    guard.unlock().await.unwrap();
-                }
-            }
-        });
-    }
-    workers.join_all().await;
-    assert_eq!(server.sql("SELECT n FROM counter").await.unwrap().trim(), (4 * EACH).to_string());
 }

@@ -3,86 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{Attempt, LockAdmin, LockBackend, LockOptions, Release, Renewal};
+use registry_core::{Attempt, LockAdmin, LockBackend, Release, Renewal};
 use registry_jdbc::Fence as _;
 use registry_jdbc::sqlx::Connection as _;
 use registry_testkit::clock::ClockShim;
-use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, lock,
-    registry, run, server, token,
+    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry,
+    run, server, token,
 };
 use crate::server::*;
-
-#[tokio::test]
-async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
-    let server = server().await;
-    let (first_store, second_store) =
-        (backend(config(&server)).await, backend(config(&server)).await);
-    let mut last = 0;
-    for round in 0..3 {
-        let first = claim("k").with_label(Some("first".into())).with_token_block(7);
-        let token_of_first = token(&first_store, &first).await;
-        assert!(token_of_first > last, "round {round}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
-        assert_eq!(holder.label.as_deref(), Some("first"));
-        assert_eq!(first_store.release(&first).await.unwrap(), Release::Freed);
-        // Case 1: no other client is faster.
-        let again = claim("k");
-        let token_again = token(&first_store, &again).await;
-        assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
-        assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
-        assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
-        assert_eq!(first_store.release(&again).await.unwrap(), Release::Freed);
-        // Case 2: another client is faster.
-        let faster = claim("k");
-        let token_of_faster = token(&second_store, &faster).await;
-        let before = writes(&server).await;
-        let reply = busy(&first_store, &claim("k")).await;
-        assert_eq!(writes(&server).await, before);
-        assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
-        let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
-        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-        assert_eq!(second_store.release(&faster).await.unwrap(), Release::Freed);
-        // Case 3: the row was deleted.
-        let gone = claim("k");
-        last = token(&first_store, &gone).await;
-        assert_eq!(first_store.release(&gone).await.unwrap(), Release::Freed);
-        server.sql("DELETE FROM lock_registry_locks").await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
-    let server = server().await;
-    let long_busy_timeout = config(&server).with_busy_timeout(Duration::from_secs(8));
-    let (first_store, second_store) =
-        (Arc::new(backend(long_busy_timeout).await), registry(config(&server)).await);
-    let before = claim("k");
-    grant(&first_store, &before).await;
-    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
-    let mut data = data(&server).await;
-    let mut transaction = data.begin().await.unwrap();
-    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
-    let guard = second_store.obtain("k").lock_with(options).await.unwrap();
-    guard.fence(&mut transaction).await.unwrap();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    // The holder stops slightly before its lease ends on the server.
-    let over = "SELECT until <= UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lock_registry_locks";
-    eventually(TEST_TIMEOUT, async || server.sql(over).await.unwrap() == "1").await;
-    let backend = Arc::clone(&first_store);
-    let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
-    waits_for_a_row(&server).await;
-    transaction.commit().await.unwrap();
-    let attempt = timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap();
-    let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
-    assert!(grant.token > guard.fencing_token());
-}
 
 #[tokio::test]
 async fn a_released_key_is_busy_while_its_new_holder_has_a_fenced_transaction() {

@@ -7,10 +7,19 @@ pub(crate) use registry_jdbc::sqlx::mysql::{
     MySqlPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{MySqlBackend as Backend, MySqlConfig as Config};
-use registry_testkit::mariadb::MariaDbOptions;
-pub(crate) use registry_testkit::mariadb::MariaDbServer as Server;
+pub(crate) use registry_testkit::mariadb::{MariaDbOptions as Options, MariaDbServer as Server};
+use registry_testkit::proxy::FaultProxy;
 
+pub(crate) const SCHEME: &str = "mysql";
+pub(crate) const OTHER_SCHEME: &str = "postgres";
+pub(crate) const ADMIN: &str = "root";
+pub(crate) const DATABASE: &str = "app";
 pub(crate) const SCHEMA: &str = "app";
+pub(crate) const SCHEMA_COMMAND: &str = "lockreg schema mysql";
+/// Whether the tables remember the tokens of deleted rows.
+pub(crate) const DELETED_TOKENS_COUNT: bool = false;
+/// Whether an attempt detects that a transaction holds the lock.
+pub(crate) const KNOWS_TRANSACTIONS: bool = false;
 /// A user without rights.
 pub(crate) const WORKER: &str = "worker@'127.0.0.1'";
 pub(crate) const CREATE_WORKER: &str = "CREATE USER worker@'127.0.0.1'";
@@ -19,6 +28,10 @@ pub(crate) const REFUSAL: &str = "check user and password";
 pub(crate) const KEY_COLUMN: &str = "lock_key";
 pub(crate) const BEGIN_READ_COMMITTED: &str =
     "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN";
+pub(crate) const SET_LEVEL: &str = "SET SESSION TRANSACTION ISOLATION LEVEL";
+pub(crate) const LEASE_IS_OVER: &str =
+    "SELECT until <= UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lock_registry_locks";
+pub(crate) const OPEN_TRANSACTIONS: &str = "SELECT count(*) FROM information_schema.innodb_trx";
 
 pub(crate) const CREATE_SALE: &str = "CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB";
 pub(crate) const SELL: &str = "INSERT INTO app.sale VALUES ('7')";
@@ -65,7 +78,7 @@ pub(crate) async fn assert_no_session_locks(server: &Server) {
 }
 
 /// Ends all connections of the store. The testkit itself connects through a Unix socket.
-pub(crate) async fn end_sessions(server: &Server) {
+pub(crate) async fn end_connections(server: &Server) {
     let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
     for id in server.sql(all).await.unwrap().lines() {
         // The connection may already have ended.
@@ -86,7 +99,7 @@ pub(crate) async fn holders(server: &Server) -> usize {
     server.sql(open).await.unwrap().trim().parse().unwrap()
 }
 
-pub(crate) type ServerKind = MariaDbOptions;
+pub(crate) type ServerKind = Options;
 
 /// The server of the conformance suite.
 #[derive(Debug)]
@@ -141,4 +154,39 @@ pub(crate) async fn waits_for_a_row(server: &Server) {
 /// What an attempt on a lease returns while a transaction of the store has the row locked.
 pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
     assert!(attempt.as_ref().is_err_and(BackendError::is_retryable), "{attempt:?}");
+}
+
+pub(crate) fn config_through(proxy: &FaultProxy) -> Config {
+    Config::new("127.0.0.1", proxy.addr().port(), DATABASE).with_login(ADMIN, None)
+}
+
+/// These servers send no notifications.
+pub(crate) fn listening_at(config: Config, _: &str) -> Config {
+    config
+}
+
+pub(crate) async fn wait_for_listener(_: &Server) {}
+
+#[cfg(feature = "tls")]
+pub(crate) async fn check_encrypted_listener(_: &Server, _: Vec<u8>) {}
+
+/// Pauses the whole server.
+pub(crate) async fn pause_statements(server: &Server) {
+    server.pause().unwrap();
+}
+
+pub(crate) fn resume_statements(server: &Server, (): ()) {
+    server.resume().unwrap();
+}
+
+/// All connections.
+pub(crate) async fn connection_ids(server: &Server) -> String {
+    server.sql("SELECT id FROM information_schema.processlist").await.unwrap()
+}
+
+pub(crate) async fn end_by_ids(server: &Server, ids: &str) {
+    for id in ids.lines() {
+        // The connection may already have ended.
+        server.sql(&format!("KILL CONNECTION {id}")).await.ok();
+    }
 }

@@ -42,7 +42,7 @@ async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
     };
     let cuts = async {
         loop {
-            end_sessions(&server).await;
+            end_connections(&server).await;
         }
     };
     tokio::select! {

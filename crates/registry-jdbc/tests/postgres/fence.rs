@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{LockBackend, Registry, Release, Renewal};
-use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
+use registry_jdbc::sqlx::{Connection, PgConnection};
 use registry_jdbc::{Fence, FenceError, PostgresBackend};
 
 use crate::common::{self, backend, claim, config, data, lock, registry};
@@ -36,43 +36,6 @@ async fn the_holder_renews_and_releases_next_to_its_fenced_transaction() {
     assert!(error.is_retryable() && error.refused(), "{}", common::error_chain(&error));
     transaction.rollback().await.unwrap();
     common::grant(&backend, &claim("coupon/7")).await;
-}
-
-#[tokio::test]
-async fn a_fence_detects_an_outdated_snapshot() {
-    let server = start_server().await;
-    let backend = Arc::new(backend(config(&server)).await);
-    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
-    let other = common::registry(config(&server)).await;
-    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
-        // Each level has its own key. With one key, the claim that the first guard still believes
-        // to hold would be handed over to the next caller of this process.
-        let guard = lock(&registry, level).await;
-        let mut data = data(&server).await;
-        let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
-        let mut transaction = data.begin_with(begin).await.unwrap();
-        transaction.execute("SELECT * FROM sale").await.unwrap();
-        // A renewal after the snapshot does not make the fence fail.
-        let holder_claim = [guard.claim().clone()];
-        assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
-        guard.fence(&mut transaction).await.unwrap();
-        transaction.rollback().await.unwrap();
-
-        let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
-        let mut transaction = data.begin_with(begin).await.unwrap();
-        transaction.execute("SELECT * FROM sale").await.unwrap();
-        // After a renewal, a release and a new grant, the snapshot of the transaction may still
-        // contain the old row.
-        assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
-        assert!(other.force_release(level).await.unwrap());
-        let successor = lock(&other, level).await;
-        assert!(guard.is_held(), "it has received no notification yet");
-        let error = guard.fence(&mut transaction).await.unwrap_err();
-        let is_expected = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
-        assert!(is_expected, "{level}: {error:?}");
-        transaction.rollback().await.unwrap();
-        successor.unlock().await.unwrap();
-    }
 }
 
 #[tokio::test]

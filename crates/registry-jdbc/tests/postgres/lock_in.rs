@@ -1,102 +1,16 @@
 //! A lock that lasts until the caller's transaction ends.
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use registry_core::{Attempt, LockBackend, Registry};
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
-use registry_jdbc::{LockIn, LockInError, PostgresBackend, PostgresConfig};
+use registry_jdbc::{LockIn, LockInError, PostgresConfig};
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::timeout;
 
 use crate::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, lock, registry, run,
-    server,
+    TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, lock, registry, run, server,
 };
-
-#[tokio::test]
-async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
-    let server = server().await;
-    let registry = registry(config(&server)).await;
-    let (mut one, mut two) = (data(&server).await, data(&server).await);
-    let mut last = None;
-    for commits in [true, false, true] {
-        let mut tx = one.begin().await.unwrap();
-        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
-        assert_eq!(held.key(), "orders/42");
-        assert!(Some(held.fencing_token()) > last, "tokens grow");
-        last = Some(held.fencing_token());
-
-        let mut other = two.begin().await.unwrap();
-        assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
-        // A transaction that received "busy" remains usable.
-        other.execute("SELECT 1").await.unwrap();
-        let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
-        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-        if commits {
-            tx.commit().await.unwrap()
-        } else {
-            tx.rollback().await.unwrap()
-        }
-        let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(Some(next.fencing_token()) > last, "tokens grow");
-        last = Some(next.fencing_token());
-        other.commit().await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn a_lease_excludes_a_transaction_until_its_release() {
-    let server = server().await;
-    let registry = registry(config(&server)).await;
-    let mut data = data(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    let mut tx = data.begin().await.unwrap();
-    let limit = Duration::from_millis(300);
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
-    assert!(guard.is_held());
-    let token = guard.fencing_token();
-    let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
-    assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
-    guard.unlock().await.unwrap();
-    let held = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-    assert!(held.fencing_token() > token);
-    tx.commit().await.unwrap();
-    let next = lock(&registry, "orders/42").await;
-    assert!(next.fencing_token() > held.fencing_token());
-}
-
-#[tokio::test]
-async fn a_transaction_excludes_leases_whose_attempts_return_busy() {
-    let server = server().await;
-    let config = config(&server).with_busy_timeout(Duration::from_millis(50));
-    let backend = Arc::new(backend(config).await);
-    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
-    let mut data = data(&server).await;
-    // The rolled-back transaction is between two committed ones, so the row exists before and after
-    // it.
-    for commits in [true, false, true] {
-        let mut tx = data.begin().await.unwrap();
-        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
-        assert_eq!(busy(&backend, &claim("orders/42")).await.holder, None);
-        assert!(registry.obtain("orders/42").try_lock().await.unwrap().is_none());
-        grant(&backend, &claim("orders/43")).await;
-        let waiting = registry.obtain("orders/42");
-        let waiting = waiting.lock();
-        tokio::pin!(waiting);
-        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-        if commits {
-            tx.commit().await.unwrap()
-        } else {
-            tx.rollback().await.unwrap()
-        }
-        let guard = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-        assert!(guard.fencing_token() > held.fencing_token());
-        guard.unlock().await.unwrap();
-        server.sql("DELETE FROM lock_registry_locks WHERE key = 'orders/43'").await.unwrap();
-    }
-}
 
 #[tokio::test]
 async fn a_row_locked_by_another_program_is_an_error_and_not_busy() {
@@ -136,21 +50,6 @@ async fn lock_in_preserves_settings_and_savepoints() {
     assert_eq!(registry.try_lock_in(&mut blocker, "a").await.unwrap(), None);
     let notes = tx.fetch_one("SELECT count(*) FROM note").await.unwrap();
     assert_eq!(notes.get::<i64, _>(0), 3);
-    tx.commit().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_busy_attempt_does_not_block_renewals() {
-    let server = server().await;
-    let backend = Arc::new(backend(config(&server)).await);
-    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
-    let lease_claim = claim("orders/42");
-    grant(&backend, &lease_claim).await;
-    let mut data = data(&server).await;
-    let mut tx = data.begin().await.unwrap();
-    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-    let renewed = backend.renew(std::slice::from_ref(&lease_claim)).await;
-    assert!(matches!(renewed[0], Ok(registry_core::Renewal::Renewed(_))), "{renewed:?}");
     tx.commit().await.unwrap();
 }
 
@@ -246,38 +145,4 @@ async fn an_invalid_lock_in_is_refused_and_the_transaction_continues() {
         // The first round has no tables, the second has tables of another store.
         backend(PostgresConfig::from_url(&branch).unwrap()).await;
     }
-}
-
-#[tokio::test]
-async fn transactions_and_leases_lose_no_increment() {
-    const EACH: i64 = 40;
-    let server = server().await;
-    server.sql("CREATE TABLE counter AS SELECT 0::bigint AS n").await.unwrap();
-    let began = Instant::now();
-    let mut workers = tokio::task::JoinSet::new();
-    for worker in 0..4 {
-        let (registry, mut data) = (registry(config(&server)).await, data(&server).await);
-        workers.spawn(async move {
-            for _ in 0..EACH {
-                let guard = match worker % 2 {
-                    0 => Some(lock(&registry, "counter").await),
-                    _ => None,
-                };
-                let mut tx = data.begin().await.unwrap();
-                if guard.is_none() {
-                    registry.lock_in(&mut tx, "counter").await.unwrap();
-                }
-                let n: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
-                let write = AssertSqlSafe(format!("UPDATE counter SET n = {}", n + 1));
-                tx.execute(write).await.unwrap();
-                tx.commit().await.unwrap();
-                if let Some(guard) = guard {
-                    guard.unlock().await.unwrap();
-                }
-            }
-        });
-    }
-    workers.join_all().await;
-    assert_eq!(server.sql("SELECT n FROM counter").await.unwrap(), (4 * EACH).to_string());
-    assert!(began.elapsed() < TEST_TIMEOUT * 4);
 }

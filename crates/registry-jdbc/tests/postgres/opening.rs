@@ -1,12 +1,8 @@
 //! Connecting to a store and creating its schema.
 
-use registry_core::{BackendErrorKind, LockAdmin, LockBackend};
-#[cfg(feature = "tls")]
-use registry_jdbc::Encryption;
+use registry_core::BackendErrorKind;
 use registry_jdbc::{PostgresBackend, PostgresConfig};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
-#[cfg(feature = "tls")]
-use registry_testkit::tls::TlsFolder;
 
 use crate::common::{backend, busy, claim, config, error_chain, grant, server};
 use crate::servers::opening::*;
@@ -38,79 +34,6 @@ async fn schema_and_table_names_are_configurable() {
     let error =
         open_refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
     assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
-}
-
-#[tokio::test]
-async fn a_refused_login_is_explained_without_the_password() {
-    let options = PostgresOptions::new().password("canary-right");
-    let server = PostgresServer::start_with(options).await.unwrap();
-    let addr = server.addr();
-    let url = |login: &str, database: &str| format!("postgres://{login}@{addr}/{database}");
-    for (url, kind) in [
-        (url("postgres:canary-wrong", "postgres"), BackendErrorKind::Denied),
-        (url("canary-user:canary-right", "postgres"), BackendErrorKind::Denied),
-        (url("postgres:canary-right", "missing"), BackendErrorKind::Misconfigured),
-        ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
-    ] {
-        let config = PostgresConfig::from_url(&url).unwrap().with_listen(&url).unwrap();
-        assert!(!format!("{config:?}{config:#?}").contains("canary"));
-        let error = open_refused(config).await;
-        assert_eq!(error.kind(), kind, "{}", error_chain(&error));
-        let output = error_chain(&error).replace("user \"canary-user\"", "");
-        assert!(!output.contains("canary-right") && !output.contains("canary-wrong"), "{output}");
-    }
-    for url in
-        ["postgres://u:canary@h:999999/x", "mysql://u:canary@h/x", "postgres://u:canary@h/x?y=z"]
-    {
-        let error = PostgresConfig::from_url(url).unwrap_err();
-        assert!(!error_chain(&error).contains("canary"), "{}", error_chain(&error));
-    }
-    let with_password =
-        backend(PostgresConfig::from_url(&url("postgres:canary-right", "postgres")).unwrap()).await;
-    assert!(!format!("{with_password:?}").contains("canary"));
-    grant(&with_password, &claim("k")).await;
-}
-
-#[cfg(feature = "tls")]
-#[tokio::test]
-async fn encrypted_connections_are_verified_as_configured() {
-    let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
-    let options = PostgresOptions::new().password("secret").tls(&folder);
-    let server = PostgresServer::start_with(options).await.unwrap();
-    let ca = |folder: &TlsFolder| std::fs::read(folder.ca_file()).unwrap();
-    for config in [
-        config(&server),
-        config(&server).with_encryption(Encryption::Required),
-        config(&server).with_certificate_authority(ca(&folder)),
-    ] {
-        let backend = backend(config).await;
-        let held = claim("k");
-        grant(&backend, &held).await;
-        backend.release(&held).await.unwrap();
-    }
-    // The listener uses the same TLS settings as the other connections, on any server.
-    let elsewhere = config(&server).with_listen(&server.url()).unwrap();
-    let listens =
-        |findings: Vec<registry_core::Finding>| !format!("{findings:?}").contains("listening");
-    for (config, may_listen) in [
-        (elsewhere.clone().with_certificate_authority(ca(&folder)), true),
-        (elsewhere.with_encryption(Encryption::Required), true),
-        (config(&server).with_listen("postgres://postgres:canary@127.0.0.1:1/x").unwrap(), false),
-    ] {
-        let findings = backend(config).await.diagnose().await.unwrap();
-        assert!(!format!("{findings:?}").contains("canary"));
-        assert_eq!(listens(findings), may_listen);
-    }
-    open_refused(config(&server).with_encryption(Encryption::Off)).await;
-    for untrusted in [
-        config(&server).with_encryption(Encryption::VerifyHost),
-        config(&server).with_certificate_authority(ca(&other)),
-    ] {
-        let error = open_refused(untrusted).await;
-        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
-    }
-    let plain = PostgresServer::start().await.unwrap();
-    open_refused(config(&plain).with_encryption(Encryption::Required)).await;
 }
 
 const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";

@@ -1,21 +1,16 @@
 //! Locks that are rows, locked by a transaction of their own.
 
-use std::error::Error as _;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{LockError, Registry};
-use registry_jdbc::sqlx::{Connection, Executor};
-use registry_jdbc::{
-    Fence, FenceError, LockIn, PostgresBackend, PostgresConfig, RowLocksExhausted,
-};
+use registry_jdbc::sqlx::Connection as _;
+use registry_jdbc::{Fence, FenceError, LockIn, PostgresConfig};
 use registry_testkit::pgbouncer::PgBouncer;
-use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
 
 use crate::common::{TEST_TIMEOUT, backend, config, data, lock, server};
 use crate::server::*;
 use crate::servers::row::*;
+use crate::servers::session::AT_ONCE;
 
 #[tokio::test]
 async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_held() {
@@ -27,60 +22,13 @@ async fn a_closed_connection_notifies_its_holder_at_once_and_other_locks_stay_he
     let began = Instant::now();
     server.sql(&format!("SELECT pg_terminate_backend({pid})")).await.unwrap();
     timeout(TEST_TIMEOUT, cut.lost()).await.unwrap();
-    assert!(began.elapsed() < LOSS_NOTICE_MAX, "after {:?}", began.elapsed());
+    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
     let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > cut.fencing_token());
     assert!(kept.is_held() && !is_free(&second, "orders/43").await);
     kept.unlock().await.unwrap();
     // The store continues with another connection.
     lock(&first, "orders/43").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
-    let server = server().await;
-    let limited = row(config(&server).with_row_locks(2)).await;
-    let registry = registry_over(Arc::<PostgresBackend>::clone(&limited));
-    let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
-    assert_eq!(holders(&server).await, 2);
-    let error = registry.obtain("c").try_lock().await.unwrap_err();
-    assert!(error.is_retryable(), "{error:?}");
-    let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
-    assert!(source.refused() && source.to_string().contains("row_locks"), "{source}");
-    let exhausted = source.source().and_then(|source| source.downcast_ref());
-    assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
-    // A busy key is still reported as busy if the same store holds it.
-    let second_registry = registry_over(limited);
-    assert!(!is_free(&second_registry, "a").await);
-    // A waiter waits for a free row lock as well as for the key.
-    let third = registry.obtain("c");
-    let mut waiting = Box::pin(third.lock());
-    assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
-    let [first, second] = guards;
-    first.unlock().await.unwrap();
-    let third = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-    second.unlock().await.unwrap();
-    third.unlock().await.unwrap();
-    assert_eq!(holders(&server).await, 0);
-}
-
-#[tokio::test]
-async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guards = [lock(&a, "orders/1").await, lock(&a, "orders/2").await];
-    let handles = [b.obtain("orders/1"), b.obtain("orders/2")];
-    let mut waiting = handles.iter().map(|handle| Box::pin(handle.lock())).collect::<Vec<_>>();
-    for waiting in &mut waiting {
-        assert!(timeout(Duration::from_millis(300), waiting).await.is_err());
-    }
-    assert_eq!(holders(&server).await, 2);
-    for guard in guards {
-        guard.unlock().await.unwrap();
-    }
-    for waiting in waiting {
-        drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
-    }
 }
 
 #[tokio::test]
@@ -135,41 +83,6 @@ async fn row_locks_work_through_a_pooler_whose_end_notifies_the_holders() {
     bouncer.kill();
     timeout(TEST_TIMEOUT, second.lost()).await.unwrap();
     drop(timeout(TEST_TIMEOUT, b.obtain("orders/43").lock()).await.unwrap().unwrap());
-}
-
-async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
-    server.sql("DROP TABLE IF EXISTS sale; CREATE TABLE sale (coupon text)").await.unwrap();
-    let (mut data, mut second) = (data(server).await, data(server).await);
-    let guard = lock(&a, "coupon/7").await;
-    sell(&guard, &mut data).await.unwrap();
-    // The next holder commits after this transaction, even if the server has ended the lock.
-    let mut open = second.begin().await.unwrap();
-    guard.fence(&mut open).await.unwrap();
-    open.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
-    let cut = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND granted";
-    server.sql(cut).await.unwrap();
-    let next = b.obtain("coupon/7");
-    let mut waiting = Box::pin(next.lock());
-    assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
-    open.commit().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
-    // A holder that has lost the lock cannot commit, whether it was notified or not.
-    let error = sell(&guard, &mut data).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
-    sell(&next, &mut data).await.unwrap();
-    assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "3");
-}
-
-#[tokio::test]
-async fn a_transaction_is_fenced_by_a_row_lock() {
-    let server = server().await;
-    fences(&server, registry(&server).await, registry(&server).await).await;
-}
-
-#[tokio::test]
-async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
-    let server = server().await;
-    fences(&server, session(&server).await, session(&server).await).await;
 }
 
 #[tokio::test]

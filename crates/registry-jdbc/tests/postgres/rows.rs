@@ -1,90 +1,16 @@
 //! The writes of each operation, and the operations without writes.
 
-use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{Attempt, LockAdmin, LockBackend, LockOptions, Release, Renewal};
-use registry_jdbc::Fence as _;
-use registry_jdbc::sqlx::Connection as _;
+use registry_core::{Attempt, LockAdmin, LockBackend, Release, Renewal};
 use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::{Instant, timeout};
 
 use crate::common::{
-    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry,
-    run, server, token,
+    TEST_TIMEOUT, backend, claim, config, data, error_chain, grant, run, server, token,
 };
-use crate::server::*;
-
-#[tokio::test]
-async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
-    let server = server().await;
-    let (first_store, second_store) =
-        (backend(config(&server)).await, backend(config(&server)).await);
-    let mut last = 0;
-    for round in 0..3 {
-        let first = claim("k").with_label(Some("first".into())).with_token_block(7);
-        let token_of_first = token(&first_store, &first).await;
-        assert!(token_of_first > last, "round {round}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
-        assert_eq!(holder.label.as_deref(), Some("first"));
-        assert_eq!(first_store.release(&first).await.unwrap(), Release::Freed);
-        // Case 1: no other client is faster.
-        let again = claim("k");
-        let token_again = token(&first_store, &again).await;
-        assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
-        assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
-        assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
-        assert_eq!(first_store.release(&again).await.unwrap(), Release::Freed);
-        // Case 2: another client is faster.
-        let faster = claim("k");
-        let token_of_faster = token(&second_store, &faster).await;
-        let before = writes(&server).await;
-        let reply = busy(&first_store, &claim("k")).await;
-        assert_eq!(writes(&server).await, before);
-        assert_eq!(reply.holder.unwrap().token.map(Into::into), Some(token_of_faster));
-        let renewed = second_store.renew(std::slice::from_ref(&faster)).await.remove(0);
-        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-        assert_eq!(second_store.release(&faster).await.unwrap(), Release::Freed);
-        // Case 3: the row was deleted, which leaves only its tokens in the floor.
-        let far_ahead = claim("k").with_token_block(u32::MAX);
-        last = token(&first_store, &far_ahead).await + u64::from(u32::MAX) - 1;
-        assert_eq!(first_store.release(&far_ahead).await.unwrap(), Release::Freed);
-        server.sql("DELETE FROM lock_registry_locks").await.unwrap();
-    }
-}
-
-#[tokio::test]
-async fn a_released_key_is_not_acquired_during_a_fenced_transaction() {
-    let server = server().await;
-    let long_busy_timeout = config(&server).with_busy_timeout(Duration::from_secs(8));
-    let (first_store, second_store) =
-        (Arc::new(backend(long_busy_timeout).await), registry(config(&server)).await);
-    let before = claim("k");
-    grant(&first_store, &before).await;
-    assert_eq!(first_store.release(&before).await.unwrap(), Release::Freed);
-    let mut data = data(&server).await;
-    let mut transaction = data.begin().await.unwrap();
-    let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
-    let guard = second_store.obtain("k").lock_with(options).await.unwrap();
-    guard.fence(&mut transaction).await.unwrap();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    // The holder stops slightly before its lease ends on the server.
-    eventually(TEST_TIMEOUT, async || first_store.inspect(before.key()).await.unwrap().is_none())
-        .await;
-    let backend = Arc::clone(&first_store);
-    let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
-    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
-    // The release of the lost guard may wait too.
-    eventually(TEST_TIMEOUT, async || server.sql(waiting).await.is_ok_and(|count| count != "0"))
-        .await;
-    transaction.commit().await.unwrap();
-    let attempt = timeout(TEST_TIMEOUT, attempt).await.unwrap().unwrap().unwrap();
-    let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
-    assert!(grant.token > guard.fencing_token());
-}
 
 #[tokio::test]
 async fn a_grant_is_durable_and_a_release_need_not_be() {

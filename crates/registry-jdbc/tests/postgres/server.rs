@@ -1,16 +1,30 @@
 //! The types and the SQL of this server, for the tests of all servers.
 
+use std::io;
+
 use registry_core::{Attempt, BackendError, Claim};
 use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::postgres::{
     PgConnectOptions as DataOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{PostgresBackend as Backend, PostgresConfig as Config};
+use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
-use registry_testkit::postgres::PostgresOptions;
-pub(crate) use registry_testkit::postgres::PostgresServer as Server;
+pub(crate) use registry_testkit::postgres::{PostgresOptions as Options, PostgresServer as Server};
+use registry_testkit::proxy::FaultProxy;
 
+use crate::common::TEST_TIMEOUT;
+
+pub(crate) const SCHEME: &str = "postgres";
+pub(crate) const OTHER_SCHEME: &str = "mysql";
+pub(crate) const ADMIN: &str = "postgres";
+pub(crate) const DATABASE: &str = "postgres";
 pub(crate) const SCHEMA: &str = "public";
+pub(crate) const SCHEMA_COMMAND: &str = "lockreg schema postgres";
+/// Whether the tables remember the tokens of deleted rows.
+pub(crate) const DELETED_TOKENS_COUNT: bool = true;
+/// Whether an attempt detects that a transaction holds the lock.
+pub(crate) const KNOWS_TRANSACTIONS: bool = true;
 /// A user without rights.
 pub(crate) const WORKER: &str = "worker";
 pub(crate) const CREATE_WORKER: &str = "CREATE ROLE worker LOGIN";
@@ -18,6 +32,11 @@ pub(crate) const CREATE_WORKER: &str = "CREATE ROLE worker LOGIN";
 pub(crate) const REFUSAL: &str = "lockreg schema postgres";
 pub(crate) const KEY_COLUMN: &str = "key";
 pub(crate) const BEGIN_READ_COMMITTED: &str = "BEGIN";
+pub(crate) const SET_LEVEL: &str = "SET SESSION CHARACTERISTICS AS TRANSACTION ISOLATION LEVEL";
+pub(crate) const LEASE_IS_OVER: &str = "\
+    SELECT (until <= extract(epoch FROM clock_timestamp()) * 1000000)::int FROM lock_registry_locks";
+pub(crate) const OPEN_TRANSACTIONS: &str =
+    "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'";
 
 pub(crate) const CREATE_SALE: &str = "CREATE TABLE sale (coupon text)";
 pub(crate) const SELL: &str = "INSERT INTO sale VALUES ('7')";
@@ -59,11 +78,6 @@ pub(crate) async fn assert_no_session_locks(server: &Server) {
     assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
 }
 
-/// Ends the connections that hold a session lock.
-pub(crate) async fn end_sessions(server: &Server) {
-    server.sql(&format!("SELECT pg_terminate_backend(pid) FROM ({HOLDERS}) h")).await.unwrap();
-}
-
 /// The id of the next transaction that writes.
 pub(crate) async fn writes(server: &Server) -> String {
     server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()
@@ -96,7 +110,7 @@ pub(crate) struct TestServer {
 
 impl TestServer {
     pub(crate) async fn start(kind: &ServerKind) -> Self {
-        let options = PostgresOptions::new().settings(&["max_connections=1000"]);
+        let options = Options::new().settings(&["max_connections=1000"]);
         let server = Server::start_with(options).await.unwrap();
         let limits = ["max_client_conn = 1000", "default_pool_size = 800"];
         let bouncer = match kind {
@@ -150,10 +164,83 @@ impl TestServer {
 pub(crate) async fn waits_for_a_row(server: &Server) {
     let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
     let waits = async || server.sql(waiting).await.is_ok_and(|count| count != "0");
-    registry_testkit::eventually(crate::common::TEST_TIMEOUT, waits).await;
+    eventually(TEST_TIMEOUT, waits).await;
 }
 
 /// What an attempt on a lease returns while a transaction of the store has the row locked.
 pub(crate) fn expect_row_locked(attempt: Result<Attempt, BackendError>) {
-    assert!(matches!(attempt, Ok(Attempt::Busy(_))), "{attempt:?}");
+    assert!(matches!(&attempt, Ok(Attempt::Busy(busy)) if busy.holder.is_none()), "{attempt:?}");
+}
+
+pub(crate) fn config_through(proxy: &FaultProxy) -> Config {
+    Config::new("127.0.0.1", proxy.addr().port(), DATABASE).with_login(ADMIN, None)
+}
+
+pub(crate) fn listening_at(config: Config, url: &str) -> Config {
+    config.with_listen(url).unwrap()
+}
+
+/// The sessions of the store, except the listener.
+const SESSIONS: &str =
+    "application_name = 'lock-registry' AND query NOT LIKE 'LISTEN%' AND query <> 'SELECT 1'";
+pub(crate) const LISTENERS: &str = "application_name = 'lock-registry' AND (query LIKE 'LISTEN%' OR query = 'SELECT 1') AND state = 'idle'";
+
+pub(crate) async fn pid(server: &Server, which: &str) -> i32 {
+    let statement = format!("SELECT pid FROM pg_stat_activity WHERE {which} LIMIT 1");
+    let pid = async || server.sql(&statement).await?.parse().map_err(io::Error::other);
+    eventually(TEST_TIMEOUT, pid).await
+}
+
+/// Pauses the session of the store.
+pub(crate) async fn pause_statements(server: &Server) -> i32 {
+    let pid = pid(server, SESSIONS).await;
+    server.pause_backend(pid).unwrap();
+    pid
+}
+
+pub(crate) fn resume_statements(server: &Server, pid: i32) {
+    server.resume_backend(pid).unwrap();
+}
+
+pub(crate) async fn wait_for_listener(server: &Server) {
+    pid(server, LISTENERS).await;
+}
+
+/// Ends all connections of the store.
+pub(crate) async fn end_connections(server: &Server) {
+    let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lock-registry'";
+    server.sql(all).await.unwrap();
+}
+
+/// The server processes that hold a lock of the store.
+pub(crate) async fn connection_ids(server: &Server) -> String {
+    let holders = "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'advisory' AND granted";
+    server.sql(holders).await.unwrap()
+}
+
+pub(crate) async fn end_by_ids(server: &Server, ids: &str) {
+    for pid in ids.lines() {
+        server.sql(&format!("SELECT pg_terminate_backend({pid}, 5000)")).await.unwrap();
+    }
+}
+
+/// The listener uses the same TLS settings as the other connections, on any server.
+#[cfg(feature = "tls")]
+pub(crate) async fn check_encrypted_listener(server: &Server, ca: Vec<u8>) {
+    use registry_core::LockAdmin as _;
+    use registry_jdbc::Encryption;
+
+    let config = crate::common::config(server);
+    let elsewhere = config.clone().with_listen(&server.url()).unwrap();
+    let listens =
+        |findings: Vec<registry_core::Finding>| !format!("{findings:?}").contains("listening");
+    for (config, may_listen) in [
+        (elsewhere.clone().with_certificate_authority(ca), true),
+        (elsewhere.with_encryption(Encryption::Required), true),
+        (config.with_listen("postgres://postgres:canary@127.0.0.1:1/x").unwrap(), false),
+    ] {
+        let findings = crate::common::backend(config).await.diagnose().await.unwrap();
+        assert!(!format!("{findings:?}").contains("canary"));
+        assert_eq!(listens(findings), may_listen);
+    }
 }

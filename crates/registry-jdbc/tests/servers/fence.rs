@@ -1,14 +1,15 @@
 //! A fenced transaction commits only if no other client was granted the lock since.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockOptions};
+use registry_core::{LockBackend, LockGuard, LockOptions, Registry, Renewal};
 use registry_jdbc::sqlx::{Connection as _, Executor};
 use registry_jdbc::{Fence, FenceError};
 use tokio::time::timeout;
 
-use super::common::{self, TEST_TIMEOUT, config, data, lock, registry};
-use crate::server::{CREATE_SALE, Connection, SELL, Server, TAKE_OVER};
+use super::common::{self, TEST_TIMEOUT, backend, config, data, lock, registry};
+use crate::server::{Backend, CREATE_SALE, Connection, SELL, SET_LEVEL, Server, TAKE_OVER};
 
 pub(crate) async fn start_server() -> Server {
     let server = common::server().await;
@@ -106,4 +107,41 @@ async fn a_fence_waits_for_an_earlier_takeover_and_sees_it() {
     common::run(&mut other_transaction, "COMMIT").await;
     let error = timeout(TEST_TIMEOUT, fence).await.unwrap().unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_fence_detects_an_outdated_snapshot() {
+    let server = start_server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<Backend>::clone(&backend)).build().unwrap();
+    let other = common::registry(config(&server)).await;
+    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
+        // Each level has its own key. With one key, the claim that the first guard still believes
+        // to hold would be handed over to the next caller of this process.
+        let guard = lock(&registry, level).await;
+        let mut data = data(&server).await;
+        common::run(&mut data, &format!("{SET_LEVEL} {level}")).await;
+        let holder_claim = [guard.claim().clone()];
+        for is_lost in [false, true] {
+            let mut transaction = data.begin().await.unwrap();
+            // Takes the snapshot of the transaction.
+            transaction.execute("SELECT * FROM sale").await.unwrap();
+            transaction.execute("SELECT count(*) FROM lock_registry_meta").await.unwrap();
+            assert!(matches!(backend.renew(&holder_claim).await[0], Ok(Renewal::Renewed(_))));
+            if !is_lost {
+                // A renewal after the snapshot does not make the fence fail.
+                guard.fence(&mut transaction).await.unwrap();
+                transaction.rollback().await.unwrap();
+                continue;
+            }
+            assert!(other.force_release(level).await.unwrap());
+            let successor = lock(&other, level).await;
+            assert!(guard.is_held(), "it has received no notification yet");
+            let error = guard.fence(&mut transaction).await.unwrap_err();
+            let is_expected = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
+            assert!(is_expected, "{level}: {error:?}");
+            transaction.rollback().await.unwrap();
+            successor.unlock().await.unwrap();
+        }
+    }
 }

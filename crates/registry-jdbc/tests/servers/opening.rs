@@ -93,3 +93,70 @@ async fn a_user_without_the_right_to_create_tables_can_lock() {
     }
     assert!(backend.diagnose().await.is_ok());
 }
+
+#[tokio::test]
+async fn a_refused_login_is_explained_without_the_password() {
+    let options = Options::new().password("canary-right");
+    let server = Server::start_with(options).await.unwrap();
+    let addr = server.addr();
+    let url = |login: &str, database: &str| format!("{SCHEME}://{login}@{addr}/{database}");
+    let right = format!("{ADMIN}:canary-right");
+    for (url, kind) in [
+        (url(&format!("{ADMIN}:canary-wrong"), DATABASE), BackendErrorKind::Denied),
+        (url("canary-user:canary-right", DATABASE), BackendErrorKind::Denied),
+        (url(&right, "missing"), BackendErrorKind::Misconfigured),
+        (format!("{SCHEME}://u:canary@127.0.0.1:1/x"), BackendErrorKind::Transient),
+    ] {
+        let config = listening_at(Config::from_url(&url).unwrap(), &url);
+        assert!(!format!("{config:?}{config:#?}").contains("canary"));
+        let error = open_refused(config).await;
+        assert_eq!(error.kind(), kind, "{}", error_chain(&error));
+        let output = error_chain(&error).replace("user \"canary-user\"", "");
+        assert!(!output.contains("canary-right") && !output.contains("canary-wrong"), "{output}");
+    }
+    for url in [
+        format!("{SCHEME}://u:canary@h:999999/x"),
+        format!("{OTHER_SCHEME}://u:canary@h/x"),
+        format!("{SCHEME}://u:canary@h/x?y=z"),
+    ] {
+        let error = Config::from_url(&url).unwrap_err();
+        assert!(!error_chain(&error).contains("canary"), "{}", error_chain(&error));
+    }
+    let with_password = backend(Config::from_url(&url(&right, DATABASE)).unwrap()).await;
+    assert!(!format!("{with_password:?}").contains("canary"));
+    grant(&with_password, &claim("k")).await;
+}
+
+#[cfg(feature = "tls")]
+#[tokio::test]
+async fn encrypted_connections_are_verified_as_configured() {
+    use registry_jdbc::Encryption;
+    use registry_testkit::tls::TlsFolder;
+
+    let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let options = Options::new().password("secret").tls(&folder);
+    let server = Server::start_with(options).await.unwrap();
+    let ca = |folder: &TlsFolder| std::fs::read(folder.ca_file()).unwrap();
+    for config in [
+        config(&server),
+        config(&server).with_encryption(Encryption::Required),
+        config(&server).with_certificate_authority(ca(&folder)),
+    ] {
+        let backend = backend(config).await;
+        let held = claim("k");
+        grant(&backend, &held).await;
+        backend.release(&held).await.unwrap();
+    }
+    check_encrypted_listener(&server, ca(&folder)).await;
+    let error = open_refused(config(&server).with_encryption(Encryption::Off)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
+    let plain = Server::start().await.unwrap();
+    for config in [
+        config(&server).with_encryption(Encryption::VerifyHost),
+        config(&server).with_certificate_authority(ca(&other)),
+        config(&plain).with_encryption(Encryption::Required),
+    ] {
+        let error = open_refused(config).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
+    }
+}

@@ -1,20 +1,17 @@
 //! Locks that are rows, locked by a transaction.
 
+use std::error::Error as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use registry_core::{
-    Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockGuard, Registry, Release, Renewal,
-};
+use registry_core::{Attempt, Claim, GuaranteeClass, LockAdmin, LockBackend, LockError, Registry};
 use registry_jdbc::sqlx::{Connection as _, Executor};
-use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
+use registry_jdbc::{Fence, FenceError, LockIn, RowLocksExhausted, SqlMode};
 use tokio::time::timeout;
 
-use super::common::{LEASE, TEST_TIMEOUT, backend, claim, config, data, grant, key, lock, server};
+use super::common::{TEST_TIMEOUT, backend, claim, config, data, grant, lock, server};
+use super::fence::sell;
 use crate::server::*;
-
-/// The time limit for a loss notification: well before the next renewal.
-pub(crate) const LOSS_NOTICE_MAX: Duration = Duration::from_secs(5);
 
 pub(crate) const ONE_SECOND: Duration = Duration::from_secs(1);
 
@@ -43,73 +40,6 @@ pub(crate) async fn is_free(registry: &Registry, key: &str) -> bool {
 }
 
 #[tokio::test]
-async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
-    let mut server = server().await;
-    let registry = registry(&server).await;
-    let guard = lock(&registry, "orders/42").await;
-    lock(&registry, "orders/43").await.unlock().await.unwrap();
-    server.kill();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
-}
-
-#[tokio::test]
-async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
-    let server = server().await;
-    let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let config = config(&server);
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
-            assert!(matches!(granted, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
-}
-
-#[tokio::test]
-async fn cancelled_waits_leave_no_lock_behind() {
-    let server = server().await;
-    let (a, b) = (registry(&server).await, registry(&server).await);
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
-    }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_eq!(holders(&server).await, 0);
-    lock(&a, "orders/42").await.unlock().await.unwrap();
-}
-
-#[tokio::test]
-async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
-    let server = server().await;
-    let (a, b) = (row(config(&server)).await, registry(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
-    let guard = timeout(TEST_TIMEOUT, b.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
-}
-
-#[tokio::test]
 async fn capabilities_and_findings_match_the_backend() {
     let server = server().await;
     let backend = row(config(&server)).await;
@@ -130,17 +60,6 @@ async fn capabilities_and_findings_match_the_backend() {
     let none =
         Backend::open_mode(config(&server).with_row_locks(0), SqlMode::Row).await.unwrap_err();
     assert!(!none.is_retryable(), "{none}");
-}
-
-pub(crate) async fn sell(guard: &LockGuard, data: &mut Connection) -> Result<(), FenceError> {
-    let mut transaction = data.begin().await.unwrap();
-    if let Err(error) = guard.fence(&mut transaction).await {
-        transaction.rollback().await.unwrap();
-        return Err(error);
-    }
-    transaction.execute(SELL).await.unwrap();
-    transaction.commit().await.unwrap();
-    Ok(())
 }
 
 /// Writes what the next holder would, before the loss notification arrives.
@@ -236,4 +155,86 @@ async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_token
     tx.commit().await.unwrap();
     let fourth = grant(&leases, &lease).await.token;
     assert!(first < second && second < third && third < fourth);
+}
+
+#[tokio::test]
+async fn each_lock_has_a_connection_and_an_attempt_beyond_the_limit_fails() {
+    let server = server().await;
+    let limited = row(config(&server).with_row_locks(2)).await;
+    let registry = registry_over(Arc::<Backend>::clone(&limited));
+    let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
+    assert_eq!(holders(&server).await, 2);
+    let error = registry.obtain("c").try_lock().await.unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
+    assert!(source.refused() && source.to_string().contains("row_locks"), "{source}");
+    let exhausted = source.source().and_then(|source| source.downcast_ref());
+    assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
+    // A busy key is still reported as busy if the same store holds it.
+    let second_registry = registry_over(limited);
+    assert!(!is_free(&second_registry, "a").await);
+    // A waiter waits for a free row lock as well as for the key.
+    let third = registry.obtain("c");
+    let mut waiting = Box::pin(third.lock());
+    assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+    let [first, second] = guards;
+    first.unlock().await.unwrap();
+    let third = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
+    second.unlock().await.unwrap();
+    third.unlock().await.unwrap();
+    assert_eq!(holders(&server).await, 0);
+}
+
+#[tokio::test]
+async fn a_waiter_has_no_connection_and_is_woken_by_a_release_in_another_process() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    let guards = [lock(&a, "orders/1").await, lock(&a, "orders/2").await];
+    let handles = [b.obtain("orders/1"), b.obtain("orders/2")];
+    let mut waiting = handles.iter().map(|handle| Box::pin(handle.lock())).collect::<Vec<_>>();
+    for waiting in &mut waiting {
+        assert!(timeout(Duration::from_millis(300), waiting).await.is_err());
+    }
+    assert_eq!(holders(&server).await, 2);
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    for waiting in waiting {
+        drop(timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap());
+    }
+}
+
+async fn fences(server: &Server, a: Registry, b: Registry) {
+    server.sql(CREATE_SALE).await.unwrap();
+    let guard = lock(&a, "coupon/7").await;
+    let connections = connection_ids(server).await;
+    let (mut data, mut second) = (data(server).await, data(server).await);
+    sell(&guard, &mut data).await.unwrap();
+    // The next holder commits after this transaction, even if the server has ended the lock.
+    let mut open = second.begin().await.unwrap();
+    guard.fence(&mut open).await.unwrap();
+    open.execute(SELL).await.unwrap();
+    end_by_ids(server, &connections).await;
+    let next = b.obtain("coupon/7");
+    let mut waiting = Box::pin(next.lock());
+    assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
+    open.commit().await.unwrap();
+    let next = timeout(TEST_TIMEOUT, waiting).await.unwrap().unwrap();
+    // A holder that has lost the lock cannot commit, whether it was notified or not.
+    let error = sell(&guard, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+    sell(&next, &mut data).await.unwrap();
+    assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap().trim(), "3");
+}
+
+#[tokio::test]
+async fn a_transaction_is_fenced_by_a_row_lock() {
+    let server = server().await;
+    fences(&server, registry(&server).await, registry(&server).await).await;
+}
+
+#[tokio::test]
+async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
+    let server = server().await;
+    fences(&server, session(&server).await, session(&server).await).await;
 }

@@ -1,4 +1,4 @@
-//! Locks that end with the connection of their process.
+//! Locks that end with a connection: that of their process, or one of their own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,14 +7,14 @@ use registry_core::{Attempt, Claim, LockBackend, Registry, Release, Renewal};
 use registry_jdbc::SqlMode;
 use tokio::time::timeout;
 
-use super::common::{TEST_TIMEOUT, backend, claim, config, grant, key, lock, server};
+use super::common::{LEASE, TEST_TIMEOUT, backend, claim, config, grant, key, lock, server};
 use crate::server::*;
 
 /// The time limit for a loss notification: well before the next renewal.
 pub(crate) const AT_ONCE: Duration = Duration::from_secs(5);
 
 pub(crate) async fn session(server: &Server) -> Arc<Backend> {
-    Arc::new(Backend::open_mode(config(server), SqlMode::Session).await.unwrap())
+    open(server, &SqlMode::Session).await
 }
 
 pub(crate) fn registry(backend: &Arc<Backend>) -> Registry {
@@ -25,94 +25,122 @@ pub(crate) async fn attempt(backend: &Backend, claim: &Claim) -> Attempt {
     backend.try_acquire(claim).await.unwrap()
 }
 
+/// The modes in which locks end with a connection.
+const MODES: [SqlMode; 2] = [SqlMode::Session, SqlMode::Row];
+
+async fn open(server: &Server, mode: &SqlMode) -> Arc<Backend> {
+    Arc::new(Backend::open_mode(config(server), mode.clone()).await.unwrap())
+}
+
 #[tokio::test]
 async fn a_closed_connection_frees_the_lock_and_notifies_the_holder_at_once() {
     let server = server().await;
-    let (first, second) = (registry(&session(&server).await), registry(&session(&server).await));
-    let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
-    let token = guards[0].fencing_token();
-    let began = Instant::now();
-    end_sessions(&server).await;
-    for guard in &guards {
-        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+    for mode in MODES {
+        let (first, second) = (open(&server, &mode).await, open(&server, &mode).await);
+        let (first, second) = (registry(&first), registry(&second));
+        let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
+        let began = Instant::now();
+        end_connections(&server).await;
+        for guard in &guards {
+            timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+        }
+        assert!(began.elapsed() < AT_ONCE, "{mode:?}: after {:?}", began.elapsed());
+        let next = second.obtain("orders/42");
+        let next = timeout(TEST_TIMEOUT, next.lock()).await.unwrap().unwrap();
+        assert!(next.fencing_token() > guards[0].fencing_token());
+        let other = lock(&first, "orders/43").await;
+        assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
+        other.unlock().await.unwrap();
+        next.unlock().await.unwrap();
     }
-    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
-    let next = timeout(TEST_TIMEOUT, second.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > token);
-    let other = lock(&first, "orders/43").await;
-    assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
 }
 
 #[tokio::test]
 async fn a_restarted_server_has_no_locks_and_notifies_their_holders() {
     let mut server = server().await;
-    let registry = registry(&session(&server).await);
-    let guard = lock(&registry, "orders/42").await;
-    server.stop().await.unwrap();
-    timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    server.start_again().await.unwrap();
-    let next = timeout(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(next.fencing_token() > guard.fencing_token());
+    for mode in MODES {
+        let registry = registry(&open(&server, &mode).await);
+        let guard = lock(&registry, "orders/42").await;
+        lock(&registry, "orders/43").await.unlock().await.unwrap();
+        if mode == SqlMode::Session {
+            server.stop().await.unwrap();
+        } else {
+            server.kill();
+        }
+        timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
+        server.start_again().await.unwrap();
+        let next = registry.obtain("orders/42");
+        let next = timeout(TEST_TIMEOUT, next.lock()).await.unwrap().unwrap();
+        assert!(next.fencing_token() > guard.fencing_token(), "{mode:?}");
+    }
 }
 
 #[tokio::test]
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
-    let other = session(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed without a
-    // disconnect message.
-    let url = server.url();
-    let lease_claim = claim("orders/42");
-    let dead = lease_claim.clone();
-    tokio::task::spawn_blocking(move || {
-        let runtime = tokio::runtime::Runtime::new().unwrap();
-        runtime.block_on(async {
-            let config = Config::from_url(&url).unwrap();
-            let backend = Backend::open_mode(config, SqlMode::Session).await.unwrap();
-            assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
-        });
-        runtime.shutdown_background();
-    })
-    .await
-    .unwrap();
-    let began = Instant::now();
-    let guard =
-        timeout(TEST_TIMEOUT, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(began.elapsed() < lease_claim.lease() / 2, "after {:?}", began.elapsed());
-    assert!(guard.is_held());
+    for mode in MODES {
+        let other = registry(&open(&server, &mode).await);
+        // A runtime that is shut down stands for a process that dies: the socket is closed without
+        // a disconnect message.
+        let (config, dead_mode) = (config(&server), mode.clone());
+        tokio::task::spawn_blocking(move || {
+            let runtime = tokio::runtime::Runtime::new().unwrap();
+            runtime.block_on(async {
+                let backend = Backend::open_mode(config, dead_mode).await.unwrap();
+                let granted = attempt(&backend, &claim("orders/42")).await;
+                assert!(matches!(granted, Attempt::Granted(_)));
+            });
+            runtime.shutdown_background();
+        })
+        .await
+        .unwrap();
+        let began = Instant::now();
+        let guard = timeout(TEST_TIMEOUT, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+        assert!(began.elapsed() < LEASE / 2, "{mode:?}: after {:?}", began.elapsed());
+        assert!(guard.is_held());
+    }
 }
 
 #[tokio::test]
 async fn cancelled_waits_leave_no_lock_behind() {
     let server = server().await;
-    let (a, b) = (registry(&session(&server).await), registry(&session(&server).await));
-    let guard = lock(&a, "orders/42").await;
-    for n in 1..20 {
-        let waiting = b.obtain("orders/42");
-        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+    for mode in MODES {
+        let (a, b) = (open(&server, &mode).await, open(&server, &mode).await);
+        let (a, b) = (registry(&a), registry(&b));
+        let guard = lock(&a, "orders/42").await;
+        for n in 1..20 {
+            let waiting = b.obtain("orders/42");
+            assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+        }
+        guard.unlock().await.unwrap();
+        for n in 1..20 {
+            let free = b.obtain("orders/42");
+            let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
+        }
+        b.idle().await;
+        match mode {
+            SqlMode::Session => assert_no_session_locks(&server).await,
+            _ => assert_eq!(holders(&server).await, 0),
+        }
+        lock(&a, "orders/42").await.unlock().await.unwrap();
     }
-    guard.unlock().await.unwrap();
-    for n in 1..20 {
-        let free = b.obtain("orders/42");
-        let _ = timeout(Duration::from_micros(100 * n), free.lock()).await;
-    }
-    b.idle().await;
-    assert_no_session_locks(&server).await;
-    lock(&a, "orders/42").await.unlock().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_lock_without_renewal_is_released_at_the_end_of_its_lease() {
     let server = server().await;
-    let (a, b) = (session(&server).await, session(&server).await);
-    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
-    assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
-    assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
-    let guard =
-        timeout(TEST_TIMEOUT, registry(&b).obtain("orders/42").lock()).await.unwrap().unwrap();
-    assert!(guard.is_held());
-    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
-    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+    for mode in MODES {
+        let (a, b) = (open(&server, &mode).await, open(&server, &mode).await);
+        let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+        assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
+        assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
+        let next = registry(&b).obtain("orders/42");
+        let guard = timeout(TEST_TIMEOUT, next.lock()).await.unwrap().unwrap();
+        assert!(guard.is_held());
+        assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
+        assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+        guard.unlock().await.unwrap();
+    }
 }
 
 #[tokio::test]

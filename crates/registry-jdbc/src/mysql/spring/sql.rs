@@ -7,123 +7,92 @@
 //! A row is held unless its end is before the server's time. The statements contain the region,
 //! which was validated: ASCII without quotes.
 
-use std::fmt::Write as _;
 use std::time::Duration;
 
-use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
-
-use super::super::sql::{MySqlStatementText, NOW, SIZES, WRITABLE, quoted};
+use super::super::config::MySqlConfig;
+use super::super::sql::{NOW, SIZES, WRITABLE, quoted};
 use crate::server::spring::Generation;
+use crate::server::statement::micros;
+use crate::server::{SpringStatements, SpringTable, StatementText};
 
 /// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
-pub(super) struct MySqlSpringStatements {
-    acquire: String,
+pub(crate) struct MySqlSpringStatements {
+    common: SpringStatements,
     generation: Generation,
-    pub(super) current_grant: MySqlStatementText,
-    pub(super) list: MySqlStatementText,
-    pub(super) renew: [MySqlStatementText; SIZES.len()],
-    pub(super) renew_native: [MySqlStatementText; SIZES.len()],
-    pub(super) unexpired: [MySqlStatementText; SIZES.len()],
-    pub(super) release: MySqlStatementText,
-    pub(super) clear: MySqlStatementText,
-    pub(super) force_release: MySqlStatementText,
-    pub(super) fence: MySqlStatementText,
+    pub(super) renew: StatementText,
+    pub(super) renew_native: StatementText,
+    pub(super) unexpired: StatementText,
+    pub(super) clear: StatementText,
+}
+
+impl AsRef<SpringStatements> for MySqlSpringStatements {
+    fn as_ref(&self) -> &SpringStatements {
+        &self.common
+    }
 }
 
 impl MySqlSpringStatements {
-    /// Fills in the names. The native tables are in `database` and begin with `prefix`; `lock` is
-    /// Spring's table, quoted.
-    pub(super) fn new(
-        database: &str,
-        prefix: &str,
-        lock: &str,
-        region: &str,
-        generation: Generation,
-    ) -> Self {
-        let (end, dates, extend, ttl) = match generation {
+    /// Fills in the names. `lock` is Spring's table, quoted.
+    pub(in super::super) fn new(config: &MySqlConfig, lock: &str, table: &SpringTable) -> Self {
+        let generation = table.generation;
+        let (end, dates, extend, begin, values) = match generation {
             Generation::V7 => (
-                "l.EXPIRED_AFTER".to_owned(),
+                "l.EXPIRED_AFTER",
                 "CREATED_DATE, EXPIRED_AFTER",
-                "l.EXPIRED_AFTER = GREATEST(l.EXPIRED_AFTER, {utc} + INTERVAL ? MICROSECOND)",
-                Duration::ZERO,
+                "l.EXPIRED_AFTER = GREATEST(l.EXPIRED_AFTER, {utc} + INTERVAL $4 MICROSECOND)",
+                "EXPIRED_AFTER = {utc} + INTERVAL $3 MICROSECOND",
+                "{utc}, {utc} + INTERVAL $3 MICROSECOND",
             ),
-            Generation::V6 { ttl } => (
-                "l.CREATED_DATE + INTERVAL {ttl} MICROSECOND".to_owned(),
+            Generation::V6 { .. } => (
+                "l.CREATED_DATE + INTERVAL {ttl} MICROSECOND",
                 "CREATED_DATE",
-                "l.CREATED_DATE = GREATEST(l.CREATED_DATE, {utc} + INTERVAL ? MICROSECOND)",
-                ttl,
+                "l.CREATED_DATE = GREATEST(l.CREATED_DATE, {utc} + INTERVAL $4 MICROSECOND)",
+                "CREATED_DATE = {utc} + INTERVAL ($3 - {ttl}) MICROSECOND",
+                "{utc} + INTERVAL ($3 - {ttl}) MICROSECOND",
             ),
         };
-        let database = quoted(database);
-        let fill = |template: &str, items: usize| {
-            template
-                .replace("{items}", &vec!["?"; items].join(", "))
+        let ttl = match generation {
+            Generation::V7 => Duration::ZERO,
+            Generation::V6 { ttl } => ttl,
+        };
+        let database = quoted(config.server.get_database().unwrap_or_default());
+        let prefix = &config.table_prefix;
+        let text = |template: &str| {
+            let text = template
                 .replace("{dates}", dates)
+                .replace("{values}", values)
+                .replace("{begin}", begin)
                 .replace("{extend}", extend)
-                .replace("{end}", &end)
+                .replace("{end}", end)
                 .replace("{ttl}", &ttl.as_micros().to_string())
-                .replace("{lock}", lock)
-                .replace("{region}", region)
-                .replace("{locks}", &format!("{database}.{prefix}_locks"))
-                .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{writable}", WRITABLE)
                 .replace("{utc}", "UTC_TIMESTAMP(6)")
                 .replace("{now}", NOW)
+                .replace("{lock}", lock)
+                .replace("{locks}", &format!("{database}.{prefix}_locks"))
+                .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                // Last, because a region may contain braces.
+                .replace("{region}", table.region());
+            StatementText::positional(&text, &SIZES)
         };
-        let one = |template: &str| MySqlStatementText::new(&fill(template, 1));
-        let sized =
-            |template: &str| SIZES.map(|items| MySqlStatementText::new(&fill(template, items)));
+        let common = SpringStatements {
+            // The id has another number there.
+            acquire: text(&format!("{ACQUIRE}; {}", CURRENT_GRANT.replace("$2", "$4"))),
+            current_grant: text(CURRENT_GRANT),
+            list: text(LIST),
+            release: text(RELEASE),
+            force_release: text(FORCE_RELEASE),
+            fence: text(FENCE),
+        };
         Self {
-            acquire: {
-                let current_grant =
-                    CURRENT_GRANT.replacen('?', "{id}", 1).replacen('?', "'{key}'", 1);
-                fill(&format!("{ACQUIRE}; {current_grant}"), 1)
-            },
+            common,
             generation,
-            current_grant: one(CURRENT_GRANT),
-            list: one(LIST),
-            renew: sized(RENEW),
-            renew_native: sized(RENEW_NATIVE),
-            unexpired: sized(UNEXPIRED),
-            release: one(RELEASE),
-            clear: one(CLEAR),
-            force_release: one(FORCE_RELEASE),
-            fence: one(FENCE),
+            renew: text(RENEW),
+            renew_native: text(RENEW_NATIVE),
+            unexpired: text(UNEXPIRED),
+            clear: text(CLEAR),
         }
-    }
-
-    /// Returns the transaction that grants a key unless it is held, followed by the query of the
-    /// holder.
-    pub(super) fn acquire(&self, values: &AcquireValues<'_>) -> SqlStr {
-        let lease = micros(values.lease);
-        let (dates, begin) = match self.generation {
-            Generation::V7 => {
-                let until = format!("UTC_TIMESTAMP(6) + INTERVAL {lease} MICROSECOND");
-                (format!("UTC_TIMESTAMP(6), {until}"), format!("EXPIRED_AFTER = {until}"))
-            }
-            Generation::V6 { .. } => {
-                let since = format!(
-                    "UTC_TIMESTAMP(6) + INTERVAL ({}) MICROSECOND",
-                    self.stored_offset(values.lease)
-                );
-                (since.clone(), format!("CREATED_DATE = {since}"))
-            }
-        };
-        let text = self
-            .acquire
-            .replace("{begin}", &begin)
-            .replace("{dates of}", &dates)
-            .replace("{key}", values.lock_key)
-            .replace("{spring_client}", values.spring_client)
-            .replace("{id}", &hex(values.id))
-            .replace("{namespace}", &hex(values.namespace))
-            .replace("{name}", &hex(values.key))
-            .replace("{claim}", &hex(values.claim))
-            .replace("{block}", &values.block.to_string())
-            .replace("{label}", &values.label.map_or_else(|| "NULL".to_owned(), hex))
-            .replace("{lease}", &lease.to_string());
-        AssertSqlSafe(text).into_sql_str()
     }
 
     /// Returns what is added to the clock for a lease, in microseconds.
@@ -135,37 +104,8 @@ impl MySqlSpringStatements {
     }
 }
 
-/// The values of a claim. Keys and clients are UUIDs, and everything else is hexadecimal, so
-/// nothing needs escaping.
-#[derive(Debug)]
-pub(super) struct AcquireValues<'a> {
-    pub(super) lock_key: &'a str,
-    pub(super) spring_client: &'a str,
-    pub(super) lease: Duration,
-    pub(super) id: &'a [u8],
-    pub(super) namespace: &'a [u8],
-    pub(super) key: &'a [u8],
-    pub(super) claim: &'a [u8],
-    pub(super) block: u32,
-    pub(super) label: Option<&'a [u8]>,
-}
-
-fn hex(bytes: &[u8]) -> String {
-    let mut text = String::with_capacity(bytes.len() * 2 + 3);
-    text.push_str("x'");
-    for byte in bytes {
-        let _ = write!(text, "{byte:02x}");
-    }
-    text.push('\'');
-    text
-}
-
-pub(super) fn micros(duration: Duration) -> i64 {
-    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
-}
-
 /// Returns the statement that creates Spring's table, as in Spring's `schema-mysql.sql`.
-pub(super) fn create_table(lock: &str, generation: Generation) -> SqlStr {
+pub(in super::super) fn create_table(lock: &str, generation: Generation) -> StatementText {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
         Generation::V6 { .. } => "",
@@ -174,12 +114,12 @@ pub(super) fn create_table(lock: &str, generation: Generation) -> SqlStr {
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
          CREATED_DATE DATETIME(6) NOT NULL,{end} CONSTRAINT INT_LOCK_PK PRIMARY KEY (LOCK_KEY, REGION)) ENGINE=InnoDB"
     );
-    AssertSqlSafe(text).into_sql_str()
+    StatementText::positional(&text, &[])
 }
 
 /// The columns of a table, in capitals. Parameters: database, table.
 pub(super) const COLUMNS: &str = "\
-    SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = ? AND TABLE_NAME = ?";
+    SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = $1 AND TABLE_NAME = $2";
 
 /// Grants the key, unless it is held.
 ///
@@ -199,35 +139,37 @@ pub(super) const COLUMNS: &str = "\
 /// An attempt runs this only after it has seen a free key, so a held key is seldom written to. A
 /// late or repeated attempt changes nothing. The new token is above those of the native row, both
 /// in the snapshot and at the write, and above those of all purged rows.
+///
+/// Parameters: lock key, client, lease, id, namespace, key, claim, block, label.
 const ACQUIRE: &str = "\
     START TRANSACTION; \
-    UPDATE {lock} AS l SET l.CLIENT_ID = '{spring_client}', l.{begin} \
-    WHERE l.LOCK_KEY = '{key}' AND l.REGION = '{region}' AND {end} < {utc} AND {writable}; \
+    UPDATE {lock} AS l SET l.CLIENT_ID = $2, l.{begin} \
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} < {utc} AND {writable}; \
     SET @lock_registry_taken = ROW_COUNT(); \
     INSERT IGNORE INTO {lock} (REGION, LOCK_KEY, CLIENT_ID, {dates}) \
-    SELECT '{region}', '{key}', '{spring_client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0 AND {writable}; \
+    SELECT '{region}', $1, $2, {values} FROM DUAL WHERE @lock_registry_taken = 0 AND {writable}; \
     SET @lock_registry_taken = @lock_registry_taken + ROW_COUNT(); \
     INSERT INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
-    SELECT {id}, {namespace}, {name}, {claim}, \
-        GREATEST({now}, meta.floor + 1, COALESCE(seen.token + seen.block, 0)), {block}, {label}, {now}, {now} + {lease} \
-    FROM {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = {id} \
+    SELECT $4, $5, $6, $7, \
+        GREATEST({now}, meta.floor + 1, COALESCE(seen.token + seen.block, 0)), $8, $9, {now}, {now} + $3 \
+    FROM {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = $4 \
     WHERE meta.id = 1 AND @lock_registry_taken > 0 \
     ON DUPLICATE KEY UPDATE \
         token = GREATEST(VALUES(token), {locks}.token + {locks}.block), lock_key = VALUES(lock_key), claim = VALUES(claim), \
         block = VALUES(block), label = VALUES(label), since = VALUES(since), until = VALUES(until); \
     COMMIT";
 
-/// The holder of a key. Parameters: id, lock key.
+/// The holder of a key. Parameters: lock key, id.
 const CURRENT_GRANT: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) \
-    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = ? \
-    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
+    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = $2 \
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc}";
 
 /// Every held row of a region. Grants of this program have their key in the native row. Parameter:
 /// namespace.
 const LIST: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}), l.LOCK_KEY, n.lock_key \
-    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.namespace = ? AND n.claim = UNHEX(REPLACE(l.CLIENT_ID, '-', '')) \
+    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.namespace = $1 AND n.claim = UNHEX(REPLACE(l.CLIENT_ID, '-', '')) \
     WHERE l.REGION = '{region}' AND {end} >= {utc}";
 
 /// Renews the grants that have not expired. Skips rows that are locked, as the native statement
@@ -237,8 +179,8 @@ const LIST: &str = "\
 const RENEW: &str = "\
     UPDATE ( \
         SELECT l.LOCK_KEY AS found_key FROM {lock} AS l FORCE INDEX (PRIMARY) \
-        WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND l.CLIENT_ID IN ({items}) AND {end} >= {utc} AND {writable} \
-        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+        WHERE l.LOCK_KEY IN ($1...) AND l.REGION = '{region}' AND l.CLIENT_ID IN ($2...) AND {end} >= {utc} AND {writable} \
+        LIMIT $3 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
     SET {extend}";
 
@@ -248,34 +190,33 @@ const RENEW: &str = "\
 /// Parameters: ids, claims, limit, lease.
 const RENEW_NATIVE: &str = "\
     UPDATE ( \
-        SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ({items}) AND claim IN ({items}) \
-        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ($1...) AND claim IN ($2...) \
+        LIMIT $3 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS n FORCE INDEX (PRIMARY) ON n.id = found.id \
-    SET n.until = GREATEST(n.until, {now} + ?)";
+    SET n.until = GREATEST(n.until, {now} + $4)";
 
 /// The holders of these keys, with the time that they have left. Parameters: lock keys.
 const UNEXPIRED: &str = "\
     SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
-    WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND {end} >= {utc}";
+    WHERE l.LOCK_KEY IN ($1...) AND l.REGION = '{region}' AND {end} >= {utc}";
 
 /// Ends the grant of one claim. Parameters: lock key, client.
 const RELEASE: &str = "\
     DELETE l FROM {lock} AS l \
-    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc}";
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc}";
 
 /// Deletes the row of an expired grant. Parameters: lock key, client.
-const CLEAR: &str =
-    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ?";
+const CLEAR: &str = "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2";
 
 /// Ends the grant of a key, whatever client holds it. Parameter: lock key.
 const FORCE_RELEASE: &str =
-    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
+    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc}";
 
 /// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
 /// whether the transaction's snapshot shows it, as the native statement does.
 ///
-/// Parameters: id, claim, token, token, lock key, client.
+/// Parameters: lock key, client, id, claim, token.
 const FENCE: &str = "\
     SELECT CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = n.id AND seen.claim = n.claim AND seen.token = n.token) AS SIGNED) FROM {lock} AS l \
-    JOIN {locks} AS n ON n.id = ? AND n.claim = ? AND n.token <= ? AND ? < n.token + n.block \
-    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc} FOR UPDATE";
+    JOIN {locks} AS n ON n.id = $3 AND n.claim = $4 AND n.token <= $5 AND $5 < n.token + n.block \
+    WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND l.CLIENT_ID = $2 AND {end} >= {utc} FOR UPDATE";

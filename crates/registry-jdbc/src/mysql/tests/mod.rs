@@ -6,9 +6,11 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, Key, LockAdmin, LockBackend};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
-use sqlx::{Connection as _, Executor as _, MySqlConnection, Row as _};
+use sqlx::{Connection as _, Executor as _, MySql, MySqlConnection, Row as _};
 
+use super::statement::send;
 use super::{MySqlBackend, MySqlConfig, session};
+use crate::server::{Dialect as _, QueryMode, Statement};
 
 const HOUR: i64 = 3_600;
 
@@ -40,13 +42,10 @@ async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
         assert!(token > last, "{token} is not above {last}");
         last = token;
         lock_and_release(&backend, "other").await;
-        assert_eq!(
-            backend.rows().unwrap().purge_batch_at(START).await.unwrap(),
-            0,
-            "the rows are not old enough"
-        );
+        let purge = || MySql::purge_batch(backend.store(), START);
+        assert_eq!(purge().await.unwrap(), 0, "the rows are not old enough");
         clock.jump_wall(HOUR).unwrap();
-        assert_eq!(backend.rows().unwrap().purge_batch_at(START).await.unwrap(), 2);
+        assert_eq!(purge().await.unwrap(), 2);
         assert_eq!(backend.list().await.unwrap().len(), 1, "the held row is kept");
         clock.jump_wall(-3 * HOUR).unwrap();
     }
@@ -65,8 +64,7 @@ async fn a_session_reads_the_row_after_it_has_the_lock() {
     }
     lock_and_release(&backend, "orders/42").await;
     let rows = backend.rows().unwrap();
-    let row = rows.statements.row(row_claim.key());
-    let id: String = row.hex();
+    let id: String = rows.row_id(row_claim.key()).hex();
     let mut others = MySqlConnection::connect_with(&config.server).await.unwrap();
     let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
     let mut query_number = async |text: String| {
@@ -86,9 +84,11 @@ async fn a_session_reads_the_row_after_it_has_the_lock() {
             query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
             Some(1)
         );
-        let statement = rows.statements.session_try_lock(row_claim.key(), row_claim.id(), 60);
+        let values = session::try_lock_values(rows, row_claim.key(), row_claim.id(), 60);
+        let statement = Statement::new(&rows.store.statements.session_try_lock, values);
         let reading = async {
-            let row = statement.fetch_one(&mut connection).await.unwrap();
+            let answer = send(&mut connection, &statement, QueryMode::Prepared).await.unwrap();
+            let row = &answer.rows[0];
             (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())
         };
         let changing = async {

@@ -6,29 +6,31 @@
 //! Spring's first. The lock on Spring's row protects the native row too, so tokens are issued in
 //! the order of the grants.
 //!
-//! A row is held while its end is not before the clock, which is UTC without a time zone. Texts of
-//! Spring's columns are sent as bytes, so plain statements need no escaping. They are cast to the
-//! column's type, so that its index is used.
+//! A row is held while its end is not before the clock, which is UTC without a time zone. Keys and
+//! clients are cast to the column's type, so that its index is used. The statements contain the
+//! region, which was validated: ASCII without quotes.
 
 use super::super::config::TableNames;
-use super::super::sql::PgStatementText;
 use crate::server::spring::Generation;
+use crate::server::{SpringStatements, SpringTable, StatementText};
 
 /// The texts of all statements, for tables with these names.
 #[derive(Debug)]
-pub(super) struct PgSpringStatements {
-    pub(super) acquire: PgStatementText,
-    pub(super) current_grant: PgStatementText,
-    pub(super) list: PgStatementText,
-    pub(super) renew: PgStatementText,
-    pub(super) release: PgStatementText,
-    pub(super) force_release: PgStatementText,
-    pub(super) fence: PgStatementText,
+pub(crate) struct PgSpringStatements {
+    common: SpringStatements,
+    pub(super) renew: StatementText,
+}
+
+impl AsRef<SpringStatements> for PgSpringStatements {
+    fn as_ref(&self) -> &SpringStatements {
+        &self.common
+    }
 }
 
 impl PgSpringStatements {
     /// Returns the texts. `lock` is the quoted name of Spring's table.
-    pub(super) fn new(tables: &TableNames, lock: &str, generation: Generation) -> Self {
+    pub(in super::super) fn new(tables: &TableNames, lock: &str, table: &SpringTable) -> Self {
+        let generation = table.generation;
         let (columns, values, begin, extend, end) = match generation {
             Generation::V7 => (
                 "region, lock_key, client_id, created_date, expired_after",
@@ -61,53 +63,36 @@ impl PgSpringStatements {
                 .replace("{lock}", lock)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
-                .replace("{region}", "convert_from($1::bytea, 'UTF8')")
-                .replace("{key}", "convert_from($2::bytea, 'UTF8')::char(36)")
-                .replace("{client}", "convert_from($3::bytea, 'UTF8')::char(36)")
+                .replace("{key}", "$1::text::char(36)")
+                .replace("{client}", "$2::text::char(36)")
                 .replace("{utc}", "timezone('UTC', clock_timestamp())")
-                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
-            PgStatementText::new(&text)
+                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+                // Last, because a region may contain braces.
+                .replace("{region}", table.region());
+            StatementText::numbered(&text)
         };
         let text = |template: &str| text_with(template, "");
-        Self {
-            acquire: text_with(ACQUIRE, "$4::bigint * interval '1 microsecond'"),
+        let common = SpringStatements {
+            acquire: text_with(ACQUIRE, "$3::bigint * interval '1 microsecond'"),
             current_grant: text(CURRENT_GRANT),
             list: text(LIST),
-            renew: text_with(RENEW, "found.lease * interval '1 microsecond'"),
             release: text(RELEASE),
             force_release: text(FORCE_RELEASE),
             fence: text(FENCE),
-        }
-        .assert_filled()
-    }
-
-    /// Checks that no placeholder is left. Otherwise only the server would detect it.
-    fn assert_filled(self) -> Self {
-        debug_assert!(
-            [
-                &self.acquire,
-                &self.current_grant,
-                &self.list,
-                &self.renew,
-                &self.release,
-                &self.fence
-            ]
-            .iter()
-            .all(|text| !text.as_str().contains('{')),
-            "{self:?}"
-        );
-        self
+        };
+        let renew = text_with(RENEW, "found.lease * interval '1 microsecond'");
+        Self { common, renew }
     }
 }
 
 /// Returns the statement that creates Spring's table as Spring's own `schema-postgresql.sql` does.
-pub(super) fn create_table(lock: &str, generation: Generation) -> PgStatementText {
+pub(in super::super) fn create_table(lock: &str, generation: Generation) -> StatementText {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
         Generation::V6 { .. } => "",
     };
     // The primary key has no name of its own, so that the server chooses a free one for its index.
-    PgStatementText::new(&format!(
+    StatementText::numbered(&format!(
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
          CREATED_DATE TIMESTAMP NOT NULL,{end} PRIMARY KEY (LOCK_KEY, REGION))"
     ))
@@ -115,8 +100,8 @@ pub(super) fn create_table(lock: &str, generation: Generation) -> PgStatementTex
 
 /// Returns the query for the location of Spring's table, and for whether its rows contain their
 /// end. The name has been checked: letters, digits, underscores and a dot.
-pub(super) fn find_table(name: &str) -> PgStatementText {
-    PgStatementText::new(&format!(
+pub(super) fn find_table(name: &str) -> StatementText {
+    StatementText::numbered(&format!(
         "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \
             WHERE attrelid = pg_class.oid AND attname = 'expired_after' AND NOT attisdropped) \
          FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
@@ -124,32 +109,30 @@ pub(super) fn find_table(name: &str) -> PgStatementText {
     ))
 }
 
-/// Grants the key if no claim holds it, not even this one. Otherwise it returns the holder.
+/// Grants the key if no claim holds it, not even this one. Returns the grant that the key has
+/// afterwards, in the columns of [`CURRENT_GRANT`].
 ///
 /// As in the native layout, a busy attempt writes nothing. If another client is faster, the
-/// statement returns neither a grant nor a holder. Rows of the native table outlive those of
-/// Spring's table, and their tokens only grow. The native statement explains the three tokens that
-/// a new one must exceed.
+/// statement returns nothing. Rows of the native table outlive those of Spring's table, and their
+/// tokens only grow. The native statement explains the three tokens that a new one must exceed.
 ///
-/// Parameters: region, lock key, client, lease, id, namespace, key, claim, block, label,
-/// lock_timeout
+/// Parameters: lock key, client, lease, id, namespace, key, claim, block, label
 const ACQUIRE: &str = "\
-    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $11::text, true)), \
-    clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc), \
+    WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc), \
     seen AS MATERIALIZED ( \
-        SELECT l.client_id::text AS client, {end} AS until FROM {lock} AS l WHERE l.lock_key = {key} AND l.region = {region}), \
-    noted AS MATERIALIZED (SELECT claim, token, block, label, since FROM {locks} WHERE id = $5::bytea), \
+        SELECT l.client_id::text AS client, {end} AS until FROM {lock} AS l WHERE l.lock_key = {key} AND l.region = '{region}'), \
+    noted AS MATERIALIZED (SELECT claim, token, block, label, since FROM {locks} WHERE id = $4::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE until >= utc), \
     taken AS ( \
         INSERT INTO {lock} AS l ({columns}) \
-        SELECT {region}, {key}, {client}, {values} \
-        FROM patience, clock, {meta} AS meta WHERE meta.id = 1 AND NOT EXISTS (SELECT FROM held) \
+        SELECT '{region}', {key}, {client}, {values} \
+        FROM clock, {meta} AS meta WHERE meta.id = 1 AND NOT EXISTS (SELECT FROM held) \
         ON CONFLICT (lock_key, region) DO UPDATE SET client_id = excluded.client_id, {begin} WHERE {end} < {utc} \
         RETURNING l.lock_key), \
     granted AS ( \
         INSERT INTO {locks} AS n (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $5::bytea, $6::bytea, $7::bytea, $8::bytea, \
-            greatest(now, floor + 1, (SELECT token + block FROM noted)), $9::bigint, $10::bytea, now, now + $4::bigint \
+        SELECT $4::bytea, $5::bytea, $6::bytea, $7::bytea, \
+            greatest(now, floor + 1, (SELECT token + block FROM noted)), $8::bigint, $9::bytea, now, now + $3::bigint \
         FROM taken, clock, {meta} AS meta WHERE meta.id = 1 \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
@@ -159,79 +142,80 @@ const ACQUIRE: &str = "\
             block = excluded.block, \
             label = excluded.label, \
             since = {now}, \
-            until = {now} + $4::bigint \
+            until = {now} + $3::bigint \
         RETURNING token) \
-    SELECT granted.token, held.client, noted.claim, noted.token, noted.label, now - noted.since, \
-        (extract(epoch FROM held.until - utc) * 1000000)::bigint, held.until IS NOT NULL \
-    FROM clock LEFT JOIN granted ON true LEFT JOIN held ON true LEFT JOIN noted ON true";
+    SELECT {client}::text, $7::bytea, token, $9::bytea, 0::bigint, $3::bigint FROM granted \
+    UNION ALL \
+    SELECT held.client, noted.claim, noted.token, noted.label, now - noted.since, (extract(epoch FROM held.until - utc) * 1000000)::bigint \
+    FROM clock CROSS JOIN held LEFT JOIN noted ON true";
 
 /// Returns the holder of the key, if it is held.
 ///
-/// Parameters: region, lock key, id
+/// Parameters: lock key, id
 const CURRENT_GRANT: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
     SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint \
-    FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $3::bytea \
-    WHERE l.lock_key = {key} AND l.region = {region} AND {end} >= utc";
+    FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $2::bytea \
+    WHERE l.lock_key = {key} AND l.region = '{region}' AND {end} >= utc";
 
 /// Returns every held row of a region. Rows of this program include their key.
 ///
-/// Parameters: region, namespace
+/// Parameters: namespace
 const LIST: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
     SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint, \
         l.lock_key::text, n.key \
     FROM clock, {lock} AS l LEFT JOIN {locks} AS n \
-        ON n.namespace = $2::bytea AND encode(n.claim, 'hex') = replace(l.client_id::text, '-', '') \
-    WHERE l.region = {region} AND {end} >= utc";
+        ON n.namespace = $1::bytea AND encode(n.claim, 'hex') = replace(l.client_id::text, '-', '') \
+    WHERE l.region = '{region}' AND {end} >= utc";
 
 /// Extends the grants that are still alive. Locked rows are skipped, as in the native statement.
 ///
 /// Spring's own renewal does not check whether a row has expired. This one does, so that an expired
 /// grant is not revived.
 ///
-/// Parameters: region, lock keys, clients, ids, claims, leases
+/// Parameters: lock keys, clients, ids, claims, leases
 const RENEW: &str = "\
     WITH wanted AS MATERIALIZED ( \
-        SELECT convert_from(k, 'UTF8')::char(36) AS k, convert_from(c, 'UTF8')::char(36) AS c, id, claim, lease, n \
-        FROM unnest($2::bytea[], $3::bytea[], $4::bytea[], $5::bytea[], $6::bigint[]) WITH ORDINALITY AS w (k, c, id, claim, lease, n)), \
+        SELECT k::char(36) AS k, c::char(36) AS c, id, claim, lease, n \
+        FROM unnest($1::text[], $2::text[], $3::bytea[], $4::bytea[], $5::bigint[]) WITH ORDINALITY AS w (k, c, id, claim, lease, n)), \
     found AS MATERIALIZED ( \
         SELECT w.k, w.c, w.id, w.claim, w.lease FROM wanted AS w \
-        JOIN {lock} AS l ON l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c \
+        JOIN {lock} AS l ON l.lock_key = w.k AND l.region = '{region}' AND l.client_id = w.c \
         WHERE {end} >= {utc} FOR NO KEY UPDATE OF l SKIP LOCKED), \
     renewed AS ( \
         UPDATE {lock} AS l SET {extend} FROM found \
-        WHERE l.lock_key = found.k AND l.region = {region} AND l.client_id = found.c AND {end} >= {utc} \
+        WHERE l.lock_key = found.k AND l.region = '{region}' AND l.client_id = found.c AND {end} >= {utc} \
         RETURNING found.c, (extract(epoch FROM {end} - {utc}) * 1000000)::bigint AS until), \
     beside AS ( \
         UPDATE {locks} AS n SET until = greatest(n.until, {now} + found.lease) FROM found \
         WHERE n.id = found.id AND n.claim = found.claim) \
     SELECT renewed.until, \
         EXISTS (SELECT FROM {lock} AS l \
-            WHERE l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c AND {end} >= {utc}) \
+            WHERE l.lock_key = w.k AND l.region = '{region}' AND l.client_id = w.c AND {end} >= {utc}) \
     FROM wanted AS w LEFT JOIN renewed ON renewed.c = w.c ORDER BY w.n";
 
-/// Ends the grant of one claim, and notifies this program's listeners; Spring has none. An expired
-/// row is deleted too, and the result shows that it was expired.
+/// Ends the grant of one claim, and notifies this program's listeners, as in the native layout;
+/// Spring has none. An expired row is deleted too, and the result shows that it was expired.
 ///
-/// Parameters: region, lock key, client, lock_timeout, channel, message
+/// Parameters: lock key, client, lock_timeout, channel, message, presence lock
 const RELEASE: &str = "\
     WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $4::text, true), set_config('synchronous_commit', 'off', true)), \
+        SELECT set_config('lock_timeout', $3::text, true), set_config('synchronous_commit', 'off', true)), \
     freed AS ( \
         DELETE FROM {lock} AS l USING ease \
-        WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
-    SELECT held, pg_notify($5::text, encode($6::bytea, 'hex')) IS NULL FROM freed";
+        WHERE l.lock_key = {key} AND l.region = '{region}' AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
+    SELECT held, CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END \
+    FROM freed";
 
 /// Ends the grant of any holder of the key, and notifies the listeners.
 ///
-/// Parameters: region, lock key, lock_timeout, channel, message
+/// Parameters: lock key, channel, message, presence lock
 const FORCE_RELEASE: &str = "\
-    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $3::text, true)), \
-    freed AS ( \
-        DELETE FROM {lock} AS l USING patience \
-        WHERE l.lock_key = {key} AND l.region = {region} RETURNING {end} >= {utc} AS held) \
-    SELECT held, pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL FROM freed";
+    WITH freed AS ( \
+        DELETE FROM {lock} AS l WHERE l.lock_key = {key} AND l.region = '{region}' RETURNING {end} >= {utc} AS held) \
+    SELECT held, CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
+    FROM freed";
 
 /// Finds the grant as it was issued, and keeps its row from passing to another claim until the
 /// caller's transaction ends.
@@ -240,9 +224,9 @@ const FORCE_RELEASE: &str = "\
 /// layout would permit. So this statement locks FOR SHARE, which also blocks renewals: they skip
 /// the row until the transaction ends.
 ///
-/// Parameters: region, lock key, client, id, claim, token
+/// Parameters: lock key, client, id, claim, token
 const FENCE: &str = "\
     SELECT true FROM {lock} AS l JOIN {locks} AS n \
-        ON n.id = $4::bytea AND n.claim = $5::bytea AND n.token <= $6::bigint AND $6::bigint < n.token + n.block \
-    WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} AND {end} >= {utc} \
+        ON n.id = $3::bytea AND n.claim = $4::bytea AND n.token <= $5::bigint AND $5::bigint < n.token + n.block \
+    WHERE l.lock_key = {key} AND l.region = '{region}' AND l.client_id = {client} AND {end} >= {utc} \
     FOR SHARE OF l";

@@ -1,0 +1,68 @@
+//! Locks rows in the caller's own transaction ([`LockIn`]).
+
+use std::time::Duration;
+
+use registry_core::{Key, Registry};
+use sqlx::Transaction;
+
+use super::backend::{Locks, SqlBackend};
+use super::dialect::{Dialect, SpringDialect};
+use super::rows::Rows;
+use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
+
+/// The rows of a registry whose locks a transaction can hold.
+#[derive(Debug)]
+pub(crate) struct LockableRows<'a, D: Dialect> {
+    pub(crate) rows: &'a Rows<D>,
+    /// A lock is a row and, in addition, a lock of a session.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        expect(dead_code, reason = "only PostgreSQL has such locks of transactions")
+    )]
+    pub(crate) in_sessions: bool,
+}
+
+impl<D: Dialect> Clone for LockableRows<'_, D> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<D: Dialect> Copy for LockableRows<'_, D> {}
+
+impl<D: SpringDialect> LockIn<D> for Registry {
+    async fn try_lock_in_for(
+        &self,
+        transaction: &mut Transaction<'_, D>,
+        key: &str,
+        wait: Duration,
+    ) -> Result<Option<TransactionLock>, LockInError> {
+        let rows = lockable::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
+        let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
+        let deadline = Deadline::after(wait);
+        // The first attempt does not wait. So an error of the transaction is returned at once, even
+        // if another caller holds the lock. And a transaction that already has the lock does not
+        // wait for a local caller that waits for this transaction.
+        let at_once = Deadline::after(Duration::ZERO);
+        let first = D::lock_in(rows, transaction, &key, at_once).await?;
+        let token = match first {
+            None if !wait.is_zero() => {
+                let locking = D::lock_in(rows, transaction, &key, deadline);
+                self.with_local_permit(&key, wait, locking).await?
+            }
+            first => first,
+        };
+        Ok(token.map(|token| TransactionLock::new(key, token)))
+    }
+}
+
+fn lockable<D: SpringDialect>(registry: &Registry) -> Option<LockableRows<'_, D>> {
+    match &registry.backend::<SqlBackend<D>>()?.locks {
+        Locks::Lease(rows) => Some(LockableRows { rows, in_sessions: false }),
+        Locks::Row { rows, .. } => Some(LockableRows { rows, in_sessions: false }),
+        Locks::Session { rows, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
+            Some(LockableRows { rows, in_sessions: true })
+        }
+        Locks::Session { .. } | Locks::Spring(_) => None,
+    }
+}

@@ -1,0 +1,275 @@
+//! Leases in the native tables: the operations on a lock's row. Only the server's clock is used.
+
+use std::fmt;
+
+use registry_core::{
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
+};
+
+use super::dialect::{Dialect, LeaseStore, Wakes};
+use super::statement::{bytes, corrupt, decode_holder, fencing_token, number};
+use super::store::Store;
+use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
+
+/// The statements that all kinds of servers have. The numbers of their values are the same on all
+/// servers, except those of a notification, which come last.
+#[derive(Debug, Clone)]
+pub(crate) struct RowStatements {
+    pub(crate) meta: StatementText,
+    pub(crate) acquire: StatementText,
+    pub(crate) reacquire: StatementText,
+    pub(crate) current_grant: StatementText,
+    pub(crate) holders: HolderStatements,
+    /// For servers that may not know which connection holds a row.
+    pub(crate) leases: Option<HolderStatements>,
+    pub(crate) release: StatementText,
+    pub(crate) fence: StatementText,
+    pub(crate) fence_held: StatementText,
+}
+
+/// Queries for holders.
+#[derive(Debug, Clone)]
+pub(crate) struct HolderStatements {
+    pub(crate) of_key: StatementText,
+    pub(crate) of_namespace: StatementText,
+}
+
+impl HolderStatements {
+    fn of(&self, key: Option<&Key>) -> &StatementText {
+        if key.is_some() { &self.of_key } else { &self.of_namespace }
+    }
+}
+
+/// The leases of one namespace.
+pub(crate) struct Rows<D: Dialect> {
+    pub(crate) store: Store<D>,
+    pub(crate) wakes: D::Wakes,
+    recently_released: RecentRows,
+    /// Rows for which a wait ended without a wake-up. Their next attempt probably finds them held,
+    /// so it reads the row first.
+    not_notified: RecentRows,
+}
+
+impl<D: Dialect> Rows<D> {
+    pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
+        let store = Store::<D>::open(config).await?;
+        let wakes = D::wakes(&store, &store.settings.namespace);
+        let (recently_released, not_notified) = (RecentRows::default(), RecentRows::default());
+        Ok(Self { store, wakes, recently_released, not_notified })
+    }
+
+    fn statements(&self) -> &RowStatements {
+        self.store.statements.as_ref().as_ref()
+    }
+
+    pub(crate) fn row_id(&self, key: &Key) -> RowId {
+        RowId::new(&self.store.settings.namespace, key)
+    }
+
+    pub(crate) fn id(&self, key: &Key) -> Value {
+        Value::bytes(self.row_id(key).bytes())
+    }
+
+    pub(crate) fn namespace_value(&self) -> Value {
+        Value::bytes(self.store.settings.namespace.as_bytes())
+    }
+
+    /// Returns the statement of [`fence`](LeaseStore::fence) for a grant that ends with a
+    /// connection.
+    pub(super) fn fence_held(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fence_by(&self.statements().fence_held, claim, token)
+    }
+
+    fn fence_by<'a>(
+        &self,
+        text: &'a StatementText,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Statement<'a> {
+        let values = [self.id(claim.key()), Value::claim(claim), Value::token(token)];
+        Statement::new(text, values)
+    }
+
+    /// Grants the key if it is free, or returns its holder. Returns `None` if another client
+    /// acquired or released the key between the statements.
+    async fn acquire(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
+        let id = self.id(claim.key());
+        let [block, label, lease] = [Value::block(claim), Value::label(claim), Value::lease(claim)];
+        let statement = if self.recently_released.remove(self.row_id(claim.key())) {
+            let values = [id, Value::claim(claim), block, label, lease];
+            Statement::new(&self.statements().reacquire, values)
+        } else {
+            let (namespace, key) = (self.namespace_value(), Value::key(claim.key()));
+            let values = [id, namespace, key, Value::claim(claim), block, label, lease];
+            Statement::new(&self.statements().acquire, values)
+        };
+        let statement = statement.at_most_one();
+        // Only the engine may retry: the first request may be executed after the release that
+        // follows the second one.
+        let answer =
+            self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
+        if let Some(token) = D::granted_token(&answer)? {
+            let grant = Grant::new(fencing_token::<D>(token)?, claim.lease());
+            return Ok(Some(Attempt::Granted(grant)));
+        }
+        // The holder may be this claim itself, granted by an attempt whose answer was lost.
+        self.find_holder(claim, position).await.map_err(BackendError::as_unknown)
+    }
+
+    pub(crate) async fn find_holder(
+        &self,
+        claim: &Claim,
+        position: u64,
+    ) -> Result<Option<Attempt>, BackendError> {
+        let rows = self.current_grant(claim.key(), ConnectionUse::Acquire).await?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
+        let left = holder.lease_left.unwrap_or_default();
+        let token = fencing_token::<D>(number::<D>(row, 1)?)?;
+        if bytes::<D>(row, 0)?.as_deref() == Some(&claim.id().to_bytes()) {
+            return Ok(Some(Attempt::Granted(Grant::new(token, left.min(claim.lease())))));
+        }
+        let mark = self.wakes.mark(position, token);
+        let busy = Busy::new().with_retry_after(left).with_mark(mark).with_holder(holder);
+        Ok(Some(Attempt::Busy(busy)))
+    }
+
+    /// Returns claim, token, label and times of the key's grant.
+    pub(crate) async fn current_grant(
+        &self,
+        key: &Key,
+        connection_use: ConnectionUse,
+    ) -> Result<Vec<D::Row>, BackendError> {
+        let statement = Statement::new(&self.statements().current_grant, [self.id(key)]);
+        self.store.client.query(connection_use, &statement).await
+    }
+
+    /// Returns the holder of one key, or the holders of the namespace. Leases alone if the server
+    /// does not know the others.
+    pub(crate) async fn query_holders(
+        &self,
+        key: Option<&Key>,
+    ) -> Result<Vec<D::Row>, BackendError> {
+        let value = key.map_or_else(|| self.namespace_value(), |key| self.id(key));
+        let RowStatements { holders, leases, .. } = self.statements();
+        match (self.store.query(holders.of(key), [value.clone()]).await, leases) {
+            (Err(error), Some(leases)) if D::lacks_holder_marks(&error) => {
+                self.store.query(leases.of(key), [value]).await
+            }
+            (rows, _) => rows,
+        }
+    }
+}
+
+impl<D: Dialect> LeaseStore for Rows<D> {
+    type Database = D;
+
+    fn store(&self) -> &Store<D> {
+        &self.store
+    }
+
+    fn wakes(&self) -> &D::Wakes {
+        &self.wakes
+    }
+
+    fn namespace(&self) -> &str {
+        &self.store.settings.namespace
+    }
+
+    async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
+        if self.not_notified.remove(self.row_id(claim.key()))
+            && let Some(holder) = self.find_holder(claim, position).await?
+        {
+            return Ok(Some(holder));
+        }
+        match self.acquire(claim, position).await {
+            Err(error) if D::is_row_lock_error(&error) => {
+                D::attempt_on_locked_row(self, claim, position, error).await
+            }
+            attempt => attempt,
+        }
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        D::renew(self, claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        if claim.is_fenced() {
+            D::wait_for_fence(self, claim).await?;
+        }
+        let id = self.row_id(claim.key());
+        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::block(claim)];
+        values.extend(self.wakes.notification(id));
+        let statement = Statement::new(&self.statements().release, values).at_most_one();
+        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
+        let answer =
+            self.store.client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
+        let released = answer.release_outcome();
+        if released == Release::Freed {
+            self.recently_released.insert(id);
+        }
+        self.wakes.on_release(claim.key());
+        self.store.maybe_purge(claim).await;
+        Ok(released)
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let id = self.row_id(claim.key());
+        // The row stays remembered if this future is dropped before it returns.
+        self.not_notified.insert(id);
+        self.wakes.wait(id, busy.mark).await;
+        self.not_notified.remove(id);
+    }
+
+    /// Returns the holder of `key`. Of a caller's transaction only its existence is known.
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        // The key may change its holder or become free between the two queries.
+        const TRIES_MAX: u32 = 3;
+        for _ in 0..TRIES_MAX {
+            if let Some(row) = self.query_holders(Some(key)).await?.first() {
+                return decode_holder::<D>(Holder::new(key.clone()), row, 1).map(Some);
+            }
+            if !D::is_locked_by_transaction(self, key).await? {
+                return Ok(None);
+            }
+        }
+        Ok(Some(Holder::new(key.clone())))
+    }
+
+    /// Returns the holders of the namespace. Keys of callers' transactions are not listed: their
+    /// rows are not visible to others before these transactions end.
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let rows = self.query_holders(None).await?;
+        let holder = |row: &D::Row| {
+            let key = bytes::<D>(row, 0)?.and_then(|key| String::from_utf8(key).ok());
+            let key = key.and_then(|key| Key::new(&key).ok());
+            let key = key.ok_or_else(|| corrupt::<D>("a row's key is invalid"))?;
+            decode_holder::<D>(Holder::new(key), row, 1)
+        };
+        rows.iter().map(holder).collect()
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        D::force_release(self, key).await
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        let mut findings = D::diagnose(&self.store).await?;
+        findings.extend(D::diagnose_wakes(self).await);
+        Ok(findings)
+    }
+
+    fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fence_by(&self.statements().fence, claim, token)
+    }
+}
+
+impl<D: Dialect> fmt::Debug for Rows<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(D::BACKEND).field("config", &self.store.config).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,275 @@
+//! Leases in the table of a Spring Integration `JdbcLockRegistry`.
+//!
+//! Each key also has a row in the native table, for what Spring's table does not store: tokens,
+//! label, and the key itself. `spring` converts keys and owners.
+
+use std::fmt;
+
+use registry_core::{
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
+};
+
+use super::dialect::{LeaseStore, SpringDialect, Wakes};
+use super::spring::{client_id, is_claim, lock_key};
+use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
+use super::store::Store;
+use super::{ConnectionUse, Resend, RowId, SpringTable, Statement, StatementText, Value};
+
+/// The statements that all kinds of servers have. The numbers of their values are the same on all
+/// servers, except those of a notification, which come last.
+#[derive(Debug)]
+pub(crate) struct SpringStatements {
+    pub(crate) acquire: StatementText,
+    pub(crate) current_grant: StatementText,
+    pub(crate) list: StatementText,
+    pub(crate) release: StatementText,
+    pub(crate) force_release: StatementText,
+    pub(crate) fence: StatementText,
+}
+
+/// The leases of one region.
+pub(crate) struct SpringRows<D: SpringDialect> {
+    pub(crate) store: Store<D>,
+    table: SpringTable,
+    pub(crate) statements: D::SpringStatements,
+    pub(crate) wakes: D::Wakes,
+    /// Distinguishes the native rows of this table and region from all others.
+    table_part: String,
+}
+
+/// A grant as stored in the tables.
+#[derive(Debug)]
+struct SpringGrant {
+    client: Option<String>,
+    holder: Holder,
+}
+
+impl<D: SpringDialect> SpringRows<D> {
+    pub(super) async fn open(config: D::Config, table: SpringTable) -> Result<Self, BackendError> {
+        let store = Store::<D>::open(config).await?;
+        let lock = find_or_create_table(&store, &table).await?;
+        let statements = D::spring_statements(&store, &lock, &table);
+        let table_part = D::table_part(&lock, &table);
+        let wakes = D::spring_wakes(&store, &table_part);
+        Ok(Self { store, table, statements, wakes, table_part })
+    }
+
+    pub(crate) fn statements(&self) -> &SpringStatements {
+        self.statements.as_ref()
+    }
+
+    /// Returns the id of the native row with the key's tokens.
+    pub(crate) fn row_id(&self, lock_key: &str) -> RowId {
+        RowId::for_foreign_lock(&self.table_part, lock_key)
+    }
+
+    pub(crate) fn id(&self, lock_key: &str) -> Value {
+        Value::bytes(self.row_id(lock_key).bytes())
+    }
+
+    fn native_namespace(&self) -> Value {
+        Value::Bytes(D::native_namespace(&self.table_part))
+    }
+
+    /// Returns the grant of a lock.
+    async fn current_grant(&self, lock_key: &str) -> Result<Vec<D::Row>, BackendError> {
+        let values = [Value::Word(lock_key.to_owned()), self.id(lock_key)];
+        self.store.query(&self.statements().current_grant, values).await
+    }
+
+    /// Returns whether the claim holds its key. The query uses the connection of releases.
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn is_held_by(&self, claim: &Claim) -> Result<bool, BackendError> {
+        let lock_key = lock_key(claim.key());
+        let values = [Value::Word(lock_key.clone()), self.id(&lock_key)];
+        let statement = Statement::new(&self.statements().current_grant, values);
+        let rows = self.store.client.query(ConnectionUse::Release, &statement).await?;
+        let client = rows.first().map(|row| text::<D>(row, 0)).transpose()?.flatten();
+        Ok(client == Some(client_id(claim.id())))
+    }
+
+    /// Grants the key if it is free. Returns the grant that the key has afterwards.
+    async fn acquire(&self, claim: &Claim, lock_key: &str) -> Result<Vec<D::Row>, BackendError> {
+        let statement = Statement::new(
+            &self.statements().acquire,
+            [
+                Value::Word(lock_key.to_owned()),
+                Value::Word(client_id(claim.id())),
+                Value::lease(claim),
+                self.id(lock_key),
+                self.native_namespace(),
+                Value::key(claim.key()),
+                Value::claim(claim),
+                Value::block(claim),
+                Value::label(claim),
+            ],
+        );
+        // Only the engine may retry, as in the native layout.
+        let resend = if D::ATTEMPT_IS_TRANSACTION { Resend::Transaction } else { Resend::Never };
+        let answer = self.store.client.send(ConnectionUse::Acquire, resend, &statement).await?;
+        Ok(answer.rows)
+    }
+
+    /// Reads client, claim, token, label and times. The columns of the native row belong to the
+    /// holder only if that row has the same claim.
+    fn decode(&self, holder: Holder, row: &D::Row) -> Result<SpringGrant, BackendError> {
+        let client = text::<D>(row, 0)?;
+        let holder = if is_claim(client.as_deref(), bytes::<D>(row, 1)?.as_deref()) {
+            decode_holder::<D>(holder, row, 2)?
+        } else {
+            holder.with_times(None, Some(from_micros(number::<D>(row, 5)?)))
+        };
+        Ok(SpringGrant { client, holder })
+    }
+}
+
+impl<D: SpringDialect> LeaseStore for SpringRows<D> {
+    type Database = D;
+
+    fn store(&self) -> &Store<D> {
+        &self.store
+    }
+
+    fn wakes(&self) -> &D::Wakes {
+        &self.wakes
+    }
+
+    fn namespace(&self) -> &str {
+        self.table.region()
+    }
+
+    async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
+        let lock_key = lock_key(claim.key());
+        let mut rows = Vec::new();
+        if D::ATTEMPT_IS_TRANSACTION {
+            rows = self.current_grant(&lock_key).await?;
+        }
+        if rows.is_empty() {
+            rows = self.acquire(claim, &lock_key).await?;
+        }
+        let Some(row) = rows.first() else { return Ok(None) };
+        let SpringGrant { client, holder } = self.decode(Holder::new(claim.key().clone()), row)?;
+        let left = holder.lease_left.unwrap_or_default();
+        if client == Some(client_id(claim.id())) {
+            let token = holder.token.ok_or_else(|| corrupt::<D>("a grant has no row with a token"));
+            return Ok(Some(Attempt::Granted(Grant::new(token?, left.min(claim.lease())))));
+        }
+        let busy = Busy::new().with_retry_after(left).with_mark(position).with_holder(holder);
+        Ok(Some(Attempt::Busy(busy)))
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[&Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        D::renew_spring(self, claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let released = D::release_spring(self, claim).await?;
+        self.store.maybe_purge(claim).await;
+        Ok(released)
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.wakes.wait(self.row_id(&lock_key(claim.key())), busy.mark).await;
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let rows = self.current_grant(&lock_key(key)).await?;
+        let grant =
+            rows.first().map(|row| self.decode(Holder::new(key.clone()), row)).transpose()?;
+        Ok(grant.map(|grant| grant.holder))
+    }
+
+    /// Returns the holders of the region. A lock of this program is listed by its key, any other
+    /// lock by its UUID, which is a key of the same lock.
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let rows = self.store.query(&self.statements().list, [self.native_namespace()]).await?;
+        let holder = |row: &D::Row| {
+            let key = bytes::<D>(row, 7)?.and_then(|key| String::from_utf8(key).ok());
+            let key = match key {
+                Some(key) => key,
+                // `CHAR(36)` pads shorter keys with blanks, and manually written rows may have such
+                // keys.
+                None => text::<D>(row, 6)?.unwrap_or_default().trim_end().to_owned(),
+            };
+            let key = Key::new(&key).map_err(|_| corrupt::<D>("a row's key is invalid"))?;
+            Ok(self.decode(Holder::new(key), row)?.holder)
+        };
+        rows.iter().map(holder).collect()
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let lock_key = lock_key(key);
+        let mut values = vec![Value::Word(lock_key.clone())];
+        values.extend(self.wakes.notification(self.row_id(&lock_key)));
+        let statement = Statement::new(&self.statements().force_release, values);
+        let answer =
+            self.store.client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
+        release_outcome::<D>(&answer)
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        D::diagnose(&self.store).await
+    }
+
+    fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        let lock_key = lock_key(claim.key());
+        let id = self.id(&lock_key);
+        let client = Value::Word(client_id(claim.id()));
+        let values = [Value::Word(lock_key), client, id, Value::claim(claim), Value::token(token)];
+        Statement::new(&self.statements().fence, values)
+    }
+}
+
+/// Returns the outcome of a statement that deletes a row. Where it returns rows, they show whether
+/// the lock was held.
+pub(crate) fn release_outcome<D: SpringDialect>(
+    answer: &super::Answer<D::Row>,
+) -> Result<Release, BackendError> {
+    for row in &answer.rows {
+        if !flag::<D>(row, 0)? {
+            return Ok(Release::NotHeld);
+        }
+    }
+    Ok(answer.release_outcome())
+}
+
+/// Finds Spring's table, or creates it. Returns its quoted name.
+async fn find_or_create_table<D: SpringDialect>(
+    store: &Store<D>,
+    table: &SpringTable,
+) -> Result<String, BackendError> {
+    let name = D::table_name(&store.config, table);
+    let mut found = D::find_table(store, table).await?;
+    if found.is_none() {
+        if !store.settings.creates_tables {
+            return Err(D::misconfigured(&format!(
+                "Spring's table {name} is missing; create it with Spring's {}, or let this program create it",
+                D::SCHEMA_FILE
+            )));
+        }
+        let text = D::create_table(&name, table.generation);
+        let created = store.query(&text, []).await;
+        found = D::find_table(store, table).await?;
+        if found.is_none() {
+            // The error is only the cause if no other process has created the table meanwhile.
+            created.map_err(BackendError::as_refused)?;
+        }
+    }
+    let missing = || corrupt::<D>("a created table does not exist");
+    let (lock, has_end_column) = found.ok_or_else(missing)?;
+    let checked = table.check_generation(&name, has_end_column);
+    checked.map_err(|message| D::misconfigured(&message))?;
+    Ok(lock)
+}
+
+impl<D: SpringDialect> fmt::Debug for SpringRows<D> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct(D::BACKEND)
+            .field("config", &self.store.config)
+            .field("table", &self.table)
+            .finish_non_exhaustive()
+    }
+}

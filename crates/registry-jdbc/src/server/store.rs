@@ -1,0 +1,111 @@
+//! An opened store: its connections, its tables, and what both layouts do with them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{BackendError, Claim};
+
+use super::dialect::Dialect;
+use super::statement::{bytes, corrupt, flag};
+use super::{ConnectionUse, PoolLimits, SqlClient, Statement, StatementText, Value, purge};
+
+pub(crate) struct Store<D: Dialect> {
+    pub(crate) config: D::Config,
+    /// The id that the tables received when they were created.
+    pub(crate) id: Vec<u8>,
+    pub(crate) client: Arc<SqlClient<D>>,
+    pub(crate) statements: Arc<D::Statements>,
+    pub(crate) settings: StoreSettings,
+}
+
+/// The settings that all kinds of servers have.
+#[derive(Debug, Clone)]
+pub(crate) struct StoreSettings {
+    pub(crate) namespace: String,
+    pub(crate) creates_tables: bool,
+    pub(crate) limits: PoolLimits,
+    pub(crate) row_locks: u32,
+    pub(crate) purge_after: Duration,
+}
+
+/// The tables that a caller's transaction sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum TransactionStore {
+    /// Those of another store.
+    Other,
+    Same {
+        /// The transaction reads a snapshot from before the fence.
+        has_old_snapshot: bool,
+    },
+}
+
+impl<D: Dialect> Store<D> {
+    pub(crate) async fn open(config: D::Config) -> Result<Self, BackendError> {
+        D::check(&config)?;
+        let settings = D::settings(&config);
+        let response_timeout = settings.limits.response_timeout;
+        let client = SqlClient::new(D::pool(&config), response_timeout, D::query_mode(&config));
+        let (statements, id) = D::open_tables(&config, &client).await?;
+        let (client, statements) = (Arc::new(client), Arc::new(statements));
+        Ok(Self { config, id, client, statements, settings })
+    }
+
+    /// Returns the rows of a query. Queries may be repeated.
+    pub(crate) async fn query(
+        &self,
+        text: &StatementText,
+        values: impl Into<Vec<Value>>,
+    ) -> Result<Vec<D::Row>, BackendError> {
+        self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
+    }
+
+    /// Checks the meta row after several attempts without an answer. Without that row, or on a
+    /// replica, no lock is ever granted.
+    pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
+        let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
+        let missing = || corrupt::<D>("the meta table has no row").as_refused();
+        if !flag::<D>(rows.first().ok_or_else(missing)?, 2)? {
+            // New connections may lead to the server's successor.
+            self.client.close_idle();
+            return Err(super::error::read_only(D::STORE));
+        }
+        Ok(())
+    }
+
+    /// Reads the meta row in the caller's transaction.
+    pub(crate) async fn transaction_store(
+        &self,
+        connection: &mut D::Connection,
+    ) -> Result<TransactionStore, sqlx::Error> {
+        let meta = &self.statements.as_ref().as_ref().meta;
+        let rows = D::fetch(connection, Statement::new(meta, []).inlined::<D>()).await?;
+        let Some(row) = rows.first() else { return Ok(TransactionStore::Other) };
+        // Another program may have a table of this name.
+        if D::bytes(row, 1).ok().flatten().as_ref() != Some(&self.id) {
+            return Ok(TransactionStore::Other);
+        }
+        Ok(TransactionStore::Same { has_old_snapshot: D::flag(row, 3)? })
+    }
+
+    /// Purges a batch of rows after some of the releases.
+    pub(crate) async fn maybe_purge(&self, claim: &Claim) {
+        purge::maybe_purge(claim, |start| D::purge_batch(self, start)).await;
+    }
+}
+
+/// Reads the meta row of tables that are being opened. Returns the id of the tables.
+pub(crate) fn read_meta<D: Dialect>(rows: &[D::Row]) -> Result<Vec<u8>, BackendError> {
+    let missing = || corrupt::<D>("the meta table has no row").as_refused();
+    let row = rows.first().ok_or_else(missing)?;
+    let version = D::number(row, 0).map_err(D::explain)?;
+    if version != Some(VERSION) {
+        let version = version.unwrap_or_default();
+        return Err(D::misconfigured(&format!(
+            "the lock tables are of version {version}, this program knows version {VERSION}; update the older one"
+        )));
+    }
+    Ok(bytes::<D>(row, 1)?.unwrap_or_default())
+}
+
+/// The version of the tables that this program reads and writes.
+const VERSION: i64 = 1;
