@@ -78,7 +78,7 @@ pub use event::{LockEvent, Observer};
 pub use ext::{Executed, LockRegistryExt};
 pub use fencing::{FencingToken, InvalidToken};
 pub use guard::LockGuard;
-pub use invalidation::Invalidations;
+pub use invalidation::{InvalidationSet, Invalidations};
 pub use key::{InvalidKey, Key};
 pub use lock::DistributedLock;
 pub use memory::MemoryBackend;

@@ -534,7 +534,8 @@ impl RegistryBuilder {
         let local_locks = Arc::new(LocalLocks::new());
         let schedule = Arc::new(Schedule::default());
         let known = Arc::clone(&local_locks);
-        let invalidations = Arc::new(InvalidationQueue::new(move |key| known.has(key)));
+        let invalidations =
+            Arc::new(InvalidationQueue::new(runtime.clone(), move |key| known.has(key)));
         let renewer = LeaseRenewer {
             backend: Arc::clone(&backend),
             schedule: Arc::clone(&schedule),
