@@ -46,7 +46,7 @@ pub mod backend {
         Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
         Finding, Grant, InvalidClaimId, InvalidToken, InvalidationSet, Invalidations, LockAdmin,
         LockBackend, MemoryBackend, PassThroughBackend, Queueing, RegistryBuilder, Release,
-        Renewal, RenewalPolicy, Severity, WakeCheck,
+        Renewal, RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
     };
 }
 

@@ -60,6 +60,7 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
+mod waiters;
 // Adapters.
 #[cfg(feature = "blocking")]
 pub mod blocking;
@@ -89,3 +90,4 @@ pub use owner::Owner;
 pub use pass_through::PassThroughBackend;
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;
+pub use waiters::{Waiter, Waiters};
