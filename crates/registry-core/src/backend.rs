@@ -123,9 +123,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Returns when the lock that was `busy` may be free. This is a hint: it may return early or
     /// never. The default never returns, so that waiters poll.
     ///
-    /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] serves
-    /// this purpose. It has no errors: after a store error, it returns or stays pending, and the
-    /// next attempt returns the error.
+    /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] and
+    /// [`Waiters`](crate::Waiters) serve this purpose. It has no errors: after a store error, it
+    /// returns or stays pending, and the next attempt returns the error.
     ///
     /// # Cancel safety
     /// Must be cancel safe. The future is dropped at any time, and another call may follow.
@@ -137,9 +137,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// record of a key. The holder then learns of a loss at once instead of at its next renewal.
     ///
     /// Each registry over this backend calls this once, when it is built and before its first
-    /// request. A store that receives change notifications keeps the handle as long as it is
-    /// [live](Invalidations::is_live), in addition to those of other registries. It declares this
-    /// in [`Capabilities::reports_invalidations`].
+    /// request. A store that receives change notifications keeps the handle and those of other
+    /// registries in an [`InvalidationSet`](crate::InvalidationSet). It declares this in
+    /// [`Capabilities::reports_invalidations`].
     ///
     /// A change that this client makes to its own claims is not a change by another client. Like a
     /// wake-up, a hint may be unfounded or missing: the next renewal detects the loss in any case.
