@@ -44,9 +44,9 @@ pub use registry_core::{
 pub mod backend {
     pub use registry_core::{
         Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
-        Finding, Grant, InvalidClaimId, InvalidToken, Invalidations, LockAdmin, LockBackend,
-        MemoryBackend, PassThroughBackend, Queueing, RegistryBuilder, Release, Renewal,
-        RenewalPolicy, Severity, WakeCheck,
+        Finding, Grant, InvalidClaimId, InvalidToken, InvalidationSet, Invalidations, LockAdmin,
+        LockBackend, MemoryBackend, PassThroughBackend, Queueing, RegistryBuilder, Release,
+        Renewal, RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
     };
 }
 

@@ -124,9 +124,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Waits until the lock that was `busy` may be free. May return early or never, because the
     /// engine also polls. The default never returns.
     ///
-    /// It must not miss a change between the `busy` response and this call: the backend compares
-    /// [`Busy::mark`]. After a store error, it returns or stays pending, and the next attempt
-    /// returns the error.
+    /// It must not miss a change between the `busy` response and this call; [`Busy::mark`] and
+    /// [`Waiters`](crate::Waiters) serve this purpose. After a store error, it returns or stays
+    /// pending, and the next attempt returns the error.
     ///
     /// # Cancel safety
     /// Must be cancel safe. The future is dropped at any time, and another call may follow.
@@ -139,9 +139,10 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// instead of at its next renewal.
     ///
     /// Each registry over this backend calls this once, when it is built and before its first
-    /// request. A backend that receives change notifications keeps each handle as long as it is
-    /// [live](Invalidations::is_live), and declares [`Capabilities::reports_invalidations`]. It
-    /// does not notify of changes that this client makes to its own claims.
+    /// request. A backend that receives change notifications keeps the handles of all registries in
+    /// an [`InvalidationSet`](crate::InvalidationSet), and declares
+    /// [`Capabilities::reports_invalidations`]. It does not notify of changes that this client makes
+    /// to its own claims.
     ///
     /// Like a wake-up, an invalidation may be superfluous or lost: the next renewal detects the
     /// loss in any case. The default drops the handle. Must not block.

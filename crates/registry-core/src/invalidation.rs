@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use crate::key::Key;
@@ -33,35 +34,7 @@ use crate::key::Key;
 /// shortens the pause. A hint for a key that this registry does not hold costs almost nothing. If a
 /// grant of that key is in flight, its claim is verified after its arrival.
 ///
-/// # Examples
-/// ```
-/// # use std::sync::{Mutex, PoisonError};
-/// # use registry_core::{Key, Invalidations};
-/// /// The registries over one backend.
-/// #[derive(Debug, Default)]
-/// struct Listeners(Mutex<Vec<Invalidations>>);
-///
-/// impl Listeners {
-///     // Called by `LockBackend::subscribe`.
-///     fn add(&self, hints: Invalidations) {
-///         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.retain(Invalidations::is_live);
-///         all.push(hints);
-///     }
-///
-///     // Called when the store reports that another client has deleted the record of `key`.
-///     fn deleted(&self, key: &Key) {
-///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.iter().for_each(|hints| hints.notify(key));
-///     }
-///
-///     // Called when reports of the store may have been lost.
-///     fn connected_again(&self) {
-///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.iter().for_each(Invalidations::notify_all);
-///     }
-/// }
-/// ```
+/// A backend keeps the handles of all its registries in an [`InvalidationSet`].
 #[derive(Clone)]
 pub struct Invalidations(Weak<InvalidationQueue>);
 
@@ -87,11 +60,6 @@ impl Invalidations {
         }
     }
 
-    /// Returns whether both notify the same registry.
-    pub(crate) fn is_same(&self, other: &Self) -> bool {
-        self.0.ptr_eq(&other.0)
-    }
-
     /// Returns whether the registry still accepts hints. Once false, it stays false: the registry
     /// or its runtime is closed or gone, and this handle can be dropped.
     #[must_use]
@@ -106,6 +74,78 @@ impl fmt::Debug for Invalidations {
     }
 }
 
+/// The handles of all open registries over one backend.
+///
+/// # Examples
+/// ```
+/// # use registry_core::{InvalidationSet, Invalidations, Key};
+/// #[derive(Debug, Default)]
+/// struct Backend {
+///     registries: InvalidationSet,
+/// }
+///
+/// impl Backend {
+///     // Called by `LockBackend::subscribe`.
+///     fn subscribe(&self, invalidations: Invalidations) {
+///         self.registries.subscribe(invalidations);
+///     }
+///
+///     // Called when the store reports that another client has deleted the record of `key`.
+///     fn on_deleted(&self, key: &Key) {
+///         self.registries.notify(key);
+///     }
+///
+///     // Called when reports of the store may have been lost.
+///     fn on_reconnected(&self) {
+///         self.registries.notify_all();
+///     }
+/// }
+/// ```
+#[derive(Debug, Default)]
+pub struct InvalidationSet(Mutex<Arc<[Invalidations]>>);
+
+impl InvalidationSet {
+    /// Adds the handle of a registry, and removes those of closed registries.
+    pub fn subscribe(&self, invalidations: Invalidations) {
+        let mut all = self.lock();
+        *all = all.iter().filter(|one| one.is_live()).cloned().chain([invalidations]).collect();
+    }
+
+    /// Makes all registries verify their claims on `key`.
+    pub fn notify(&self, key: &Key) {
+        self.all().iter().for_each(|one| one.notify(key));
+    }
+
+    /// Makes all registries verify all their claims.
+    pub fn notify_all(&self) {
+        self.all().iter().for_each(Invalidations::notify_all);
+    }
+
+    /// Returns whether no open registry is subscribed.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        !self.lock().iter().any(Invalidations::is_live)
+    }
+
+    /// Returns the runtime of an open registry. For tasks of a backend that must not end with the
+    /// runtime of the caller that starts them.
+    #[must_use]
+    pub fn runtime(&self) -> Option<Handle> {
+        let all = self.all();
+        let mut queues = all.iter().filter_map(|one| one.0.upgrade());
+        queues.find(|queue| queue.is_open()).map(|queue| queue.runtime.clone())
+    }
+
+    /// Returns the handles without keeping the lock: a notification wakes a task of its registry.
+    fn all(&self) -> Arc<[Invalidations]> {
+        Arc::clone(&self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arc<[Invalidations]>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The queue of invalidations that the lease renewer has not handled yet.
 pub(crate) struct InvalidationQueue {
     state: Mutex<QueueState>,
@@ -115,6 +155,8 @@ pub(crate) struct InvalidationQueue {
     epoch_of_all: AtomicU32,
     /// Whether the registry has a local lock for a key. Others need no verification.
     is_known: Box<dyn Fn(&Key) -> bool + Send + Sync>,
+    /// The runtime of the registry.
+    runtime: Handle,
 }
 
 #[derive(Debug, Default)]
@@ -135,12 +177,16 @@ pub(crate) enum Invalidated {
 }
 
 impl InvalidationQueue {
-    pub(crate) fn new(is_known: impl Fn(&Key) -> bool + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(
+        runtime: Handle,
+        is_known: impl Fn(&Key) -> bool + Send + Sync + 'static,
+    ) -> Self {
         Self {
             state: Mutex::default(),
             changed: Notify::new(),
             epoch_of_all: 0.into(),
             is_known: Box::new(is_known),
+            runtime,
         }
     }
 
@@ -217,3 +263,36 @@ pub(crate) struct Epoch {
 
 /// More queued keys than this count as an invalidation of all keys.
 const KEYS_MAX: usize = 10_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue() -> Arc<InvalidationQueue> {
+        Arc::new(InvalidationQueue::new(Handle::current(), |_| true))
+    }
+
+    #[tokio::test]
+    async fn a_set_notifies_all_open_registries_and_drops_the_others() {
+        let (set, key) = (InvalidationSet::default(), Key::new("k").unwrap());
+        assert!(set.is_empty() && set.runtime().is_none());
+        let (a, b, dropped) = (queue(), queue(), queue());
+        for queue in [&a, &b, &dropped] {
+            set.subscribe(Invalidations::new(queue));
+        }
+        drop(dropped);
+        set.notify(&key);
+        for queue in [&a, &b] {
+            assert!(matches!(queue.take(), Invalidated::Of(keys) if keys.contains(&key)));
+        }
+        a.close();
+        set.notify_all();
+        assert!(matches!(a.take(), Invalidated::None), "it is closed");
+        assert!(matches!(b.take(), Invalidated::OfAll));
+        assert!(!set.is_empty() && set.runtime().is_some());
+        b.close();
+        assert!(set.is_empty() && set.runtime().is_none());
+        set.subscribe(Invalidations::new(&queue()));
+        assert_eq!(set.all().len(), 1, "the closed registries are removed");
+    }
+}

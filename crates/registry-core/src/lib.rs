@@ -61,6 +61,7 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
+mod waiters;
 // Adapters.
 #[cfg(feature = "blocking")]
 pub mod blocking;
@@ -79,7 +80,7 @@ pub use event::{LockEvent, Observer};
 pub use ext::{Executed, LockRegistryExt};
 pub use fencing::{FencingToken, InvalidToken};
 pub use guard::LockGuard;
-pub use invalidation::Invalidations;
+pub use invalidation::{InvalidationSet, Invalidations};
 pub use key::{InvalidKey, Key};
 pub use lock::DistributedLock;
 pub use memory::MemoryBackend;
@@ -90,3 +91,4 @@ pub use owner::Owner;
 pub use pass_through::PassThroughBackend;
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;
+pub use waiters::{Waiter, Waiters};

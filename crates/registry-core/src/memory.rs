@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -19,7 +19,7 @@ use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
 use crate::error::BackendError;
 use crate::fencing::FencingToken;
-use crate::invalidation::Invalidations;
+use crate::invalidation::{InvalidationSet, Invalidations};
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 
@@ -43,7 +43,7 @@ struct Records {
     grants: AtomicU64,
     sweep_after: AtomicU64,
     /// The registries over this store.
-    listeners: Mutex<Vec<Invalidations>>,
+    registries: InvalidationSet,
 }
 
 struct MemoryRecord {
@@ -213,10 +213,8 @@ impl LockBackend for MemoryBackend {
         ended.await;
     }
 
-    fn subscribe(&self, hints: Invalidations) {
-        let mut listeners = self.0.listeners();
-        listeners.retain(Invalidations::is_live);
-        listeners.push(hints);
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.0.registries.subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -246,9 +244,7 @@ impl LockAdmin for MemoryBackend {
         });
         Ok(match ended {
             Some((_, record)) if record.is_live(now) => {
-                for hints in &*self.0.listeners() {
-                    hints.notify(key);
-                }
+                self.0.registries.notify(key);
                 Release::Freed
             }
             _ => Release::NotHeld,
@@ -321,10 +317,6 @@ impl Records {
             Some((_, record)) if record.is_live(now) => Release::Freed,
             _ => Release::NotHeld,
         }
-    }
-
-    fn listeners(&self) -> MutexGuard<'_, Vec<Invalidations>> {
-        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn record(&self, claim: &Claim, now: Moment) -> Result<MemoryRecord, BackendError> {

@@ -537,7 +537,8 @@ impl RegistryBuilder {
         let local_locks = Arc::new(LocalLocks::new());
         let schedule = Arc::new(Schedule::default());
         let table = Arc::clone(&local_locks);
-        let invalidations = Arc::new(InvalidationQueue::new(move |key| table.contains(key)));
+        let invalidations =
+            Arc::new(InvalidationQueue::new(runtime.clone(), move |key| table.contains(key)));
         let renewer = LeaseRenewer {
             backend: Arc::clone(&backend),
             schedule: Arc::clone(&schedule),

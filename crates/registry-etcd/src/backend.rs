@@ -184,7 +184,7 @@ impl LockBackend for EtcdBackend {
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        self.watcher.subscribe(invalidations);
+        self.watcher.registries().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -192,7 +192,7 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn close(&self) {
-        if self.watcher.has_subscribers() {
+        if !self.watcher.registries().is_empty() {
             // Another registry still uses this backend.
             return;
         }

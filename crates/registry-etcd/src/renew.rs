@@ -245,7 +245,7 @@ impl EtcdBackend {
             }
             entry.tombstone_lease = renewal.tombstone_lease;
             if !entry.watch.as_ref().is_some_and(KeyWatch::is_active)
-                && self.watcher.has_subscribers()
+                && !self.watcher.registries().is_empty()
             {
                 let start_revision = snapshot.revision.saturating_add(1);
                 entry.watch = Some(self.watcher.watch_held_key(

@@ -4,11 +4,11 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::pin::pin;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::poll_fn;
-use registry_core::{Invalidations, Key};
+use registry_core::{InvalidationSet, Key};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
@@ -23,7 +23,7 @@ use crate::proto::{
 pub(crate) struct Watcher {
     commands: CommandSender,
     next_id: AtomicI64,
-    subscribers: Arc<Subscribers>,
+    registries: Arc<InvalidationSet>,
     task: JoinHandle<()>,
 }
 
@@ -57,10 +57,6 @@ pub(crate) enum WatchOutcome {
     /// The watch ended without a deletion.
     Ended,
 }
-
-/// The registries that receive loss notifications.
-#[derive(Default)]
-struct Subscribers(Mutex<Vec<Invalidations>>);
 
 /// The handle of a watch. Dropping it cancels the watch.
 #[derive(Debug)]
@@ -128,9 +124,9 @@ impl Drop for KeyWatch {
 impl Watcher {
     pub(crate) fn new(client: EtcdClient) -> Self {
         let (commands, receiver) = mpsc::unbounded_channel();
-        let subscribers = Arc::<Subscribers>::default();
-        let task = tokio::spawn(run(client, receiver, Arc::clone(&subscribers)));
-        Self { commands, next_id: 1.into(), subscribers, task }
+        let registries = Arc::<InvalidationSet>::default();
+        let task = tokio::spawn(run(client, receiver, Arc::clone(&registries)));
+        Self { commands, next_id: 1.into(), registries, task }
     }
 
     /// Watches `name` for deletion from the revision `start_revision` on. Notifies only the caller.
@@ -157,14 +153,9 @@ impl Watcher {
         KeyWatch { id, state, commands: self.commands.clone() }
     }
 
-    /// Subscribes a registry to loss notifications.
-    pub(crate) fn subscribe(&self, invalidations: Invalidations) {
-        self.subscribers.with(|all| all.push(invalidations));
-    }
-
-    /// Returns whether any open registry is subscribed to loss notifications.
-    pub(crate) fn has_subscribers(&self) -> bool {
-        self.subscribers.with(|all| !all.is_empty())
+    /// Returns the registries that receive loss notifications.
+    pub(crate) fn registries(&self) -> &InvalidationSet {
+        &self.registries
     }
 }
 
@@ -180,26 +171,13 @@ impl fmt::Debug for Watcher {
     }
 }
 
-impl Subscribers {
-    fn with<T>(&self, work: impl FnOnce(&mut Vec<Invalidations>) -> T) -> T {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(Invalidations::is_live);
-        work(&mut all)
-    }
-
-    fn notify(&self, key: &Key) {
-        let all = self.with(|all| all.clone());
-        all.iter().for_each(|invalidations| invalidations.notify(key));
-    }
-}
-
 /// All watches of the stream.
 #[derive(Default)]
 struct Watches(HashMap<i64, (WatchPurpose, Arc<WatchState>)>);
 
 impl Watches {
     /// Ends a watch and reports its result. Returns false if it has ended already.
-    fn end(&mut self, id: i64, outcome: WatchOutcome, subscribers: &Subscribers) -> bool {
+    fn end(&mut self, id: i64, outcome: WatchOutcome, registries: &InvalidationSet) -> bool {
         let Some((purpose, state)) = self.0.remove(&id) else { return false };
         state.is_deleted.store(outcome == WatchOutcome::Deleted, Ordering::Release);
         state.has_ended.store(true, Ordering::Release);
@@ -207,7 +185,7 @@ impl Watches {
         match purpose {
             WatchPurpose::Waiter => {}
             // Also without a deletion event: the key may have been deleted after the watch ended.
-            WatchPurpose::Holder(key) => subscribers.notify(&key),
+            WatchPurpose::Holder(key) => registries.notify(&key),
         }
         true
     }
@@ -218,9 +196,9 @@ impl Watches {
         }
     }
 
-    fn end_all(&mut self, subscribers: &Subscribers) {
+    fn end_all(&mut self, registries: &InvalidationSet) {
         for id in self.0.keys().copied().collect::<Vec<_>>() {
-            self.end(id, WatchOutcome::Ended, subscribers);
+            self.end(id, WatchOutcome::Ended, registries);
         }
     }
 }
@@ -228,13 +206,13 @@ impl Watches {
 async fn run(
     client: EtcdClient,
     mut commands: mpsc::UnboundedReceiver<WatchCommand>,
-    subscribers: Arc<Subscribers>,
+    registries: Arc<InvalidationSet>,
 ) {
     let mut watches = Watches::default();
     while let Some(command) = commands.recv().await {
         // Watches end with their stream, because later deletions would not be reported.
-        serve_stream(&client, &mut commands, command, &mut watches, &subscribers).await;
-        watches.end_all(&subscribers);
+        serve_stream(&client, &mut commands, command, &mut watches, &registries).await;
+        watches.end_all(&registries);
     }
 }
 
@@ -244,7 +222,7 @@ async fn serve_stream(
     commands: &mut mpsc::UnboundedReceiver<WatchCommand>,
     first: WatchCommand,
     watches: &mut Watches,
-    subscribers: &Subscribers,
+    registries: &InvalidationSet,
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let apply = |command: WatchCommand, watches: &mut Watches| match command {
@@ -299,9 +277,9 @@ async fn serve_stream(
                     watches.confirm(watch_id);
                 }
                 if canceled {
-                    watches.end(watch_id, WatchOutcome::Ended, subscribers);
+                    watches.end(watch_id, WatchOutcome::Ended, registries);
                 } else if events.iter().any(|event| event.kind == DELETED)
-                    && watches.end(watch_id, WatchOutcome::Deleted, subscribers)
+                    && watches.end(watch_id, WatchOutcome::Deleted, registries)
                 {
                     _ = requests.send(cancel_request(watch_id));
                 }

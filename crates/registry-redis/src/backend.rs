@@ -192,8 +192,8 @@ impl LockBackend for RedisBackend {
         }
     }
 
-    fn subscribe(&self, registry: Invalidations) {
-        self.invalidations.subscribe(registry);
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.invalidations.registries().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -201,7 +201,7 @@ impl LockBackend for RedisBackend {
     }
 
     async fn close(&self) {
-        if self.invalidations.has_subscribers() {
+        if !self.invalidations.registries().is_empty() {
             // Another registry still uses this backend's messages.
             return;
         }

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use redis::Value;
-use registry_core::{Invalidations, Key};
+use registry_core::{InvalidationSet, Key};
 
 use crate::names::RedisKeyNames;
 
@@ -20,7 +20,7 @@ struct ForwarderState {
     names: RedisKeyNames,
     /// A server refused client tracking.
     is_tracking_refused: AtomicBool,
-    registries: Mutex<Vec<Invalidations>>,
+    registries: InvalidationSet,
     /// Keys of migrating slots, for which no server sends invalidations.
     untracked_keys: Mutex<BTreeSet<Key>>,
 }
@@ -33,23 +33,14 @@ impl InvalidationForwarder {
         Self(Arc::new(ForwarderState {
             names,
             is_tracking_refused: AtomicBool::new(false),
-            registries: Mutex::default(),
+            registries: InvalidationSet::default(),
             untracked_keys: Mutex::default(),
         }))
     }
 
-    /// Subscribes a registry.
-    pub(crate) fn subscribe(&self, registry: Invalidations) {
-        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
-        registries.retain(Invalidations::is_live);
-        registries.push(registry);
-    }
-
-    /// Returns whether any open registry is subscribed.
-    pub(crate) fn has_subscribers(&self) -> bool {
-        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
-        registries.retain(Invalidations::is_live);
-        !registries.is_empty()
+    /// The subscribed registries.
+    pub(crate) fn registries(&self) -> &InvalidationSet {
+        &self.0.registries
     }
 
     /// Records whether a server sends invalidations.
@@ -64,11 +55,11 @@ impl InvalidationForwarder {
 
     /// Forwards the keys of an invalidation message. A message without a list invalidates all keys.
     pub(crate) fn forward(&self, data: &[Value]) {
-        let Some(Value::Array(names)) = data.first() else { return self.notify_all() };
+        let Some(Value::Array(names)) = data.first() else { return self.0.registries.notify_all() };
         for name in names {
             let Value::BulkString(name) = name else { continue };
             if let Some(key) = self.parse_key(name) {
-                self.for_each_registry(|registry| registry.notify(&key));
+                self.0.registries.notify(&key);
             }
         }
     }
@@ -88,7 +79,7 @@ impl InvalidationForwarder {
                     &mut *untracked_keys.lock().unwrap_or_else(PoisonError::into_inner),
                 );
                 for key in keys {
-                    invalidations.for_each_registry(|registry| registry.notify(&key));
+                    invalidations.0.registries.notify(&key);
                 }
             });
         }
@@ -96,16 +87,6 @@ impl InvalidationForwarder {
 
     fn parse_key(&self, name: &[u8]) -> Option<Key> {
         self.0.names.key(std::str::from_utf8(name).ok()?)
-    }
-
-    /// Invalidates all keys.
-    pub(crate) fn notify_all(&self) {
-        self.for_each_registry(Invalidations::notify_all);
-    }
-
-    fn for_each_registry(&self, notify: impl Fn(&Invalidations)) {
-        let registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        registries.iter().for_each(notify);
     }
 }
 

@@ -8,14 +8,14 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use redis::aio::MultiplexedConnection;
 use redis::{ErrorKind, PushInfo, PushKind, ServerErrorKind, Value};
+use registry_core::Waiters;
 use tokio::sync::{Notify, mpsc};
-use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use crate::connections::{Connector, PushHandler};
@@ -40,28 +40,27 @@ pub(crate) struct ChannelScheme {
 pub(crate) struct ReleaseListener {
     table: Arc<ChannelTable>,
     subscribe_requests: mpsc::UnboundedSender<Arc<str>>,
-    task: JoinHandle<()>,
 }
 
 struct ChannelTable {
     scheme: ChannelScheme,
-    channels: Mutex<HashMap<Arc<str>, Arc<ReleaseChannel>>>,
+    channels: Mutex<HashMap<Arc<str>, ReleaseChannel>>,
+    waiters: Waiters<Arc<str>>,
     /// Notified when another server has replaced this one.
     reset_requested: Notify,
 }
 
 /// One channel.
+#[derive(Default)]
 struct ReleaseChannel {
     /// The value of [`CHANGES`] at the last change; zero until the server confirms the
     /// subscription.
-    changed_at: AtomicU64,
+    changed_at: u64,
     /// The server has confirmed the subscription on the current connection.
-    is_subscribed: AtomicBool,
-    changed: Notify,
-    waiters: AtomicU64,
+    is_subscribed: bool,
     /// A caller has waited since the last search for idle channels. A waiter that is between two
     /// attempts waits again soon.
-    is_recent: AtomicBool,
+    is_recent: bool,
 }
 
 /// Numbers the changes of all channels of all servers. A channel that was dropped and subscribed
@@ -81,35 +80,41 @@ impl ReleaseListener {
         let table = Arc::new(ChannelTable {
             scheme,
             channels: Mutex::default(),
+            waiters: Waiters::default(),
             reset_requested: Notify::new(),
         });
         let (subscribe_requests, requests) = mpsc::unbounded_channel();
-        let task = tokio::spawn(run(Arc::clone(&table), connector, requests));
-        Self { table, subscribe_requests, task }
+        table.waiters.ensure_task(|| tokio::spawn(run(Arc::clone(&table), connector, requests)));
+        Self { table, subscribe_requests }
     }
 
     /// Waits until the channel `name` has changed after `position`. If the channel was not
     /// subscribed at `position`, waits until it is.
     pub(crate) async fn wait(&self, name: &str, position: u64) {
-        let waiter = self.table.add_waiter(name, &self.subscribe_requests);
-        let channel = &waiter.0;
-        loop {
-            let changed = channel.changed.notified();
-            tokio::pin!(changed);
-            // Registers before the check, so that no change between the two is missed.
-            changed.as_mut().enable();
-            if channel.changed_at.load(Ordering::Acquire) > position {
-                return;
-            }
-            changed.await;
+        let name: Arc<str> = name.into();
+        let waiter = self.table.waiters.register(Arc::clone(&name), ());
+        if self.last_change(name) <= position {
+            waiter.woken().await;
         }
+    }
+
+    /// Returns the number of the last change of the channel `name`. Subscribes it if it is unknown.
+    fn last_change(&self, name: Arc<str>) -> u64 {
+        let mut channels = self.table.channels();
+        let channel = channels.entry(Arc::clone(&name)).or_insert_with(|| {
+            // Without the task no message arrives; the engine polls.
+            let _ = self.subscribe_requests.send(name);
+            ReleaseChannel::default()
+        });
+        channel.is_recent = true;
+        channel.changed_at
     }
 
     /// Returns whether a message on this channel would arrive: the subscription is confirmed on a
     /// connection that responds.
     pub(crate) fn is_confirmed(&self, name: &str) -> bool {
         let channels = self.table.channels();
-        channels.get(name).is_some_and(|channel| channel.is_subscribed.load(Ordering::Acquire))
+        channels.get(name).is_some_and(|channel| channel.is_subscribed)
     }
 
     /// Replaces the connection, because another server has replaced this one.
@@ -117,17 +122,16 @@ impl ReleaseListener {
         self.table.reset_requested.notify_one();
     }
 
-    /// Closes the connection. Running waits receive no more messages.
+    /// Closes the connection, and wakes all waiters. Later waits receive no messages.
     pub(crate) fn close(&self) {
-        self.task.abort();
+        self.table.waiters.close();
     }
 }
 
+/// The waiters must attempt again, possibly at another server.
 impl Drop for ReleaseListener {
     fn drop(&mut self) {
         self.close();
-        // The waiters must attempt again, possibly at another server.
-        self.table.mark_all_changed();
     }
 }
 
@@ -140,99 +144,57 @@ impl fmt::Debug for ReleaseListener {
 }
 
 impl ChannelTable {
-    fn add_waiter(
-        &self,
-        name: &str,
-        subscribe_requests: &mpsc::UnboundedSender<Arc<str>>,
-    ) -> ChannelWaiter {
-        let mut channels = self.channels();
-        if let Some(channel) = channels.get(name) {
-            channel.waiters.fetch_add(1, Ordering::AcqRel);
-            channel.is_recent.store(true, Ordering::Release);
-            return ChannelWaiter(Arc::clone(channel));
-        }
-        let name: Arc<str> = name.into();
-        let channel = Arc::new(ReleaseChannel {
-            changed_at: AtomicU64::new(0),
-            is_subscribed: AtomicBool::new(false),
-            changed: Notify::new(),
-            waiters: AtomicU64::new(1),
-            is_recent: AtomicBool::new(true),
-        });
-        channels.insert(Arc::clone(&name), Arc::clone(&channel));
-        // Without the task no message arrives; the engine polls.
-        let _ = subscribe_requests.send(name);
-        ChannelWaiter(channel)
-    }
-
     fn names(&self) -> Vec<Arc<str>> {
         self.channels().keys().cloned().collect()
     }
 
     /// Records a possible change on `name`.
     fn mark_changed(&self, name: &str) {
-        if let Some(channel) = self.channels().get(name) {
-            record_change(channel);
-        }
+        self.change(name, |_| {});
     }
 
     /// Records that messages on `name` arrive from now on.
     fn confirm(&self, name: &str) {
-        if let Some(channel) = self.channels().get(name) {
-            channel.is_subscribed.store(true, Ordering::Release);
-            record_change(channel);
+        self.change(name, |channel| channel.is_subscribed = true);
+    }
+
+    fn change(&self, name: &str, update: impl FnOnce(&mut ReleaseChannel)) {
+        {
+            let mut channels = self.channels();
+            let Some(channel) = channels.get_mut(name) else { return };
+            update(channel);
+            channel.changed_at = CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
         }
+        self.waiters.wake(&name.into());
     }
 
     /// Removes a channel that has moved to another server and wakes its waiters.
-    fn remove_moved(&self, name: &str) {
-        if let Some(channel) = self.channels().remove(name) {
-            record_change(&channel);
-        }
+    fn remove_moved(&self, name: &Arc<str>) {
+        self.channels().remove(name);
+        self.waiters.wake(name);
     }
 
     fn contains(&self, name: &str) -> bool {
         self.channels().contains_key(name)
     }
 
-    /// Marks all channels as changed, because messages may have been missed.
-    fn mark_all_changed(&self) {
-        self.channels().values().for_each(|channel| record_change(channel));
-    }
-
     /// Marks all channels as unsubscribed, because the connection is closed.
     fn unsubscribe_all(&self) {
-        for channel in self.channels().values() {
-            channel.is_subscribed.store(false, Ordering::Release);
-        }
+        self.channels().values_mut().for_each(|channel| channel.is_subscribed = false);
     }
 
     /// Removes and returns the channels without a waiter since the last call.
     fn remove_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
-        let idle = |channel: &ReleaseChannel| {
-            let is_recent = channel.is_recent.swap(false, Ordering::AcqRel);
-            channel.waiters.load(Ordering::Acquire) == 0 && !is_recent
-        };
-        channels.extract_if(|_, channel| idle(channel)).map(|(name, _)| name).collect()
+        let idle = channels.extract_if(|name, channel| {
+            let is_recent = std::mem::take(&mut channel.is_recent);
+            !is_recent && !self.waiters.contains(name)
+        });
+        idle.map(|(name, _)| name).collect()
     }
 
-    fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<ReleaseChannel>>> {
+    fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, ReleaseChannel>> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn record_change(channel: &ReleaseChannel) {
-    channel.changed_at.store(CHANGES.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Release);
-    channel.changed.notify_waiters();
-}
-
-/// Counts one waiter of a channel.
-struct ChannelWaiter(Arc<ReleaseChannel>);
-
-impl Drop for ChannelWaiter {
-    fn drop(&mut self) {
-        self.0.waiters.fetch_sub(1, Ordering::AcqRel);
     }
 }
 

@@ -342,6 +342,9 @@ impl Quorum {
             let ((), _, others) = select_all(waits).await;
             waits = others;
         }
+        if position == NOT_WOKEN {
+            std::future::pending::<()>().await;
+        }
     }
 
     /// Returns whether the release messages of all masters would arrive. A majority would not
@@ -933,11 +936,14 @@ fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOu
         Some((_, holder)) => RoundOutcome::Split(Some(AcquireResult::Busy {
             remaining: Some(jitter()),
             holder,
-            position: u64::MAX,
+            position: NOT_WOKEN,
         })),
         None => RoundOutcome::Split(None),
     }
 }
+
+/// The position of a wait that no release message ends.
+const NOT_WOKEN: u64 = u64::MAX;
 
 /// One master's grant: whether its token is confirmed, the token, and the lease.
 type MasterGrant = (bool, FencingToken, Duration);

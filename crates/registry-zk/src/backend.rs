@@ -214,7 +214,7 @@ impl LockBackend for ZkBackend {
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
-        self.sessions.subscribers().add(invalidations);
+        self.sessions.registries().subscribe(invalidations);
     }
 
     fn admin(&self) -> Option<&dyn LockAdmin> {
@@ -223,7 +223,7 @@ impl LockBackend for ZkBackend {
 
     async fn close(&self) {
         // The backend stays open while another registry uses it.
-        if !self.sessions.subscribers().has_live() {
+        if self.sessions.registries().is_empty() {
             self.sessions.close().await;
         }
     }

@@ -521,7 +521,7 @@ fn notify_when_fired(
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
         // After a release by this process, no holder is left to notify.
         if entry.state.lock().await.held_until.is_some() {
-            sessions.subscribers().notify(std::iter::once(&entry.key));
+            sessions.registries().notify(&entry.key);
         }
     });
 }

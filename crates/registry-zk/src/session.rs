@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
-use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Invalidations, Key, Moment};
+use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Moment};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -35,7 +35,7 @@ use crate::session_validity::SessionValidity;
 /// The sessions of one backend.
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
-    subscribers: InvalidationSubscribers,
+    registries: InvalidationSet,
     /// Oldest first. A new claim goes to the first session with capacity for its
     /// node.
     live: Mutex<Vec<Arc<ZkSession>>>,
@@ -54,7 +54,7 @@ impl SessionPool {
     pub(crate) fn new(config: ZkConfig) -> Arc<Self> {
         Arc::new(Self {
             config: Arc::new(config),
-            subscribers: InvalidationSubscribers::default(),
+            registries: InvalidationSet::default(),
             live: Mutex::default(),
             opening: tokio::sync::Mutex::default(),
             extra_session_allowed_at: Mutex::new(Moment::now()),
@@ -63,8 +63,8 @@ impl SessionPool {
         })
     }
 
-    pub(crate) fn subscribers(&self) -> &InvalidationSubscribers {
-        &self.subscribers
+    pub(crate) fn registries(&self) -> &InvalidationSet {
+        &self.registries
     }
 
     /// Returns a connected session, for requests that any session can send. Opens one if none
@@ -256,7 +256,7 @@ impl SessionPool {
             claims_of_ended_sessions.retain(|_, at| at.after(ENDED_CLAIMS_TTL) > now);
             claims_of_ended_sessions.extend(entries.keys().map(|claim| (*claim, now)));
         }
-        self.subscribers.notify(entries.values().map(|entry| &entry.key));
+        entries.values().for_each(|entry| self.registries.notify(&entry.key));
     }
 
     /// Stops the disconnected client of `session`, and attaches the session to a new client as soon
@@ -354,28 +354,6 @@ impl ConnectBackoff {
         self.failures = self.failures.saturating_add(1);
         self.last_failure = Some((Moment::now(), error.clone()));
         error
-    }
-}
-
-/// The invalidation handles of the registries that use a backend.
-#[derive(Default)]
-pub(crate) struct InvalidationSubscribers(Mutex<Vec<Invalidations>>);
-
-impl InvalidationSubscribers {
-    pub(crate) fn add(&self, invalidations: Invalidations) {
-        let mut all = lock(&self.0);
-        all.retain(Invalidations::is_live);
-        all.push(invalidations);
-    }
-
-    /// Returns whether any registry still uses the backend.
-    pub(crate) fn has_live(&self) -> bool {
-        lock(&self.0).iter().any(Invalidations::is_live)
-    }
-
-    pub(crate) fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
-        let all = lock(&self.0).clone();
-        keys.for_each(|key| all.iter().for_each(|invalidations| invalidations.notify(key)));
     }
 }
 
@@ -561,8 +539,7 @@ impl ZkSession {
     /// it was disconnected.
     fn on_reconnect(&self, sessions: &SessionPool) {
         self.reconnects.fetch_add(1, Ordering::AcqRel);
-        let entries = self.entries();
-        sessions.subscribers.notify(entries.iter().map(|(_, entry)| &entry.key));
+        self.entries().iter().for_each(|(_, entry)| sessions.registries.notify(&entry.key));
     }
 
     /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no

@@ -19,12 +19,10 @@ use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::{BackendError, Busy, Claim, Key, WakeCheck};
+use registry_core::{BackendError, Busy, Claim, Key, Waiters, WakeCheck};
 use sqlx::Row;
 use tokio::runtime::Handle;
-use tokio::sync::{Notify, oneshot};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::client::MySqlClient;
 use super::sql;
@@ -54,90 +52,57 @@ pub(super) struct MySqlWaiters {
 struct PollerShared {
     client: Arc<MySqlClient>,
     statements: Arc<StatementBinder>,
-    table: Mutex<WaiterTable>,
-    /// A waiter was added, the last one was removed, or a poll became due early.
-    changed: Notify,
-}
-
-#[derive(Default)]
-struct WaiterTable {
-    waiters: HashMap<u64, PolledWaiter>,
-    next_id: u64,
-    task: Option<JoinHandle<()>>,
+    waiters: Waiters<RowId, PolledWaiter>,
     /// When the server last answered a poll of all due keys.
-    answered_at: Option<Instant>,
+    answered_at: Mutex<Option<Instant>>,
 }
 
 struct PolledWaiter {
-    row: RowId,
     /// The token of the grant that the waiter knows.
     known_token: u64,
     since: Instant,
     /// When to poll next.
     due: Instant,
-    wake: oneshot::Sender<()>,
 }
 
 impl MySqlWaiters {
     pub(super) fn new(client: Arc<MySqlClient>, statements: Arc<StatementBinder>) -> Self {
-        let (table, changed) = (Mutex::default(), Notify::new());
-        Self { shared: Arc::new(PollerShared { client, statements, table, changed }) }
+        let (waiters, answered_at) = (Waiters::default(), Mutex::default());
+        Self { shared: Arc::new(PollerShared { client, statements, waiters, answered_at }) }
     }
 
     /// Returns when the lock in `row` may be free. `known_token` is the token of the grant that
     /// made the attempt fail.
     pub(super) async fn wait(&self, row: RowId, known_token: u64) {
-        let (wake, notified) = oneshot::channel();
-        let now = Instant::now();
-        let waiter =
-            PolledWaiter { row, known_token, since: now, due: now + jittered(PAUSE_MIN), wake };
-        let _registration = self.register(waiter);
-        // A dropped sender means that the backend was closed.
-        let _ = notified.await;
+        let (waiters, now) = (&self.shared.waiters, Instant::now());
+        let state = PolledWaiter { known_token, since: now, due: now + jittered(PAUSE_MIN) };
+        let waiter = waiters.register(row, state);
+        waiters.ensure_task(|| Handle::current().spawn(Arc::clone(&self.shared).run()));
+        waiter.woken().await;
     }
 
     pub(super) fn wake_check(&self) -> Arc<dyn WakeCheck> {
         Arc::clone(&self.shared) as _
     }
 
-    fn register(&self, waiter: PolledWaiter) -> WaiterRegistration<'_> {
-        let mut table = self.shared.table();
-        let id = table.next_id;
-        table.next_id += 1;
-        table.waiters.insert(id, waiter);
-        if table.task.as_ref().is_none_or(JoinHandle::is_finished) {
-            let shared = Arc::clone(&self.shared);
-            table.task = Some(Handle::current().spawn(async move { shared.run().await }));
-        }
-        drop(table);
-        self.shared.changed.notify_one();
-        WaiterRegistration { shared: &self.shared, id }
-    }
-
     /// Polls this key at once if it has waiters: this process has released it.
     pub(super) fn poll_soon(&self, key: &Key) {
-        let mut table = self.shared.table();
-        if table.waiters.is_empty() {
+        let waiters = &self.shared.waiters;
+        if waiters.is_empty() {
             return;
         }
         let (row, now) = (self.shared.statements.row(key), Instant::now());
-        for waiter in table.waiters.values_mut().filter(|waiter| waiter.row == row) {
-            waiter.due = now;
-        }
-        drop(table);
-        self.shared.changed.notify_one();
+        waiters.for_each(|waiting, waiter| {
+            if *waiting == row {
+                waiter.due = now;
+            }
+        });
+        waiters.notify_task();
     }
 
-    /// Ends the task. Waiters, which belong to other registries over the same store, are woken to
-    /// try again. The first new waiter starts the task again.
+    /// Ends the task, and wakes all waiters.
     pub(super) fn close(&self) {
-        let mut table = self.shared.table();
-        if let Some(task) = table.task.take() {
-            task.abort();
-        }
-        let notified = std::mem::take(&mut table.waiters);
-        drop(table);
-        drop(notified);
+        self.shared.waiters.close();
     }
 }
 
@@ -150,52 +115,30 @@ impl Drop for MySqlWaiters {
 impl fmt::Debug for MySqlWaiters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MySqlWaiters")
-            .field("waiters", &self.shared.table().waiters.len())
+            .field("waiters", &self.shared.waiters)
             .finish_non_exhaustive()
-    }
-}
-
-/// A registered waiter. Dropping it removes the waiter.
-struct WaiterRegistration<'a> {
-    shared: &'a PollerShared,
-    id: u64,
-}
-
-impl Drop for WaiterRegistration<'_> {
-    fn drop(&mut self) {
-        let mut table = self.shared.table();
-        table.waiters.remove(&self.id);
-        if table.waiters.is_empty() {
-            self.shared.changed.notify_one();
-        }
     }
 }
 
 impl WakeCheck for PollerShared {
     /// Returns whether the task polls all awaited keys, and the server has answered it recently.
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        let table = self.table();
-        table.task.as_ref().is_some_and(|task| !task.is_finished())
-            && table.answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
+        let answered_at = *self.answered_at();
+        self.waiters.has_task() && answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
     }
 }
 
 impl PollerShared {
-    fn table(&self) -> MutexGuard<'_, WaiterTable> {
-        // No code that runs under this lock can panic halfway through a change.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    fn answered_at(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.answered_at.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Runs the task.
     async fn run(self: Arc<Self>) {
-        loop {
-            let next = self.table().waiters.values().map(|waiter| waiter.due).min();
-            let Some(next) = next else {
-                if timeout(LINGER, self.changed.notified()).await.is_err() && self.try_stop() {
-                    return;
-                }
-                continue;
-            };
+        while self.waiters.wait_for_waiter(LINGER).await {
+            let mut next = None;
+            self.waiters.for_each(|_, waiter| next = next.into_iter().chain([waiter.due]).min());
+            let Some(next) = next else { continue };
             tokio::select! {
                 () = sleep_until(next) => {
                     let poll_started_at = Instant::now();
@@ -203,19 +146,9 @@ impl PollerShared {
                     let pause = poll_started_at.elapsed() * (POLL_TIME_DIVISOR - 1);
                     sleep(pause.min(PAUSE_AFTER_POLL_MAX)).await;
                 }
-                () = self.changed.notified() => {}
+                () = self.waiters.changed() => {}
             }
         }
-    }
-
-    /// Ends the task unless there are new waiters. The lock excludes a new waiter in between.
-    fn try_stop(&self) -> bool {
-        let mut table = self.table();
-        let idle = table.waiters.is_empty();
-        if idle {
-            table.task = None;
-        }
-        idle
     }
 
     /// Polls the due keys and wakes their waiters as needed.
@@ -230,7 +163,7 @@ impl PollerShared {
             }
         }
         if answered {
-            self.table().answered_at = Some(Instant::now());
+            *self.answered_at() = Some(Instant::now());
         }
     }
 
@@ -238,16 +171,14 @@ impl PollerShared {
     /// one poll serves them all.
     fn due(&self) -> Vec<RowId> {
         let now = Instant::now();
-        let mut table = self.table();
         let mut rows = Vec::new();
-        for waiter in table.waiters.values_mut() {
+        self.waiters.for_each(|row, waiter| {
             let pause = pause(now.saturating_duration_since(waiter.since));
             if waiter.due <= now + pause / 2 {
                 waiter.due = now + jittered(pause);
-                rows.push(waiter.row);
+                rows.push(*row);
             }
-        }
-        rows.sort_unstable();
+        });
         rows.dedup();
         rows
     }
@@ -265,18 +196,9 @@ impl PollerShared {
     }
 
     fn wake(&self, rows: &[RowId], held: &HashMap<Vec<u8>, u64>) {
-        let mut table = self.table();
-        let notified = table.waiters.extract_if(|_, waiter| {
-            rows.binary_search(&waiter.row).is_ok()
-                && held.get(waiter.row.bytes()) != Some(&waiter.known_token)
+        self.waiters.wake_if(|row, waiter| {
+            rows.binary_search(row).is_ok() && held.get(row.bytes()) != Some(&waiter.known_token)
         });
-        let notified: Vec<PolledWaiter> = notified.map(|(_, waiter)| waiter).collect();
-        // A notified waiter may be dropped at once, and its drop locks the table.
-        drop(table);
-        for waiter in notified {
-            // The receiver may have been dropped.
-            let _ = waiter.wake.send(());
-        }
     }
 }
 

@@ -11,18 +11,16 @@
 //! the transactions that send one. So each listener holds advisory locks, and a release without
 //! listeners sends no notification; see [`NotificationChannel`].
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 use std::fmt::Write as _;
 use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::{BackendError, Busy, Claim, WakeCheck};
+use registry_core::{BackendError, Busy, Claim, Waiters, WakeCheck};
 use sqlx::Executor as _;
 use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
-use tokio::sync::Notify;
-use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::error;
@@ -83,12 +81,12 @@ pub(super) struct PgReleaseListener {
     server: PgConnectOptions,
     channel: NotificationChannel,
     shared: Arc<ListenerShared>,
-    task: Mutex<Option<JoinHandle<()>>>,
 }
 
 #[derive(Default)]
 struct ListenerShared {
     state: Mutex<ListenerState>,
+    waiters: Waiters<LockId>,
 }
 
 #[derive(Default)]
@@ -103,22 +101,12 @@ struct ListenerState {
     is_verified: bool,
     /// The latest releases with their sequence numbers.
     releases: VecDeque<(u64, LockId)>,
-    waiters: HashMap<LockId, LockWaiters>,
-    /// A task runs that has not yet decided to end.
-    has_task: bool,
-}
-
-/// The waiting callers of one lock.
-#[derive(Default)]
-struct LockWaiters {
-    notify: Arc<Notify>,
-    count: usize,
 }
 
 impl PgReleaseListener {
     /// Creates a listener for `channel`. It connects when the first caller waits.
     pub(super) fn new(server: PgConnectOptions, channel: NotificationChannel) -> Self {
-        Self { server, channel, shared: Arc::default(), task: Mutex::default() }
+        Self { server, channel, shared: Arc::default() }
     }
 
     /// Returns the current position, for [`wait`](Self::wait). Read it before querying the
@@ -130,17 +118,14 @@ impl PgReleaseListener {
     /// Returns when the lock may have been released after `position`. If the listener was
     /// disconnected at `position`, returns once it has connected.
     pub(super) async fn wait(&self, lock: LockId, position: u64) {
-        let waiter = self.shared.register(lock);
-        loop {
-            let notified = waiter.notify.notified();
-            tokio::pin!(notified);
-            // Registered before the check. Otherwise a release between the two would be missed.
-            notified.as_mut().enable();
-            self.ensure_task();
-            if self.shared.state().may_have_been_released(&lock, position) {
-                return;
-            }
-            notified.await;
+        let waiters = &self.shared.waiters;
+        let waiter = waiters.register(lock, ());
+        waiters.ensure_task(|| {
+            let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
+            tokio::spawn(listen(shared, server, self.channel.clone()))
+        });
+        if !self.shared.state().may_have_been_released(&lock, position) {
+            waiter.woken().await;
         }
     }
 
@@ -174,28 +159,10 @@ impl PgReleaseListener {
         Ok(received.await.unwrap_or(false))
     }
 
-    /// Closes the connection. The listener reconnects for remaining callers, which belong to other
-    /// registries over the same store, and for new ones.
+    /// Closes the connection, and wakes all callers. The listener reconnects for the next one.
     pub(super) fn close(&self) {
-        if let Some(task) = self.task().take() {
-            task.abort();
-        }
         self.shared.mark_disconnected();
-        self.shared.wake_all();
-    }
-
-    /// Starts the listener's task unless it runs.
-    fn ensure_task(&self) {
-        let mut task = self.task();
-        if task.as_ref().is_none_or(JoinHandle::is_finished) || !self.shared.state().has_task {
-            self.shared.state().has_task = true;
-            let (shared, server) = (Arc::clone(&self.shared), self.server.clone());
-            *task = Some(tokio::spawn(listen(shared, server, self.channel.clone())));
-        }
-    }
-
-    fn task(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
-        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+        self.shared.waiters.close();
     }
 }
 
@@ -228,13 +195,6 @@ impl ListenerShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn register(&self, lock: LockId) -> NotificationWaiter<'_> {
-        let mut state = self.state();
-        let waiters = state.waiters.entry(lock).or_default();
-        waiters.count += 1;
-        NotificationWaiter { shared: self, lock, notify: Arc::clone(&waiters.notify) }
-    }
-
     /// Records that no notification is missed from here on. Earlier ones may have been missed.
     fn mark_connected(&self) {
         {
@@ -243,14 +203,7 @@ impl ListenerShared {
             state.complete_since = Some(state.last_sequence);
             state.releases.clear();
         }
-        self.wake_all();
-    }
-
-    fn wake_all(&self) {
-        let notify: Vec<_> =
-            self.state().waiters.values().map(|waiters| Arc::clone(&waiters.notify)).collect();
-        // Callers are woken without the lock on the table: a waker is foreign code.
-        notify.iter().for_each(|notify| notify.notify_waiters());
+        self.waiters.wake_all();
     }
 
     fn mark_disconnected(&self) {
@@ -260,7 +213,7 @@ impl ListenerShared {
     }
 
     fn on_release(&self, lock: LockId) {
-        let notify = {
+        {
             let mut state = self.state();
             state.last_sequence += 1;
             let number = state.last_sequence;
@@ -271,24 +224,8 @@ impl ListenerShared {
                 state.complete_since =
                     state.complete_since.map(|complete_since| complete_since.max(dropped));
             }
-            state.waiters.get(&lock).map(|waiters| Arc::clone(&waiters.notify))
-        };
-        if let Some(notify) = notify {
-            notify.notify_waiters();
         }
-    }
-
-    fn has_waiters(&self) -> bool {
-        !self.state().waiters.is_empty()
-    }
-
-    /// Clears `has_task` if no caller waits. Done under the mutex so that no new caller relies on
-    /// an ending task.
-    fn try_stop(&self) -> bool {
-        let mut state = self.state();
-        let idle = state.waiters.is_empty();
-        state.has_task &= !idle;
-        idle
+        self.waiters.wake(&lock);
     }
 }
 
@@ -298,25 +235,6 @@ impl ListenerState {
         let after = |(number, _): &&(u64, LockId)| *number > position;
         complete_since > position
             || self.releases.iter().rev().take_while(after).any(|(_, released)| released == lock)
-    }
-}
-
-/// The registration of one waiting caller.
-struct NotificationWaiter<'a> {
-    shared: &'a ListenerShared,
-    lock: LockId,
-    notify: Arc<Notify>,
-}
-
-impl Drop for NotificationWaiter<'_> {
-    fn drop(&mut self) {
-        let mut state = self.shared.state();
-        if let Some(waiters) = state.waiters.get_mut(&self.lock) {
-            waiters.count -= 1;
-            if waiters.count == 0 {
-                state.waiters.remove(&self.lock);
-            }
-        }
     }
 }
 
@@ -334,10 +252,10 @@ async fn listen(
             shared.mark_connected();
             let idle = receive(&shared, listener, &channel).await;
             shared.mark_disconnected();
-            if idle && shared.try_stop() {
+            if idle && shared.waiters.try_stop() {
                 return;
             }
-        } else if shared.try_stop() {
+        } else if shared.waiters.try_stop() {
             return;
         }
         // Randomised, so that listeners do not reconnect at the same time to a server that has just
@@ -389,7 +307,7 @@ async fn receive(
                 Ok(None) | Err(_) => return false,
             },
             _ = ticks.tick() => {
-                idle_checks = if shared.has_waiters() { 0 } else { idle_checks + 1 };
+                idle_checks = if shared.waiters.is_empty() { idle_checks + 1 } else { 0 };
                 if idle_checks > IDLE_CHECKS_MAX {
                     return true;
                 }

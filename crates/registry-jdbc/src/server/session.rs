@@ -16,8 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, Invalidations, Key,
-    Release, Renewal,
+    Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, InvalidationSet,
+    Invalidations, Key, Release, Renewal,
 };
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
@@ -145,7 +145,7 @@ impl SessionFailure {
 /// The locks of one connection.
 pub(crate) struct SqlSession<P: SessionProtocol> {
     protocol: Arc<P>,
-    subscribers: Arc<InvalidationSubscribers>,
+    registries: Arc<InvalidationSet>,
     actor: Mutex<Option<ActorHandle<P>>>,
     /// Whether a lock is held.
     has_locks: Arc<AtomicBool>,
@@ -158,22 +158,15 @@ struct ActorHandle<P: SessionProtocol> {
     task: JoinHandle<()>,
 }
 
-/// The receivers of loss notifications: registries, each with its runtime.
-#[derive(Default)]
-pub(super) struct InvalidationSubscribers(Mutex<Vec<(Invalidations, Option<Handle>)>>);
-
 impl<P: SessionProtocol> SqlSession<P> {
     /// Creates the session without connecting.
     pub(crate) fn new(protocol: P) -> Self {
-        Self::with_subscribers(Arc::new(protocol), Arc::default())
+        Self::with_registries(Arc::new(protocol), Arc::default())
     }
 
     /// Creates one of several sessions with the same protocol.
-    pub(super) fn with_subscribers(
-        protocol: Arc<P>,
-        subscribers: Arc<InvalidationSubscribers>,
-    ) -> Self {
-        Self { protocol, subscribers, actor: Mutex::default(), has_locks: Arc::default() }
+    pub(super) fn with_registries(protocol: Arc<P>, registries: Arc<InvalidationSet>) -> Self {
+        Self { protocol, registries, actor: Mutex::default(), has_locks: Arc::default() }
     }
 
     /// Tries to acquire the lock. Retries for a short time while another transaction has the row
@@ -228,7 +221,7 @@ impl<P: SessionProtocol> SqlSession<P> {
     }
 
     pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
-        self.subscribers.add(invalidations);
+        self.registries.subscribe(invalidations);
     }
 
     pub(super) fn holds_locks(&self) -> bool {
@@ -295,7 +288,7 @@ impl<P: SessionProtocol> SqlSession<P> {
         self.has_locks.store(false, Ordering::Release);
         let state = SessionState {
             protocol: Arc::clone(&self.protocol),
-            subscribers: Arc::clone(&self.subscribers),
+            registries: Arc::clone(&self.registries),
             connection: None,
             held: HashMap::new(),
             reservations: TokenReservations::default(),
@@ -312,7 +305,7 @@ impl<P: SessionProtocol> SqlSession<P> {
     /// Returns the runtime of a registry. A caller's runtime may end while locks that it took are
     /// still held.
     fn runtime(&self) -> Handle {
-        self.subscribers.runtime().unwrap_or_else(Handle::current)
+        self.registries.runtime().unwrap_or_else(Handle::current)
     }
 
     fn actor(&self) -> MutexGuard<'_, Option<ActorHandle<P>>> {
@@ -391,31 +384,6 @@ impl<P: SessionProtocol> Drop for SqlSession<P> {
 impl<P: SessionProtocol> fmt::Debug for SqlSession<P> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SqlSession").finish_non_exhaustive()
-    }
-}
-
-impl InvalidationSubscribers {
-    /// Adds the receiver of a registry that is being built.
-    pub(super) fn add(&self, invalidations: Invalidations) {
-        let mut all = self.all();
-        all.retain(|(invalidations, _)| invalidations.is_live());
-        all.push((invalidations, Handle::try_current().ok()));
-    }
-
-    /// Returns the runtime of a live registry.
-    fn runtime(&self) -> Option<Handle> {
-        let all = self.all();
-        let mut live = all.iter().filter(|(invalidations, _)| invalidations.is_live());
-        live.find_map(|(_, runtime)| runtime.clone())
-    }
-
-    fn all(&self) -> MutexGuard<'_, Vec<(Invalidations, Option<Handle>)>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
-        let all = self.all().clone();
-        keys.for_each(|key| all.iter().for_each(|(invalidations, _)| invalidations.notify(key)));
     }
 }
 
@@ -522,7 +490,7 @@ impl<P: SessionProtocol> Drop for CloseOnDrop<P> {
 /// The state of the connection actor.
 struct SessionState<P: SessionProtocol> {
     protocol: Arc<P>,
-    subscribers: Arc<InvalidationSubscribers>,
+    registries: Arc<InvalidationSet>,
     connection: Option<P::Connection>,
     /// Empty if there is no connection.
     held: HashMap<Vec<u8>, HeldLock>,
@@ -817,7 +785,7 @@ impl<P: SessionProtocol> SessionState<P> {
         self.next_expiry = None;
         self.reservations.clear();
         let held = std::mem::take(&mut self.held);
-        self.subscribers.notify(held.values().map(|held| &held.key));
+        held.values().for_each(|held| self.registries.notify(&held.key));
     }
 }
 

@@ -9,16 +9,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{Attempt, BackendError, Claim, Invalidations, Key, Release, Renewal};
+use registry_core::{
+    Attempt, BackendError, Claim, InvalidationSet, Invalidations, Key, Release, Renewal,
+};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
-use super::session::{InvalidationSubscribers, SessionProtocol, SqlSession};
+use super::session::{SessionProtocol, SqlSession};
 
 /// The sessions of all locks of one backend.
 pub(crate) struct SqlSessions<P: SessionProtocol> {
     protocol: Arc<P>,
-    subscribers: Arc<InvalidationSubscribers>,
+    registries: Arc<InvalidationSet>,
     /// By lock name. Each user of a session has a clone of its `Arc`.
     sessions: Mutex<HashMap<Vec<u8>, Arc<SqlSession<P>>>>,
 }
@@ -28,7 +30,7 @@ impl<P: SessionProtocol> SqlSessions<P> {
     pub(crate) fn new(protocol: P) -> Self {
         Self {
             protocol: Arc::new(protocol),
-            subscribers: Arc::default(),
+            registries: Arc::default(),
             sessions: Mutex::default(),
         }
     }
@@ -56,16 +58,16 @@ impl<P: SessionProtocol> SqlSessions<P> {
     }
 
     pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
-        self.subscribers.add(invalidations);
+        self.registries.subscribe(invalidations);
     }
 
     fn session_for(&self, key: &Key) -> SessionRef<'_, P> {
         let name = self.protocol.name(key);
         let mut sessions = self.sessions();
         let session = sessions.entry(name.clone()).or_insert_with(|| {
-            Arc::new(SqlSession::with_subscribers(
+            Arc::new(SqlSession::with_registries(
                 Arc::clone(&self.protocol),
-                Arc::clone(&self.subscribers),
+                Arc::clone(&self.registries),
             ))
         });
         SessionRef { owner: self, session: Some(Arc::clone(session)), name }

@@ -16,14 +16,13 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use registry_core::{BackendError, Busy, Claim, Key, WakeCheck};
+use registry_core::{BackendError, Busy, Claim, Key, Waiters, WakeCheck};
 use sqlx::Row;
-use tokio::sync::{Notify, oneshot};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
@@ -67,28 +66,16 @@ struct ReleaseWatcher {
     reader: Arc<ReconnectingConnection>,
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
-    table: Mutex<SqliteWaiterTable>,
-    /// A waiter was added, or the last one was removed.
-    waiters_changed: Notify,
-}
-
-#[derive(Default)]
-struct SqliteWaiterTable {
-    waiters: HashMap<u64, KeyWaiter>,
-    next_id: u64,
-    task: Option<JoinHandle<()>>,
+    waiters: Waiters<Key, KnownGrant>,
     /// The kernel reports commits, and the last read succeeded.
-    is_confirmed: bool,
-    is_closed: bool,
+    is_confirmed: AtomicBool,
 }
 
-struct KeyWaiter {
-    key: Key,
-    /// The token of the grant that the waiter knows.
-    known_token: u64,
+/// The grant that a waiter knows.
+struct KnownGrant {
+    token: u64,
     /// The key was not read since the waiter was registered.
     is_new: bool,
-    wake_sender: oneshot::Sender<()>,
 }
 
 impl SqliteWaiters {
@@ -103,8 +90,8 @@ impl SqliteWaiters {
                 reader,
                 statements,
                 wal,
-                table: Mutex::default(),
-                waiters_changed: Notify::new(),
+                waiters: Waiters::default(),
+                is_confirmed: AtomicBool::new(false),
             }),
             worker,
         }
@@ -113,58 +100,30 @@ impl SqliteWaiters {
     /// Returns when `key` may be free. `known_token` is the token of the grant that made the
     /// attempt fail.
     pub(super) async fn wait(&self, key: &Key, known_token: u64) {
-        let (wake_sender, wake_receiver) = oneshot::channel();
-        let Some(_registration) =
-            self.register(KeyWaiter { key: key.clone(), known_token, is_new: true, wake_sender })
-        else {
-            return std::future::pending().await;
-        };
-        if wake_receiver.await.is_err() {
-            // The sender is dropped only when the backend is closed. A closed backend wakes no
-            // waiter.
-            std::future::pending::<()>().await;
-        }
+        let waiters = &self.watcher.waiters;
+        let waiter = waiters.register(key.clone(), KnownGrant { token: known_token, is_new: true });
+        waiters.ensure_task(|| self.worker.spawn(Arc::clone(&self.watcher).run()));
+        waiter.woken().await;
     }
 
     pub(super) fn wake_check(&self) -> Arc<dyn WakeCheck> {
         Arc::clone(&self.watcher) as _
     }
 
-    fn register(&self, waiter: KeyWaiter) -> Option<SqliteWaiterRegistration<'_>> {
-        let mut table = self.watcher.table();
-        if table.is_closed {
-            return None;
-        }
-        let id = table.next_id;
-        table.next_id += 1;
-        table.waiters.insert(id, waiter);
-        if table.task.as_ref().is_none_or(JoinHandle::is_finished) {
-            let watcher = Arc::clone(&self.watcher);
-            table.task = Some(self.worker.spawn(watcher.run()));
-        }
-        drop(table);
-        self.watcher.waiters_changed.notify_one();
-        Some(SqliteWaiterRegistration { watcher: &self.watcher, id })
-    }
-
-    /// Ends the task. No waiter is woken after this.
+    /// Ends the task, and wakes all waiters.
     pub(super) fn close(&self) {
-        let mut table = self.watcher.table();
-        table.is_closed = true;
-        if let Some(task) = table.task.take() {
-            task.abort();
-        }
+        self.watcher.waiters.close();
     }
 
     /// Returns whether the task exists.
     #[cfg(test)]
     pub(super) fn has_task(&self) -> bool {
-        self.watcher.table().task.as_ref().is_some_and(|task| !task.is_finished())
+        self.watcher.waiters.has_task()
     }
 
     #[cfg(test)]
     pub(super) fn count(&self) -> usize {
-        self.watcher.table().waiters.len()
+        self.watcher.waiters.len()
     }
 }
 
@@ -177,55 +136,25 @@ impl Drop for SqliteWaiters {
 impl fmt::Debug for SqliteWaiters {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SqliteWaiters")
-            .field("waiters", &self.watcher.table().waiters.len())
+            .field("waiters", &self.watcher.waiters)
             .finish_non_exhaustive()
-    }
-}
-
-/// A registered waiter. Dropping it removes the waiter.
-struct SqliteWaiterRegistration<'a> {
-    watcher: &'a ReleaseWatcher,
-    id: u64,
-}
-
-impl Drop for SqliteWaiterRegistration<'_> {
-    fn drop(&mut self) {
-        let mut table = self.watcher.table();
-        table.waiters.remove(&self.id);
-        if table.waiters.is_empty() {
-            self.watcher.waiters_changed.notify_one();
-        }
     }
 }
 
 impl WakeCheck for ReleaseWatcher {
     /// Returns whether a release would wake the waiters.
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
-        let table = self.table();
-        table.is_confirmed && table.task.as_ref().is_some_and(|task| !task.is_finished())
+        self.is_confirmed.load(Ordering::Acquire) && self.waiters.has_task()
     }
 }
 
 impl ReleaseWatcher {
-    fn table(&self) -> MutexGuard<'_, SqliteWaiterTable> {
-        // No code that runs under this lock can panic halfway through a change.
-        self.table.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Reads awaited keys after each commit, until there are no waiters.
     async fn run(self: Arc<Self>) {
         let mut watch = CommitWatch::start(&self.wal);
         let mut schedule = ReadSchedule::idle();
         let mut budget = ReadBudget::new();
-        loop {
-            if self.table().waiters.is_empty() {
-                if timeout(IDLE_TIMEOUT, self.waiters_changed.notified()).await.is_err()
-                    && self.stop_if_idle()
-                {
-                    return;
-                }
-                continue;
-            }
+        while self.waiters.wait_for_waiter(IDLE_TIMEOUT).await {
             let succeeded = tokio::select! {
                 () = watch.changed() => {
                     // The watch may have failed because the log was removed: check for a
@@ -238,13 +167,13 @@ impl ReleaseWatcher {
                     }
                     self.read_and_wake(WaiterFilter::All, &mut budget).await
                 }
-                () = self.waiters_changed.notified() => {
+                () = self.waiters.changed() => {
                     watch.reset_interval();
                     self.read_and_wake(WaiterFilter::New, &mut budget).await
                 }
                 () = schedule.next_read() => self.read_and_wake(WaiterFilter::All, &mut budget).await,
             };
-            self.table().is_confirmed = succeeded && !watch.is_interval();
+            self.is_confirmed.store(succeeded && !watch.is_interval(), Ordering::Release);
         }
     }
 
@@ -253,16 +182,6 @@ impl ReleaseWatcher {
         if !new_watch.is_interval() {
             *watch = new_watch;
         }
-    }
-
-    /// Ends the task unless there are new waiters. The lock excludes a new waiter in between.
-    fn stop_if_idle(&self) -> bool {
-        let mut table = self.table();
-        let idle = table.waiters.is_empty();
-        if idle {
-            table.task = None;
-        }
-        idle
     }
 
     /// Reads the keys of these waiters, wakes waiters of free keys, and pauses if the budget is
@@ -288,14 +207,12 @@ impl ReleaseWatcher {
     }
 
     fn waiting_keys(&self, filter: WaiterFilter) -> Vec<Key> {
-        let table = self.table();
-        let mut keys: Vec<Key> = table
-            .waiters
-            .values()
-            .filter(|waiter| waiter.is_new || matches!(filter, WaiterFilter::All))
-            .map(|waiter| waiter.key.clone())
-            .collect();
-        keys.sort_unstable();
+        let mut keys = Vec::new();
+        self.waiters.for_each(|key, waiter| {
+            if waiter.is_new || matches!(filter, WaiterFilter::All) {
+                keys.push(key.clone());
+            }
+        });
         keys.dedup();
         keys
     }
@@ -314,25 +231,14 @@ impl ReleaseWatcher {
     }
 
     fn wake_waiters(&self, keys: &[Key], held_tokens: &HashMap<Vec<u8>, u64>) {
-        let mut table = self.table();
-        let woken: Vec<u64> = table
-            .waiters
-            .iter_mut()
-            .filter(|(_, waiter)| keys.binary_search(&waiter.key).is_ok())
-            .filter_map(|(id, waiter)| {
-                let is_first_read = std::mem::replace(&mut waiter.is_new, false);
-                match held_tokens.get(waiter.key.as_str().as_bytes()) {
-                    None => Some(*id),
-                    Some(token) => (is_first_read && *token != waiter.known_token).then_some(*id),
-                }
-            })
-            .collect();
-        for id in woken {
-            if let Some(waiter) = table.waiters.remove(&id) {
-                // The receiver may have been dropped.
-                let _ = waiter.wake_sender.send(());
+        self.waiters.wake_if(|key, known| {
+            if keys.binary_search(key).is_err() {
+                return false;
             }
-        }
+            let is_first_read = std::mem::replace(&mut known.is_new, false);
+            let held_token = held_tokens.get(key.as_str().as_bytes());
+            held_token.is_none_or(|token| is_first_read && *token != known.token)
+        });
     }
 }
 

@@ -275,7 +275,7 @@ impl ClusterState {
         if has_moved {
             // Locks that the new owner does not have are lost. It sends no invalidations for the
             // others until tracking is enabled for them.
-            self.invalidations.notify_all();
+            self.invalidations.registries().notify_all();
         }
         drop(old_owners);
         // A server without slots has no locks, so its connections are not needed.

@@ -65,7 +65,7 @@ impl RedisNode {
                 },
                 // Invalidations are missed from now on.
                 move || {
-                    invalidations_missed.notify_all();
+                    invalidations_missed.registries().notify_all();
                     connection_replaced.notify_one();
                 },
                 probe_after,
@@ -113,7 +113,7 @@ impl RedisNode {
         self.listener.reset();
         // Locks that the new server does not have are lost. It sends no invalidations for the
         // others until tracking is enabled for them.
-        self.invalidations.notify_all();
+        self.invalidations.registries().notify_all();
     }
 
     /// Calls [`reset_connections`](Self::reset_connections) unless that happened within
@@ -308,7 +308,7 @@ async fn reconnect_after_loss(
         let started_at = Instant::now();
         let mut was_down = false;
         // Without a registry there is no holder. After the limit, the leases are over.
-        while invalidations.has_subscribers() && started_at.elapsed() < RECONNECT_LIMIT {
+        while !invalidations.registries().is_empty() && started_at.elapsed() < RECONNECT_LIMIT {
             if commands.connect().await.is_ok() {
                 break;
             }
@@ -318,7 +318,7 @@ async fn reconnect_after_loss(
         if was_down {
             // Verifications during the outage failed, and the next ones would follow only after a
             // pause.
-            invalidations.notify_all();
+            invalidations.registries().notify_all();
         }
     }
 }
@@ -340,7 +340,7 @@ fn connect_with_tracking(
                 // connection.
                 PushKind::Disconnection => {
                     closed.store(true, Ordering::Release);
-                    invalidations.notify_all();
+                    invalidations.registries().notify_all();
                     connection_lost.notify_one();
                 }
                 _ => {}
