@@ -115,7 +115,7 @@ impl HelperProcess {
     /// has ended.
     ///
     /// # Cancel safety
-    /// Skipped lines stay read. No unread line is lost.
+    /// Dropping the future leaves all lines unread.
     pub async fn expect_line(
         &mut self,
         mut predicate: impl FnMut(&str) -> bool,
@@ -134,6 +134,19 @@ impl HelperProcess {
     /// As [`expect_line`](Self::expect_line).
     pub async fn expect_map<T>(
         &mut self,
+        predicate: impl FnMut(&str) -> Option<T>,
+        limit: Duration,
+    ) -> Result<T, TimeoutError> {
+        let mut read = self.read;
+        let found = self.find_line(&mut read, predicate, limit).await;
+        self.read = read;
+        found
+    }
+
+    /// Like [`expect_map`](Self::expect_map), from the line number `read` on, which it advances.
+    pub(crate) async fn find_line<T>(
+        &self,
+        read: &mut usize,
         mut predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
     ) -> Result<T, TimeoutError> {
@@ -142,8 +155,8 @@ impl HelperProcess {
         loop {
             let ended = {
                 let output = output.borrow_and_update();
-                for line in &output.stdout[self.read..] {
-                    self.read += 1;
+                for line in &output.stdout[*read..] {
+                    *read += 1;
                     if let Some(found) = predicate(line) {
                         return Ok(found);
                     }
@@ -159,6 +172,11 @@ impl HelperProcess {
                     .timeout_error(&format!("did not print the expected line within {limit:?}")));
             }
         }
+    }
+
+    /// Returns the number of lines of standard output so far.
+    pub(crate) fn line_count(&self) -> usize {
+        self.output.borrow().stdout.len()
     }
 
     /// Returns all lines of standard output so far, read or not.

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use registry_core::{LockOptions, Registry};
+use registry_core::{LockOptions, LostReason, Registry};
 
 use super::{LONG, Workload};
 use crate::eventually;
@@ -42,12 +42,11 @@ pub async fn suspend_a_holder(
         holder.process().pause().await?;
         let next = recording_client.lock_with(&lock, LockOptions::new().wait(LONG)).await;
         let next = next.map_err(io::Error::other)?.expect("the lease of the holder has ended");
-        let tokens = held.token.map(|held| (next.fencing_token(), held));
-        let (next_token, held_token) = tokens.expect("stores under test issue tokens");
+        let (next_token, held_token) = (next.fencing_token(), held.token);
         assert!(next_token > held_token);
         assert!(workload.write_as(SUCCESSOR, KEY, next_token));
         holder.process().resume()?;
-        assert_eq!(holder.lost(KEY, LONG).await?, "expired");
+        assert_eq!(holder.lost(KEY, LONG).await?, LostReason::Expired);
         assert_eq!(holder.status(KEY, LONG).await?, None);
         assert!(!workload.write_as(SUSPENDED, KEY, held_token), "a newer token has written");
         assert!(holder.unlock(KEY, LONG).await.is_err(), "it was lost");
@@ -57,8 +56,7 @@ pub async fn suspend_a_holder(
     workload.wait_for_progress().await;
     let try_lock = async || holder.try_lock(KEY, LONG).await.expect("the attempt succeeds");
     let held = eventually(LONG, try_lock).await;
-    let token = held.token.expect("stores under test issue tokens");
-    assert!(workload.write_as(SUSPENDED, KEY, token));
+    assert!(workload.write_as(SUSPENDED, KEY, held.token));
     holder.unlock(KEY, LONG).await?;
     let events = holder.events();
     holder.quit(LONG).await?;

@@ -3,7 +3,7 @@
 use registry_core::{LockError, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
-use registry_testkit::holder::HolderCommand;
+use registry_testkit::holder::HolderRequest;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::workload::suspend_a_holder;
 use registry_testkit::{cause_of_failed_acquire, eventually, within};
@@ -348,7 +348,7 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
             1 => Ok(()),
             other => Err(format!("{other} entries")),
         };
-        waiter.send_command(&HolderCommand::lock("key")).unwrap();
+        let pending = waiter.send(&HolderRequest::lock("key")).unwrap();
         eventually(LONG, queued).await;
         waiter.process().pause().await.unwrap();
         eventually(LONG, stopped).await;
@@ -359,7 +359,7 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
         eventually(LONG, queued).await;
         assert!(next.is_held());
         next.unlock().await.unwrap();
-        waiter.held("key", LONG).await.unwrap();
+        waiter.held(pending, LONG).await.unwrap();
         waiter.unlock("key", LONG).await.unwrap();
     }
     waiter.quit(LONG).await.unwrap();
