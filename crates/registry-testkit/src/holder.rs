@@ -48,9 +48,6 @@ pub fn run_child_process(program: impl AsyncFnOnce(String)) {
 
 /// Returns the command that runs this test program again, with only the ignored test `test`, which
 /// must call [`run_child_process`]. `url` is passed to it.
-///
-/// # Errors
-/// Returns an error if the path of this program is unknown.
 pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
     let mut program = Command::new(std::env::current_exe()?);
     program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
@@ -187,12 +184,6 @@ pub struct LockHolder {
 
 impl LockHolder {
     /// Starts a program that calls [`serve`].
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
     pub async fn spawn_command(command: Command) -> io::Result<Self> {
         let holder = Self { process: HelperProcess::spawn(command)?, next: READY + 1 };
         let ready = PendingReply { number: READY, lines_before: 0 };
@@ -201,12 +192,6 @@ impl LockHolder {
     }
 
     /// Starts this test program again as a [`child_process`], which must call [`serve`].
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
     pub async fn spawn_test(test: &str, url: &str) -> io::Result<Self> {
         Self::spawn_command(child_process(test, url)?).await
     }
@@ -242,9 +227,6 @@ impl LockHolder {
     }
 
     /// Cancels a request: the process drops the future that executes it.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send).
     pub fn cancel(&mut self, request: PendingReply) -> io::Result<()> {
         self.send_message(|_| Message::Cancel(request.number)).map(drop)
     }
@@ -272,12 +254,6 @@ impl LockHolder {
     }
 
     /// Sends a request and waits for its result.
-    ///
-    /// # Errors
-    /// As [`send`](Self::send) and [`reply`](Self::reply).
-    ///
-    /// # Cancel safety
-    /// The request stays in force.
     pub async fn request<T: DeserializeOwned>(
         &mut self,
         request: HolderRequest,
@@ -288,24 +264,12 @@ impl LockHolder {
     }
 
     /// Acquires the lock of `key`.
-    ///
-    /// # Errors
-    /// As [`request`](Self::request).
-    ///
-    /// # Cancel safety
-    /// The request stays in force.
     pub async fn lock(&mut self, key: &str, limit: Duration) -> io::Result<HolderLock> {
         let pending = self.send(&HolderRequest::lock(key))?;
         self.held(pending, limit).await
     }
 
     /// Tries once to acquire the lock of `key`. Returns `None` if another client holds the lock.
-    ///
-    /// # Errors
-    /// As [`request`](Self::request).
-    ///
-    /// # Cancel safety
-    /// The request stays in force.
     pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
         let wait = Some(Duration::ZERO);
         self.request(HolderRequest::Lock { key: key.into(), wait }, limit).await
@@ -327,9 +291,6 @@ impl LockHolder {
     ///
     /// # Errors
     /// As [`request`](Self::request), also if the lock had been lost.
-    ///
-    /// # Cancel safety
-    /// The request stays in force.
     pub async fn unlock(&mut self, key: &str, limit: Duration) -> io::Result<()> {
         self.request(HolderRequest::Unlock { key: key.into() }, limit).await
     }
@@ -338,32 +299,17 @@ impl LockHolder {
     ///
     /// # Errors
     /// As [`request`](Self::request), also if the write was refused.
-    ///
-    /// # Cancel safety
-    /// The request stays in force.
     pub async fn write(&mut self, key: &str, value: &str, limit: Duration) -> io::Result<()> {
         self.request(HolderRequest::Write { key: key.into(), value: value.into() }, limit).await
     }
 
     /// Waits until the process has lost the lock of `key`, and returns the reason.
-    ///
-    /// # Errors
-    /// As [`request`](Self::request).
-    ///
-    /// # Cancel safety
-    /// Dropping the future has no effect on the lock.
     pub async fn lost(&mut self, key: &str, limit: Duration) -> io::Result<LostReason> {
         self.request(HolderRequest::Lost { key: key.into() }, limit).await
     }
 
     /// Returns the lock of `key` if the process believes that it holds it, with the remaining
     /// validity.
-    ///
-    /// # Errors
-    /// As [`request`](Self::request).
-    ///
-    /// # Cancel safety
-    /// Dropping the future has no effect on the lock.
     pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
         self.request(HolderRequest::Status { key: key.into() }, limit).await
     }
@@ -372,9 +318,6 @@ impl LockHolder {
     ///
     /// # Errors
     /// As [`reply`](Self::reply), also if a lock could not be released.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
     pub async fn quit(mut self, limit: Duration) -> io::Result<()> {
         let pending = self.send_message(Message::Close)?;
         let clean: bool = self.reply(pending, limit).await?;

@@ -63,9 +63,6 @@ impl fmt::Debug for ProcessOutput {
 
 impl HelperProcess {
     /// Starts `command` with its standard input, output and error connected to this handle.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system if the program cannot be started.
     pub fn spawn(mut command: Command) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.process_group(0);
@@ -126,12 +123,6 @@ impl HelperProcess {
 
     /// Like [`expect_line`](Self::expect_line), but returns the value that `predicate` extracts
     /// from the line.
-    ///
-    /// # Errors
-    /// As [`expect_line`](Self::expect_line).
-    ///
-    /// # Cancel safety
-    /// As [`expect_line`](Self::expect_line).
     pub async fn expect_map<T>(
         &mut self,
         predicate: impl FnMut(&str) -> Option<T>,
@@ -277,9 +268,6 @@ impl HelperProcess {
     ///
     /// # Errors
     /// Returns [`TimeoutError`], with all output of the process, if `limit` expires.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_exit(&self, limit: Duration) -> Result<ExitStatus, TimeoutError> {
         let mut exit = self.exit.clone();
         let ended = timeout(limit, exit.wait_for(Option::is_some)).await;

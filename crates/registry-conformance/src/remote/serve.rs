@@ -49,7 +49,10 @@ async fn execute(
         BackendRequest::Acquire(claim) => value(backend.try_acquire(&claim).await),
         BackendRequest::Renew(claims) => value(Ok(backend.renew(&claims).await)),
         BackendRequest::Release(claim) => value(backend.release(&claim).await),
-        BackendRequest::Wait(claim, busy) => value(Ok(backend.wait(&claim, &busy).await)),
+        BackendRequest::Wait(claim, busy) => {
+            backend.wait(&claim, &busy).await;
+            Ok(Value::Null)
+        }
         BackendRequest::Inspect(key) => value(admin(backend).inspect(&key).await),
         BackendRequest::List => value(admin(backend).list().await),
         BackendRequest::ForceRelease(key) => value(admin(backend).force_release(&key).await),

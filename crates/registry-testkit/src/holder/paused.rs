@@ -14,12 +14,6 @@ const KEY: &str = "stock/42";
 /// `SIGSTOP`. The second one acquires the lock after the lease, and writes. Then the first one
 /// continues, and writes with its own token. `read` returns the value in the store.
 ///
-/// # Errors
-/// If a process does not do what it is asked within `limit`.
-///
-/// # Cancel safety
-/// Dropping the future ends both processes.
-///
 /// # Panics
 /// If the paused holder's write was applied, or an allowed write was not.
 pub async fn assert_a_paused_holder_cannot_write(

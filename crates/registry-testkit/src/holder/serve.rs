@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::error::Error;
 use std::fmt::Debug;
 use std::process;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -54,7 +54,7 @@ pub trait FencedWriter: Debug + Send + Sync {
 }
 
 async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dyn FencedWriter>>) {
-    let recorder = Recorder::forwarding(host_clock(), process::id(), |event| print(event));
+    let recorder = Recorder::forwarding(host_clock(), process::id(), print);
     let client = RecordingClient::new(&recorder, process::id());
     let server =
         Arc::new(HolderServer { registry, client, writer, locks: Mutex::new(HashMap::new()) });
@@ -129,13 +129,12 @@ impl HolderServer {
     ) -> Result<Option<HolderLock>, LockError> {
         // Releases the lock of an earlier request.
         _ = self.remove(key);
-        let options = LockOptions::new();
-        let options = wait.map_or(options.clone(), |wait| options.wait(wait));
+        let options = wait.map_or_else(LockOptions::new, |wait| LockOptions::new().wait(wait));
         let acquired = self.client.lock_with(&self.registry.obtain(key), options).await?;
         let Some(guard) = acquired else { return Ok(None) };
         let (held, lost) = (HolderLock::of(&guard), guard.lost());
-        let lock = Arc::new_cyclic(|lock: &std::sync::Weak<HeldLock>| {
-            let lock = lock.clone();
+        let lock = Arc::new_cyclic(|lock: &Weak<HeldLock>| {
+            let lock = Weak::clone(lock);
             let mut loss_recorder = JoinSet::new();
             loss_recorder.spawn(async move {
                 lost.await;

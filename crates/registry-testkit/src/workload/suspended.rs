@@ -22,12 +22,6 @@ const SUSPENDED: u32 = 7_001;
 /// it affects its successor by neither a write nor a release. Returns the events of `holder`, for
 /// [`Workload::end`].
 ///
-/// # Errors
-/// Returns an error if the process does not do what it is asked.
-///
-/// # Cancel safety
-/// Dropping the future kills the process.
-///
 /// # Panics
 /// Panics if one of these promises is broken.
 pub async fn suspend_a_holder(
