@@ -12,9 +12,9 @@
 //!
 //! # Cancel safety
 //!
-//! Unless a function says otherwise, dropping its future kills the servers and processes that it was
-//! starting for the first time, and ends every other wait. What was sent to a server or a process
-//! before may still take effect, completely or in part.
+//! Unless a function says otherwise, dropping its future kills the servers and processes that it
+//! was starting for the first time, and ends every other wait. What was sent to a server or a
+//! process before may still take effect, completely or in part.
 
 #![expect(clippy::missing_errors_doc, reason = "stated once, above")]
 

@@ -101,9 +101,9 @@ impl WorkloadOutcome {
     }
 }
 
-/// Ends an acquisition of `key` whose reply `proxy` has lost, and repairs the proxy. In every second
-/// round, the caller waits for the guard and unlocks it; otherwise it drops its future. In both
-/// cases, `other_client` must acquire the lock.
+/// Ends an acquisition of `key` whose reply `proxy` has lost, and repairs the proxy. In every
+/// second round, the caller waits for the guard and unlocks it; otherwise it drops its future. In
+/// both cases, `other_client` must acquire the lock.
 ///
 /// # Panics
 /// Panics if a call fails or takes too long.
@@ -127,8 +127,8 @@ pub async fn end_acquisition_without_reply(
 }
 
 /// Loses the replies to releases of `client`, which is behind `proxy`. `other_client` must acquire
-/// each lock, with a larger token, and keep it. No release may report a loss: it finds the key free,
-/// or its outcome is unknown.
+/// each lock, with a larger token, and keep it. No release may report a loss: it finds the key
+/// free, or its outcome is unknown.
 ///
 /// # Panics
 /// Panics if one of these promises is broken, or if a call takes too long.
