@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockAdmin, LockBackend,
-    LockError, LockGuard, Registry, RegistryBuilder, Release, Renewal,
+    LockError, LockGuard, LostReason, Registry, RegistryBuilder, Release, Renewal,
 };
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::faulty::{Faults, FaultyBackend};
 use crate::harness::{Clock, Harness, RemoteHolder, Store};
@@ -82,6 +82,20 @@ impl TestContext {
     pub(crate) fn registry_over(&self, faulty: &Arc<FaultyBackend>, lease: Duration) -> Registry {
         let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(faulty);
         self.builder(client).lease(lease).build().expect("the registry is built")
+    }
+
+    /// Returns a new claim of `orders:42` with this lease, which `client` was granted.
+    pub(crate) async fn held_claim(&self, client: &dyn LockBackend, lease: Duration) -> Claim {
+        let claim = Claim::new(key("orders:42"), lease);
+        granted(client, &claim).await;
+        claim
+    }
+
+    /// Asserts that the lock of `guard` is lost for this reason, at most `lease` and a pause of a
+    /// loaded machine from now.
+    pub(crate) async fn assert_lost(&self, guard: &LockGuard, lease: Duration, reason: LostReason) {
+        let lost = timeout(lease + self.max_wait(), guard.lost()).await;
+        assert_eq!(lost.expect("the loss is reported"), reason);
     }
 
     /// Acquires and releases the lock through `registry`. Panics unless it is free long before a
@@ -227,6 +241,16 @@ impl TestContext {
             }
             sleep(Duration::from_millis(10)).await;
         }
+    }
+}
+
+/// Releases the lock of `guard`. Panics if it was lost, or on a store error.
+#[track_caller]
+pub(crate) fn unlock(guard: LockGuard) -> impl Future<Output = ()> + Send {
+    let at = Location::caller();
+    async move {
+        let unlocked = guard.unlock().await;
+        unlocked.unwrap_or_else(|error| panic!("{at}: a held lock was not unlocked: {error:?}"));
     }
 }
 

@@ -2,8 +2,9 @@
 //! only tasks.
 //!
 //! The other process calls [`serve`] with a client that it opened itself. [`RemoteBackend`] starts
-//! the process and sends every call to it, over its standard input and output. The other process is
-//! usually the test program itself:
+//! the process and sends every call to it, over its standard input and output. A helper process
+//! with other requests can use the same [`protocol`]. The other process is usually the test program
+//! itself:
 //!
 //! ```no_run
 //! # use std::process::Command;
@@ -36,15 +37,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key, LockAdmin,
-    LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
+    InvalidKey, Key, LockAdmin, LockBackend, Release, Renewal,
 };
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 use tokio::sync::oneshot;
 
 mod serve;
-mod protocol;
+pub mod protocol;
 
-use protocol::{RemoteReply, RemoteRequest};
+use protocol::{Message, Reply};
+use serve::BackendRequest;
 pub use serve::serve;
 
 /// A backend whose requests are executed by another process.
@@ -61,7 +65,7 @@ pub struct RemoteBackend {
 }
 
 /// Requests without a reply, or `None` once the other process has ended.
-type PendingReplies = Option<HashMap<u64, oneshot::Sender<RemoteReply>>>;
+type PendingReplies = Option<HashMap<u64, oneshot::Sender<Result<Value, BackendError>>>>;
 
 impl RemoteBackend {
     /// Starts `program`, which must call [`serve`], and waits until it does. `local` is a client of
@@ -86,54 +90,53 @@ impl RemoteBackend {
         let (child, stdin) = (Mutex::new(child), Mutex::new(stdin));
         let backend =
             Self { local, child, stdin, next: AtomicU64::new(protocol::READY + 1), pending };
-        is_ready
-            .await
-            .map_err(|_| io::Error::other("the other process ended before it called `serve`"))?;
+        let ready = is_ready.await;
+        let ended = |_| io::Error::other("the other process ended before it called `serve`");
+        ready.map_err(ended)?.map_err(io::Error::other)?;
         Ok(backend)
     }
 
-    async fn request(&self, request: RemoteRequest) -> Result<RemoteReply, BackendError> {
+    /// Executes a request in the other process, even if the future is dropped.
+    async fn request<T: DeserializeOwned>(
+        &self,
+        request: BackendRequest,
+    ) -> Result<T, BackendError> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        let (answer, answered) = oneshot::channel();
-        match locked(&self.pending).as_mut() {
-            Some(pending) => drop(pending.insert(number, answer)),
-            None => return Err(process_ended()),
-        }
-        // If the caller's future is dropped, the other process must cancel the request.
-        let mut cancel_on_drop = CancelOnDrop { backend: self, number, answered: false };
-        self.send(number, &request)?;
-        let reply = answered.await;
-        cancel_on_drop.answered = true;
-        match reply.map_err(|_| process_ended())? {
-            RemoteReply::Failed(error) => Err(error),
-            reply => Ok(reply),
-        }
+        self.answer(number, Message::Request(number, request)).await
     }
 
-    fn send(&self, number: u64, request: &RemoteRequest) -> Result<(), BackendError> {
+    /// Sends a message with this number and returns the result.
+    async fn answer<T: DeserializeOwned>(
+        &self,
+        number: u64,
+        message: Message<BackendRequest>,
+    ) -> Result<T, BackendError> {
+        let (answer, answered) = oneshot::channel();
+        let pending = locked(&self.pending).as_mut().map(|pending| pending.insert(number, answer));
+        pending.ok_or_else(process_ended)?;
+        self.send(&message)?;
+        let value = answered.await.map_err(|_| process_ended())??;
+        serde_json::from_value(value).map_err(|error| {
+            let message = format!("unexpected reply of the other process: {error}");
+            BackendError::new(BackendErrorKind::Protocol, message)
+        })
+    }
+
+    fn send(&self, message: &Message<BackendRequest>) -> Result<(), BackendError> {
         let mut stdin = locked(&self.stdin);
         let stdin = stdin.as_mut().ok_or_else(process_ended)?;
-        let line = format!("{number} {}\n", protocol::write_request(request));
+        let line = protocol::line(message);
         stdin.write_all(line.as_bytes()).and_then(|()| stdin.flush()).map_err(|_| process_ended())
     }
 }
 
-/// A request that was sent, until it is answered or dropped.
-struct CancelOnDrop<'a> {
-    backend: &'a RemoteBackend,
-    number: u64,
-    answered: bool,
-}
+/// A wait that was sent. If its caller drops it, the other process must cancel it.
+struct CancelOnDrop<'a>(&'a RemoteBackend, u64);
 
 impl Drop for CancelOnDrop<'_> {
     fn drop(&mut self) {
-        if !self.answered {
-            if let Some(pending) = locked(&self.backend.pending).as_mut() {
-                pending.remove(&self.number);
-            }
-            // Its failure has no effect, because no caller waits for this request any more.
-            let _ = self.backend.send(self.number, &RemoteRequest::Cancel);
-        }
+        // Its failure has no effect: the wait is over, or the process has ended.
+        let _ = self.0.send(&Message::Cancel(self.1));
     }
 }
 
@@ -141,11 +144,11 @@ impl Drop for CancelOnDrop<'_> {
 fn read_replies(stdout: impl BufRead, pending: &Mutex<PendingReplies>) {
     for line in stdout.lines().map_while(Result::ok) {
         // A test program also prints its own lines.
-        let Some((number, reply)) = protocol::read_reply(&line) else { continue };
-        let answer = locked(pending).as_mut().and_then(|pending| pending.remove(&number));
+        let Ok(Reply { reply_to, result }) = serde_json::from_str(&line) else { continue };
+        let answer = locked(pending).as_mut().and_then(|pending| pending.remove(&reply_to));
         if let Some(answer) = answer {
             // The caller may have been dropped.
-            let _ = answer.send(reply);
+            let _ = answer.send(result);
         }
     }
     *locked(pending) = None;
@@ -157,13 +160,6 @@ fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
 
 fn process_ended() -> BackendError {
     BackendError::transient("the other process has ended")
-}
-
-fn unexpected_reply(reply: &RemoteReply) -> BackendError {
-    BackendError::new(
-        registry_core::BackendErrorKind::Protocol,
-        format!("unexpected reply of the other process: {reply:?}"),
-    )
 }
 
 #[async_trait]
@@ -184,31 +180,24 @@ impl LockBackend for RemoteBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        match self.request(RemoteRequest::Acquire(claim.clone())).await? {
-            RemoteReply::Attempt(attempt) => Ok(attempt),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::Acquire(claim.clone())).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let error = match self.request(RemoteRequest::Renew(claims.to_vec())).await {
-            Ok(RemoteReply::Renewals(answers)) => return answers,
-            Ok(other) => unexpected_reply(&other),
-            Err(error) => error,
-        };
-        vec![Err(error); claims.len()]
+        let answers = self.request(BackendRequest::Renew(claims.to_vec())).await;
+        answers.unwrap_or_else(|error| vec![Err(error); claims.len()])
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        match self.request(RemoteRequest::Release(claim.clone())).await? {
-            RemoteReply::Release(release) => Ok(release),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::Release(claim.clone())).await
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let _cancel_on_drop = CancelOnDrop(self, number);
+        let wait = Message::Request(number, BackendRequest::Wait(claim.clone(), busy.clone()));
         // A hint may never arrive, so an error of the process is treated as a missing hint.
-        if self.request(RemoteRequest::Wait(claim.clone(), busy.mark)).await.is_err() {
+        if self.answer::<()>(number, wait).await.is_err() {
             std::future::pending::<()>().await;
         }
     }
@@ -218,8 +207,9 @@ impl LockBackend for RemoteBackend {
     }
 
     async fn close(&self) {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
         // A process that has ended needs no closing.
-        let _ = self.request(RemoteRequest::Close).await;
+        let _ = self.answer::<()>(number, Message::Close(number)).await;
         *locked(&self.stdin) = None;
         self.local.close().await;
     }
@@ -228,31 +218,19 @@ impl LockBackend for RemoteBackend {
 #[async_trait]
 impl LockAdmin for RemoteBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        match self.request(RemoteRequest::Inspect(key.clone())).await? {
-            RemoteReply::Holders(mut holders) => Ok(holders.pop()),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::Inspect(key.clone())).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        match self.request(RemoteRequest::List).await? {
-            RemoteReply::Holders(holders) => Ok(holders),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::List).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        match self.request(RemoteRequest::ForceRelease(key.clone())).await? {
-            RemoteReply::Release(release) => Ok(release),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::ForceRelease(key.clone())).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        match self.request(RemoteRequest::Diagnose).await? {
-            RemoteReply::Findings(notes) => Ok(notes.into_iter().map(Finding::note).collect()),
-            other => Err(unexpected_reply(&other)),
-        }
+        self.request(BackendRequest::Diagnose).await
     }
 }
 

@@ -218,6 +218,7 @@ pub trait LockAdmin: Send + Sync {
 /// Each claim has a new random id, which the store records as the owner. A repeated request of a
 /// claim is therefore recognised as the same acquisition, and a stale holder can change nothing.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct Claim {
     key: Key,
     id: ClaimId,
@@ -411,8 +412,23 @@ impl fmt::Debug for ClaimId {
     }
 }
 
+#[cfg(feature = "serde")]
+impl serde::Serialize for ClaimId {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+#[cfg(feature = "serde")]
+impl<'de> serde::Deserialize<'de> for ClaimId {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
+    }
+}
+
 /// Whether a key can have other holders at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum ClaimMode {
     /// One holder.
@@ -421,6 +437,7 @@ pub enum ClaimMode {
 
 /// Whether a claim stays in the store's queue while another claim holds the key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[expect(clippy::exhaustive_enums, reason = "a claim is in the queue or it is not")]
 pub enum Queueing {
     /// The claim keeps a place in the queue until it is granted or released.
@@ -431,6 +448,7 @@ pub enum Queueing {
 
 /// A store's response to an acquisition attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[expect(clippy::exhaustive_enums, reason = "a claim holds the key or another claim does")]
 pub enum Attempt {
     /// The claim holds the key.
@@ -441,6 +459,7 @@ pub enum Attempt {
 
 /// A grant by the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Grant {
     /// The first of the reserved tokens.
@@ -459,6 +478,7 @@ impl Grant {
 
 /// A store's response for a key that another claim holds.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Busy {
     /// The remaining time of the holder's lease. The engine attempts again when it is over. `None`
@@ -469,6 +489,7 @@ pub struct Busy {
     /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
     pub mark: u64,
+    #[cfg_attr(feature = "serde", serde(skip))]
     wake_check: WakeCheckRef,
 }
 
@@ -565,6 +586,7 @@ impl Eq for WakeCheckRef {}
 
 /// A store's response to a renewal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[expect(clippy::exhaustive_enums, reason = "a grant is renewed or has ended")]
 pub enum Renewal {
     /// The lease lasts at least this long from now.
@@ -575,6 +597,7 @@ pub enum Renewal {
 
 /// A store's response to a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[expect(clippy::exhaustive_enums, reason = "a release frees or it does not")]
 pub enum Release {
     /// The grant existed and has ended.
@@ -586,7 +609,7 @@ pub enum Release {
 /// The holder of a key, as the store reports it. Times are durations on the store's clock, not
 /// wall-clock dates.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Holder {
     /// The key.
@@ -634,7 +657,7 @@ impl Holder {
 
 /// A problem or a note that [`LockAdmin::diagnose`] returns.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub struct Finding {
     /// The severity.
@@ -659,7 +682,7 @@ impl Finding {
 
 /// The severity of a [`Finding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
 #[non_exhaustive]
 pub enum Severity {

@@ -132,7 +132,7 @@ impl From<InvalidOption> for LockError {
 
 /// Why a lock was lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum LostReason {
@@ -197,10 +197,12 @@ impl InvalidOption {
 /// `Display` shows `ADDRESS: MESSAGE`, or the message alone if the address is unknown. It omits the
 /// text of the [source](StdError::source).
 #[derive(Debug, Clone)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 pub struct BackendError(Box<BackendErrorParts>);
 
 /// Boxed, so that the results of the engine are small.
 #[derive(Debug, Clone)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 struct BackendErrorParts {
     kind: BackendErrorKind,
     message: Cow<'static, str>,
@@ -208,11 +210,13 @@ struct BackendErrorParts {
     refused: bool,
     stale_connection: bool,
     blocked: bool,
+    #[cfg_attr(feature = "serde", serde(skip))]
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
 /// The class of a store error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
 pub enum BackendErrorKind {
     /// May resolve itself: lost connection, time-out, failover, deadlock, lock wait. The engine

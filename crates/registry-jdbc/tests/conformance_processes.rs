@@ -5,17 +5,16 @@
 
 mod stores;
 
-use std::io::ErrorKind;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::remote::{RemoteBackend, serve};
-use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
-use registry_core::{FencingToken, LockBackend, Registry};
+use registry_conformance::{Harness, RemoteHolder, Store};
+use registry_core::{LockBackend, Registry};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use registry_testkit::holder::{self, HolderCommand, HolderReport, LockHolder};
+use registry_testkit::holder::{self, LockHolder};
 use stores::SqliteStore;
 
 #[test]
@@ -82,62 +81,7 @@ impl Store for SqliteProcessesStore {
     async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
         let target = format!("{} {}", lease.as_millis(), self.file.path().display());
         let holder = LockHolder::spawn_test("a_holder_process", &target).await.unwrap();
-        Some(Box::new(HolderProcess(holder)))
-    }
-}
-
-#[derive(Debug)]
-struct HolderProcess(LockHolder);
-
-/// Far longer than a reply takes on a loaded machine.
-const LIMIT: Duration = Duration::from_secs(60);
-
-#[async_trait]
-impl RemoteHolder for HolderProcess {
-    async fn lock(&mut self, key: &str, wait: Duration) -> RemoteLock {
-        let wait_ms = Some(u64::try_from(wait.as_millis()).unwrap());
-        self.0
-            .send_command(&HolderCommand::Lock {
-                key: key.into(),
-                wait_ms,
-                lease_ms: None,
-                renew: None,
-            })
-            .unwrap();
-        let outcome = self.0.report(wait + LIMIT, |report| match report {
-            HolderReport::Held { key: of, token, .. } if of == key => {
-                Some(RemoteLock::Held { token: token.and_then(FencingToken::new) })
-            }
-            HolderReport::Busy { key: of } if of == key => Some(RemoteLock::Busy),
-            HolderReport::Failed { key: Some(of), problem, .. } if of == key => panic!("{problem}"),
-            _ => None,
-        });
-        outcome.await.unwrap()
-    }
-
-    async fn unlock(&mut self, key: &str) -> bool {
-        match self.0.unlock(key, LIMIT).await {
-            Ok(()) => true,
-            Err(error) if error.kind() == ErrorKind::TimedOut => panic!("{error}"),
-            Err(_) => false,
-        }
-    }
-
-    async fn is_held(&mut self, key: &str) -> bool {
-        self.0.status(key, LIMIT).await.unwrap().is_some()
-    }
-
-    async fn kill(&mut self) {
-        self.0.process().kill().unwrap();
-        self.0.process().wait_exit(LIMIT).await.unwrap();
-    }
-
-    async fn pause(&mut self) {
-        self.0.process().pause().await.unwrap();
-    }
-
-    async fn resume(&mut self) {
-        self.0.process().resume().unwrap();
+        Some(Box::new(holder))
     }
 }
 

@@ -37,9 +37,6 @@ struct ClockOffsets {
 
 impl ClockShim {
     /// Builds the library and starts with both offsets at zero.
-    ///
-    /// # Errors
-    /// Returns an error if there is no C compiler `cc`, or if it cannot build the library.
     pub fn new() -> io::Result<Self> {
         // Built for each `ClockShim`, because a `static` would never remove its folder. A build
         // takes about 0.1 s.
@@ -61,18 +58,12 @@ impl ClockShim {
     }
 
     /// Moves the wall clock (`CLOCK_REALTIME`) by this many seconds; negative values move it back.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
     pub fn jump_wall(&self, seconds: i64) -> io::Result<()> {
         self.jump(|offsets| offsets.wall += seconds * NANOS)
     }
 
     /// Moves the monotonic clock (`CLOCK_MONOTONIC`) by this many seconds. A negative value
     /// simulates a suspended machine. `CLOCK_BOOTTIME` is unaffected.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
     pub fn jump_monotonic(&self, seconds: i64) -> io::Result<()> {
         self.jump(|offsets| offsets.monotonic += seconds * NANOS)
     }

@@ -1,26 +1,29 @@
 //! A second process that acquires locks on request, for tests across two processes.
 //!
 //! The other process is usually the test program itself, with one ignored test that calls
-//! [`run_child_process`] and [`serve`]. It reads commands from its standard input and writes
-//! reports to its standard output. Each command and each report is one line of JSON. [`LockHolder`]
-//! is the handle in the test.
+//! [`run_child_process`] and [`serve`]. [`LockHolder`] is the handle in the test. The two use the
+//! [`protocol`] of the conformance suite's helper processes.
 
 mod paused;
-mod protocol;
+mod remote;
 mod serve;
 
+use std::error::Error;
 use std::io::{self, Write as _};
+use std::iter;
 use std::process::Command;
 use std::time::Duration;
 
-use registry_core::FencingToken;
+use registry_conformance::remote::protocol::{self, Message, READY, Reply};
+use registry_core::{FencingToken, LockGuard, LostReason};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
 pub use paused::assert_a_paused_holder_cannot_write;
-pub use protocol::{HolderCommand, HolderReport};
-pub use serve::{FencedWriter, serve, serve_with_writer, write_report};
+pub use serve::{FencedWriter, serve, serve_with_writer};
 
 /// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -45,71 +48,150 @@ pub fn run_child_process(program: impl AsyncFnOnce(String)) {
 
 /// Returns the command that runs this test program again, with only the ignored test `test`, which
 /// must call [`run_child_process`]. `url` is passed to it.
-///
-/// # Errors
-/// Returns an error if the path of this program is unknown.
 pub fn child_process(test: &str, url: &str) -> io::Result<Command> {
     let mut program = Command::new(std::env::current_exe()?);
     program.args([test, "--exact", "--ignored", "--nocapture"]).env(URL_VARIABLE, url);
     Ok(program)
 }
 
+/// Makes [`LockHolder::spawn_command`] return an error, instead of a call of [`serve`].
+pub fn report_failure(doing: &str, error: &(dyn Error + 'static)) {
+    protocol::print(&Reply { reply_to: READY, result: Err(failure(doing, error)) });
+}
+
+/// Returns the text of an error and all its causes.
+fn failure(doing: &str, error: &(dyn Error + 'static)) -> String {
+    let causes = iter::successors(Some(error), |error| (*error).source());
+    let problem = causes.map(ToString::to_string).collect::<Vec<_>>().join(": ");
+    format!("the lock holder failed to {doing}: {problem}")
+}
+
+/// A request to a lock holder.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum HolderRequest {
+    /// Acquire the lock and hold it. Returns an `Option` of a [`HolderLock`], which is `None` if
+    /// another client held the lock until the end of the wait.
+    Lock {
+        /// The lock's key.
+        key: String,
+        /// The maximum wait; unlimited if `None`.
+        wait: Option<Duration>,
+    },
+    /// Release the lock and wait for the store's answer.
+    Unlock {
+        /// The lock's key.
+        key: String,
+    },
+    /// Drop the guard without waiting.
+    Drop {
+        /// The lock's key.
+        key: String,
+    },
+    /// Return the [`HolderLock`] if the lock is held, otherwise `None`.
+    Status {
+        /// The lock's key.
+        key: String,
+    },
+    /// Wait for the loss of the lock and return the [`LostReason`].
+    Lost {
+        /// The lock's key.
+        key: String,
+    },
+    /// Write to the data that the lock protects, with the token of the held lock. The program must
+    /// have a [`FencedWriter`].
+    Write {
+        /// The lock's key.
+        key: String,
+        /// The value to write.
+        value: String,
+    },
+    /// Acquire and release the lock repeatedly, in sequence.
+    Repeat {
+        /// The lock's key.
+        key: String,
+        /// The number of rounds.
+        rounds: u32,
+    },
+    /// Acquire and release the lock repeatedly from several concurrent tasks. Returns a
+    /// [`HolderShare`].
+    Contend {
+        /// The lock's key.
+        key: String,
+        /// The number of tasks.
+        tasks: u32,
+        /// How long a task holds the lock each time.
+        hold: Duration,
+        /// The total duration. An acquisition that still waits at its end is cancelled and counts
+        /// towards the longest wait.
+        span: Duration,
+    },
+}
+
+impl HolderRequest {
+    /// Creates a request to lock `key`, without a limit to the wait.
+    #[must_use]
+    pub fn lock(key: &str) -> Self {
+        Self::Lock { key: key.into(), wait: None }
+    }
+}
+
+/// The share of a contended lock that one process acquired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[expect(clippy::exhaustive_structs, reason = "a complete description of the share")]
+pub struct HolderShare {
+    /// How many times its tasks acquired the lock.
+    pub grants: u32,
+    /// The longest time during which none of its tasks held the lock.
+    pub longest_wait: Duration,
+}
+
 /// A lock that the other process holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct HolderLock {
-    /// The fencing token, if the store issues tokens.
-    pub token: Option<FencingToken>,
-    /// How long the guard was still valid when the process sent the report.
+    /// The fencing token.
+    pub token: FencingToken,
+    /// How long the guard was still valid when the process sent the reply.
     pub valid_for: Duration,
 }
 
 impl HolderLock {
-    fn from_report(token: Option<u64>, valid_for_ms: u64) -> Self {
-        let token = token.and_then(FencingToken::new);
-        Self { token, valid_for: Duration::from_millis(valid_for_ms) }
+    fn of(guard: &LockGuard) -> Self {
+        Self { token: guard.fencing_token(), valid_for: guard.valid_for() }
     }
+}
+
+/// A request that was sent. The process executes it even if this value is dropped.
+#[derive(Debug, Clone, Copy)]
+pub struct PendingReply {
+    number: u64,
+    /// The number of output lines before the request.
+    lines_before: usize,
 }
 
 /// A process that acquires locks on request. Dropping this handle kills the process. If the test
 /// process is killed, the helper process ends at the end of its standard input.
 ///
-/// Commands for different keys run concurrently. A second command to lock a key releases the first
-/// lock.
+/// Requests run concurrently. A second request to lock a key releases the first lock. All waits for
+/// a reply have a limit; dropping such a wait leaves the request in force.
 #[derive(Debug)]
 pub struct LockHolder {
     process: HelperProcess,
-    /// Reports that no call has consumed yet.
-    unread: Vec<HolderReport>,
+    /// The number of the next message.
+    next: u64,
 }
 
 impl LockHolder {
     /// Starts a program that calls [`serve`].
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
     pub async fn spawn_command(command: Command) -> io::Result<Self> {
-        let mut holder = Self { process: HelperProcess::spawn(command)?, unread: Vec::new() };
-        holder
-            .report(START_LIMIT, |report| match report {
-                HolderReport::Ready { .. } => Some(Ok(())),
-                HolderReport::Failed { doing, problem, .. } => Some(Err(failed(doing, problem))),
-                _ => None,
-            })
-            .await??;
+        let holder = Self { process: HelperProcess::spawn(command)?, next: READY + 1 };
+        let ready = PendingReply { number: READY, lines_before: 0 };
+        holder.reply::<()>(ready, START_LIMIT).await?;
         Ok(holder)
     }
 
     /// Starts this test program again as a [`child_process`], which must call [`serve`].
-    ///
-    /// # Errors
-    /// Returns an error if the program cannot be started, or cannot open its store.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
     pub async fn spawn_test(test: &str, url: &str) -> io::Result<Self> {
         Self::spawn_command(child_process(test, url)?).await
     }
@@ -126,183 +208,119 @@ impl LockHolder {
         self.process.close_stdin();
     }
 
-    /// Sends a command without waiting for its reports.
+    /// Sends a request without waiting for its reply.
     ///
     /// # Errors
     /// Returns `BrokenPipe` if the process has ended.
-    pub fn send_command(&mut self, command: &HolderCommand) -> io::Result<()> {
-        self.process.write_line(&serde_json::to_string(command)?)
+    pub fn send(&mut self, request: &HolderRequest) -> io::Result<PendingReply> {
+        self.send_message(|number| Message::Request(number, request))
     }
 
-    /// Returns the first value that `extract` extracts from a report, in order of arrival. All
-    /// other reports stay available to later calls.
+    fn send_message<'a>(
+        &mut self,
+        message: impl FnOnce(u64) -> Message<&'a HolderRequest>,
+    ) -> io::Result<PendingReply> {
+        let pending = PendingReply { number: self.next, lines_before: self.process.line_count() };
+        self.next += 1;
+        self.process.write_line(protocol::line(&message(pending.number)).trim_end())?;
+        Ok(pending)
+    }
+
+    /// Cancels a request: the process drops the future that executes it.
+    pub fn cancel(&mut self, request: PendingReply) -> io::Result<()> {
+        self.send_message(|_| Message::Cancel(request.number)).map(drop)
+    }
+
+    /// Waits for the result of a request.
     ///
     /// # Errors
     /// Returns `TimedOut`, with all output of the process, if `limit` expires or the output has
-    /// ended.
+    /// ended. Returns `Other` if the request failed.
     ///
     /// # Cancel safety
-    /// Dropping the future loses no report.
-    pub async fn report<T>(
-        &mut self,
+    /// Dropping the future loses no reply.
+    pub async fn reply<T: DeserializeOwned>(
+        &self,
+        pending: PendingReply,
         limit: Duration,
-        mut extract: impl FnMut(&HolderReport) -> Option<T>,
     ) -> io::Result<T> {
-        let found = self.unread.iter().enumerate();
-        let found = found.filter_map(|(at, report)| Some((at, extract(report)?))).next();
-        if let Some((at, found)) = found {
-            self.unread.remove(at);
-            return Ok(found);
-        }
-        let unread = &mut self.unread;
-        let next = |line: &str| {
-            let report = serde_json::from_str(line).ok()?;
-            let found = extract(&report);
-            if found.is_none() {
-                unread.push(report);
-            }
-            found
+        let mut read = pending.lines_before;
+        let result = |line: &str| {
+            let reply: Reply<String> = serde_json::from_str(line).ok()?;
+            (reply.reply_to == pending.number).then_some(reply.result)
         };
-        self.process.expect_map(next, limit).await.map_err(timed_out)
+        let result = self.process.find_line(&mut read, result, limit).await.map_err(timed_out)?;
+        Ok(serde_json::from_value(result.map_err(io::Error::other)?)?)
     }
 
-    /// Sends a command to lock `key` and waits until the lock is held.
-    ///
-    /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
-    /// lock failed.
-    ///
-    /// # Cancel safety
-    /// The command stays in force.
+    /// Sends a request and waits for its result.
+    pub async fn request<T: DeserializeOwned>(
+        &mut self,
+        request: HolderRequest,
+        limit: Duration,
+    ) -> io::Result<T> {
+        let pending = self.send(&request)?;
+        self.reply(pending, limit).await
+    }
+
+    /// Acquires the lock of `key`.
     pub async fn lock(&mut self, key: &str, limit: Duration) -> io::Result<HolderLock> {
-        self.send_command(&HolderCommand::lock(key))?;
-        self.held(key, limit).await
+        let pending = self.send(&HolderRequest::lock(key))?;
+        self.held(pending, limit).await
     }
 
-    /// Sends a command to try once to lock `key`. Returns `None` if another client holds the lock.
-    ///
-    /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
-    /// attempt failed.
-    ///
-    /// # Cancel safety
-    /// The command stays in force.
+    /// Tries once to acquire the lock of `key`. Returns `None` if another client holds the lock.
     pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
-        self.send_command(&HolderCommand::try_lock(key))?;
-        self.lock_outcome(key, limit).await
+        let wait = Some(Duration::ZERO);
+        self.request(HolderRequest::Lock { key: key.into(), wait }, limit).await
     }
 
     /// Waits until a lock that was requested earlier is held.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires; the command stays in force. Returns `Other` if the
-    /// lock failed or its wait has expired.
+    /// As [`reply`](Self::reply). Returns `Other` if the wait has expired.
     ///
     /// # Cancel safety
-    /// Dropping the future at any time loses no report.
-    pub async fn held(&mut self, key: &str, limit: Duration) -> io::Result<HolderLock> {
-        let lock_outcome = self.lock_outcome(key, limit).await?;
-        lock_outcome.ok_or_else(|| io::Error::other("the lock is busy"))
+    /// Dropping the future loses no reply.
+    pub async fn held(&self, pending: PendingReply, limit: Duration) -> io::Result<HolderLock> {
+        let held: Option<HolderLock> = self.reply(pending, limit).await?;
+        held.ok_or_else(|| io::Error::other("the lock is busy"))
     }
 
-    async fn lock_outcome(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
-        self.report(limit, |report| match report {
-            HolderReport::Held { key: of, token, valid_for_ms } if of == key => {
-                Some(Ok(Some(HolderLock::from_report(*token, *valid_for_ms))))
-            }
-            HolderReport::Busy { key: of } if of == key => Some(Ok(None)),
-            _ => failure_of(key, report).map(Err),
-        })
-        .await?
-    }
-
-    /// Sends a command to release `key` and waits for the outcome.
+    /// Releases the lock of `key`.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires. Returns `Other` if the lock had been lost or the
-    /// release failed.
-    ///
-    /// # Cancel safety
-    /// The command stays in force.
+    /// As [`request`](Self::request), also if the lock had been lost.
     pub async fn unlock(&mut self, key: &str, limit: Duration) -> io::Result<()> {
-        self.send_command(&HolderCommand::Unlock { key: key.into() })?;
-        self.report(limit, |report| match report {
-            HolderReport::Released { key: of } | HolderReport::Cancelled { key: of }
-                if of == key =>
-            {
-                Some(Ok(()))
-            }
-            _ => failure_of(key, report).map(Err),
-        })
-        .await?
+        self.request(HolderRequest::Unlock { key: key.into() }, limit).await
     }
 
-    /// Sends a command to write `value` under the lock of `key`, and waits for the outcome.
+    /// Writes `value` under the lock of `key`.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires. Returns `Other` if the write was refused.
-    ///
-    /// # Cancel safety
-    /// The command stays in force.
+    /// As [`request`](Self::request), also if the write was refused.
     pub async fn write(&mut self, key: &str, value: &str, limit: Duration) -> io::Result<()> {
-        self.send_command(&HolderCommand::Write { key: key.into(), value: value.into() })?;
-        self.report(limit, |report| match report {
-            HolderReport::Written { key: of } if of == key => Some(Ok(())),
-            _ => failure_of(key, report).map(Err),
-        })
-        .await?
+        self.request(HolderRequest::Write { key: key.into(), value: value.into() }, limit).await
     }
 
-    /// Waits until the process reports the loss of the lock of `key`, and returns the reason.
-    ///
-    /// # Errors
-    /// Returns `TimedOut` if `limit` expires.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time loses no report.
-    pub async fn lost(&mut self, key: &str, limit: Duration) -> io::Result<String> {
-        self.report(limit, |report| match report {
-            HolderReport::Lost { key: of, reason } if of == key => Some(reason.clone()),
-            _ => None,
-        })
-        .await
+    /// Waits until the process has lost the lock of `key`, and returns the reason.
+    pub async fn lost(&mut self, key: &str, limit: Duration) -> io::Result<LostReason> {
+        self.request(HolderRequest::Lost { key: key.into() }, limit).await
     }
 
     /// Returns the lock of `key` if the process believes that it holds it, with the remaining
     /// validity.
-    ///
-    /// # Errors
-    /// Returns `TimedOut` if `limit` expires.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
-        self.send_command(&HolderCommand::Status { key: key.into() })?;
-        self.report(limit, |report| match report {
-            HolderReport::Status { key: of, held: false, .. } if of == key => Some(None),
-            HolderReport::Status { key: of, token, valid_for_ms, .. } if of == key => {
-                Some(Some(HolderLock::from_report(*token, *valid_for_ms)))
-            }
-            _ => None,
-        })
-        .await
+        self.request(HolderRequest::Status { key: key.into() }, limit).await
     }
 
-    /// Sends a command to release all locks and to end, and waits until the process has ended.
+    /// Makes the process release all locks and end, and waits until it has ended.
     ///
     /// # Errors
-    /// Returns `TimedOut` if `limit` expires. Returns `Other` if a lock could not be released.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the process.
+    /// As [`reply`](Self::reply), also if a lock could not be released.
     pub async fn quit(mut self, limit: Duration) -> io::Result<()> {
-        self.send_command(&HolderCommand::Quit)?;
-        let clean = self
-            .report(limit, |report| match report {
-                HolderReport::Closed { clean } => Some(*clean),
-                _ => None,
-            })
-            .await?;
+        let pending = self.send_message(Message::Close)?;
+        let clean: bool = self.reply(pending, limit).await?;
         let exit = self.process.wait_exit(limit).await.map_err(timed_out)?;
         if clean && exit.success() {
             Ok(())
@@ -316,26 +334,8 @@ impl LockHolder {
     #[must_use]
     pub fn events(&self) -> Vec<HistoryEvent> {
         let lines = self.process.lines();
-        let reports = lines.iter().filter_map(|line| serde_json::from_str(line).ok());
-        let events = reports.filter_map(|report| match report {
-            HolderReport::HistoryEvent(event) => Some(event),
-            _ => None,
-        });
-        events.collect()
+        lines.iter().filter_map(|line| serde_json::from_str(line).ok()).collect()
     }
-}
-
-fn failure_of(key: &str, report: &HolderReport) -> Option<io::Error> {
-    match report {
-        HolderReport::Failed { key: Some(of), doing, problem } if of == key => {
-            Some(failed(doing, problem))
-        }
-        _ => None,
-    }
-}
-
-fn failed(doing: &str, problem: &str) -> io::Error {
-    io::Error::other(format!("the lock holder failed to {doing}: {problem}"))
 }
 
 fn timed_out(late: crate::TimeoutError) -> io::Error {

@@ -3,6 +3,20 @@
 //!
 //! The modules appear in the order of use in a fault test: ports, network faults, other processes,
 //! recorded histories, checks.
+//!
+//! # Errors
+//!
+//! Unless a function says otherwise, it returns the error of the operating system, of a connection,
+//! or of a server, with the server's output. A program that is not installed, a server or process
+//! that is down, and a state that is not reached in time are errors as well.
+//!
+//! # Cancel safety
+//!
+//! Unless a function says otherwise, dropping its future kills the servers and processes that it
+//! was starting for the first time, and ends every other wait. What was sent to a server or a
+//! process before may still take effect, completely or in part.
+
+#![expect(clippy::missing_errors_doc, reason = "stated once, above")]
 
 // Faults.
 pub mod ports;

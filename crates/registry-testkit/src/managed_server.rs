@@ -142,12 +142,6 @@ impl ManagedServer {
     }
 
     /// Shuts the server down. It aborts what it executes and leaves consistent data.
-    ///
-    /// # Errors
-    /// Returns an error if the server is down, or if it is paused and so does not end in time.
-    ///
-    /// # Cancel safety
-    /// The server may still be shutting down.
     pub async fn stop(&mut self) -> io::Result<()> {
         self.running()?.stop(self.program.stop).await?;
         self.running = None;
@@ -156,17 +150,11 @@ impl ManagedServer {
 
     /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). They execute
     /// nothing after this returns.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running()?.pause()
     }
 
     /// Resumes all paused processes of the server.
-    ///
-    /// # Errors
-    /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
         self.running()?.resume()
     }

@@ -32,24 +32,12 @@ pub struct PgBouncer {
 
 impl PgBouncer {
     /// Starts a PgBouncer in front of `server`.
-    ///
-    /// # Errors
-    /// Returns an error if `pgbouncer` is not installed or does not start.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills PgBouncer.
     pub async fn start(server: &PostgresServer) -> io::Result<Self> {
         Self::start_with(server, &[]).await
     }
 
     /// Like [`start`](Self::start), with additional configuration lines, such as
     /// `["default_pool_size = 2"]`. A later line overrides an earlier one.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// As [`start`](Self::start).
     pub async fn start_with(server: &PostgresServer, lines: &[&str]) -> io::Result<Self> {
         let password = server.password().map(ToOwned::to_owned);
         let bouncer = ManagedServer::new(&PROGRAM)?;
@@ -77,12 +65,6 @@ impl PgBouncer {
     }
 
     /// Kills PgBouncer if it runs, and starts it on the same port.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// PgBouncer may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         let program = programs::server(SERVER_VARIABLE, "pgbouncer");
         let mut command = self.command(program);
@@ -93,12 +75,6 @@ impl PgBouncer {
 
     /// Runs statements in `database` and returns the rows, one for each line, with `|` between
     /// columns. The database `pgbouncer` is PgBouncer's console.
-    ///
-    /// # Errors
-    /// Returns the first error, or an error if PgBouncer cannot be reached.
-    ///
-    /// # Cancel safety
-    /// PgBouncer may have executed the statements.
     pub async fn sql(&self, database: &str, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-h", "127.0.0.1"]);

@@ -21,9 +21,6 @@ pub struct Port {
 
 impl Port {
     /// Reserves a free port.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system if no port or socket is available.
     pub fn reserve() -> io::Result<Self> {
         let reserved = bound(0)?;
         let number = reserved.local_addr()?.port();
@@ -44,10 +41,6 @@ impl Port {
 
     /// Listens on this port. After the listener is dropped, the port refuses connections again and
     /// stays reserved.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system, usually because another socket already listens on
-    /// the port.
     ///
     /// # Panics
     /// Panics outside a tokio runtime with I/O enabled.

@@ -63,9 +63,6 @@ impl fmt::Debug for ProcessOutput {
 
 impl HelperProcess {
     /// Starts `command` with its standard input, output and error connected to this handle.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system if the program cannot be started.
     pub fn spawn(mut command: Command) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.process_group(0);
@@ -115,7 +112,7 @@ impl HelperProcess {
     /// has ended.
     ///
     /// # Cancel safety
-    /// Skipped lines stay read. No unread line is lost.
+    /// Dropping the future leaves all lines unread.
     pub async fn expect_line(
         &mut self,
         mut predicate: impl FnMut(&str) -> bool,
@@ -126,14 +123,21 @@ impl HelperProcess {
 
     /// Like [`expect_line`](Self::expect_line), but returns the value that `predicate` extracts
     /// from the line.
-    ///
-    /// # Errors
-    /// As [`expect_line`](Self::expect_line).
-    ///
-    /// # Cancel safety
-    /// As [`expect_line`](Self::expect_line).
     pub async fn expect_map<T>(
         &mut self,
+        predicate: impl FnMut(&str) -> Option<T>,
+        limit: Duration,
+    ) -> Result<T, TimeoutError> {
+        let mut read = self.read;
+        let found = self.find_line(&mut read, predicate, limit).await;
+        self.read = read;
+        found
+    }
+
+    /// Like [`expect_map`](Self::expect_map), from the line number `read` on, which it advances.
+    pub(crate) async fn find_line<T>(
+        &self,
+        read: &mut usize,
         mut predicate: impl FnMut(&str) -> Option<T>,
         limit: Duration,
     ) -> Result<T, TimeoutError> {
@@ -142,8 +146,8 @@ impl HelperProcess {
         loop {
             let ended = {
                 let output = output.borrow_and_update();
-                for line in &output.stdout[self.read..] {
-                    self.read += 1;
+                for line in &output.stdout[*read..] {
+                    *read += 1;
                     if let Some(found) = predicate(line) {
                         return Ok(found);
                     }
@@ -159,6 +163,11 @@ impl HelperProcess {
                     .timeout_error(&format!("did not print the expected line within {limit:?}")));
             }
         }
+    }
+
+    /// Returns the number of lines of standard output so far.
+    pub(crate) fn line_count(&self) -> usize {
+        self.output.borrow().stdout.len()
     }
 
     /// Returns all lines of standard output so far, read or not.
@@ -259,9 +268,6 @@ impl HelperProcess {
     ///
     /// # Errors
     /// Returns [`TimeoutError`], with all output of the process, if `limit` expires.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_exit(&self, limit: Duration) -> Result<ExitStatus, TimeoutError> {
         let mut exit = self.exit.clone();
         let ended = timeout(limit, exit.wait_for(Option::is_some)).await;

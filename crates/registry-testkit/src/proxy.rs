@@ -128,9 +128,6 @@ enum ProxyListenerState {
 impl FaultProxy {
     /// Starts a proxy in front of `target`, on a free loopback port, in [`ProxyMode::Pass`].
     ///
-    /// # Errors
-    /// Returns the error of the operating system if no port is available.
-    ///
     /// # Panics
     /// Panics outside a tokio runtime with I/O and time enabled.
     pub fn start(target: SocketAddr) -> io::Result<Self> {
@@ -165,10 +162,6 @@ impl FaultProxy {
 
     /// Changes the mode. Everything that a client sends or opens after this returns is subject to
     /// the new mode.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system if listening again after [`ProxyMode::Refuse`]
-    /// fails.
     ///
     /// # Cancel safety
     /// The first poll changes the mode. Dropping the future only ends the wait until the port
@@ -222,10 +215,6 @@ impl FaultProxy {
     /// Passes the stranded requests to the server, waits for the first byte of each reply, and
     /// closes their connections. Returns the number of requests.
     ///
-    /// # Errors
-    /// Returns the error of the operating system if the server does not accept a request or closes
-    /// without a reply.
-    ///
     /// # Cancel safety
     /// Requests that were not passed on yet are lost with the future.
     pub async fn deliver_withheld(&self) -> io::Result<usize> {
@@ -250,9 +239,6 @@ impl FaultProxy {
     ///
     /// # Errors
     /// Returns [`TimeoutError`], with the counts, if `limit` expires.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn until(
         &self,
         limit: Duration,

@@ -76,9 +76,6 @@ impl RecordedGuard {
     /// Releases the lock as [`LockGuard::unlock`] does. Do not use it while guards of a re-entry
     /// remain or a `min_hold` has not passed: both keep the lock longer than the record states.
     ///
-    /// # Errors
-    /// Returns the errors of the guard.
-    ///
     /// # Cancel safety
     /// As the guard's. A dropped release is recorded as unknown.
     pub async fn unlock(mut self) -> Result<(), LockError> {

@@ -36,17 +36,11 @@ pub struct TlsFolder(Arc<TempDir>);
 impl TlsFolder {
     /// Creates a new authority, and certificates whose server names are `127.0.0.1` and
     /// `localhost`.
-    ///
-    /// # Errors
-    /// Returns an error if there is no program `openssl`, or if it fails.
     pub fn new() -> io::Result<Self> {
         Self::for_hosts(&["127.0.0.1", "localhost"])
     }
 
     /// Like [`new`](Self::new), for a server with other host names.
-    ///
-    /// # Errors
-    /// As [`new`](Self::new).
     pub fn for_hosts(hosts: &[&str]) -> io::Result<Self> {
         let tls = Self(Arc::new(tempfile::tempdir()?));
         let kind = |host: &str| if host.parse::<IpAddr>().is_ok() { "IP" } else { "DNS" };

@@ -1,6 +1,7 @@
 //! A workload of clients that contend for a few keys during faults, and the checks of its recorded
 //! history. It contains no store and no fault: tests provide the registries and cause the faults.
 
+mod faults;
 mod outcome;
 mod suspended;
 
@@ -21,6 +22,7 @@ use crate::eventually::within;
 use crate::history::{History, HistoryEvent, Recorder, Window, host_clock};
 use crate::recording_client::{RecordedGuard, RecordingClient};
 
+pub use faults::{assert_releases_without_reply_free_their_keys, end_acquisition_without_reply};
 pub use outcome::{ValidityOverlap, WorkloadOutcome};
 pub use suspended::suspend_a_holder;
 
@@ -212,9 +214,6 @@ impl Workload {
 
     /// Waits until each contested key has been granted three more times.
     ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
-    ///
     /// # Panics
     /// Panics with the last errors if the grants do not occur in time.
     pub async fn wait_for_progress(&self) {
@@ -223,9 +222,6 @@ impl Workload {
 
     /// Like [`wait_for_progress`](Self::wait_for_progress), for some of the contested keys.
     ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
-    ///
     /// # Panics
     /// Panics with the last errors if the grants do not occur in time.
     pub async fn wait_for_progress_of(&self, keys: &[String]) {
@@ -233,9 +229,6 @@ impl Workload {
     }
 
     /// Waits until all permanent holders hold their keys.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     ///
     /// # Panics
     /// Panics if that does not happen in time.
@@ -248,9 +241,6 @@ impl Workload {
 
     /// Waits until the permanent holders have lost at least `minimum` locks since the
     /// workload started.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     ///
     /// # Panics
     /// Panics if that does not happen in time.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_testkit::holder::{HolderCommand, HolderReport, LockHolder, run_child_process, serve};
+use registry_testkit::holder::{HolderRequest, HolderShare, LockHolder, run_child_process, serve};
 use registry_testkit::redis::RedisServer;
 
 /// Long enough for any machine; reached only by a test that fails.
@@ -18,13 +18,6 @@ const LONG: Duration = Duration::from_secs(300);
 const SPAN: Duration = Duration::from_secs(8);
 /// How long a process keeps local hand-overs going before it has detected another process.
 const HAND_OVER_SPAN: Duration = Duration::from_secs(1);
-
-/// The result of one process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct ProcessShare {
-    grants: u32,
-    longest_wait: Duration,
-}
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
@@ -55,7 +48,7 @@ async fn twenty_processes_share_a_key_in_the_layout_of_spring() {
 
 /// Checks that no process has more than four times the median of the grants, or less than an
 /// eighth. The longest wait must be below the bound.
-fn check(shares: &[ProcessShare], hold: Duration) {
+fn check(shares: &[HolderShare], hold: Duration) {
     let mut sorted = shares.to_vec();
     sorted.sort_unstable();
     println!("{sorted:?}");
@@ -70,29 +63,16 @@ fn check(shares: &[ProcessShare], hold: Duration) {
 }
 
 /// Runs one process for each number of tasks, all on one key. Returns their shares.
-async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<ProcessShare> {
+async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<HolderShare> {
     let mut processes =
         join_all(tasks.iter().map(async |_| {
             LockHolder::spawn_test("fairness::the_other_process", url).await.unwrap()
         }))
         .await;
-    for (process, tasks) in processes.iter_mut().zip(tasks) {
-        let [hold_ms, for_ms] = [hold, SPAN].map(|span| u64::try_from(span.as_millis()).unwrap());
+    join_all(processes.iter_mut().zip(tasks).map(async |(process, &tasks)| {
         let key = "orders/42".to_owned();
-        process
-            .send_command(&HolderCommand::Contend { key, tasks: *tasks, hold_ms, for_ms })
-            .unwrap();
-    }
-    join_all(processes.iter_mut().map(async |process| {
-        let shared = process.report(LONG, |report| match report {
-            HolderReport::Contended { grants, longest_wait_ms, .. } => Some(ProcessShare {
-                grants: *grants,
-                longest_wait: Duration::from_millis(*longest_wait_ms),
-            }),
-            HolderReport::Failed { problem, .. } => panic!("{problem}"),
-            _ => None,
-        });
-        shared.await.unwrap()
+        let contend = HolderRequest::Contend { key, tasks, hold, span: SPAN };
+        process.request(contend, LONG).await.unwrap()
     }))
     .await
 }

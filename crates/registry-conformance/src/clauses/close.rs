@@ -9,7 +9,7 @@ use futures_util::poll;
 use registry_core::{LockError, LockOptions, LockRegistryExt as _, LostReason};
 use tokio::time::{sleep, timeout};
 
-use crate::context::TestContext;
+use crate::context::{TestContext, unlock};
 use crate::faulty::{Fault, Faults, Operation};
 
 /// `close` waits for guards until its time limit. A lock that is unlocked in this time counts as
@@ -27,7 +27,7 @@ pub async fn close_waits_for_guards_to_be_released(context: &TestContext) {
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.released, 1, "{report:?}");
     let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
-    next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the registry is closed")).await;
 }
 
 /// At its time limit, `close` releases the locks whose guards still exist. These guards are lost
@@ -47,7 +47,7 @@ pub async fn close_releases_the_remaining_locks_at_its_limit(context: &TestConte
         assert_eq!(guard.lost().await, LostReason::Closed);
         let next =
             remote.obtain(&format!("orders:n{n}")).try_lock().await.expect("the store answers");
-        next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
+        unlock(next.expect("the registry is closed")).await;
         assert!(matches!(
             guard.unlock().await,
             Err(LockError::Lost { reason: LostReason::Closed, .. })
@@ -67,7 +67,7 @@ pub async fn close_releases_the_locks_of_dropped_guards(context: &TestContext) {
     for n in 0..10 {
         let next =
             remote.obtain(&format!("orders:n{n}")).try_lock().await.expect("the store answers");
-        next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
+        unlock(next.expect("the registry is closed")).await;
     }
 }
 

@@ -13,7 +13,7 @@ use registry_core::{LockError, LockGuard, LockOptions, Owner, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use crate::context::TestContext;
+use crate::context::{TestContext, unlock};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::sweep::{SweepOutcome, sweep};
 
@@ -25,7 +25,7 @@ pub async fn a_dropped_guard_frees_the_lock(context: &TestContext) {
     drop(guard);
     local.idle().await;
     let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
-    next.expect("the background releaser is idle").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the background releaser is idle")).await;
 }
 
 /// Dropping a guard lets a waiter of the same process acquire the lock.
@@ -37,7 +37,7 @@ pub async fn a_waiter_acquires_the_lock_of_a_dropped_guard(context: &TestContext
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     drop(guard);
     let next = timeout(context.max_wait(), waiting).await.expect("the guard was dropped");
-    next.expect("the store answers").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the store answers")).await;
 }
 
 /// A panic while a guard is in scope drops the guard, so that the lock is released.
@@ -224,10 +224,7 @@ pub async fn a_dropped_waiter_leaves_no_record(context: &TestContext) {
     waiter.idle().await;
     let third = context.registry().await;
     let next = third.obtain("orders:42").try_lock().await.expect("the store answers");
-    next.expect("the dropped waiters left the queue")
-        .unlock()
-        .await
-        .expect("a held lock is unlocked");
+    unlock(next.expect("the dropped waiters left the queue")).await;
 }
 
 /// If the first waiter is dropped after the lock passed to it, the second waiter acquires the lock.
@@ -242,7 +239,7 @@ pub async fn a_dropped_waiter_does_not_block_the_next_one(context: &TestContext)
     guard.unlock().await.expect("a held lock is unlocked");
     drop(first);
     let next = timeout(context.max_wait(), second).await.expect("the first waiter was dropped");
-    next.expect("the store answers").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the store answers")).await;
 }
 
 /// If a `lock` future is dropped while its acquire is in flight, the key is soon free, for this
@@ -311,26 +308,36 @@ pub async fn no_local_lock_remains_for_unused_keys(context: &TestContext) {
     remote_guard.unlock().await.expect("a held lock is unlocked");
 }
 
+/// Sweeps the acquisition that `make` creates. A completed one must return a guard. After each run,
+/// each of `registries` acquires the lock, in this order.
+async fn sweep_acquisition<F>(
+    context: &TestContext,
+    make: impl AsyncFnMut() -> F,
+    registries: [&Registry; 2],
+) where
+    F: Future<Output = Result<Option<LockGuard>, LockError>>,
+{
+    sweep(make, POLLS_MAX, async |end| {
+        if let SweepOutcome::Completed { output, .. } = end {
+            let guard = output.expect("the store answers");
+            unlock(guard.expect("the lock is released during the wait")).await;
+        }
+        for registry in registries {
+            context.assert_becomes_free(registry, "orders:42").await;
+        }
+    })
+    .await;
+}
+
 /// A `lock` future may be dropped at every poll. The key is soon free, for this process and for
 /// others.
 pub async fn lock_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let make = async || {
         let lock = local.obtain("orders:42");
-        async move { lock.lock().await }
+        async move { lock.lock().await.map(Some) }
     };
-    sweep(make, POLLS_MAX, async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
-            output
-                .expect("a free lock is acquired")
-                .unlock()
-                .await
-                .expect("a held lock is unlocked");
-        }
-        context.assert_becomes_free(&remote, "orders:42").await;
-        context.assert_becomes_free(&local, "orders:42").await;
-    })
-    .await;
+    sweep_acquisition(context, make, [&remote, &local]).await;
 }
 
 /// A `try_lock_for` future that waits for another process may be dropped at every poll, so at every
@@ -345,16 +352,7 @@ pub async fn a_waiting_lock_may_be_dropped_at_every_poll(context: &TestContext) 
         let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
-    sweep(make, POLLS_MAX, async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
-            let guard =
-                output.expect("the store answers").expect("the lock is released during the wait");
-            guard.unlock().await.expect("a held lock is unlocked");
-        }
-        context.assert_becomes_free(&third, "orders:42").await;
-        context.assert_becomes_free(&local, "orders:42").await;
-    })
-    .await;
+    sweep_acquisition(context, make, [&third, &local]).await;
 }
 
 /// A `lock` future that waits for a guard of its own process, and may receive its claim by
@@ -366,16 +364,9 @@ pub async fn a_queued_lock_may_be_dropped_at_every_poll(context: &TestContext) {
         let lock = local.obtain("orders:42");
         let guard = lock.lock().await.expect("the lock is acquired");
         locked(&unlocking).spawn(unlock_soon(guard));
-        async move { lock.lock().await }
+        async move { lock.lock().await.map(Some) }
     };
-    sweep(make, POLLS_MAX, async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
-            output.expect("the lock is acquired").unlock().await.expect("a held lock is unlocked");
-        }
-        context.assert_becomes_free(&remote, "orders:42").await;
-        context.assert_becomes_free(&local, "orders:42").await;
-    })
-    .await;
+    sweep_acquisition(context, make, [&remote, &local]).await;
 }
 
 /// A `try_lock_for` future may be dropped at every poll while the store is slow. The engine
@@ -392,17 +383,9 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(context: &TestCont
         let lock = local.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
-    sweep(make, POLLS_MAX, async |end| {
-        if let SweepOutcome::Completed { output, .. } = end {
-            let guard = output.expect("the store answers").expect("no other caller wants the lock");
-            guard.unlock().await.expect("a held lock is unlocked");
-        }
-        // `remote` does not know of a request in flight, but callers of `local` queue behind it. So
-        // `local` is first.
-        context.assert_becomes_free(&local, "orders:42").await;
-        context.assert_becomes_free(&remote, "orders:42").await;
-    })
-    .await;
+    // `remote` does not know of a request in flight, but callers of `local` queue behind it. So
+    // `local` is first.
+    sweep_acquisition(context, make, [&local, &remote]).await;
 }
 
 /// An `unlock` future may be dropped at every poll, and the lock is still released.

@@ -16,8 +16,7 @@ use crate::harness::RemoteLock;
 /// While a claim holds a key, other claims of the same client for this key are busy.
 pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext) {
     let client = context.client().await;
-    let first = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &first).await;
+    let first = context.held_claim(&*client, context.long_lease()).await;
     for _ in 0..3 {
         busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }
@@ -28,12 +27,10 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(context: &TestContext)
 /// the other client acquires the key, and the first client is busy.
 pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*first, &holder).await;
+    let holder = context.held_claim(&*first, context.long_lease()).await;
     busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*first, &holder).await;
-    let next = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*second, &next).await;
+    let next = context.held_claim(&*second, context.long_lease()).await;
     busy(&*first, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*second, &next).await;
 }

@@ -10,6 +10,7 @@ use tokio::time::timeout;
 
 use crate::context::{
     TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew, renewed,
+    unlock,
 };
 
 /// `inspect` through another client returns the key of the holder, and its token if the store has
@@ -45,8 +46,7 @@ pub async fn labels_are_returned_unchanged(context: &TestContext) {
         assert_eq!(holder.label.unwrap_or_default(), label);
         freed(&*client, &claim).await;
     }
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     let holder = inspect(&*client, "orders:42").await.expect("it is held");
     assert_eq!(holder.label, None, "a holder without a label has one");
     freed(&*client, &claim).await;
@@ -77,12 +77,10 @@ pub async fn inspect_returns_the_new_lease_after_a_renewal(context: &TestContext
 pub async fn inspect_returns_none_for_a_free_key(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     freed(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
-    let claim = Claim::new(key("orders:42"), context.short_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
     assert_eq!(admin(&*client).list().await.expect("list answers"), []);
@@ -96,8 +94,7 @@ pub async fn inspection_neither_locks_nor_extends(context: &TestContext) {
         admin(&*client).list().await.expect("list answers");
     }
     assert!(is_free(&*client, &key("orders:42")).await);
-    let claim = Claim::new(key("orders:42"), context.short_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.short_lease()).await;
     // `wait_until_expired` calls `inspect` repeatedly, which must not extend the grant.
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
@@ -152,11 +149,9 @@ pub async fn a_holder_named_in_a_busy_answer_is_the_current_one(context: &TestCo
 /// `force_release` through another client returns `Freed`, and the key can be acquired at once.
 pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
     let (holding, operator) = (context.client().await, context.client().await);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*holding, &claim).await;
+    context.held_claim(&*holding, context.long_lease()).await;
     assert_eq!(force_release(&*operator, "orders:42").await, Release::Freed);
-    let next = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*holding, &next).await;
+    let next = context.held_claim(&*holding, context.long_lease()).await;
     freed(&*holding, &next).await;
 }
 
@@ -164,13 +159,11 @@ pub async fn a_forced_release_frees_the_key_at_once(context: &TestContext) {
 /// `NotHeld`. The same applies after the next claim was granted, which stays held.
 pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
     let client = context.client().await;
-    let broken = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &broken).await;
+    let broken = context.held_claim(&*client, context.long_lease()).await;
     force_release(&*client, "orders:42").await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
-    let next = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &next).await;
+    let next = context.held_claim(&*client, context.long_lease()).await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
     freed(&*client, &next).await;
@@ -180,8 +173,7 @@ pub async fn a_claim_ends_with_a_forced_release(context: &TestContext) {
 pub async fn a_forced_release_of_a_free_key_frees_nothing(context: &TestContext) {
     let client = context.client().await;
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     assert_eq!(force_release(&*client, "orders:43").await, Release::NotHeld);
     busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     freed(&*client, &claim).await;
@@ -219,8 +211,7 @@ pub async fn namespaces_share_no_locks(context: &TestContext) {
 /// `list`, `inspect` and `force_release` do not reach the keys of another namespace.
 pub async fn inspection_and_forced_release_do_not_cross_namespaces(context: &TestContext) {
     let (local, remote) = (context.client().await, context.other_namespace().await);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*local, &claim).await;
+    let claim = context.held_claim(&*local, context.long_lease()).await;
     assert_eq!(admin(&*remote).list().await.expect("list answers"), []);
     assert_eq!(inspect(&*remote, "orders:42").await, None);
     assert_eq!(force_release(&*remote, "orders:42").await, Release::NotHeld);
@@ -268,7 +259,7 @@ pub async fn a_forced_release_frees_the_lock_and_ends_the_guard(context: &TestCo
     assert_eq!(guard.lost().await, LostReason::Gone);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     let next = operator.obtain("orders:42").try_lock().await.expect("the store answers");
-    next.expect("the lock was broken").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the lock was broken")).await;
 }
 
 /// A waiter acquires a lock after a forced release, without waiting for the end of the lease.

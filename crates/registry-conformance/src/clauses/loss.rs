@@ -9,7 +9,7 @@ use futures_util::poll;
 use registry_core::{LockError, LockOptions, LockRegistryExt as _, LostReason, Registry};
 use tokio::time::{sleep, timeout};
 
-use crate::context::TestContext;
+use crate::context::{TestContext, unlock};
 use crate::faulty::{Fault, Faults, Operation};
 
 /// If the store no longer has a claim, `lost` returns `LostReason::Gone`, after the next renewal at
@@ -77,9 +77,7 @@ pub async fn a_forced_release_is_reported_before_the_next_renewal(context: &Test
     let other = holding.obtain("orders:43").lock().await.expect("a free lock is acquired");
     assert_force_released(&operator, "orders:42").await;
     // The lease is so long that no renewal finds the loss in time.
-    let reason =
-        timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
-    assert_eq!(reason, LostReason::Gone);
+    context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
     assert!(other.is_held(), "the loss of another key was reported");
     other.unlock().await.expect("a held lock is unlocked");
 }
@@ -90,9 +88,7 @@ pub async fn a_forced_release_is_reported_to_a_holder_that_does_not_renew(contex
     let fixed = LockOptions::new().auto_renew(false);
     let guard = holding.obtain("orders:42").lock_with(fixed).await.expect("the store answers");
     assert_force_released(&operator, "orders:42").await;
-    let reason =
-        timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
-    assert_eq!(reason, LostReason::Gone);
+    context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
 }
 
 /// In a store that reports losses, each registry over one client is notified of the losses of its
@@ -106,9 +102,7 @@ pub async fn every_registry_over_one_client_is_notified_of_its_losses(context: &
     for (registry, name) in [(&first, "orders:42"), (&second, "orders:43")] {
         let guard = registry.obtain(name).lock().await.expect("a free lock is acquired");
         assert_force_released(&operator, name).await;
-        let reason =
-            timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
-        assert_eq!(reason, LostReason::Gone);
+        context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
     }
 }
 
@@ -122,15 +116,9 @@ pub async fn a_forced_release_by_the_same_registry_is_reported_at_once(context: 
     sleep(AFTER_FIRST_VERIFICATION).await;
     assert_force_released(&registry, "orders:42").await;
     // The lease is so long that no renewal finds the loss in time.
-    let reason =
-        timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
-    assert_eq!(reason, LostReason::Gone);
+    context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
     let next = registry.obtain("orders:42").try_lock_for(context.max_wait()).await;
-    next.expect("the store answers")
-        .expect("a broken lock is free")
-        .unlock()
-        .await
-        .expect("it is held");
+    unlock(next.expect("the store answers").expect("a broken lock is free")).await;
     assert!(other.is_held(), "the loss of another key was reported");
     other.unlock().await.expect("a held lock is unlocked");
 }
@@ -147,9 +135,7 @@ pub async fn a_forced_release_by_another_registry_over_the_client_is_reported_at
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     sleep(AFTER_FIRST_VERIFICATION).await;
     assert_force_released(&operator, "orders:42").await;
-    let reason =
-        timeout(context.max_wait(), guard.lost()).await.expect("the loss is reported at once");
-    assert_eq!(reason, LostReason::Gone);
+    context.assert_lost(&guard, Duration::ZERO, LostReason::Gone).await;
 }
 
 /// Longer than any store's `verify_after`, which would find the loss without a notification.
@@ -167,10 +153,7 @@ pub async fn an_outage_longer_than_the_lease_is_a_loss(context: &TestContext) {
     let registry = context.registry_over(&faulty, context.renewed_lease());
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     faulty.apply(Faults::outage());
-    let reason = timeout(context.renewed_lease() + context.max_wait(), guard.lost())
-        .await
-        .expect("the loss is reported");
-    assert_eq!(reason, LostReason::Expired);
+    context.assert_lost(&guard, context.renewed_lease(), LostReason::Expired).await;
     let other = context.registry().await;
     context.assert_becomes_free(&other, "orders:42").await;
 }
@@ -183,10 +166,7 @@ pub async fn an_unanswered_renewal_is_a_loss(context: &TestContext) {
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let hang = Fault::DelayRequest(Duration::from_secs(3_600));
     faulty.apply(Faults::none().always(Operation::Renew, hang).always(Operation::Release, hang));
-    let reason = timeout(context.renewed_lease() + context.max_wait(), guard.lost())
-        .await
-        .expect("the loss is reported");
-    assert_eq!(reason, LostReason::Expired);
+    context.assert_lost(&guard, context.renewed_lease(), LostReason::Expired).await;
     // Dropping the guard does not wait for the store.
     drop(guard);
     faulty.clear_faults();
@@ -221,7 +201,7 @@ pub async fn a_lost_lock_does_not_block_other_callers_of_its_process(context: &T
         .try_lock_for(context.short_lease() + context.max_wait())
         .await
         .expect("the store answers");
-    next.expect("the old lease ends").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the old lease ends")).await;
     drop(lost);
     context.assert_becomes_free(&registry, "orders:42").await;
 }

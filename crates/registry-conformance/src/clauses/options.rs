@@ -6,7 +6,7 @@ use futures_util::poll;
 use registry_core::{Capabilities, ConfigError, LockError, LockOptions, LostReason};
 use tokio::time::{Instant, sleep};
 
-use crate::context::{TestContext, admin, key};
+use crate::context::{TestContext, admin, key, unlock};
 use crate::faulty::Faults;
 
 /// A lease outside the store's limits returns an error from `lock_with`, before any request, and
@@ -144,13 +144,18 @@ pub async fn a_key_stays_locked_for_its_min_hold(context: &TestContext) {
     }
 }
 
-async fn stays_locked(context: &TestContext, lease: Duration, min_hold: Duration, unlock: bool) {
+async fn stays_locked(
+    context: &TestContext,
+    lease: Duration,
+    min_hold: Duration,
+    is_unlocked: bool,
+) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
     let guard = local.obtain("orders:42").lock_with(options).await.expect("the store answers");
     // Counted from after the grant, so that the measured time never exceeds the real one.
     let held_since = Instant::now();
-    if unlock {
+    if is_unlocked {
         guard.unlock().await.expect("a held lock is unlocked");
     } else {
         drop(guard);
@@ -162,7 +167,7 @@ async fn stays_locked(context: &TestContext, lease: Duration, min_hold: Duration
         .expect("the store answers");
     let locked_for = held_since.elapsed() + Duration::from_millis(20);
     assert!(locked_for >= min_hold, "the key was locked for {locked_for:?} of {min_hold:?}");
-    next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the min_hold is over")).await;
 }
 
 /// `force_release` ends the `min_hold` of an unlocked key. If the process that unlocked the key
@@ -195,7 +200,7 @@ pub async fn an_elapsed_min_hold_does_not_delay_the_release(context: &TestContex
     sleep(min_hold * 3 / 2).await;
     guard.unlock().await.expect("a held lock is unlocked");
     let next = remote.obtain("orders:42").try_lock().await.expect("the store answers");
-    next.expect("the lock was unlocked").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the lock was unlocked")).await;
 }
 
 /// `renew` with a lease outside the limits returns `LockError::InvalidOption` without a request to

@@ -2,18 +2,16 @@
 
 use registry_core::{Claim, LockError, LockOptions, LockRegistryExt as _, Release};
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key, release};
+use crate::context::{TestContext, busy, freed, granted, is_free, key, release, unlock};
 use crate::faulty::{Fault, Faults, Operation};
 
 /// Another client can acquire a released key as soon as the release is answered.
 pub async fn a_released_key_is_free_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..10 {
-        let claim = Claim::new(key("orders:42"), context.long_lease());
-        granted(&*first, &claim).await;
+        let claim = context.held_claim(&*first, context.long_lease()).await;
         freed(&*first, &claim).await;
-        let next = Claim::new(key("orders:42"), context.long_lease());
-        granted(&*second, &next).await;
+        let next = context.held_claim(&*second, context.long_lease()).await;
         freed(&*second, &next).await;
     }
 }
@@ -22,8 +20,7 @@ pub async fn a_released_key_is_free_at_once(context: &TestContext) {
 /// whose reply was lost.
 pub async fn a_repeated_release_returns_not_held(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     assert_eq!(release(&*client, &claim).await, Release::Freed);
     for _ in 0..3 {
         assert_eq!(release(&*client, &claim).await, Release::NotHeld);
@@ -59,8 +56,7 @@ pub async fn releasing_a_claim_that_was_never_granted_returns_not_held(context: 
 /// the key held.
 pub async fn releasing_another_claim_does_not_free_the_key(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let holder = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*first, &holder).await;
+    let holder = context.held_claim(&*first, context.long_lease()).await;
     let other_namespace = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(release(&*second, &other_namespace).await, Release::NotHeld);
     assert_eq!(release(&*first, &other_namespace).await, Release::NotHeld);
@@ -85,8 +81,7 @@ pub async fn a_late_release_does_not_free_the_successor(context: &TestContext) {
 /// Releasing a claim's id under another key returns `NotHeld` and leaves the claim's own key held.
 pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     let other_key = Claim::new(key("orders:43"), context.long_lease()).with_id(claim.id());
     assert_eq!(release(&*client, &other_key).await, Release::NotHeld);
     busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -97,8 +92,7 @@ pub async fn a_release_under_another_key_frees_nothing(context: &TestContext) {
 /// the token block of the release may differ from those of the acquire.
 pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*first, &claim).await;
+    let claim = context.held_claim(&*first, context.long_lease()).await;
     // The engine's clean-up knows the claim as it was created, but not its grant.
     freed(&*second, &claim.clone().with_lease(context.short_lease()).with_token_block(7)).await;
     assert!(is_free(&*first, claim.key()).await);
@@ -108,8 +102,7 @@ pub async fn a_grant_is_released_through_another_client(context: &TestContext) {
 /// after its own release.
 pub async fn a_claim_that_was_granted_after_its_release_is_released_again(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     freed(&*client, &claim).await;
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
@@ -122,8 +115,7 @@ pub async fn an_unlocked_lock_is_free_for_another_process_at_once(context: &Test
     for n in 0..10 {
         let guard =
             registries[n % 2].obtain("orders:42").try_lock().await.expect("the store answers");
-        let guard = guard.expect("the lock was unlocked before");
-        guard.unlock().await.expect("a held lock is unlocked");
+        unlock(guard.expect("the lock was unlocked before")).await;
     }
 }
 

@@ -11,8 +11,7 @@ use crate::faulty::{Fault, Faults, Operation};
 /// A renewal with a longer lease extends the grant beyond its first lease.
 pub async fn a_renewal_extends_a_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.renewed_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.renewed_lease()).await;
     let left = renewed(&*client, &claim.clone().with_lease(context.long_lease())).await;
     assert!(left > context.renewed_lease(), "{left:?} of {:?}", context.long_lease());
     sleep(context.renewed_lease() * 3 / 2).await;
@@ -23,8 +22,7 @@ pub async fn a_renewal_extends_a_grant(context: &TestContext) {
 /// A grant can be renewed through another client, because the claim id alone identifies the claim.
 pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*first, &claim).await;
+    let claim = context.held_claim(&*first, context.long_lease()).await;
     renewed(&*second, &claim).await;
     freed(&*first, &claim).await;
 }
@@ -33,8 +31,7 @@ pub async fn a_grant_is_renewed_through_another_client(context: &TestContext) {
 /// out of order.
 pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     renewed(&*client, &claim.clone().with_lease(context.short_lease())).await;
     sleep(context.short_lease() * 2).await;
     busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -45,8 +42,7 @@ pub async fn a_renewal_never_shortens_a_lease(context: &TestContext) {
 /// the key in the meantime.
 pub async fn a_renewal_does_not_revive_an_expired_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.short_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.short_lease()).await;
     context.wait_until_expired(&*client, &claim).await;
     assert_eq!(
         renew(&*client, &claim.clone().with_lease(context.long_lease())).await,
@@ -59,8 +55,7 @@ pub async fn a_renewal_does_not_revive_an_expired_grant(context: &TestContext) {
 /// acquired and released the key.
 pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.short_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.short_lease()).await;
     let next = Claim::new(key("orders:42"), context.long_lease());
     context.wait_until_granted(&*client, &next).await;
     freed(&*client, &next).await;
@@ -75,8 +70,7 @@ pub async fn a_renewal_does_not_revive_a_grant_after_its_successor(context: &Tes
 /// release of its own claim.
 pub async fn a_renewal_does_not_revive_a_released_grant(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     freed(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
@@ -94,8 +88,7 @@ pub async fn renewing_a_claim_that_was_never_granted_grants_nothing(context: &Te
 /// lease.
 pub async fn renewing_another_claim_does_not_extend_the_holders_lease(context: &TestContext) {
     let client = context.client().await;
-    let holder = Claim::new(key("orders:42"), context.short_lease());
-    granted(&*client, &holder).await;
+    context.held_claim(&*client, context.short_lease()).await;
     let other_namespace = Claim::new(key("orders:42"), context.long_lease());
     assert_eq!(renew(&*client, &other_namespace).await, Renewal::Gone);
     // Had the renewal extended the holder's lease, the key would stay held for the stranger's
@@ -185,8 +178,7 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(context: &TestContext) {
 /// %.
 pub async fn a_renewed_grant_does_not_end_before_its_returned_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.renewed_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.renewed_lease()).await;
     let before = Instant::now();
     let Renewal::Renewed(returned_lease) = renew(&*client, &claim).await else {
         panic!("{:?} is gone before its lease is over", claim.key());

@@ -11,8 +11,7 @@ use crate::context::{TestContext, attempt, busy, freed, granted, is_free, key, r
 /// engine repeats a request whose reply was lost.
 pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
     assert!(is_free(&*client, claim.key()).await, "two grants of one claim are one hold");
@@ -22,8 +21,7 @@ pub async fn a_granted_claim_is_granted_again(context: &TestContext) {
 /// the claim. One release through the second client frees the key.
 pub async fn a_granted_claim_is_granted_again_through_another_client(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*first, &claim).await;
+    let claim = context.held_claim(&*first, context.long_lease()).await;
     granted(&*second, &claim).await;
     freed(&*second, &claim).await;
     assert!(is_free(&*first, claim.key()).await, "two grants of one claim are one hold");
@@ -46,8 +44,7 @@ pub async fn concurrent_repetitions_of_one_acquire_are_one_grant(context: &TestC
 /// Repeating the acquire of a granted claim with a shorter lease does not shorten its lease.
 pub async fn a_repeated_acquire_does_not_shorten_the_lease(context: &TestContext) {
     let client = context.client().await;
-    let claim = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &claim).await;
+    let claim = context.held_claim(&*client, context.long_lease()).await;
     granted(&*client, &claim.clone().with_lease(context.short_lease())).await;
     tokio::time::sleep(context.short_lease() * 2).await;
     busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
@@ -102,12 +99,10 @@ pub async fn a_claim_has_the_same_shard_in_every_client(context: &TestContext) {
 pub async fn a_change_by_one_client_is_visible_to_another_at_once(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     for _ in 0..20 {
-        let claim = Claim::new(key("orders:42"), context.long_lease());
-        granted(&*first, &claim).await;
+        let claim = context.held_claim(&*first, context.long_lease()).await;
         busy(&*second, &Claim::new(key("orders:42"), context.long_lease())).await;
         freed(&*first, &claim).await;
-        let next = Claim::new(key("orders:42"), context.long_lease());
-        granted(&*second, &next).await;
+        let next = context.held_claim(&*second, context.long_lease()).await;
         freed(&*second, &next).await;
     }
 }
@@ -151,8 +146,7 @@ pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
     busy(&*client, &refused).await;
     assert_eq!(release(&*client, &refused).await, Release::NotHeld);
     freed(&*client, &holder).await;
-    let next = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &next).await;
+    let next = context.held_claim(&*client, context.long_lease()).await;
     freed(&*client, &next).await;
 }
 
@@ -160,8 +154,7 @@ pub async fn a_released_busy_claim_leaves_the_queue(context: &TestContext) {
 /// key is free.
 pub async fn a_busy_claim_leaves_no_record(context: &TestContext) {
     let client = context.client().await;
-    let holder = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &holder).await;
+    let holder = context.held_claim(&*client, context.long_lease()).await;
     for _ in 0..10 {
         busy(&*client, &Claim::new(key("orders:42"), context.long_lease())).await;
     }

@@ -11,7 +11,7 @@ use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::context::{TestContext, busy, freed, granted, is_free, key};
+use crate::context::{TestContext, busy, freed, granted, is_free, key, unlock};
 use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
 
@@ -93,8 +93,7 @@ pub async fn each_wait_ends_with_the_release_of_its_own_key(context: &TestContex
 /// is free. The engine drops no other future of a backend.
 pub async fn a_wait_may_be_dropped_at_any_time(context: &TestContext) {
     let client = context.client().await;
-    let holder = Claim::new(key("orders:42"), context.long_lease());
-    granted(&*client, &holder).await;
+    let holder = context.held_claim(&*client, context.long_lease()).await;
     for n in 0..10 {
         let waiter = Claim::new(key("orders:42"), context.long_lease());
         let refusal = busy(&*client, &waiter).await;
@@ -128,7 +127,7 @@ async fn assert_released_to(from: &Registry, to: &Registry) {
     })
     .await;
     unlocked.expect("a held lock is unlocked");
-    next.expect("the waiter acquires the lock").unlock().await.expect("a held lock is unlocked");
+    unlock(next.expect("the waiter acquires the lock")).await;
 }
 
 /// `try_lock_for` with a wait of zero makes one attempt and acquires a free lock.

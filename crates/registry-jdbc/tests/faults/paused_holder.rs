@@ -7,8 +7,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_testkit::holder::{
-    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
-    serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
 };
 
 use crate::app_connection::AppConnection;
@@ -61,12 +60,9 @@ async fn a_paused_holder_cannot_write(kind: ServerKind) {
     let server = kind.start().await;
     server.sql("CREATE TABLE stock (value varchar(40), token bigint)").await.unwrap();
     server.sql("INSERT INTO stock VALUES ('', 0)").await.unwrap();
-    let holder = async || {
-        LockHolder::spawn_test("paused_holder::a_holder_process", &server.url()).await.unwrap()
-    };
     let read = async || server.sql("SELECT value FROM stock").await.unwrap().trim().to_owned();
-    let (paused, successor) = (holder().await, holder().await);
-    assert_a_paused_holder_cannot_write(paused, successor, TEST_TIMEOUT, read).await.unwrap();
+    let test = "paused_holder::a_holder_process";
+    assert_a_paused_holder_cannot_write(test, &server.url(), TEST_TIMEOUT, read).await.unwrap();
 }
 
 on_both_servers! {

@@ -40,7 +40,7 @@ async fn killing_a_client_frees_its_locks(kind: ServerKind, mode: LockMode) {
         let mut client = client(&server.url(), mode).await;
         let mut token = None;
         for key in KEYS.into_iter().chain(["its own"]) {
-            token = client.lock(key, TEST_TIMEOUT).await.unwrap().token;
+            token = Some(client.lock(key, TEST_TIMEOUT).await.unwrap().token);
         }
         let died = workload.now();
         client.process().kill().unwrap();

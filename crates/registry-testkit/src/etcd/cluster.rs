@@ -19,23 +19,11 @@ pub struct EtcdCluster {
 
 impl EtcdCluster {
     /// Starts this number of members.
-    ///
-    /// # Errors
-    /// Returns an error if etcd is not installed, or if the members do not serve in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the members.
     pub async fn start(members: usize) -> io::Result<Self> {
         Self::start_with(members, &EtcdOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the members.
     pub async fn start_with(members: usize, options: &EtcdOptions) -> io::Result<Self> {
         let prepared = (0..members).map(|n| EtcdServer::prepare(format!("m{n}"), options.clone()));
         let mut cluster = Self { members: prepared.collect::<io::Result<_>>()? };
@@ -82,12 +70,6 @@ impl EtcdCluster {
     }
 
     /// Waits until the members have a leader, and returns its number.
-    ///
-    /// # Errors
-    /// Returns an error if there is no leader in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn leader(&self) -> io::Result<usize> {
         let deadline = Instant::now() + LEADER_LIMIT;
         while Instant::now() < deadline {

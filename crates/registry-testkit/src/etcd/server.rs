@@ -44,23 +44,11 @@ pub struct EtcdServer {
 
 impl EtcdServer {
     /// Starts a single server.
-    ///
-    /// # Errors
-    /// Returns an error if etcd is not installed, or if the server does not serve in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(EtcdOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_with(options: EtcdOptions) -> io::Result<Self> {
         let mut server = Self::prepare("m0".to_owned(), options)?;
         server.members = server.initial_cluster_entry();
@@ -109,24 +97,12 @@ impl EtcdServer {
 
     /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
     /// until it serves. A member of a cluster serves only while there is a majority.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
         self.wait_until_serving().await
     }
 
     /// Like [`start_again`](Self::start_again), without waiting until the server serves.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
         let (own, peer) = (self.url(), format!("http://{}", self.peer_port));
         let mut command = self.command(&self.options.program);
@@ -149,32 +125,17 @@ impl EtcdServer {
     }
 
     /// Waits until the server serves. A member of a cluster serves only while there is a majority.
-    ///
-    /// # Errors
-    /// Returns an error with the server's output if the server does not serve in time, or is down.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         wait_until_ready(self, Self::is_healthy).await
     }
 
     /// Returns whether the server reports that it is healthy.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn is_healthy(&self) -> bool {
         let output_text = timeout(ANSWER_LIMIT, self.http_get("health")).await;
         matches!(output_text, Ok(Ok(output_text)) if output_text.contains(r#""health":"true""#))
     }
 
     /// Returns the metric `name`, summed over all lines that contain `label`.
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn metric(&self, name: &str, label: &str) -> io::Result<u64> {
         let http_get = self.http_get("metrics").await?;
         let lines = http_get.lines().filter(|line| line.starts_with(name) && line.contains(label));
@@ -213,12 +174,6 @@ impl EtcdServer {
     }
 
     /// Runs `etcdctl` with these arguments and returns its output.
-    ///
-    /// # Errors
-    /// Returns an error if `etcdctl` is missing or fails.
-    ///
-    /// # Cancel safety
-    /// The server may have executed the command.
     pub async fn ctl(&self, args: &[&str]) -> io::Result<String> {
         let root = self.options.store.login.as_ref().map(|_| "root:root");
         self.ctl_as(root, args).await

@@ -9,25 +9,21 @@ const KEY: &str = "stock/42";
 
 /// Proves that a holder that is paused for longer than its lease cannot write afterwards.
 ///
-/// Both processes must have a [`FencedWriter`](super::FencedWriter) for the same data. `paused`
-/// locks and writes, and is stopped with `SIGSTOP`. `successor` acquires the lock after the lease,
-/// and writes. Then `paused` continues, and writes with its own token. `read` returns the value in
-/// the store.
-///
-/// # Errors
-/// If a process does not do what it is asked within `limit`.
-///
-/// # Cancel safety
-/// Dropping the future ends both processes.
+/// Starts two processes with [`LockHolder::spawn_test`], which must have a
+/// [`FencedWriter`](super::FencedWriter). The first one locks and writes, and is stopped with
+/// `SIGSTOP`. The second one acquires the lock after the lease, and writes. Then the first one
+/// continues, and writes with its own token. `read` returns the value in the store.
 ///
 /// # Panics
 /// If the paused holder's write was applied, or an allowed write was not.
 pub async fn assert_a_paused_holder_cannot_write(
-    mut paused: LockHolder,
-    mut successor: LockHolder,
+    test: &str,
+    url: &str,
     limit: Duration,
     read: impl AsyncFn() -> String,
 ) -> io::Result<()> {
+    let mut paused = LockHolder::spawn_test(test, url).await?;
+    let mut successor = LockHolder::spawn_test(test, url).await?;
     let first = paused.lock(KEY, limit).await?;
     paused.write(KEY, "by the first holder", limit).await?;
     assert_eq!(read().await, "by the first holder");

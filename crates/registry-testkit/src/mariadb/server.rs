@@ -39,23 +39,11 @@ pub struct MariaDbServer {
 
 impl MariaDbServer {
     /// Starts a server that requires no password.
-    ///
-    /// # Errors
-    /// Returns an error if MariaDB is not installed or does not start.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(MariaDbOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_with(options: MariaDbOptions) -> io::Result<Self> {
         let (server, nodes_port) = (ManagedServer::new(&PROGRAM)?, Port::reserve()?);
         let mut server = Self { server, options, nodes_port };
@@ -92,12 +80,6 @@ impl MariaDbServer {
     }
 
     /// Kills the server if it runs, and starts it on the same port with its previous data.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         let mut command = self.command(&self.options.program);
         self.options.set_environment(&mut command);
@@ -137,12 +119,6 @@ impl MariaDbServer {
     /// Runs statements as `root` and returns the rows, one for each line, with tabs between
     /// columns. Each statement runs in its own transaction, unless the statements contain explicit
     /// transactions.
-    ///
-    /// # Errors
-    /// Returns the first error of the server, or an error if the server cannot be reached.
-    ///
-    /// # Cancel safety
-    /// The server may have executed the statements.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
         self.sql_in("app", statements).await
     }

@@ -31,23 +31,11 @@ pub struct PostgresServer {
 
 impl PostgresServer {
     /// Starts a server that requires no password.
-    ///
-    /// # Errors
-    /// Returns an error if PostgreSQL is not installed or does not start.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(PostgresOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_with(options: PostgresOptions) -> io::Result<Self> {
         let mut server = Self::empty(options)?;
         server.create_data().await?;
@@ -91,12 +79,6 @@ impl PostgresServer {
     }
 
     /// Kills the server if it runs, and starts it on the same port with its previous data.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         let mut command = self.command(&self.options.program);
         command.env("LC_ALL", "C");
@@ -123,37 +105,22 @@ impl PostgresServer {
 
     /// Stops one process of the server (SIGSTOP), such as the backend of a connection
     /// (`pg_backend_pid()`) or the WAL sender of a standby (`pg_stat_replication`).
-    ///
-    /// # Errors
-    /// Returns an error if the server has no process `pid`.
     pub fn pause_backend(&self, pid: i32) -> io::Result<()> {
         self.running()?.pause_child(pid)
     }
 
     /// Resumes one process of the server.
-    ///
-    /// # Errors
-    /// As [`pause_backend`](Self::pause_backend).
     pub fn resume_backend(&self, pid: i32) -> io::Result<()> {
         self.running()?.resume_child(pid)
     }
 
     /// Kills one process of the server. The server then terminates all other backends and recovers.
-    ///
-    /// # Errors
-    /// As [`pause_backend`](Self::pause_backend).
     pub fn kill_backend(&self, pid: i32) -> io::Result<()> {
         self.running()?.kill_child(pid)
     }
 
     /// Starts an asynchronous standby of this server: a commit does not wait for it. The standby
     /// has the same options, and its own port and folder.
-    ///
-    /// # Errors
-    /// Returns an error if this server is down. Otherwise as [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the standby.
     pub async fn standby(&self) -> io::Result<Self> {
         let mut standby = Self::empty(self.options.clone())?;
         let mut copy = standby.client_program("pg_basebackup");
@@ -165,12 +132,6 @@ impl PostgresServer {
     }
 
     /// Promotes a standby. It accepts writes when this returns.
-    ///
-    /// # Errors
-    /// Returns an error if this server is not a standby, or is down.
-    ///
-    /// # Cancel safety
-    /// The promotion may still take place.
     pub async fn promote(&self) -> io::Result<()> {
         match self.sql("select pg_promote()").await?.as_str() {
             "t" => Ok(()),
@@ -180,12 +141,6 @@ impl PostgresServer {
 
     /// Runs statements and returns the rows, one for each line, with `|` between columns. Each
     /// statement runs in its own transaction, unless the statements contain explicit transactions.
-    ///
-    /// # Errors
-    /// Returns the first error of the server, or an error if the server cannot be reached.
-    ///
-    /// # Cancel safety
-    /// The server may have executed the statements.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", "postgres"]);

@@ -75,23 +75,11 @@ impl Migration {
 impl RedisCluster {
     /// Starts the nodes and returns once all of them report a healthy cluster and all replicas are
     /// synchronized.
-    ///
-    /// # Errors
-    /// As [`RedisServer::start`], or an error if the nodes do not agree in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the nodes.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(&ServerOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options for each node.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the nodes.
     pub async fn start_with(options: &ServerOptions) -> io::Result<Self> {
         let launch = |_| ClusterNode::launch(options);
         let mut nodes = (0..2 * MASTERS).map(launch).collect::<io::Result<Vec<_>>>()?;
@@ -204,12 +192,6 @@ impl RedisCluster {
 
     /// Returns the address of the master of `slot`. If several nodes claim the slot, returns the
     /// one with the largest epoch, which prevails.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or an error if the slot has no master.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let mut claims = Vec::new();
         for node in self.responsive_nodes() {
@@ -223,12 +205,6 @@ impl RedisCluster {
     }
 
     /// Returns the addresses of the nodes that report that they replicate the master of `slot`.
-    ///
-    /// # Errors
-    /// As [`master_of`](Self::master_of).
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn replicas_of(&self, slot: u16) -> io::Result<Vec<SocketAddr>> {
         let master = &self.node_at(self.master_of(slot).await?).id;
         let mut replicas = Vec::new();
@@ -243,12 +219,6 @@ impl RedisCluster {
 
     /// Makes the replica of the master of `slot` take over from a healthy master, without losing
     /// data. Returns the address of the new master.
-    ///
-    /// # Errors
-    /// Returns an error if there is no replica, or if it does not take over in time.
-    ///
-    /// # Cancel safety
-    /// The failover may still take place.
     pub async fn failover(&self, slot: u16) -> io::Result<SocketAddr> {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
@@ -269,12 +239,6 @@ impl RedisCluster {
     }
 
     /// Kills the master of `slot` and returns its address.
-    ///
-    /// # Errors
-    /// As [`master_of`](Self::master_of).
-    ///
-    /// # Cancel safety
-    /// Dropping the future before it completes leaves the master running.
     pub async fn kill_master_of(&mut self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
         self.node_mut(master).kill();
@@ -282,12 +246,6 @@ impl RedisCluster {
     }
 
     /// Stops the master of `slot` (SIGSTOP) and returns its address, for [`resume`](Self::resume).
-    ///
-    /// # Errors
-    /// As [`master_of`](Self::master_of), or an error if the master is down.
-    ///
-    /// # Cancel safety
-    /// Dropping the future before it completes leaves the master running.
     pub async fn pause_master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
         self.node(master).pause()?;
@@ -296,9 +254,6 @@ impl RedisCluster {
 
     /// Stops the node at `addr` (SIGSTOP).
     ///
-    /// # Errors
-    /// Returns an error if the node is down.
-    ///
     /// # Panics
     /// Panics if the cluster never had such a node.
     pub fn pause(&self, addr: SocketAddr) -> io::Result<()> {
@@ -306,9 +261,6 @@ impl RedisCluster {
     }
 
     /// Resumes the paused node at `addr`.
-    ///
-    /// # Errors
-    /// Returns an error if the node is down.
     ///
     /// # Panics
     /// Panics if the cluster never had such a node.
@@ -320,12 +272,6 @@ impl RedisCluster {
     /// returns their addresses. To lose exactly these writes: write, [kill the
     /// master](Self::kill_master_of), [resume](Self::resume) the replicas, and [wait for the new
     /// master](Self::wait_for_new_master_of).
-    ///
-    /// # Errors
-    /// Returns the connection's error, or an error if a replica is down.
-    ///
-    /// # Cancel safety
-    /// Some of the replicas may stay paused.
     pub async fn isolate_replicas_of(&self, slot: u16) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.replicas_of(slot).await?;
         for &replica in &replicas {
@@ -338,12 +284,6 @@ impl RedisCluster {
 
     /// Waits until all responding nodes agree on a master of `slot` other than `old`, and report a
     /// healthy cluster. Returns the address of the new master.
-    ///
-    /// # Errors
-    /// Returns an error if this does not happen in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_for_new_master_of(
         &self,
         slot: u16,
@@ -361,12 +301,6 @@ impl RedisCluster {
 
     /// Waits until all responding nodes report a healthy cluster and agree on the slot owners, and
     /// their replicas are synchronized.
-    ///
-    /// # Errors
-    /// Returns an error if this does not happen in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
         let retry = RetryDeadline::new("the nodes agree");
         while let Err(why) = self.check_consistency().await {
@@ -377,12 +311,6 @@ impl RedisCluster {
 
     /// Moves `slot` with its keys to the master at `to`, while clients use it. Returns once all
     /// nodes know the new owner.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or the error reply of a node.
-    ///
-    /// # Cancel safety
-    /// The slot may stay in migration.
     pub async fn migrate(&self, slot: u16, to: SocketAddr) -> io::Result<()> {
         let migration = self.begin_migration(slot, to).await?;
         self.finish_migration(migration).await
@@ -391,12 +319,6 @@ impl RedisCluster {
     /// Starts to move `slot` to the master at `to`, without moving a key. From now on, the old
     /// master replies `ASK` for keys that it does not have. The new master serves clients that
     /// follow this redirection.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or the error reply of a node.
-    ///
-    /// # Cancel safety
-    /// The migration may have started.
     pub async fn begin_migration(&self, slot: u16, to: SocketAddr) -> io::Result<Migration> {
         let from = self.master_of(slot).await?;
         let number = slot.to_string();
@@ -407,12 +329,6 @@ impl RedisCluster {
     }
 
     /// Moves one key and returns whether the key existed.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or the error reply of a node.
-    ///
-    /// # Cancel safety
-    /// The key may have been moved.
     pub async fn migrate_key(
         &self,
         migration: &Migration,
@@ -436,12 +352,6 @@ impl RedisCluster {
 
     /// Moves the remaining keys and assigns the slot to its new owner. Returns once all nodes know
     /// the new owner.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or the error reply of a node.
-    ///
-    /// # Cancel safety
-    /// The slot may stay in migration.
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();

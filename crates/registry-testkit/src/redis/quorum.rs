@@ -14,23 +14,11 @@ pub struct RedisQuorum {
 
 impl RedisQuorum {
     /// Starts this number of masters.
-    ///
-    /// # Errors
-    /// As [`RedisServer::start`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the servers.
     pub async fn start(servers: usize) -> io::Result<Self> {
         Self::start_with(servers, &ServerOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options for each server.
-    ///
-    /// # Errors
-    /// As [`RedisServer::start`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the servers.
     pub async fn start_with(servers: usize, options: &ServerOptions) -> io::Result<Self> {
         let launch = |_| RedisServer::launch(Port::reserve()?, options.clone());
         let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;

@@ -111,23 +111,11 @@ pub struct SentinelSetup {
 impl SentinelSetup {
     /// Starts all processes. Returns once all sentinels know each other, the master and both
     /// replicas, and the replicas are synchronized.
-    ///
-    /// # Errors
-    /// As [`RedisServer::start`], or an error if they do not discover each other in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills all processes.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(&SentinelOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills all processes.
     pub async fn start_with(options: &SentinelOptions) -> io::Result<Self> {
         let master = RedisServer::start_with(options.server()).await?;
         let addr = master.addr();
@@ -164,12 +152,6 @@ impl SentinelSetup {
     }
 
     /// Returns the address of the master, according to a sentinel.
-    ///
-    /// # Errors
-    /// Returns an error if no sentinel responds.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn master(&self) -> io::Result<SocketAddr> {
         match self.sentinels.iter().find(|sentinel| sentinel.is_responsive()) {
             Some(sentinel) => named_master(sentinel).await,
@@ -178,12 +160,6 @@ impl SentinelSetup {
     }
 
     /// Returns the addresses of the servers that report that they are replicas.
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let mut replicas = Vec::new();
         for server in self.servers.iter().filter(|server| server.is_responsive()) {
@@ -234,12 +210,6 @@ impl SentinelSetup {
 
     /// Makes the sentinels replace a healthy master, and returns the address of the new one. The
     /// old master continues as a master for about ten seconds, until the sentinels reconfigure it.
-    ///
-    /// # Errors
-    /// Returns an error if no replica takes over in time.
-    ///
-    /// # Cancel safety
-    /// The failover may still take place.
     pub async fn failover(&self) -> io::Result<SocketAddr> {
         let old = self.master().await?;
         let retry = RetryDeadline::new("a failover begins");
@@ -258,12 +228,6 @@ impl SentinelSetup {
     }
 
     /// Kills the master and returns its address.
-    ///
-    /// # Errors
-    /// Returns an error if no sentinel responds.
-    ///
-    /// # Cancel safety
-    /// Dropping the future before it completes leaves the master running.
     pub async fn kill_master(&mut self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         self.server_mut(master).kill();
@@ -271,12 +235,6 @@ impl SentinelSetup {
     }
 
     /// Stops the master (SIGSTOP) and returns its address, for [`resume`](Self::resume).
-    ///
-    /// # Errors
-    /// Returns an error if no sentinel responds, or if the master is down.
-    ///
-    /// # Cancel safety
-    /// Dropping the future before it completes leaves the master running.
     pub async fn pause_master(&self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         self.server(master).pause()?;
@@ -284,9 +242,6 @@ impl SentinelSetup {
     }
 
     /// Resumes the paused server at `addr`.
-    ///
-    /// # Errors
-    /// Returns an error if the server is down.
     ///
     /// # Panics
     /// Panics if the setup never had such a server.
@@ -298,12 +253,6 @@ impl SentinelSetup {
     /// addresses. To lose exactly these writes: write, [kill the master](Self::kill_master),
     /// [resume the replicas](Self::resume_replicas), and [wait for the new
     /// master](Self::wait_for_new_master).
-    ///
-    /// # Errors
-    /// Returns the connection's error, or an error if a replica is down.
-    ///
-    /// # Cancel safety
-    /// Some of the replicas may stay paused.
     pub async fn isolate_replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.pause_replicas().await?;
         self.cut_replica_links().await?;
@@ -312,12 +261,6 @@ impl SentinelSetup {
 
     /// Stops the replicas (SIGSTOP) and returns their addresses. Later writes of the master still
     /// queue in the replicas' sockets; see [`isolate_replicas`](Self::isolate_replicas).
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// Some of the replicas may stay paused.
     pub async fn pause_replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.replicas().await?;
         for &replica in &replicas {
@@ -328,12 +271,6 @@ impl SentinelSetup {
 
     /// Closes the connections of the replicas to the master and discards all data in transit.
     /// Replicas that are not paused reconnect.
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// The connections may have been closed.
     pub async fn cut_replica_links(&self) -> io::Result<()> {
         let master = self.master().await?;
         self.server(master).client_kill("replica").await?;
@@ -341,9 +278,6 @@ impl SentinelSetup {
     }
 
     /// Resumes all paused servers except the master `old`.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
     pub fn resume_replicas(&self, old: SocketAddr) -> io::Result<()> {
         let others = self.servers.iter().filter(|server| server.addr() != old);
         others.filter(|server| server.is_paused()).try_for_each(|server| server.resume())
@@ -351,12 +285,6 @@ impl SentinelSetup {
 
     /// Waits until all responding sentinels name the same master other than `old`, and that server
     /// reports that it is a master. Returns its address.
-    ///
-    /// # Errors
-    /// Returns an error if this does not happen in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
         let retry = RetryDeadline::new("all nodes know a new master");
         loop {
@@ -372,12 +300,6 @@ impl SentinelSetup {
     /// master and know each other. All other servers are synchronized replicas. After a failover
     /// this takes ten to twenty seconds, because sentinels wait that long before they turn the old
     /// master into a replica.
-    ///
-    /// # Errors
-    /// Returns an error if this does not happen in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
         let retry = RetryDeadline::new("sentinels and servers agree");
         while let Err(why) = self.check_consistency().await {

@@ -32,23 +32,11 @@ pub struct RedisServer {
 impl RedisServer {
     /// Starts a server. `options` are configuration lines as arguments, such as
     /// `["--maxmemory", "3mb"]`.
-    ///
-    /// # Errors
-    /// Returns an error if there is no `redis-server` on `PATH`, or if it does not respond in time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start(options: &[&str]) -> io::Result<Self> {
         Self::start_with(ServerOptions::new().args(options)).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_with(options: ServerOptions) -> io::Result<Self> {
         let mut server = Self::launch(Port::reserve()?, options)?;
         server.wait_until_ready().await?;
@@ -56,12 +44,6 @@ impl RedisServer {
     }
 
     /// Like [`start`](Self::start), with TLS connections only. See [`ServerOptions::tls`].
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_tls(folder: &TlsFolder, options: &[&str]) -> io::Result<Self> {
         Self::start_with(ServerOptions::new().tls(folder).args(options)).await
     }
@@ -76,12 +58,6 @@ impl RedisServer {
 
     /// Kills the server if it runs, and starts it on the same port with its previous data. Settings
     /// changed at run time are lost, unless `CONFIG REWRITE` saved them.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         // Before the configuration file is read, which the server may write.
         self.kill();
@@ -168,9 +144,6 @@ impl RedisServer {
     }
 
     /// Removes all files of the server. Call it only while the server is down.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
     pub fn delete_data(&self) -> io::Result<()> {
         for entry in fs::read_dir(self.folder())? {
             let path = entry?.path();
@@ -184,12 +157,6 @@ impl RedisServer {
     }
 
     /// Sends one command line and returns the raw reply.
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// The server may have executed the command.
     pub async fn send_command(&self, command: &str) -> io::Result<String> {
         self.connect().await?.send_command_line(command).await
     }
@@ -200,9 +167,6 @@ impl RedisServer {
     /// # Errors
     /// Returns the connection's error. An error reply is returned as `Ok`; see
     /// [`RedisReply::into_result`].
-    ///
-    /// # Cancel safety
-    /// The server may have executed the command.
     pub async fn send_command_args(
         &self,
         words: &[impl AsRef<[u8]> + Sync],
@@ -212,12 +176,6 @@ impl RedisServer {
 
     /// Opens a connection, for commands that must come from the same client. It authenticates with
     /// the [login](ServerOptions::login) of the options.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or an error if the server rejects the login.
-    ///
-    /// # Cancel safety
-    /// Dropping the future closes the connection.
     pub async fn connect(&self) -> io::Result<RedisConnection> {
         let mut connection = if self.options.tls.is_some() {
             RedisConnection::new(UnixStream::connect(self.unix_socket()).await?)
@@ -232,12 +190,6 @@ impl RedisServer {
 
     /// Closes all connections of one type (`normal`, `pubsub`, `replica` or `master`), except that
     /// of this call. Returns their number.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or the error reply of the server.
-    ///
-    /// # Cancel safety
-    /// The server may have executed the command.
     pub async fn client_kill(&self, kind: &str) -> io::Result<usize> {
         let reply =
             self.send_command_args(&["CLIENT", "KILL", "TYPE", kind]).await?.into_result()?;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use registry_core::{LockOptions, Registry};
+use registry_core::{LockOptions, LostReason, Registry};
 
 use super::{LONG, Workload};
 use crate::eventually;
@@ -22,12 +22,6 @@ const SUSPENDED: u32 = 7_001;
 /// it affects its successor by neither a write nor a release. Returns the events of `holder`, for
 /// [`Workload::end`].
 ///
-/// # Errors
-/// Returns an error if the process does not do what it is asked.
-///
-/// # Cancel safety
-/// Dropping the future kills the process.
-///
 /// # Panics
 /// Panics if one of these promises is broken.
 pub async fn suspend_a_holder(
@@ -42,12 +36,11 @@ pub async fn suspend_a_holder(
         holder.process().pause().await?;
         let next = recording_client.lock_with(&lock, LockOptions::new().wait(LONG)).await;
         let next = next.map_err(io::Error::other)?.expect("the lease of the holder has ended");
-        let tokens = held.token.map(|held| (next.fencing_token(), held));
-        let (next_token, held_token) = tokens.expect("stores under test issue tokens");
+        let (next_token, held_token) = (next.fencing_token(), held.token);
         assert!(next_token > held_token);
         assert!(workload.write_as(SUCCESSOR, KEY, next_token));
         holder.process().resume()?;
-        assert_eq!(holder.lost(KEY, LONG).await?, "expired");
+        assert_eq!(holder.lost(KEY, LONG).await?, LostReason::Expired);
         assert_eq!(holder.status(KEY, LONG).await?, None);
         assert!(!workload.write_as(SUSPENDED, KEY, held_token), "a newer token has written");
         assert!(holder.unlock(KEY, LONG).await.is_err(), "it was lost");
@@ -57,8 +50,7 @@ pub async fn suspend_a_holder(
     workload.wait_for_progress().await;
     let try_lock = async || holder.try_lock(KEY, LONG).await.expect("the attempt succeeds");
     let held = eventually(LONG, try_lock).await;
-    let token = held.token.expect("stores under test issue tokens");
-    assert!(workload.write_as(SUSPENDED, KEY, token));
+    assert!(workload.write_as(SUSPENDED, KEY, held.token));
     holder.unlock(KEY, LONG).await?;
     let events = holder.events();
     holder.quit(LONG).await?;

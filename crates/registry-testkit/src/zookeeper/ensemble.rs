@@ -62,23 +62,11 @@ impl MemberProxies {
 
 impl ZooKeeperEnsemble {
     /// Starts three members.
-    ///
-    /// # Errors
-    /// As [`ZooKeeperServer::start`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the members.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(3, &ZooKeeperOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with this number of members and options for each of them.
-    ///
-    /// # Errors
-    /// As [`ZooKeeperServer::start`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the members.
     pub async fn start_with(members: usize, options: &ZooKeeperOptions) -> io::Result<Self> {
         let mut started = Self { members: Vec::new(), ports: ports(members)?, links: Vec::new() };
         for _ in 0..members {
@@ -93,12 +81,6 @@ impl ZooKeeperEnsemble {
     ///
     /// The second member leads, because the members start in sequence. Do not kill a member: after
     /// a restart, it cannot connect to members with larger numbers.
-    ///
-    /// # Errors
-    /// As [`ZooKeeperServer::start`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the members.
     pub async fn start_isolatable(options: &[ZooKeeperOptions; 3]) -> io::Result<Self> {
         let ports = ports(options.len())?;
         let mut links = Vec::new();
@@ -146,14 +128,8 @@ impl ZooKeeperEnsemble {
     /// waits, as in a network partition. A leader that is cut off continues alone for its
     /// `syncLimit`. The other members elect a new leader after their own `syncLimit`.
     ///
-    /// # Errors
-    /// Returns the error of the operating system.
-    ///
     /// # Panics
     /// Panics if the members were not started [apart](Self::start_isolatable).
-    ///
-    /// # Cancel safety
-    /// The member may be cut off from some of the others.
     pub async fn isolate(&self, member: usize) -> io::Result<()> {
         assert!(!self.links.is_empty(), "these members cannot be cut off");
         for link in self.links.iter().filter(|link| link.from == member || link.to == member) {
@@ -163,12 +139,6 @@ impl ZooKeeperEnsemble {
     }
 
     /// Reconnects all members and delivers the traffic that has waited.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
-    ///
-    /// # Cancel safety
-    /// Some members may still be cut off.
     pub async fn reconnect(&self) -> io::Result<()> {
         for link in &self.links {
             link.set_mode(ProxyMode::Pass).await?;
@@ -177,12 +147,6 @@ impl ZooKeeperEnsemble {
     }
 
     /// Waits until all running members that are not paused serve.
-    ///
-    /// # Errors
-    /// As [`ZooKeeperServer::wait_until_serving`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         for member in &mut self.members {
             if member.is_up() && !member.is_paused() {
@@ -193,12 +157,6 @@ impl ZooKeeperEnsemble {
     }
 
     /// Waits until one of the running members that are not paused leads, and returns its index.
-    ///
-    /// # Errors
-    /// Returns an error if there is no leader in time, usually because there is no majority.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn leader(&self) -> io::Result<usize> {
         let deadline = Instant::now() + ELECTION_LIMIT;
         while Instant::now() < deadline {

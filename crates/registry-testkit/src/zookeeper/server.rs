@@ -72,24 +72,11 @@ pub struct ZooKeeperServer {
 
 impl ZooKeeperServer {
     /// Starts a single server.
-    ///
-    /// # Errors
-    /// Returns an error if Java or ZooKeeper is not installed, or if the server does not serve in
-    /// time.
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(ZooKeeperOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// Dropping the future kills the server.
     pub async fn start_with(options: ZooKeeperOptions) -> io::Result<Self> {
         let mut server = Self::prepare(options, Port::reserve()?)?;
         server.configure("")?;
@@ -133,24 +120,12 @@ impl ZooKeeperServer {
 
     /// Kills the server if it runs, starts it on the same port with its previous data, and waits
     /// until it serves. A member of an ensemble serves only while there is a majority.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
         self.wait_until_serving().await
     }
 
     /// Like [`start_again`](Self::start_again), without waiting until the server serves.
-    ///
-    /// # Errors
-    /// As [`start`](Self::start).
-    ///
-    /// # Cancel safety
-    /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
         let mut command = self.options.java();
         command.arg("org.apache.zookeeper.server.quorum.QuorumPeerMain");
@@ -161,12 +136,6 @@ impl ZooKeeperServer {
 
     /// Waits until the server serves. A member of an ensemble serves only while there is a
     /// majority.
-    ///
-    /// # Errors
-    /// Returns an error with the server's output if the server does not serve in time, or is down.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         wait_until_ready(self, async |server| {
             server.mode().await.is_ok_and(|mode| mode.is_some()) && server.is_open().await
@@ -182,12 +151,6 @@ impl ZooKeeperServer {
 
     /// Returns the server's mode: `standalone`, `leader` or `follower`. Returns `None` while the
     /// server does not serve.
-    ///
-    /// # Errors
-    /// Returns an error if the server cannot be reached, or does not reply within one second.
-    ///
-    /// # Cancel safety
-    /// Dropping the future at any time has no effect.
     pub async fn mode(&self) -> io::Result<Option<String>> {
         let answer = timeout(ANSWER_LIMIT, self.send_command("srvr")).await??;
         Ok(answer.lines().find_map(|line| line.strip_prefix("Mode: ")).map(ToOwned::to_owned))
@@ -199,20 +162,11 @@ impl ZooKeeperServer {
     /// # Errors
     /// Returns the connection's error. The answer of a server that does not serve contains the
     /// reason.
-    ///
-    /// # Cancel safety
-    /// May be dropped at any time. The server then has to close the connection.
     pub async fn send_command(&self, word: &str) -> io::Result<String> {
         session::send_command(self.server.addr(), word).await
     }
 
     /// Returns the metric `name` of `mntr`, such as `zk_watch_count`.
-    ///
-    /// # Errors
-    /// Returns the connection's error, or an error if `mntr` has no such number.
-    ///
-    /// # Cancel safety
-    /// As [`send_command`](Self::send_command).
     pub async fn metric(&self, name: &str) -> io::Result<u64> {
         let metrics = self.send_command("mntr").await?;
         let mut lines = metrics.lines().filter_map(|line| line.split_once('\t'));
@@ -222,12 +176,6 @@ impl ZooKeeperServer {
     }
 
     /// Returns the clients that are connected to this server and have a session.
-    ///
-    /// # Errors
-    /// Returns the connection's error.
-    ///
-    /// # Cancel safety
-    /// As [`send_command`](Self::send_command).
     pub async fn clients(&self) -> io::Result<Vec<ClientStats>> {
         Ok(self.send_command("cons").await?.lines().filter_map(ClientStats::read).collect())
     }
@@ -242,9 +190,6 @@ impl ZooKeeperServer {
     /// # Errors
     /// Returns the connection's error. Returns an error if the server does not know the session, or
     /// if this is the client's own member of an ensemble.
-    ///
-    /// # Cancel safety
-    /// The session may have ended.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
         let is_own_client = self.clients().await?.iter().any(|client| client.session == session);
         if is_own_client && self.mode().await?.is_some_and(|mode| mode != "standalone") {
@@ -259,12 +204,6 @@ impl ZooKeeperServer {
     /// Sets the number of children ever created under the node at `path`, as after a long lifetime.
     /// The name of the next sequential child contains this number. Call it while the server is
     /// down. The server must have data.
-    ///
-    /// # Errors
-    /// Returns an error if there is no such node, or if Java fails.
-    ///
-    /// # Cancel safety
-    /// The edit may have taken place.
     pub async fn set_child_counter(&self, path: &str, count: i32) -> io::Result<()> {
         self.edit(["count", path, &count.to_string()]).await
     }
@@ -272,12 +211,6 @@ impl ZooKeeperServer {
     /// Adds an ephemeral node of `session`, as if this member of an ensemble had kept a node that
     /// the others do not have. Call it while the server is down. The server must have data, and the
     /// parent node must exist.
-    ///
-    /// # Errors
-    /// Returns an error if Java fails.
-    ///
-    /// # Cancel safety
-    /// The edit may have taken place.
     pub async fn add_ephemeral_node(&self, path: &str, session: i64) -> io::Result<()> {
         self.edit(["node", path, &session.to_string()]).await
     }
@@ -292,9 +225,6 @@ impl ZooKeeperServer {
 
     /// Removes all data of the server. Call it only while the server is down. A member of an
     /// ensemble receives its data again from the others.
-    ///
-    /// # Errors
-    /// Returns the error of the operating system.
     pub fn delete_data(&self) -> io::Result<()> {
         fs::remove_dir_all(self.data().join("version-2"))
     }

@@ -7,13 +7,13 @@ use std::io::ErrorKind;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::Registry;
+use registry_core::{LostReason, Registry};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use registry_testkit::check::{SearchResult, check, search};
 use registry_testkit::eventually;
 use registry_testkit::history::History;
 use registry_testkit::holder::{
-    HolderCommand, HolderReport, LockHolder, run_child_process, serve, write_report,
+    HolderRequest, LockHolder, report_failure, run_child_process, serve,
 };
 use tempfile::TempDir;
 
@@ -30,9 +30,7 @@ fn a_holder_process() {
         let (lease_ms, file) = target.split_once(' ').unwrap();
         let backend = match SqliteBackend::open(SqliteConfig::new(file)).await {
             Ok(backend) => Arc::new(backend),
-            Err(error) => {
-                return write_report(&HolderReport::failed(None, "open its store", &error));
-            }
+            Err(error) => return report_failure("open its store", &error),
         };
         let lease = Duration::from_millis(lease_ms.parse().unwrap());
         serve(Arc::new(Registry::builder(backend).lease(lease).build().unwrap())).await;
@@ -63,9 +61,9 @@ async fn two_processes_exclude_each_other() {
     assert_eq!(one.status(KEY, LIMIT).await.unwrap().unwrap().token, held.token);
     assert_eq!(two.try_lock(KEY, LIMIT).await.unwrap(), None);
     assert_eq!(two.status(KEY, LIMIT).await.unwrap(), None);
-    two.send_command(&HolderCommand::lock(KEY)).unwrap();
+    let pending = two.send(&HolderRequest::lock(KEY)).unwrap();
     one.unlock(KEY, LIMIT).await.unwrap();
-    let next = two.held(KEY, LIMIT).await.unwrap();
+    let next = two.held(pending, LIMIT).await.unwrap();
     assert!(next.token > held.token);
     two.unlock(KEY, LIMIT).await.unwrap();
     one.quit(LIMIT).await.unwrap();
@@ -77,9 +75,9 @@ async fn a_killed_holder_frees_its_lock_at_the_end_of_its_lease() {
     let (_folder, target) = folder();
     let (mut one, mut two) = (start(&target).await, start(&target).await);
     let held = one.lock(KEY, LIMIT).await.unwrap();
-    two.send_command(&HolderCommand::lock(KEY)).unwrap();
+    let pending = two.send(&HolderRequest::lock(KEY)).unwrap();
     one.process().kill().unwrap();
-    let next = two.held(KEY, LIMIT).await.unwrap();
+    let next = two.held(pending, LIMIT).await.unwrap();
     assert!(next.token > held.token);
     two.quit(LIMIT).await.unwrap();
 }
@@ -93,7 +91,7 @@ async fn a_holder_that_was_stopped_beyond_its_lease_reports_the_loss() {
     two.lock(KEY, LIMIT).await.unwrap();
     one.process().resume().unwrap();
     let reason = one.lost(KEY, LIMIT).await.unwrap();
-    assert!(["expired", "gone"].contains(&&*reason), "{reason}");
+    assert!([LostReason::Expired, LostReason::Gone].contains(&reason), "{reason}");
     assert_eq!(one.status(KEY, LIMIT).await.unwrap().map(|held| held.valid_for), None);
     let lost = one.unlock(KEY, LIMIT).await.unwrap_err();
     assert!(lost.to_string().contains("lost"), "{lost}");
@@ -106,9 +104,9 @@ async fn waits_can_be_cancelled_and_guards_dropped() {
     let (_folder, target) = folder();
     let (mut one, mut two) = (start(&target).await, start(&target).await);
     one.lock(KEY, LIMIT).await.unwrap();
-    two.send_command(&HolderCommand::lock(KEY)).unwrap();
-    two.unlock(KEY, LIMIT).await.unwrap();
-    one.send_command(&HolderCommand::Drop { key: KEY.into() }).unwrap();
+    let pending = two.send(&HolderRequest::lock(KEY)).unwrap();
+    two.cancel(pending).unwrap();
+    one.request::<()>(HolderRequest::Drop { key: KEY.into() }, LIMIT).await.unwrap();
     eventually(LIMIT, async || two.try_lock(KEY, LIMIT).await.unwrap()).await;
     let never = two.unlock("never", LIMIT).await.unwrap_err();
     assert!(never.to_string().contains("not requested"), "{never}");
@@ -133,23 +131,20 @@ async fn the_histories_of_several_processes_are_checked_as_one() {
     let mut holders = Vec::new();
     for _ in 0..3 {
         let mut holder = start(&target).await;
-        holder
-            .send_command(&HolderCommand::Repeat { key: KEY.into(), rounds: 40, hold_ms: 0 })
-            .unwrap();
-        holders.push(holder);
+        let repeat = HolderRequest::Repeat { key: KEY.into(), rounds: 40 };
+        let pending = holder.send(&repeat).unwrap();
+        holders.push((holder, pending));
     }
     // One holder is killed during its rounds. The events that it recorded until then count.
-    let killed = holders.pop().unwrap();
+    let (killed, _) = holders.pop().unwrap();
     eventually(LIMIT, async || killed.events().len() > 20).await;
     killed.process().kill().unwrap();
     killed.process().wait_exit(LIMIT).await.unwrap();
-    for holder in &mut holders {
-        let rounds =
-            |report: &HolderReport| matches!(report, HolderReport::Repeated { .. }).then_some(());
-        holder.report(LIMIT, rounds).await.unwrap();
+    for (holder, pending) in &holders {
+        holder.reply::<()>(*pending, LIMIT).await.unwrap();
     }
-    holders.push(killed);
-    let history = History::from_events(holders.iter().flat_map(LockHolder::events)).unwrap();
+    let holders = holders.iter().map(|(holder, _)| holder).chain([&killed]);
+    let history = History::from_events(holders.flat_map(LockHolder::events)).unwrap();
     let checked = check(&history).unwrap_or_else(|found| panic!("{found}"));
     assert!(checked.tokens >= 84, "{checked:?}");
     assert_eq!(search(&history, LIMIT), SearchResult::Linearizable);

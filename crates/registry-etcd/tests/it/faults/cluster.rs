@@ -31,9 +31,7 @@ async fn the_crash_of_any_member_ends_no_hold() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(cluster.member(0)).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(cluster.member(0)).await.assert_no_losses();
 }
 
 #[tokio::test]
@@ -93,8 +91,5 @@ async fn without_a_majority_no_lock_is_granted_until_it_returns() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(cluster.member(0)).await;
-    let losses = outcome.steady_losses();
-    assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_guarantees();
+    workload.end(cluster.member(0)).await.assert_losses_are(LostReason::Expired);
 }

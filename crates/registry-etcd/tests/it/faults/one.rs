@@ -3,9 +3,9 @@
 use registry_core::{LockError, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::{EtcdOptions, EtcdServer};
-use registry_testkit::holder::HolderCommand;
+use registry_testkit::holder::HolderRequest;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::suspend_a_holder;
+use registry_testkit::workload::{end_acquisition_without_reply, suspend_a_holder};
 use registry_testkit::{cause_of_failed_acquire, eventually, within};
 use tokio::time::{Instant, sleep};
 
@@ -38,34 +38,16 @@ async fn an_error_names_operation_key_and_address() {
 async fn a_member_paused_for_less_than_a_lease_ends_no_hold() {
     let (server, config) = server().await;
     let workload = Workload::start(&config, secs(9)).await;
-    for _ in 0..2 {
-        workload.wait_for_progress().await;
-        server.pause().unwrap();
-        sleep(millis(1_500)).await;
-        server.resume().unwrap();
-    }
-    workload.wait_for_progress().await;
-    let outcome = workload.end(&server).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.pause_briefly(&server).await;
+    workload.end(&server).await.assert_no_losses();
 }
 
 #[tokio::test]
 async fn a_member_paused_for_longer_than_a_lease_causes_no_second_holder() {
     let (server, config) = server().await;
     let workload = Workload::start(&config, LEASE).await;
-    for round in 1..=2 {
-        workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
-        server.pause().unwrap();
-        workload.wait_for_steady_losses(3 * round).await;
-        server.resume().unwrap();
-    }
-    workload.wait_for_progress().await;
-    let outcome = workload.end(&server).await;
-    let losses = outcome.steady_losses();
-    assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_guarantees();
+    workload.pause_until_losses(&server).await;
+    workload.end(&server).await.assert_losses_are(LostReason::Expired);
 }
 
 #[tokio::test]
@@ -104,10 +86,7 @@ async fn a_holder_is_notified_at_once_of_a_revoked_lease() {
         workload.wait_for_steady_losses(3 * round).await;
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(&server).await;
-    let losses = outcome.steady_losses();
-    assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
-    outcome.assert_guarantees();
+    workload.end(&server).await.assert_losses_are(LostReason::Gone);
 }
 
 /// Returns all keys of locks: queue entries and tombstones.
@@ -208,9 +187,7 @@ async fn compaction_ends_no_hold_and_no_wait() {
         server.ctl(&["compaction", &revision]).await.unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(&server).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(&server).await.assert_no_losses();
 }
 
 #[tokio::test]
@@ -219,29 +196,7 @@ async fn lost_truncated_or_late_replies_break_no_guarantee() {
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
     let configs: Vec<_> = proxies.iter().map(|proxy| config_of(proxy.addr())).collect();
     let workload = Workload::start_with(&configs, &config, LEASE).await;
-    let faults = [
-        ProxyMode::ResetAfterRequest,
-        ProxyMode::CutAfter { reply_bytes: 40 },
-        ProxyMode::DropReplies,
-        ProxyMode::HoldReplies,
-        ProxyMode::BlackHole,
-        ProxyMode::HalfClose,
-        ProxyMode::Refuse,
-        ProxyMode::Delay(millis(100)),
-    ];
-    for (number, fault) in faults.into_iter().enumerate() {
-        let proxy = &proxies[number % proxies.len()];
-        workload.wait_for_progress().await;
-        proxy.set_mode(fault).await.unwrap();
-        if fault == ProxyMode::Refuse {
-            proxy.cut_all().await;
-        }
-        // The other clients continue meanwhile.
-        sleep(LEASE / 2).await;
-        workload.wait_for_progress().await;
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-    }
-    workload.wait_for_progress().await;
+    workload.disturb_connections(&proxies, LEASE / 2).await;
     workload.end(&server).await.assert_guarantees();
 }
 
@@ -266,18 +221,7 @@ async fn a_grant_with_a_lost_reply_is_adopted_or_released() {
             None => Err("no entry".to_owned()),
         };
         eventually(LONG, granted).await;
-        if round % 2 == 0 {
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-            let guard = within(LONG, acquiring).await.unwrap().unwrap();
-            guard.unlock().await.unwrap();
-        } else {
-            acquiring.abort();
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        }
-        let started = Instant::now();
-        let next = within(LONG, second_client.obtain(&key).lock()).await.unwrap();
-        println!("the key became free after {:?}", started.elapsed());
-        next.unlock().await.unwrap();
+        end_acquisition_without_reply(round, &proxy, acquiring, &second_client, &key).await;
     }
 }
 
@@ -291,9 +235,7 @@ async fn an_expired_login_is_renewed() {
         sleep(secs(3)).await;
         workload.wait_for_progress().await;
     }
-    let outcome = workload.end(&server).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(&server).await.assert_no_losses();
 }
 
 /// The login expires during an idle time, then a caller waits for a lock.
@@ -348,7 +290,7 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
             1 => Ok(()),
             other => Err(format!("{other} entries")),
         };
-        waiter.send_command(&HolderCommand::lock("key")).unwrap();
+        let pending = waiter.send(&HolderRequest::lock("key")).unwrap();
         eventually(LONG, queued).await;
         waiter.process().pause().await.unwrap();
         eventually(LONG, stopped).await;
@@ -359,7 +301,7 @@ async fn a_waiter_paused_beyond_its_lease_does_not_hold_the_lock_after_it_resume
         eventually(LONG, queued).await;
         assert!(next.is_held());
         next.unlock().await.unwrap();
-        waiter.held("key", LONG).await.unwrap();
+        waiter.held(pending, LONG).await.unwrap();
         waiter.unlock("key", LONG).await.unwrap();
     }
     waiter.quit(LONG).await.unwrap();

@@ -56,9 +56,7 @@ async fn a_failover_of_a_healthy_master_loses_no_lock_and_creates_no_second_hold
         cluster.failover(slot).await.unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(&masters(&cluster).await).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(&masters(&cluster).await).await.assert_no_losses();
 }
 
 #[tokio::test]
@@ -102,9 +100,7 @@ async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = workload.end(&masters(&cluster).await).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(&masters(&cluster).await).await.assert_no_losses();
 }
 
 /// A waiter on a channel that migrates with its slot must subscribe at the new master.

@@ -7,8 +7,7 @@ use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
-    FencedWriter, LockHolder, assert_a_paused_holder_cannot_write, run_child_process,
-    serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
 };
 use registry_testkit::redis::RedisServer;
 
@@ -45,16 +44,11 @@ fn a_holder_process() {
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
     let server = RedisServer::start(&[]).await.unwrap();
-    let holder = async || {
-        LockHolder::spawn_test("faults::paused_holder::a_holder_process", &server.url())
-            .await
-            .unwrap()
-    };
     let read = async || {
         // A bulk string: its length in bytes, then its text.
         let reply = server.send_command("GET stock").await.unwrap();
         reply.split_once("\r\n").map_or("", |(_length, text)| text).trim().to_owned()
     };
-    let (paused, successor) = (holder().await, holder().await);
-    assert_a_paused_holder_cannot_write(paused, successor, LONG, read).await.unwrap();
+    let test = "faults::paused_holder::a_holder_process";
+    assert_a_paused_holder_cannot_write(test, &server.url(), LONG, read).await.unwrap();
 }

@@ -8,12 +8,13 @@ use registry_redis::RedisConfig;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisServer, ServerOptions};
-use registry_testkit::within;
-use registry_testkit::workload::WorkloadOptions;
-use tokio::time::{Instant, sleep};
+use registry_testkit::workload::{
+    WorkloadOptions, assert_releases_without_reply_free_their_keys, end_acquisition_without_reply,
+};
+use tokio::time::sleep;
 
 use super::remote_client;
-use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
+use super::workload::{LEASE, LONG, Workload, registry, secs};
 
 async fn server() -> (RedisServer, RedisConfig) {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -27,34 +28,16 @@ async fn a_server_suspended_for_less_than_a_lease_loses_no_lock() {
     // Long enough for a busy machine.
     let lease = secs(6);
     let workload = Workload::start(&config, lease).await;
-    for _ in 0..2 {
-        workload.wait_for_progress().await;
-        server.pause().unwrap();
-        sleep(millis(1_500)).await;
-        server.resume().unwrap();
-    }
-    workload.wait_for_progress().await;
-    let outcome = workload.end(&[&server]).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.pause_briefly(&server).await;
+    workload.end(&[&server]).await.assert_no_losses();
 }
 
 #[tokio::test]
 async fn a_server_suspended_for_longer_than_a_lease_creates_no_second_holder() {
     let (server, config) = server().await;
     let workload = Workload::start(&config, LEASE).await;
-    for round in 1..=2 {
-        workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
-        server.pause().unwrap();
-        workload.wait_for_steady_losses(3 * round).await;
-        server.resume().unwrap();
-    }
-    workload.wait_for_progress().await;
-    let outcome = workload.end(&[&server]).await;
-    let losses = outcome.steady_losses();
-    assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.assert_guarantees();
+    workload.pause_until_losses(&server).await;
+    workload.end(&[&server]).await.assert_losses_are(LostReason::Expired);
 }
 
 #[tokio::test]
@@ -108,9 +91,7 @@ async fn flushed_scripts_and_closed_connections_lose_no_lock() {
             workload.wait_for_progress().await;
         }
     }
-    let outcome = workload.end(&[&server]).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    workload.end(&[&server]).await.assert_no_losses();
 }
 
 #[tokio::test]
@@ -135,18 +116,7 @@ async fn a_grant_whose_response_was_lost_is_used_or_released() {
         let held =
             async || server.send_command(&format!("EXISTS lock-registry:{{{key}}}")).await.unwrap();
         registry_testkit::eventually(LONG, async || held().await == ":1\r\n").await;
-        if round % 2 == 0 {
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-            let guard = within(LONG, acquiring).await.unwrap().unwrap();
-            guard.unlock().await.unwrap();
-        } else {
-            acquiring.abort();
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        }
-        let started_at = Instant::now();
-        let next = within(LONG, registry_b.obtain(&key).lock()).await.unwrap();
-        println!("free after {:?}", started_at.elapsed());
-        next.unlock().await.unwrap();
+        end_acquisition_without_reply(round, &proxy, acquiring, &registry_b, &key).await;
     }
 }
 
@@ -157,26 +127,7 @@ async fn a_release_whose_response_was_lost_frees_the_key() {
     let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
     let (registry_a, registry_b) =
         (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
-    // The server has cached the script from now on.
-    registry_a.obtain("before").lock().await.unwrap().unlock().await.unwrap();
-    for round in 0..20 {
-        let key = format!("reply/{round}");
-        let guard = registry_a.obtain(&key).lock().await.unwrap();
-        let token = guard.fencing_token();
-        proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
-        let releasing = tokio::spawn(async move { guard.unlock().await });
-        let next = within(LONG, registry_b.obtain(&key).lock()).await.unwrap();
-        assert!(next.fencing_token() > token);
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        // The release finds the key free, or its outcome is unknown. It never reports a loss.
-        let released = within(LONG, releasing).await.unwrap();
-        println!("{released:?}");
-        assert!(!matches!(released, Err(registry_core::LockError::Lost { .. })), "{released:?}");
-        registry_a.idle().await;
-        assert!(next.is_held());
-        next.extend(secs(600)).await.unwrap();
-        next.unlock().await.unwrap();
-    }
+    assert_releases_without_reply_free_their_keys(20, &proxy, &registry_a, &registry_b).await;
 }
 
 #[tokio::test]
@@ -188,28 +139,7 @@ async fn lost_truncated_or_late_responses_violate_no_guarantee() {
     let client_configs: Vec<_> = proxies.iter().map(behind).collect();
     let workload =
         Workload::start_with(&client_configs, &config, WorkloadOptions::new(), LEASE).await;
-    let faults = [
-        ProxyMode::ResetAfterRequest,
-        ProxyMode::CutAfter { reply_bytes: 40 },
-        ProxyMode::DropReplies,
-        ProxyMode::HoldReplies,
-        ProxyMode::BlackHole,
-        ProxyMode::HalfClose,
-        ProxyMode::Refuse,
-        ProxyMode::Delay(millis(100)),
-    ];
-    for (number, fault) in faults.into_iter().enumerate() {
-        let proxy = &proxies[number % proxies.len()];
-        workload.wait_for_progress().await;
-        proxy.set_mode(fault).await.unwrap();
-        if fault == ProxyMode::Refuse {
-            proxy.cut_all().await;
-        }
-        // The other clients continue meanwhile.
-        workload.wait_for_progress().await;
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-    }
-    workload.wait_for_progress().await;
+    workload.disturb_connections(&proxies, Duration::ZERO).await;
     workload.end(&[&server]).await.assert_guarantees();
 }
 

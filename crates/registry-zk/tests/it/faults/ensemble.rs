@@ -36,9 +36,7 @@ async fn members_that_crash_one_at_a_time_end_no_hold() {
         }
     }
     workload.wait_for_progress().await;
-    let outcome = finish(workload, &url).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    finish(workload, &url).await.assert_no_losses();
 }
 
 #[tokio::test]

@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, Queueing, Release};
+use registry_core::{Attempt, Claim, ClaimId, Key, LockBackend as _, Queueing, Release};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::workload::LONG;
+use registry_testkit::workload::{LONG, assert_releases_without_reply_free_their_keys};
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
 use registry_zk::ZkBackend;
@@ -35,28 +35,7 @@ async fn lost_cut_or_late_replies_break_no_guarantee() {
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
     let urls: Vec<_> = proxies.iter().map(|proxy| url(proxy.addr())).collect();
     let workload = start_workload_at(&urls, SESSION).await;
-    let faults = [
-        ProxyMode::ResetAfterRequest,
-        ProxyMode::CutAfter { reply_bytes: 40 },
-        ProxyMode::DropReplies,
-        ProxyMode::HoldReplies,
-        ProxyMode::BlackHole,
-        ProxyMode::HalfClose,
-        ProxyMode::Refuse,
-        ProxyMode::Delay(Duration::from_millis(100)),
-    ];
-    for (number, fault) in faults.into_iter().enumerate() {
-        let proxy = &proxies[number % proxies.len()];
-        workload.wait_for_progress().await;
-        proxy.set_mode(fault).await.unwrap();
-        if fault == ProxyMode::Refuse {
-            proxy.cut_all().await;
-        }
-        // The other clients continue, at the latest when this client's session has ended.
-        workload.wait_for_progress().await;
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-    }
-    workload.wait_for_progress().await;
+    workload.disturb_connections(&proxies, Duration::ZERO).await;
     finish(workload, &server.url()).await.assert_guarantees();
 }
 
@@ -327,23 +306,7 @@ async fn a_release_with_a_lost_reply_frees_the_key_and_reports_no_loss() {
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let client = registry(&url(proxy.addr()), LONG_SESSION).await;
     let other_client = registry(&server.url(), LONG_SESSION).await;
-    for round in 0..ROUNDS {
-        let key = format!("reply-{round}");
-        let guard = client.obtain(&key).lock().await.unwrap();
-        let token = guard.fencing_token();
-        proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
-        let releasing = tokio::spawn(async move { guard.unlock().await });
-        let next = within(LONG, other_client.obtain(&key).lock()).await.unwrap();
-        assert!(next.fencing_token() > token);
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        // The release detects that the key is free, or its outcome is unknown. It must not report a
-        // loss.
-        let released = within(LONG, releasing).await.unwrap();
-        assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
-        client.idle().await;
-        assert!(next.is_held());
-        next.unlock().await.unwrap();
-    }
+    assert_releases_without_reply_free_their_keys(ROUNDS, &proxy, &client, &other_client).await;
 }
 
 /// A caller that is dropped at any point of an acquisition leaves no node.

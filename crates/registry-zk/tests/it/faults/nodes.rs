@@ -50,9 +50,7 @@ async fn deleted_parents_are_created_again_and_tokens_still_grow() {
     deleting.shutdown().await;
     println!("{} parents", parents.len());
     assert!(parents.len() > 10, "parents were hardly ever deleted");
-    let outcome = finish(workload, &server.url()).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    finish(workload, &server.url()).await.assert_no_losses();
 }
 
 /// The number in a node's name counts all children that its parent ever had, in 31 bits. Later

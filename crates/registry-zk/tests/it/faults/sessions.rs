@@ -26,14 +26,7 @@ async fn an_error_names_operation_key_and_address() {
 async fn a_server_paused_for_longer_than_a_session_admits_no_second_holder() {
     let server = ZooKeeperServer::start().await.unwrap();
     let workload = super::support::start_workload(&server.url(), SESSION).await;
-    for round in 1..=2 {
-        workload.wait_for_progress().await;
-        workload.wait_until_steady_held().await;
-        server.pause().unwrap();
-        workload.wait_for_steady_losses(3 * round).await;
-        server.resume().unwrap();
-    }
-    workload.wait_for_progress().await;
+    workload.pause_until_losses(&server).await;
     let outcome = finish(workload, &server.url()).await;
     let losses = outcome.steady_losses();
     assert!(losses.contains(&LostReason::Expired), "{losses:?}");
@@ -50,9 +43,7 @@ async fn a_server_crash_without_data_loss_ends_no_hold() {
         server.start_again().await.unwrap();
     }
     workload.wait_for_progress().await;
-    let outcome = finish(workload, &server.url()).await;
-    assert_eq!(outcome.steady_losses(), []);
-    outcome.assert_guarantees();
+    finish(workload, &server.url()).await.assert_no_losses();
 }
 
 /// The nodes are deleted at once, and other clients can acquire the locks before the client is
