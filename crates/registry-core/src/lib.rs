@@ -60,6 +60,8 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
+// Configuration of backends.
+pub mod config;
 // Adapters.
 #[cfg(feature = "blocking")]
 pub mod blocking;

@@ -32,7 +32,7 @@ mod spring;
 mod purge;
 mod diagnose;
 
-pub use config::MySqlConfig;
+pub use config::{MySqlConfig, STORE};
 
 use std::sync::Arc;
 

@@ -30,7 +30,7 @@ mod spring;
 mod purge;
 mod diagnose;
 
-pub use config::PostgresConfig;
+pub use config::{PostgresConfig, STORE};
 
 use std::sync::Arc;
 
