@@ -328,7 +328,10 @@ pub fn describe_options() -> Vec<OptionDescription> {
                 }),
             }
         };
-        if let Some(row) = common(name) {
+        let has_row = |store: &StoreKind| store.rows().any(|row| row.name == name);
+        if let Some(row) = common(name)
+            && !scheme::stores().all(has_row)
+        {
             add(row, ALL.to_owned());
         }
         for store in scheme::stores() {

@@ -24,7 +24,7 @@ struct Feature {
 }
 
 impl Scheme {
-    /// Returns the store of the scheme `name`, or an error if it does not exist or this build cannot
+    /// Returns the store of the scheme `name`, or an error if there is none or this build cannot
     /// open it.
     pub(crate) fn find(name: &str) -> Result<&'static StoreKind, ConfigError> {
         let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {

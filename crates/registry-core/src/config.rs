@@ -419,12 +419,16 @@ impl OptionRow {
     pub fn range(&self) -> String {
         match self.values {
             Values::Time { min, max } => {
-                format!("`{}` to `{}`", format_time(min), format_time(max))
+                // `366days` is easier to read than `1year 18h`.
+                let days = max.as_secs() / DAY.as_secs();
+                let max = if days > 1 { format!("{days}days") } else { format_time(max) };
+                format!("`{}` to `{max}`", format_time(min))
             }
             Values::Switch => "`true`, `false`".to_owned(),
             Values::Count { max: u32::MAX, .. } => "a number".to_owned(),
             Values::Count { min, max } => format!("`{min}` to `{max}`"),
             Values::Choice { names, .. } => quoted_list(names),
+            Values::Text { bytes_max: usize::MAX } => "text".to_owned(),
             Values::Text { bytes_max } => format!("at most {bytes_max} bytes"),
             Values::Path => "the path of a PEM file".to_owned(),
             Values::SecretPath => "the path of a PEM file; never shown".to_owned(),
@@ -439,7 +443,8 @@ impl OptionRow {
 /// Minimum of all times that are sent to servers: zero often means no limit.
 pub const SERVER_TIME_MIN: Duration = Duration::from_millis(10);
 /// Maximum of times without another limit.
-pub const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+pub const TIME_MAX: Duration = Duration::from_secs(366 * DAY.as_secs());
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 fn out_of_range<T: PartialOrd>(
     given: &T,
