@@ -101,7 +101,8 @@ fn options_of(stores: &[&str]) -> String {
 fn schemes() -> String {
     let mut table = String::from("| scheme | Cargo feature |\n|---|---|\n");
     for (scheme, feature) in describe_schemes() {
-        let feature = feature.map_or("built in".to_owned(), |feature| format!("`{feature}`"));
+        let feature =
+            feature.map_or_else(|| "built in".to_owned(), |feature| format!("`{feature}`"));
         let _ = writeln!(table, "| `{scheme}:` | {feature} |");
     }
     table

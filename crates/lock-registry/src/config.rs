@@ -412,7 +412,8 @@ mod tests {
             _ if scheme.ends_with("+quorum") => "//a,b,c",
             _ => "//h",
         };
-        let store = StoreUrl::parse(&format!("{scheme}:{address}")).unwrap().store;
+        let url = StoreUrl::parse(&format!("{scheme}:{address}"));
+        let store = url.expect("the address has the form of the scheme").store;
         let mut options = Options::default();
         let set = values.iter().try_for_each(|(name, value)| options.set(origin, name, value));
         let resolved = set.and_then(|()| Resolved::new(store, &[(origin, options)]));

@@ -336,9 +336,10 @@ pub fn describe_options() -> Vec<OptionDescription> {
         }
         for store in scheme::stores() {
             for row in store.rows().filter(|row| row.name == name) {
-                let stores = row.stores.map_or(scheme::first_of(store), |stores| {
-                    stores.strip_suffix(" stores").unwrap_or(stores)
-                });
+                let stores = row.stores.map_or_else(
+                    || scheme::first_of(store),
+                    |stores| stores.strip_suffix(" stores").unwrap_or(stores),
+                );
                 add(row, stores.to_owned());
             }
         }

@@ -1,6 +1,8 @@
 //! The program `book-tables`: writes the generated tables of the documentation. With `--check`, it
 //! writes nothing, and fails if a table is stale.
 
+#![expect(clippy::print_stderr, reason = "a program tells its user what it wrote")]
+
 use std::path::Path;
 use std::process::ExitCode;
 use std::{env, fs, io};

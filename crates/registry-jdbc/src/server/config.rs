@@ -284,7 +284,8 @@ impl SqlOptions {
     pub(crate) fn encryption(&self, server: &str) -> Result<Option<Encryption>, BackendError> {
         let is_plain =
             matches!(self.encryption, None | Some(Encryption::Off | Encryption::Preferred));
-        if !cfg!(feature = "tls") && !(is_plain && self.pem_files.is_empty()) {
+        let needs_tls = !is_plain || !self.pem_files.is_empty();
+        if needs_tls && !cfg!(feature = "tls") {
             let message = format!(
                 "{server}: encrypted connections are not built in; enable feature `{server}-tls` of lock-registry"
             );
@@ -438,7 +439,7 @@ mod tests {
     use super::*;
 
     fn parse(store: &StoreKind, url: &str) -> Result<Box<dyn BackendConfig>, BackendError> {
-        (store.parse)(&UrlParts::split(url).unwrap())
+        (store.parse)(&UrlParts::split(url).expect("the URL has a scheme"))
     }
 
     #[test]
