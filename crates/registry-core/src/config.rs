@@ -147,13 +147,15 @@ pub trait BackendConfig: fmt::Debug + Send + Sync {
     }
 }
 
-/// Parses `url` and sets the options of its query, for `from_url` of a backend's configuration.
+/// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that
+/// `allowed` names, and refuses others: only [`BackendConfig::open`] applies all of them.
 ///
 /// # Errors
 /// `Misconfigured` for a URL that cannot be parsed or has an invalid option. The error does not
 /// repeat the URL, which may contain a password.
 pub fn from_url<C: BackendConfig>(
     url: &str,
+    allowed: &[&str],
     parse: impl FnOnce(&UrlParts<'_>) -> Result<C, BackendError>,
 ) -> Result<C, BackendError> {
     let parts = UrlParts::split(url).ok_or_else(|| {
@@ -163,6 +165,9 @@ pub fn from_url<C: BackendConfig>(
     parts.check()?;
     let mut config = parse(&parts)?;
     for (name, value) in parts.options()? {
+        if !allowed.contains(&&*name) {
+            return Err(parts.invalid("has options, which are set by methods"));
+        }
         let store = config.scheme();
         config.set(&name, value.expose()).map_err(|error| error.into_backend_error(store))?;
     }

@@ -109,14 +109,14 @@ impl EtcdConfig {
         }
     }
 
-    /// Parses a URL and the options of its query: `etcd://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…`,
-    /// or `etcds://…` for encrypted connections (feature `tls`).
+    /// Parses a URL: `etcd://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…`, or `etcds://…` for
+    /// encrypted connections (feature `tls`).
     ///
     /// # Errors
     /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &[], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {

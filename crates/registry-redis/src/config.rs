@@ -374,8 +374,8 @@ impl RedisConfig {
         Self::with_servers(ServerAddresses::Quorum(addresses(masters)))
     }
 
-    /// Parses a URL and the options of its query. The schemes with `rediss` instead of `redis`
-    /// encrypt the connections (feature `tls`).
+    /// Parses a URL. The schemes with `rediss` instead of `redis` encrypt the connections (feature
+    /// `tls`).
     ///
     /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`
     /// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`
@@ -389,7 +389,7 @@ impl RedisConfig {
     /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &["db"], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
@@ -995,7 +995,7 @@ mod tests {
         for (url, server) in [
             ("redis://db", one("db", 6_379, 0)),
             ("REDIS://db.example.com:6380/", one("db.example.com", 6_380, 0)),
-            ("redis://10.1.2.3/15?lease=5s", one("10.1.2.3", 6_379, 15)),
+            ("redis://10.1.2.3/15", one("10.1.2.3", 6_379, 15)),
             ("redis://[::1]", one("::1", 6_379, 0)),
             ("redis://[2001:db8::1]:7000/2", one("2001:db8::1", 7_000, 2)),
         ] {
@@ -1017,7 +1017,7 @@ mod tests {
         for (url, servers, database) in [
             ("redis+sentinel://s/main", sentinels_of("main", &[("s", 26_379)]), 0),
             (
-                "redis+sentinel://a,b:1,[::1],[::1]:2/my%2Fmain/7?lease=5s",
+                "redis+sentinel://a,b:1,[::1],[::1]:2/my%2Fmain/7",
                 sentinels_of("my/main", &[("a", 26_379), ("b", 1), ("::1", 26_379), ("::1", 2)]),
                 7,
             ),

@@ -199,15 +199,14 @@ impl ZkConfig {
         })
     }
 
-    /// Parses a URL and the options of its query:
-    /// `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, or `zks://…` for encrypted
-    /// connections (feature `tls`).
+    /// Parses a URL: `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, or `zks://…` for
+    /// encrypted connections (feature `tls`).
     ///
     /// # Errors
     /// [`BackendError`] for a URL that cannot be parsed. The message does not repeat the URL, which
     /// may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &[], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
@@ -798,7 +797,7 @@ mod tests {
     #[test]
     fn servers_chroot_and_login_of_a_url_are_parsed() {
         let parsed = |url| ZkConfig::from_url(url).unwrap();
-        let config = parsed("zk://app:p%40ss@zk1,zk2:2182,[::1]:1/app/locks?lease=10s");
+        let config = parsed("zk://app:p%40ss@zk1,zk2:2182,[::1]:1/app/locks");
         let hosts = [("zk1", 2_181), ("zk2", 2_182), ("::1", 1)];
         assert_eq!(config.hosts, hosts.map(|(name, port)| (name.to_owned(), port)));
         assert_eq!(config.chroot.as_deref(), Some("/app/locks"));

@@ -1,7 +1,7 @@
 //! The program `book-tables`: writes the generated tables of the documentation. With `--check`, it
 //! writes nothing, and fails if a table is stale.
 
-#![expect(clippy::print_stderr, reason = "a program tells its user what it wrote")]
+#![expect(clippy::print_stderr, reason = "a program reports what it writes")]
 
 use std::path::Path;
 use std::process::ExitCode;

@@ -60,15 +60,14 @@ impl MySqlConfig {
         Self::with_server(MySqlConnectOptions::new().socket(socket).database(database))
     }
 
-    /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`, and the options of
-    /// the query. HOST may be a Unix socket, with `%2F` for its slashes. The default user is `root`,
-    /// the default port 3306.
+    /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. HOST may be a
+    /// Unix socket, with `%2F` for its slashes. The default user is `root`, the default port 3306.
     ///
     /// # Errors
     /// `Misconfigured` if the URL is invalid. The error does not contain the URL, which may hold a
     /// password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &[], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {

@@ -130,7 +130,7 @@ impl PostgresConfig {
         Self::with_server(server.port(port).database(database))
     }
 
-    /// Parses `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]` and the options of the query.
+    /// Parses `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`.
     ///
     /// HOST may be a directory of Unix sockets, with `%2F` for its slashes. Defaults: the user of
     /// this process, no password, port 5432, and the database with the user's name. Environment
@@ -141,7 +141,7 @@ impl PostgresConfig {
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
     /// contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &[], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {

@@ -378,7 +378,14 @@ pub(crate) struct ServerUrl {
 pub(crate) enum ServerAddress {
     Host(Host),
     /// On this host: PostgreSQL's socket directory, or the socket of MariaDB or MySQL.
-    Socket(PathBuf, u16),
+    Socket(
+        PathBuf,
+        #[cfg_attr(
+            not(feature = "postgres"),
+            expect(dead_code, reason = "only PostgreSQL's sockets have a port")
+        )]
+        u16,
+    ),
 }
 
 impl ServerUrl {

@@ -71,13 +71,13 @@ impl SqliteConfig {
         }
     }
 
-    /// Parses `sqlite:PATH` or `sqlite:///PATH`, and the options of the query.
+    /// Parses `sqlite:PATH` or `sqlite:///PATH`.
     ///
     /// # Errors
     /// `Misconfigured` if the URL is invalid. The error does not contain the URL, in which a
     /// password may have been written by mistake.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        config::from_url(url, Self::parse)
+        config::from_url(url, &[], Self::parse)
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
@@ -196,7 +196,7 @@ mod tests {
             ("sqlite:/var/lib/locks.db", "/var/lib/locks.db"),
             ("sqlite:///var/lib/locks.db", "/var/lib/locks.db"),
             ("SQLite:locks.db", "locks.db"),
-            ("sqlite:with%20space%3F%23%25.db?timeout=5s", "with space?#%.db"),
+            ("sqlite:with%20space%3F%23%25.db", "with space?#%.db"),
             ("sqlite:me@home:1.db", "me@home:1.db"),
             ("sqlite:a+b c.db", "a+b c.db"),
         ] {
