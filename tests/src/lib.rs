@@ -4,3 +4,6 @@
 pub mod sim;
 
 pub mod sections;
+
+#[cfg(feature = "server-tests")]
+pub mod book_tables;

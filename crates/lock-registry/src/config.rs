@@ -7,17 +7,18 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use registry_core::config::{BackendConfig, OptionError, Values, format_time, parse_time};
 use registry_core::{ConfigError, Observer, Registry};
 
 use crate::connect;
-use crate::options::{OPTIONS, OptionSpec, Options};
+use crate::options::{self, Options};
 use crate::scheme;
-use crate::store_url::{StoreLocation, UrlText};
+use crate::store_url::StoreUrl;
 
 pub use crate::layout::Layout;
-pub use crate::options::Origin;
-pub use crate::store_url::redact_url;
-pub use crate::value::parse_duration;
+pub use crate::options::{OptionDescription, Origin, describe_options};
+pub use crate::redact::redact_url;
+pub use crate::scheme::describe_schemes;
 
 /// The configuration of a registry: its lock store and options, merged from several sources.
 ///
@@ -32,99 +33,7 @@ pub use crate::value::parse_duration;
 /// The URL itself is chosen in the same way. Only the query of the chosen URL counts.
 ///
 /// # Options
-/// All stores:
-/// - `url`: the location of the lock store. Required.
-/// - `namespace`: locks in different namespaces are independent. Default: the store's own.
-/// - `lease`: how long a key stays locked after its holder dies. `100ms` (etcd: `2s`) to `1day`; at
-///   most half of the granted session in ZooKeeper, and `1m` with `mode=session` and `mode=row`. In
-///   ZooKeeper the key is free when the session ends, after twice as long. Default: `30s`; in
-///   ZooKeeper half of the granted session, at most `30s`.
-/// - `renew`: whether the lease of a held lock is renewed. Default: `true`.
-/// - `poll`: the pause between two attempts of a waiter, unless a notification ends it. `1ms` to
-///   `1h`; longer while the store confirms its notifications. Default: `250ms`; with
-///   `layout=spring` in a database `100ms`; in ZooKeeper `2s`.
-/// - `handoff`: maximum number of consecutive hand-overs of a lock within this process, before
-///   other processes can acquire it. `0` (none) to `256`. Default: `32`, and up to 64 within 20 ms
-///   of the grant.
-/// - `timeout`: how long the store may take to respond to one operation. `10ms` to `1h`. Default:
-///   `3s`.
-/// - `label`: text shown to other clients that ask for the holder of a lock. Default: none.
-/// - `layout`: the format of the store's records: `native`, or that of a peer. Peers are `spring`
-///   (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) and `etcdctl`
-///   (etcd). Default: `native`.
-///
-/// SQL stores:
-/// - `busy_timeout`: how long a statement waits for other writers. `0s` (servers: `10ms`) to `1h`;
-///   MariaDB and MySQL round up to seconds. Default: `2.5s`, servers `1s`; at most five sixths of a
-///   `timeout` that is set.
-/// - `purge_after`: how long rows of free keys are kept. `0s` to `366days`; for servers at least
-///   `1m`, and twice the longest wait for a response. Default: `1h`.
-///
-/// PostgreSQL, MariaDB and MySQL:
-/// - `pool`: number of connections for statements. Renewals, releases and (PostgreSQL)
-///   notifications have one further connection each. Default: `4`.
-/// - `mode`: the kind of lock. `lease` is a row. `session` is an advisory or named lock that ends
-///   with the connection of its holder. `row` is a row that a transaction locks. Default: `lease`.
-/// - `row_locks`: with `mode=row`, how many locks can be held at once, each by its own connection.
-///   `1` to `10000`. Default: `16`.
-/// - `table_prefix`: prefix of the table names. Default: `lock_registry`.
-/// - `create_schema`: whether missing tables are created. Default: `true`.
-/// - `spring`: with `layout=spring`, the version of Spring Integration: `v7`, or `v6` for version 6
-///   and earlier. `v6` requires `lease`, with the value of the peers' `timeToLive`. Default: `v7`.
-/// - `region`: with `layout=spring`, the region of Spring's table, which replaces the namespace.
-///   Default: `DEFAULT`.
-/// - `prefix`: with `layout=spring`, the prefix of `LOCK` in the name of Spring's table. Default:
-///   `INT_`.
-/// - `sslmode`: `disable`, `prefer`, `require`, `verify-ca` or `verify-full`. Default: `prefer`;
-///   with `ca` `verify-full`.
-///
-/// PostgreSQL only:
-/// - `schema`: the schema of the tables. Default: from the `search_path`.
-/// - `prepared`: whether the server keeps prepared statements. Set `false` behind a pooler in
-///   transaction mode. Default: `true`.
-/// - `listen`: the URL of a direct connection, past any pooler, that receives release
-///   notifications; or `off`. Never shown. Default: the store's URL; with `prepared=false` `off`.
-///
-/// All servers (Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL):
-/// - `connect_timeout`: how long one connection attempt may take, and how long
-///   [`connect`](RegistryConfig::connect) repeats failed attempts. `10ms` to `1h`. Default: `2s`;
-///   in ZooKeeper `5s` for an attempt.
-///
-/// Redis only:
-/// - `token_memory`: how long the newest token of a key is kept after its last grant. `10ms` to
-///   `366days`. Default: `1day`.
-/// - `publish`: how releases are published: `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or
-///   `auto`. Default: `auto`.
-/// - `replicas`: not for quorums; how many replicas must have a grant before it counts. Default:
-///   `0`.
-/// - `fsync`: not for quorums; whether a grant must be on disk before it counts, also on replicas.
-///   Default: `false`.
-/// - `replica_timeout`: not for quorums; how long replicas and disks may take. `10ms` to less than
-///   `timeout`. Default: `1s`; at most five sixths of a `timeout` that is set.
-/// - `restart_guard`: quorums only; how long a master has no vote after its start. `0s` to
-///   `366days`. Default: `0s`.
-/// - `db`: sockets only; the database number. Default: `0`.
-/// - `sentinel_password`, `sentinel_user`: sentinels only; the login at the sentinels. Never shown.
-///   Default: none.
-///
-/// ZooKeeper only:
-/// - `session`: how long the servers keep the session and its locks after the last message of this
-///   process. `400ms` to `1day`; the servers may grant less. Default: twice the `lease`, or `30s`.
-/// - `sessions`: the limit of sessions, each with a connection. `1` to `32`. One session holds
-///   nodes with 512 KiB of paths, about 5,000 short keys. Default: `8`.
-/// - `root`: the parent node of all keys, below the chroot. Default: `/lock-registry`; with
-///   `layout=curator` `/SpringIntegration-LockRegistry`.
-/// - `naming`: the names of lock nodes, as in `curator` or in `kazoo`. Default: `curator`.
-/// - `acl`: the rights to nodes: `open`, `creator`, or a list such as
-///   `world:anyone:r,digest:USER:HASH:cdrwa`, which is never shown. Default: `open`.
-/// - `auth`: a login `SCHEME:CREDENTIALS`, for schemes other than user and password in the URL.
-///   Never shown. Default: none.
-///
-/// PostgreSQL, MariaDB and MySQL, and encrypted Redis, ZooKeeper and etcd:
-/// - `ca`: a PEM file with the trusted certificate authorities. Required for encrypted ZooKeeper.
-///   Default for other stores: those of the host.
-/// - `cert`, `key`: PEM files with this client's certificate and its private key. `key` is never
-///   shown. Default: none.
+#[doc = include_str!("options.md")]
 ///
 /// Every option has the same name and form in each source: `lease=30s` in a URL, `lease = "30s"` in
 /// TOML, `LOCK_REGISTRY_LEASE=30s` in the environment. Any other name is an error in every source.
@@ -182,57 +91,57 @@ impl RegistryConfig {
 
     /// Sets the store URL. It is parsed when the configuration is checked or connected.
     pub fn url(mut self, url: impl Into<String>) -> Self {
-        self.code.url = Some(UrlText::new(url));
+        self.code.replace("url", url);
         self
     }
 
     /// Separates these locks from those of other namespaces in the same store.
     pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
-        self.code.namespace = Some(namespace.into());
+        self.code.replace("namespace", namespace);
         self
     }
 
     /// Sets how long a key stays locked after its holder dies.
     pub fn lease(mut self, lease: Duration) -> Self {
-        self.code.lease = Some(lease);
+        self.code.replace("lease", format_time(lease));
         self
     }
 
     /// Sets whether the leases of held locks are renewed.
     pub fn renew(mut self, renew: bool) -> Self {
-        self.code.renew = Some(renew);
+        self.code.replace("renew", renew.to_string());
         self
     }
 
     /// Sets the pause between two attempts of a waiter, unless a notification ends it.
     pub fn poll(mut self, poll: Duration) -> Self {
-        self.code.poll = Some(poll);
+        self.code.replace("poll", format_time(poll));
         self
     }
 
     /// Sets the maximum number of consecutive hand-overs of a lock within this process. Zero
     /// disables hand-over.
     pub fn handoff(mut self, handoff: u32) -> Self {
-        self.code.handoff = Some(handoff);
+        self.code.replace("handoff", handoff.to_string());
         self
     }
 
     /// Sets how long the store may take to respond to one operation.
     pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.code.timeout = Some(timeout);
+        self.code.replace("timeout", format_time(timeout));
         self
     }
 
     /// Sets the text shown to other clients that ask for the holder of a lock. It must not contain
     /// a secret.
     pub fn label(mut self, label: impl Into<String>) -> Self {
-        self.code.label = Some(label.into());
+        self.code.replace("label", label);
         self
     }
 
     /// Sets the format of the store's records.
     pub fn layout(mut self, layout: Layout) -> Self {
-        self.code.layout = Some(layout);
+        self.code.replace("layout", layout.to_string());
         self
     }
 
@@ -302,11 +211,9 @@ impl RegistryConfig {
     pub fn settings(&self) -> Result<Vec<Setting>, ConfigError> {
         self.resolve()?;
         let sources = self.options_by_source()?;
-        let settings = OPTIONS.iter().filter_map(|spec| {
-            let (origin, value) = sources
-                .iter()
-                .find_map(|(origin, options)| Some((*origin, spec.redacted_value(options)?)))?;
-            Some(Setting { name: spec.name, value, origin })
+        let settings = options::names().into_iter().filter_map(|name| {
+            let (origin, value) = winner(&sources, name)?;
+            Some(Setting { name, value: options::redacted(name, value), origin })
         });
         Ok(settings.collect())
     }
@@ -315,7 +222,7 @@ impl RegistryConfig {
     fn options_by_source(&self) -> Result<[(Origin, Options); 5], ConfigError> {
         let mut url = Options::default();
         if let Some(text) = self.selected_url() {
-            for (name, value) in text.parse()?.options {
+            for (name, value) in StoreUrl::parse(text)?.options {
                 url.set(Origin::Url, &name, value.expose())?;
             }
         }
@@ -328,13 +235,14 @@ impl RegistryConfig {
         ])
     }
 
-    fn selected_url(&self) -> Option<&UrlText> {
+    fn selected_url(&self) -> Option<&str> {
         [&self.code, &self.command_line, &self.environment, &self.file]
             .into_iter()
-            .find_map(|options| options.url.as_ref())
+            .find_map(|options| options.get("url"))
     }
 
-    /// Validates the configuration and merges the sources by precedence.
+    /// Validates the configuration, and sets the options of all sources in the store, the strongest
+    /// last.
     fn resolve(&self) -> Result<Resolved, ConfigError> {
         #[cfg(feature = "config")]
         if let Some(error) = &self.deferred_error {
@@ -346,26 +254,9 @@ impl RegistryConfig {
                 scheme::known()
             )));
         };
-        let store = url.parse()?.store;
+        let store = StoreUrl::parse(url)?.store;
         let sources = self.options_by_source()?;
-        for (origin, options) in &sources {
-            options.check(*origin, store.scheme())?;
-        }
-        let mut merged = Options::default();
-        for (_, source) in sources.clone() {
-            merged = merged.or(source);
-        }
-        merged.check_combinations(store.scheme(), |option| {
-            let is_set = |options: &Options| {
-                OptionSpec::find(option).is_some_and(|spec| spec.redacted_value(options).is_some())
-            };
-            sources
-                .iter()
-                .find(|(_, options)| is_set(options))
-                .map_or(Origin::Code, |(origin, _)| *origin)
-        })?;
-        connect::check(&store, &merged)?;
-        Ok(Resolved { store, options: merged })
+        Resolved::new(store, &sources)
     }
 
     /// Returns the options of a source that is read from text.
@@ -389,10 +280,11 @@ impl fmt::Debug for RegistryConfig {
             (Origin::File, &self.file),
         ];
         let mut debug = f.debug_map();
-        for spec in OPTIONS {
+        for name in options::names() {
             for (origin, options) in sources {
-                if let Some(value) = spec.redacted_value(options) {
-                    debug.entry(&format_args!("{} ({origin})", spec.name), &value);
+                if let Some(value) = options.get(name) {
+                    let value = options::redacted(name, value);
+                    debug.entry(&format_args!("{name} ({origin})"), &value);
                 }
             }
         }
@@ -415,57 +307,376 @@ pub struct Setting {
 /// A validated configuration.
 #[derive(Debug)]
 pub(crate) struct Resolved {
-    pub(crate) store: StoreLocation,
+    pub(crate) store: Box<dyn BackendConfig>,
     /// Options that are not set here have the default of the store or the engine.
     pub(crate) options: Options,
 }
 
-impl Options {
-    /// Returns these options, completed with the options that only `weaker` sets.
-    fn or(self, weaker: Self) -> Self {
-        Self {
-            url: self.url.or(weaker.url),
-            namespace: self.namespace.or(weaker.namespace),
-            lease: self.lease.or(weaker.lease),
-            renew: self.renew.or(weaker.renew),
-            poll: self.poll.or(weaker.poll),
-            handoff: self.handoff.or(weaker.handoff),
-            timeout: self.timeout.or(weaker.timeout),
-            label: self.label.or(weaker.label),
-            layout: self.layout.or(weaker.layout),
-            busy_timeout: self.busy_timeout.or(weaker.busy_timeout),
-            purge_after: self.purge_after.or(weaker.purge_after),
-            pool: self.pool.or(weaker.pool),
-            mode: self.mode.or(weaker.mode),
-            row_locks: self.row_locks.or(weaker.row_locks),
-            schema: self.schema.or(weaker.schema),
-            table_prefix: self.table_prefix.or(weaker.table_prefix),
-            create_schema: self.create_schema.or(weaker.create_schema),
-            spring: self.spring.or(weaker.spring),
-            region: self.region.or(weaker.region),
-            prefix: self.prefix.or(weaker.prefix),
-            prepared: self.prepared.or(weaker.prepared),
-            listen: self.listen.or(weaker.listen),
-            sslmode: self.sslmode.or(weaker.sslmode),
-            connect_timeout: self.connect_timeout.or(weaker.connect_timeout),
-            token_memory: self.token_memory.or(weaker.token_memory),
-            publish: self.publish.or(weaker.publish),
-            replicas: self.replicas.or(weaker.replicas),
-            fsync: self.fsync.or(weaker.fsync),
-            replica_timeout: self.replica_timeout.or(weaker.replica_timeout),
-            restart_guard: self.restart_guard.or(weaker.restart_guard),
-            db: self.db.or(weaker.db),
-            sentinel_user: self.sentinel_user.or(weaker.sentinel_user),
-            sentinel_password: self.sentinel_password.or(weaker.sentinel_password),
-            session: self.session.or(weaker.session),
-            sessions: self.sessions.or(weaker.sessions),
-            root: self.root.or(weaker.root),
-            naming: self.naming.or(weaker.naming),
-            acl: self.acl.or(weaker.acl),
-            auth: self.auth.or(weaker.auth),
-            ca: self.ca.or(weaker.ca),
-            cert: self.cert.or(weaker.cert),
-            key: self.key.or(weaker.key),
+impl Resolved {
+    /// Sets the options of all sources in `store`, and validates the result. The strongest source
+    /// is the first in `sources`, and the last to be set.
+    fn new(
+        mut store: Box<dyn BackendConfig>,
+        sources: &[(Origin, Options)],
+    ) -> Result<Self, ConfigError> {
+        let mut merged = Options::default();
+        for (origin, source) in sources.iter().rev() {
+            for (name, value) in source.iter().filter(|(name, _)| *name != "url") {
+                set(&mut *store, *origin, name, value)?;
+                merged.replace(name, value);
+            }
+        }
+        store.validate().map_err(|error| {
+            let option = error.option();
+            match option.and_then(|option| Some((option, winner(sources, option)?))) {
+                Some((option, (origin, _))) => origin.invalid(option, error.problem()),
+                None => invalid(&*store, error),
+            }
+        })?;
+        Ok(Self { store, options: merged })
+    }
+}
+
+/// Returns the strongest source of `option`, and its value.
+fn winner<'a>(sources: &'a [(Origin, Options)], option: &str) -> Option<(Origin, &'a str)> {
+    sources.iter().find_map(|(origin, options)| Some((*origin, options.get(option)?)))
+}
+
+/// Checks an option for this store, and sets it if the store reads it.
+fn set(
+    store: &mut dyn BackendConfig,
+    origin: Origin,
+    name: &str,
+    value: &str,
+) -> Result<(), ConfigError> {
+    let scheme = store.scheme();
+    let Some(row) = store.kind().option(name, scheme) else {
+        let Some(row) = options::common(name) else {
+            let stores = options::stores_with(name);
+            let problem = format!("is an option of {stores}; the store is {scheme}");
+            return Err(origin.invalid(name, &problem));
+        };
+        let checked = row.check(value, scheme);
+        return checked.map_err(|problem| origin.invalid(name, &problem.to_string()));
+    };
+    if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_form(value)) {
+        // The name exists for another store, so it is no secret.
+        return Err(origin.invalid(name, &format!("is {value}; {}", row.supported(scheme))));
+    }
+    store.set(name, value).map_err(|error| origin.invalid(name, error.problem()))
+}
+
+/// Returns the error that no option of a source causes.
+fn invalid(store: &dyn BackendConfig, error: OptionError) -> ConfigError {
+    ConfigError::Invalid(error.into_backend_error(store.kind().name).to_string())
+}
+
+/// Parses a time such as `30s`, `1500ms` or `1m 30s`. All options, variables and command lines of
+/// this project use this format.
+///
+/// # Errors
+/// [`ConfigError::Invalid`] if the text has no unit, is negative or is not a time.
+///
+/// # Examples
+/// ```
+/// # use std::time::Duration;
+/// # use lock_registry::config::parse_duration;
+/// assert_eq!(parse_duration("1m 30s")?, Duration::from_secs(90));
+/// assert!(parse_duration("90").is_err());
+/// # Ok::<(), lock_registry::ConfigError>(())
+/// ```
+pub fn parse_duration(text: &str) -> Result<Duration, ConfigError> {
+    parse_time(text).map_err(|problem| ConfigError::Invalid(format!("the time {text:?} {problem}")))
+}
+
+#[cfg(all(
+    test,
+    feature = "sqlite",
+    feature = "postgres",
+    feature = "mysql",
+    feature = "redis-tls",
+    feature = "zk-tls",
+    feature = "etcd-tls"
+))]
+mod tests {
+    use super::*;
+
+    /// Returns the error for these options of a store of `scheme`.
+    fn problem_in(origin: Origin, scheme: &str, values: &[(&str, &str)]) -> Option<String> {
+        let address = match scheme {
+            "memory" | "pass-through" => "",
+            "sqlite" => "locks.db",
+            "postgres" | "mysql" => "//h/db",
+            _ if scheme.ends_with("+unix") => "///run/redis.sock",
+            _ if scheme.ends_with("+sentinel") => "//h/main",
+            _ if scheme.ends_with("+quorum") => "//a,b,c",
+            _ => "//h",
+        };
+        let url = StoreUrl::parse(&format!("{scheme}:{address}"));
+        let store = url.expect("the address has the form of the scheme").store;
+        let mut options = Options::default();
+        let set = values.iter().try_for_each(|(name, value)| options.set(origin, name, value));
+        let resolved = set.and_then(|()| Resolved::new(store, &[(origin, options)]));
+        resolved.err().map(|error| error.to_string())
+    }
+
+    /// Returns the error for these options in a store URL.
+    fn problem(scheme: &str, values: &[(&str, &str)]) -> Option<String> {
+        problem_in(Origin::Url, scheme, values)
+    }
+
+    const REDIS: [&str; 9] = [
+        "redis",
+        "rediss",
+        "redis+unix",
+        "redis+sentinel",
+        "rediss+sentinel",
+        "redis+cluster",
+        "rediss+cluster",
+        "redis+quorum",
+        "rediss+quorum",
+    ];
+
+    #[test]
+    fn an_option_of_another_store_is_refused() {
+        let set = |store| problem_in(Origin::Environment, store, &[("purge_after", "1h")]);
+        assert_eq!(set("sqlite"), None);
+        let error = set("memory").unwrap();
+        assert_eq!(
+            error,
+            "LOCK_REGISTRY_PURGE_AFTER is an option of sqlite, postgres and mysql stores; the store is memory"
+        );
+    }
+
+    #[test]
+    fn a_redis_option_is_accepted_by_the_setups_that_support_it() {
+        type IsSupported = fn(&str) -> bool;
+        let replicated = |store: &str| !store.ends_with("+quorum");
+        let rows: [(&str, &str, IsSupported); 13] = [
+            ("connect_timeout", "500ms", |_| true),
+            ("token_memory", "2days", |_| true),
+            ("publish", "sharded", |_| true),
+            ("layout", "native", |_| true),
+            ("layout", "spring", replicated),
+            ("layout", "redisson", replicated),
+            ("replicas", "1", replicated),
+            ("fsync", "true", replicated),
+            ("replica_timeout", "1s", replicated),
+            ("restart_guard", "30s", |store| store.ends_with("+quorum")),
+            ("db", "1", |store| store.ends_with("+unix")),
+            ("sentinel_password", "x", |store| store.ends_with("+sentinel")),
+            ("ca", "ca.pem", |store| store.starts_with("rediss")),
+        ];
+        for (option, value, is_supported) in rows {
+            for store in REDIS {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(
+                    problem.is_none(),
+                    is_supported(store),
+                    "{option} of {store}: {problem:?}"
+                );
+                assert!(problem.is_none_or(|problem| problem.contains(store)));
+            }
+            for store in ["sqlite", "memory", "pass-through"] {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), (option, value) == ("layout", "native"), "{option}");
+            }
+        }
+    }
+
+    #[test]
+    fn redis_options_have_limits() {
+        for (option, value, hint) in [
+            ("connect_timeout", "1ms", "less than the minimum 10ms"),
+            ("connect_timeout", "2h", "more than the maximum 1h"),
+            ("token_memory", "0s", "less than the minimum 10ms"),
+            ("token_memory", "2years", "more than the maximum"),
+            ("replica_timeout", "1ms", "less than the minimum 10ms"),
+            ("replica_timeout", "3s", "not less than the `timeout` 3s"),
+            ("namespace", "", "is empty"),
+            ("replicas", "some", "whole number"),
+            ("fsync", "yes", "`true` or `false`"),
+            (
+                "layout",
+                "redison",
+                "did you mean `redisson`? known values: `native`, `spring`, `redisson`, `curator`, `etcdctl`",
+            ),
+            (
+                "publish",
+                "sharp",
+                "did you mean `sharded`? known values: `auto`, `plain`, `sharded`",
+            ),
+            ("cert", "a.pem", "without `key`"),
+            ("key", "a.pem", "without `cert`"),
+            ("ca", "", "is empty"),
+            ("ca", "-----BEGIN CERTIFICATE-----", "to a file"),
+            ("key", "MII\nMII", "to a file"),
+        ] {
+            let error = problem("rediss", &[(option, value)]).unwrap();
+            assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
+        }
+        assert!(problem("redis+quorum", &[("restart_guard", "2years")]).is_some());
+        assert!(problem("redis+sentinel", &[("sentinel_user", "x")]).is_some());
+    }
+
+    #[test]
+    fn a_database_option_is_accepted_by_the_databases_that_support_it() {
+        for (option, value, others) in [
+            ("pool", "8", &["mysql"][..]),
+            ("mode", "session", &["mysql"]),
+            ("schema", "locks", &[]),
+            ("table_prefix", "locks", &["mysql"]),
+            ("create_schema", "false", &["mysql"]),
+            ("layout", "spring", &["mysql", "redis", "rediss", "rediss+cluster"]),
+            ("prepared", "false", &[]),
+            ("listen", "off", &[]),
+            ("sslmode", "require", &["mysql"]),
+            ("busy_timeout", "1s", &["sqlite", "mysql"]),
+            ("purge_after", "1h", &["sqlite", "mysql"]),
+            ("connect_timeout", "1s", &["redis", "rediss+cluster", "mysql"]),
+            ("ca", "ca.pem", &["rediss", "mysql"]),
+        ] {
+            for store in
+                ["postgres", "mysql", "sqlite", "redis", "rediss", "rediss+cluster", "memory"]
+            {
+                let is_supported = store == "postgres" || others.contains(&store);
+                let encrypted = option == "ca" && store.starts_with("rediss");
+                let connects = option == "connect_timeout" && store.starts_with("redis");
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(
+                    problem.is_none(),
+                    is_supported || encrypted || connects,
+                    "{option} of {store}"
+                );
+            }
+        }
+        for (option, value, hint) in [
+            ("layout", "redisson", "support `native` and `spring`"),
+            ("region", "EU", "without `layout=spring`"),
+            ("spring", "v8", "`v6`, `v7`"),
+            ("pool", "0", "between 1 and"),
+            ("row_locks", "0", "between 1 and"),
+            ("mode", "rows", "did you mean `row`?"),
+            ("busy_timeout", "0s", "less than the minimum 10ms"),
+            ("mode", "sesion", "did you mean `session`?"),
+            ("sslmode", "verify", "did you mean `verify-ca`?"),
+            ("listen", "redis://h", "is neither `off` nor a URL"),
+            ("listen", "postgres://h/db?lease=1s", "is neither `off` nor a URL"),
+            ("cert", "a.pem", "without `key`"),
+        ] {
+            let error = problem("postgres", &[(option, value)]).unwrap();
+            assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
+        }
+    }
+
+    #[test]
+    fn the_option_sessions_accepts_1_to_32() {
+        for store in ["zk", "zks"] {
+            let ca = [("ca", "a.pem")];
+            let ca = if store == "zks" { &ca[..] } else { &[] };
+            for valid in ["1", "8", "32"] {
+                assert_eq!(problem(store, &[ca, &[("sessions", valid)]].concat()), None);
+            }
+            for invalid in ["0", "33"] {
+                let error = problem(store, &[("sessions", invalid)]).unwrap();
+                assert!(error.contains("sessions") && error.contains("1 and 32"), "{error}");
+            }
+        }
+        assert!(problem("etcd", &[("sessions", "2")]).unwrap().contains("zk stores"));
+    }
+
+    #[test]
+    fn an_etcd_option_is_accepted_by_the_clusters_that_support_it() {
+        for store in ["etcd", "etcds"] {
+            for (option, value, is_supported) in [
+                ("connect_timeout", "1s", true),
+                ("namespace", "", false),
+                ("layout", "etcdctl", true),
+                ("layout", "native", true),
+                ("layout", "redisson", false),
+                ("ca", "ca.pem", store == "etcds"),
+                ("token_memory", "1h", false),
+                ("pool", "1", false),
+            ] {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), is_supported, "{option} of {store}: {problem:?}");
+            }
+        }
+        let error = problem("redis", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("support `native`, `spring` and `redisson`"), "{error}");
+        let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("support only `native`"), "{error}");
+    }
+
+    #[test]
+    fn options_that_depend_on_each_other_are_checked_together() {
+        for (store, options) in [
+            ("rediss", &[("cert", "a.pem"), ("key", "b.pem")][..]),
+            ("redis+sentinel", &[("sentinel_user", "x"), ("sentinel_password", "y")]),
+            ("redis", &[("namespace", ""), ("layout", "redisson")]),
+            ("redis", &[("replica_timeout", "3s"), ("timeout", "4s")]),
+            ("redis+quorum", &[("restart_guard", "5s"), ("lease", "5s")]),
+            ("redis+quorum", &[("restart_guard", "0s")]),
+            ("postgres", &[("layout", "spring"), ("region", "EU"), ("prefix", "app.INT_")]),
+            ("mysql", &[("layout", "spring"), ("spring", "v6"), ("lease", "10s")]),
+        ] {
+            assert_eq!(problem(store, options), None);
+        }
+        let error = problem("mysql", &[("layout", "spring"), ("spring", "v6")]).unwrap();
+        assert!(error.contains("requires `lease`"), "{error}");
+        let error = problem("postgres", &[("layout", "spring"), ("namespace", "n")]).unwrap();
+        assert!(error.contains("set `region`"), "{error}");
+        let error = problem("mysql", &[("layout", "spring"), ("mode", "session")]).unwrap();
+        assert!(error.contains("must be `lease`"), "{error}");
+        for store in ["postgres", "mysql"] {
+            assert_eq!(problem(store, &[("mode", "row"), ("row_locks", "64")]), None);
+            for options in [&[("row_locks", "64")][..], &[("mode", "session"), ("row_locks", "64")]]
+            {
+                let error = problem(store, options).unwrap();
+                assert!(error.contains("without `mode=row`"), "{error}");
+            }
+            let error = problem(store, &[("purge_after", "59s")]).unwrap();
+            assert!(error.contains("less than the minimum 1m"), "{error}");
+        }
+        assert_eq!(problem("sqlite", &[("purge_after", "0s")]), None);
+        for store in ["postgres", "mysql"] {
+            for mode in ["disable", "prefer", "require"] {
+                let error = problem(store, &[("ca", "a.pem"), ("sslmode", mode)]).unwrap();
+                assert!(error.contains("does not verify"), "{error}");
+            }
+            assert_eq!(problem(store, &[("ca", "a.pem"), ("sslmode", "verify-ca")]), None);
+            assert_eq!(problem(store, &[("ca", "a.pem")]), None);
+        }
+        let error = problem("redis", &[("replica_timeout", "2s"), ("timeout", "1s")]).unwrap();
+        assert!(error.contains("not less than the `timeout` 1s"), "{error}");
+        assert!(problem("redis", &[("namespace", ""), ("layout", "spring")]).is_some());
+        let error = problem("redis+quorum", &[("restart_guard", "29s")]).unwrap();
+        assert!(error.contains("less than the `lease` 30s"), "{error}");
+    }
+
+    #[test]
+    fn an_error_about_a_value_names_the_option_and_the_limit() {
+        for (name, value, hint) in [
+            ("lease", "0s", "less than the minimum 100ms"),
+            ("lease", "1ms", "less than the minimum 100ms"),
+            ("lease", "100years", "more than the maximum 1day"),
+            ("lease", "-5s", "negative"),
+            ("lease", "30", "no unit"),
+            ("lease", "", "not a time"),
+            ("lease", "soon", "`30s`"),
+            ("lease", "99999999999999999999years", "not a time"),
+            ("poll", "0s", "less than the minimum"),
+            ("timeout", "2h", "more than the maximum"),
+            ("renew", "yes", "`true` or `false`"),
+            ("handoff", "-1", "whole number"),
+            ("handoff", "4294967296", "whole number"),
+            ("handoff", "257", "more than the maximum"),
+            ("layout", "sprnig", "did you mean `spring`?"),
+            ("layout", "spring", "sqlite stores support only `native`"),
+            ("label", &"x".repeat(1_025), "1025 bytes"),
+        ] {
+            let error = problem("sqlite", &[(name, value)]).unwrap();
+            assert!(error.contains(hint) && error.contains(name), "{name}={value}: {error}");
         }
     }
 }

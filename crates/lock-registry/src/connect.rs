@@ -1,40 +1,17 @@
 //! Opens a registry from a validated configuration. Called by `RegistryConfig::connect`.
 
-#[cfg(feature = "etcd")]
-mod etcd;
-#[cfg(feature = "mysql")]
-mod mysql;
-#[cfg(any(
-    feature = "postgres-tls",
-    feature = "mysql-tls",
-    feature = "redis-tls",
-    feature = "zk-tls",
-    feature = "etcd-tls"
-))]
-mod pem;
-#[cfg(feature = "postgres")]
-mod postgres;
-#[cfg(feature = "redis")]
-mod redis;
-#[cfg(feature = "zk")]
-mod zk;
-
 use std::net::ToSocketAddrs as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{
-    BackendError, ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
+use registry_core::config::{
+    BackendConfig, Host, InvalidValue, parse_count, parse_switch, parse_time,
 };
+use registry_core::{BackendError, ConfigError, LockBackend, Observer, Registry};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::config::{RegistryConfig, Resolved};
-use crate::layout::Layout;
-use crate::memory;
 use crate::options::Options;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-use crate::options::{LockMode, SpringVersion};
-use crate::store_url::StoreLocation;
 
 /// Opens the registry of the store at `url`.
 ///
@@ -95,44 +72,6 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     RegistryConfig::new().url(url).connect().await
 }
 
-/// Runs the store's own validation without I/O. Does not read files that options name.
-#[cfg_attr(
-    not(any(
-        feature = "postgres",
-        feature = "mysql",
-        feature = "redis",
-        feature = "zk",
-        feature = "etcd"
-    )),
-    expect(unused_variables, reason = "there is no server then")
-)]
-pub(crate) fn check(store: &StoreLocation, options: &Options) -> Result<(), ConfigError> {
-    let checked: Result<(), BackendError> = match store {
-        StoreLocation::Memory { .. }
-        | StoreLocation::PassThrough
-        | StoreLocation::Sqlite { .. } => Ok(()),
-        #[cfg(feature = "postgres")]
-        StoreLocation::Postgres(server) => postgres::check(server, options),
-        #[cfg(feature = "mysql")]
-        StoreLocation::MySql(server) => mysql::check(server, options),
-        #[cfg(feature = "redis")]
-        StoreLocation::Redis(servers) => redis::check(servers, options),
-        #[cfg(feature = "zk")]
-        StoreLocation::Zk(servers) => zk::check(servers, options),
-        #[cfg(feature = "etcd")]
-        StoreLocation::Etcd(cluster) => etcd::check(cluster, options),
-        #[cfg(not(all(
-            feature = "postgres",
-            feature = "mysql",
-            feature = "redis",
-            feature = "zk",
-            feature = "etcd"
-        )))]
-        _ => unreachable!("its scheme is refused when the URL is parsed"),
-    };
-    checked.map_err(|error| ConfigError::Invalid(error.to_string()))
-}
-
 /// Opens the registry that `resolved` describes. Repeats failed attempts for `limit`, by default
 /// for `connect_timeout`.
 pub(crate) async fn open(
@@ -145,10 +84,11 @@ pub(crate) async fn open(
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
-    let is_zookeeper = matches!(store, StoreLocation::Zk(_));
-    let is_database = matches!(store, StoreLocation::Postgres(_) | StoreLocation::MySql(_));
-    let limit = limit.or(options.connect_timeout).unwrap_or(CONNECT_TIMEOUT);
-    let backend = open_with_retries(limit, &store, &options).await?;
+    let limit = match limit {
+        Some(limit) => limit,
+        None => parsed(&options, "connect_timeout", parse_time)?.unwrap_or(CONNECT_TIMEOUT),
+    };
+    let backend = open_with_retries(limit, &*store).await?;
     let mut builder = Registry::builder(backend);
     let address = store.address();
     if !address.is_empty() {
@@ -162,29 +102,22 @@ pub(crate) async fn open(
     {
         builder = builder.observer(Arc::new(registry_core::observe::TracingObserver::new()));
     }
-    if let Some(lease) = options.lease {
+    if let Some(lease) = parsed(&options, "lease", parse_time)? {
         builder = builder.lease(lease);
     }
-    if let Some(renew) = options.renew {
+    if let Some(renew) = parsed(&options, "renew", parse_switch)? {
         builder = builder.auto_renew(renew);
     }
-    if let Some(poll) = options.poll {
+    if let Some(poll) = parsed(&options, "poll", parse_time)?.or_else(|| store.poll()) {
         builder = builder.poll(poll);
-    } else if is_database && options.layout == Some(Layout::Spring) {
-        // Spring's peers publish no release, and poll at the same interval.
-        builder = builder.poll(SPRING_POLL);
-    } else if is_zookeeper {
-        // The session notifies each waiter when its predecessor ends, so polling is only a
-        // precaution.
-        builder = builder.poll(ZOOKEEPER_POLL);
     }
-    if let Some(handoff) = options.handoff {
+    if let Some(handoff) = parsed(&options, "handoff", parse_count)? {
         builder = builder.handoff(handoff);
     }
-    if let Some(timeout) = options.timeout {
+    if let Some(timeout) = parsed(&options, "timeout", parse_time)? {
         builder = builder.timeout(timeout);
     }
-    if let Some(label) = options.label {
+    if let Some(label) = options.get("label") {
         builder = builder.label(label);
     }
     for observer in observers {
@@ -193,24 +126,32 @@ pub(crate) async fn open(
     builder.build()
 }
 
+/// Returns the value of an option of the engine.
+fn parsed<T>(
+    options: &Options,
+    option: &str,
+    parse: fn(&str) -> Result<T, InvalidValue>,
+) -> Result<Option<T>, ConfigError> {
+    let invalid = |problem| ConfigError::Invalid(format!("option {option:?} {problem}"));
+    options.get(option).map(|value| parse(value).map_err(invalid)).transpose()
+}
+
 /// Opens the backend of `store`. Repeats an attempt that failed with a transient error until
 /// `limit` is over.
 async fn open_with_retries(
     limit: Duration,
-    store: &StoreLocation,
-    options: &Options,
+    store: &dyn BackendConfig,
 ) -> Result<Arc<dyn LockBackend>, ConfigError> {
     let deadline = Instant::now() + limit.min(CONNECT_TIMEOUT_MAX);
     let mut pause = RETRY_PAUSE;
     // Terminates: the deadline is fixed, and the pause is never zero.
     loop {
-        let source = match open_backend(store.clone(), options).await {
+        let source = match store.open().await {
             Ok(backend) => return Ok(backend),
             Err(source) => source,
         };
-        let is_file = matches!(store, StoreLocation::Sqlite { .. });
-        if is_file || !source.is_retryable() || Instant::now() + pause >= deadline {
-            let source = match unresolved_host(store).await {
+        if !store.is_remote() || !source.is_retryable() || Instant::now() + pause >= deadline {
+            let source = match unresolved_host(store.hosts()).await {
                 Some(host) => {
                     BackendError::transient(format!("cannot resolve {host}; check the host name"))
                         .with_source(source)
@@ -224,11 +165,10 @@ async fn open_with_retries(
     }
 }
 
-/// Returns the first host of `store` whose name cannot be resolved. Client libraries report that as
+/// Returns the first of `hosts` whose name cannot be resolved. Client libraries report that as
 /// a lost connection.
-async fn unresolved_host(store: &StoreLocation) -> Option<String> {
-    for (host, port) in store.hosts() {
-        let (host, port) = (host.clone(), *port);
+async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
+    for (host, port) in hosts {
         let lookup = tokio::task::spawn_blocking(move || {
             (host.as_str(), port).to_socket_addrs().is_err().then_some(host)
         });
@@ -247,93 +187,3 @@ const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 /// Maximum time that an error message waits for the resolver.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
-
-async fn open_backend(
-    store: StoreLocation,
-    options: &Options,
-) -> Result<Arc<dyn LockBackend>, BackendError> {
-    Ok(match store {
-        StoreLocation::Memory { name: None } => Arc::new(MemoryBackend::new()),
-        StoreLocation::Memory { name: Some(name) } => {
-            Arc::new(memory::named(name, options.namespace.clone()))
-        }
-        StoreLocation::PassThrough => Arc::new(PassThroughBackend::new()),
-        #[cfg(feature = "sqlite")]
-        StoreLocation::Sqlite { path } => {
-            Arc::new(registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await?)
-        }
-        #[cfg(not(feature = "sqlite"))]
-        StoreLocation::Sqlite { .. } => {
-            unreachable!("its scheme is refused when the URL is parsed")
-        }
-        #[cfg(feature = "postgres")]
-        StoreLocation::Postgres(server) => postgres::open(&server, options).await?,
-        #[cfg(not(feature = "postgres"))]
-        StoreLocation::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
-        #[cfg(feature = "mysql")]
-        StoreLocation::MySql(server) => mysql::open(&server, options).await?,
-        #[cfg(not(feature = "mysql"))]
-        StoreLocation::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),
-        #[cfg(feature = "redis")]
-        StoreLocation::Redis(servers) => Arc::new(redis::open(&servers, options).await?),
-        #[cfg(feature = "zk")]
-        StoreLocation::Zk(servers) => Arc::new(zk::open(&servers, options).await?),
-        #[cfg(not(feature = "zk"))]
-        StoreLocation::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
-        #[cfg(not(feature = "redis"))]
-        StoreLocation::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
-        #[cfg(feature = "etcd")]
-        StoreLocation::Etcd(cluster) => Arc::new(etcd::open(&cluster, options).await?),
-        #[cfg(not(feature = "etcd"))]
-        StoreLocation::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
-    })
-}
-
-/// Returns what a lock in a database server is.
-#[cfg(any(feature = "postgres", feature = "mysql"))]
-fn sql_mode(options: &Options) -> registry_jdbc::SqlMode {
-    if options.layout != Some(Layout::Spring) {
-        return match options.mode {
-            None | Some(LockMode::Lease) => registry_jdbc::SqlMode::Lease,
-            Some(LockMode::Session) => registry_jdbc::SqlMode::Session,
-            Some(LockMode::Row) => registry_jdbc::SqlMode::Row,
-        };
-    }
-    let mut table = match (options.spring, options.lease) {
-        (Some(SpringVersion::V6), Some(lease)) => registry_jdbc::SpringTable::v6(lease),
-        _ => registry_jdbc::SpringTable::v7(),
-    };
-    if let Some(region) = &options.region {
-        table = table.with_region(region);
-    }
-    if let Some(prefix) = &options.prefix {
-        table = table.with_prefix(prefix);
-    }
-    registry_jdbc::SqlMode::Spring(table)
-}
-
-/// The default of Spring's `idleBetweenTries`.
-const SPRING_POLL: Duration = Duration::from_millis(100);
-
-const ZOOKEEPER_POLL: Duration = Duration::from_secs(2);
-
-#[cfg(feature = "sqlite")]
-fn sqlite_config(path: std::path::PathBuf, options: &Options) -> registry_jdbc::SqliteConfig {
-    let mut config = registry_jdbc::SqliteConfig::new(path);
-    if let Some(namespace) = &options.namespace {
-        config = config.with_namespace(namespace);
-    }
-    if let Some(purge_after) = options.purge_after {
-        config = config.with_purge_after(purge_after);
-    }
-    match (options.busy_timeout, options.timeout) {
-        (Some(busy_timeout), _) => config = config.with_busy_timeout(busy_timeout),
-        // The engine ignores the result of a statement that takes longer than its time-out.
-        (None, Some(timeout)) => {
-            let shorter = config.busy_timeout.min(timeout * 5 / 6);
-            config = config.with_busy_timeout(shorter);
-        }
-        (None, None) => {}
-    }
-    config
-}

@@ -4,8 +4,9 @@ use std::fmt;
 use std::str::FromStr;
 
 use registry_core::ConfigError;
+use registry_core::config::parse_choice;
 
-use crate::value::{InvalidValue, parse_choice};
+use crate::options::{common, problem_of_form};
 
 /// The format of a store's records, which determines the other programs that share its locks.
 ///
@@ -40,9 +41,9 @@ const LAYOUTS: [(&str, Layout); 5] = [
     ("etcdctl", Layout::Etcdctl),
 ];
 
-/// Parses the name of a layout.
-pub(crate) fn parse_layout(text: &str) -> Result<Layout, InvalidValue> {
-    parse_choice(text, "layout", &LAYOUTS)
+impl Layout {
+    /// The names of all layouts.
+    pub(crate) const NAMES: [&str; 5] = ["native", "spring", "redisson", "curator", "etcdctl"];
 }
 
 impl fmt::Display for Layout {
@@ -61,7 +62,10 @@ impl FromStr for Layout {
     type Err = ConfigError;
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
-        parse_layout(text).map_err(|InvalidValue(problem)| {
+        parse_choice(text, &LAYOUTS).map_err(|invalid| {
+            let row = common("layout");
+            let problem = row.and_then(|row| problem_of_form(row, text));
+            let problem = problem.unwrap_or_else(|| invalid.to_string());
             ConfigError::Invalid(format!("the layout {text:?} {problem}"))
         })
     }
@@ -73,6 +77,7 @@ mod tests {
 
     #[test]
     fn a_layout_parses_from_its_displayed_name() {
+        assert_eq!(LAYOUTS.map(|(name, _)| name), Layout::NAMES);
         for (name, layout) in LAYOUTS {
             assert_eq!(
                 (layout.to_string().as_str(), name.parse::<Layout>().unwrap()),

@@ -16,10 +16,10 @@ mod file;
 mod layout;
 mod options;
 mod suggestion;
-mod value;
 // Store URLs.
 mod scheme;
 mod store_url;
+mod redact;
 // From a configuration to a registry.
 mod connect;
 mod memory;

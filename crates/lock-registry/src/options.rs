@@ -1,296 +1,79 @@
-//! The options of all stores: a table of names, with a parser and a formatter for each. Value
-//! formats are in `value`, validity in `check`, and the precedence of sources in `config`.
-
-mod check;
+//! Options by name: those of the engine, declared here, and those that each store declares. Holds
+//! the values of one source as text. Precedence of sources is in `config`.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::time::Duration;
 
-use registry_core::ConfigError;
+use registry_core::config::{OptionRow, Secret, StoreKind, Values};
+use registry_core::{ConfigError, LockOptions, RegistryBuilder};
 
-use crate::layout::{Layout, parse_layout};
-use crate::store_url::UrlText;
+use crate::config::{Layout, redact_url};
+use crate::scheme;
 use crate::suggestion::suggest;
-use crate::value::{
-    InvalidValue, REDACTED, Secret, format_duration, parse_bool, parse_choice, parse_path,
-    parse_time, parse_u32,
-};
-#[cfg(any(feature = "postgres", feature = "mysql", feature = "redis"))]
-pub(crate) use check::SERVER_TIME_MIN;
-use check::SupportedStores;
 
-/// The options of one source: URL, file, environment, command line or code. The next source
-/// supplies options that are not set.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Options {
-    pub(crate) url: Option<UrlText>,
-    pub(crate) namespace: Option<String>,
-    pub(crate) lease: Option<Duration>,
-    pub(crate) renew: Option<bool>,
-    pub(crate) poll: Option<Duration>,
-    pub(crate) handoff: Option<u32>,
-    pub(crate) timeout: Option<Duration>,
-    pub(crate) label: Option<String>,
-    pub(crate) layout: Option<Layout>,
-    pub(crate) busy_timeout: Option<Duration>,
-    pub(crate) purge_after: Option<Duration>,
-    pub(crate) pool: Option<u32>,
-    pub(crate) mode: Option<LockMode>,
-    pub(crate) row_locks: Option<u32>,
-    pub(crate) schema: Option<String>,
-    pub(crate) table_prefix: Option<String>,
-    pub(crate) create_schema: Option<bool>,
-    pub(crate) spring: Option<SpringVersion>,
-    pub(crate) region: Option<String>,
-    pub(crate) prefix: Option<String>,
-    pub(crate) prepared: Option<bool>,
-    /// A URL, or [`NO_LISTEN`].
-    pub(crate) listen: Option<Secret>,
-    pub(crate) sslmode: Option<SslMode>,
-    pub(crate) connect_timeout: Option<Duration>,
-    pub(crate) token_memory: Option<Duration>,
-    pub(crate) publish: Option<PublishMode>,
-    pub(crate) replicas: Option<u32>,
-    pub(crate) fsync: Option<bool>,
-    pub(crate) replica_timeout: Option<Duration>,
-    pub(crate) restart_guard: Option<Duration>,
-    pub(crate) db: Option<u32>,
-    pub(crate) sentinel_user: Option<Secret>,
-    pub(crate) sentinel_password: Option<Secret>,
-    pub(crate) session: Option<Duration>,
-    pub(crate) sessions: Option<u32>,
-    pub(crate) root: Option<String>,
-    pub(crate) naming: Option<NodeNaming>,
-    /// May contain password hashes.
-    pub(crate) acl: Option<Secret>,
-    /// `SCHEME:CREDENTIALS`.
-    pub(crate) auth: Option<Secret>,
-    pub(crate) ca: Option<PathBuf>,
-    pub(crate) cert: Option<PathBuf>,
-    /// Never shown: a user may pass the key itself instead of its path.
-    pub(crate) key: Option<Secret>,
-}
-
-/// The kind of lock in a database server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum LockMode {
-    /// A row with a lease.
-    Lease,
-    /// A lock that ends with the registry's connection.
-    Session,
-    /// A row lock of a transaction that lasts as long as the lock.
-    Row,
-}
-
-const LOCK_MODES: [(&str, LockMode); 3] =
-    [("lease", LockMode::Lease), ("session", LockMode::Session), ("row", LockMode::Row)];
-
-/// The command that publishes a release to waiters.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum PublishMode {
-    Auto,
-    Plain,
-    Sharded,
-}
-
-const PUBLISH_MODES: [(&str, PublishMode); 3] =
-    [("auto", PublishMode::Auto), ("plain", PublishMode::Plain), ("sharded", PublishMode::Sharded)];
-
-/// Encryption of database connections, in PostgreSQL's terms.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SslMode {
-    Disable,
-    Prefer,
-    Require,
-    VerifyCa,
-    VerifyFull,
-}
-
-const SSL_MODES: [(&str, SslMode); 5] = [
-    ("disable", SslMode::Disable),
-    ("prefer", SslMode::Prefer),
-    ("require", SslMode::Require),
-    ("verify-ca", SslMode::VerifyCa),
-    ("verify-full", SslMode::VerifyFull),
+/// The options of all stores. A row of a store with the same name replaces one for that store.
+static COMMON: &[OptionRow] = &[
+    OptionRow::new(
+        "url",
+        Values::Secret { shown: &[], form: "the URL of a store" },
+        "none: required",
+        "the location of the lock store",
+    ),
+    OptionRow::namespace("none"),
+    OptionRow::LEASE,
+    OptionRow::new(
+        "renew",
+        Values::Switch,
+        "`true`",
+        "whether the lease of a held lock is renewed",
+    ),
+    OptionRow::POLL,
+    OptionRow::new(
+        "handoff",
+        Values::Count { min: 0, max: RegistryBuilder::HANDOFF_MAX },
+        "`32`, and up to 64 within 20 ms of the grant",
+        "how often in a row a lock may be handed over within this process; each reserves a token",
+    ),
+    OptionRow::TIMEOUT,
+    OptionRow::new(
+        "label",
+        Values::Text { bytes_max: LockOptions::LABEL_BYTES_MAX },
+        "none",
+        "text shown to other clients that ask for the holder of a lock",
+    ),
+    OptionRow::layout(&Layout::NAMES),
 ];
 
-/// Version of Spring Integration's lock table.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SpringVersion {
-    /// Version 6 and earlier.
-    V6,
-    V7,
+/// Returns the row of the option `name` that is the same for all stores.
+pub(crate) fn common(name: &str) -> Option<&'static OptionRow> {
+    COMMON.iter().find(|row| row.name == name)
 }
 
-const SPRING_VERSIONS: [(&str, SpringVersion); 2] =
-    [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
-
-/// Names of lock nodes in ZooKeeper.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NodeNaming {
-    Curator,
-    Kazoo,
+/// Returns the rows of all options, of stores in the order of their schemes. A name may have
+/// several rows.
+fn rows() -> impl Iterator<Item = &'static OptionRow> {
+    COMMON.iter().chain(scheme::stores().flat_map(StoreKind::rows))
 }
 
-const NODE_NAMINGS: [(&str, NodeNaming); 2] =
-    [("curator", NodeNaming::Curator), ("kazoo", NodeNaming::Kazoo)];
-
-/// Replaces the URL of option `listen`.
-pub(crate) const NO_LISTEN: &str = "off";
-
-/// One option: its name, its stores, its parser, its formatter, and whether messages show it.
-pub(crate) struct OptionSpec {
-    pub(crate) name: &'static str,
-    stores: SupportedStores,
-    visibility: Visibility,
-    parse: ParseValue,
-    format: FormatValue,
+/// Returns a row of the option `name`, for the form of its values. All rows of a name have the same
+/// form.
+fn find(name: &str) -> Option<&'static OptionRow> {
+    rows().find(|row| row.name == name)
 }
 
-/// Whether messages show a value.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Visibility {
-    Always,
-    /// Shown if it is a valid path. Otherwise it may be the contents of the file.
-    IfValidPath,
-    Never,
+/// Returns whether a store of this build has the option `name`.
+pub(crate) fn is_known(name: &str) -> bool {
+    find(name).is_some()
 }
 
-use SupportedStores::{
-    All, Database, Encrypted, Postgres, Redis, RedisQuorum, RedisReplicated, RedisSentinel,
-    RedisUnix, Servers, Sql, ZooKeeper,
-};
-use Visibility::{Always, IfValidPath, Never};
-
-/// All options, in the order of `settings`. A URL can hold all of them except `url`.
-#[rustfmt::skip]
-pub(crate) static OPTIONS: &[OptionSpec] = &[
-    spec("url",               All,             Never,       |o, t| assign(&mut o.url, Ok(UrlText::new(t))),                                    |o| o.url.as_ref().map(ToString::to_string)),
-    spec("namespace",         All,             Always,      |o, t| assign(&mut o.namespace, Ok(t.into())),                                     |o| o.namespace.clone()),
-    spec("lease",             All,             Always,      |o, t| assign(&mut o.lease, parse_time(t)),                                        |o| o.lease.map(format_duration)),
-    spec("renew",             All,             Always,      |o, t| assign(&mut o.renew, parse_bool(t)),                                        |o| o.renew.map(|on| on.to_string())),
-    spec("poll",              All,             Always,      |o, t| assign(&mut o.poll, parse_time(t)),                                         |o| o.poll.map(format_duration)),
-    spec("handoff",           All,             Always,      |o, t| assign(&mut o.handoff, parse_u32(t)),                                       |o| o.handoff.map(|n| n.to_string())),
-    spec("timeout",           All,             Always,      |o, t| assign(&mut o.timeout, parse_time(t)),                                      |o| o.timeout.map(format_duration)),
-    spec("label",             All,             Always,      |o, t| assign(&mut o.label, Ok(t.into())),                                         |o| o.label.clone()),
-    spec("layout",            All,             Always,      |o, t| assign(&mut o.layout, parse_layout(t)),                                     |o| o.layout.map(|o| o.to_string())),
-    spec("busy_timeout",      Sql,             Always,      |o, t| assign(&mut o.busy_timeout, parse_time(t)),                                 |o| o.busy_timeout.map(format_duration)),
-    spec("purge_after",       Sql,             Always,      |o, t| assign(&mut o.purge_after, parse_time(t)),                                  |o| o.purge_after.map(format_duration)),
-    spec("pool",              Database,        Always,      |o, t| assign(&mut o.pool, parse_u32(t)),                                          |o| o.pool.map(|n| n.to_string())),
-    spec("mode",              Database,        Always,      |o, t| assign(&mut o.mode, parse_choice(t, "lock mode", &LOCK_MODES)),             |o| o.mode.map(mode_name)),
-    spec("row_locks",         Database,        Always,      |o, t| assign(&mut o.row_locks, parse_u32(t)),                                     |o| o.row_locks.map(|n| n.to_string())),
-    spec("schema",            Postgres,        Always,      |o, t| assign(&mut o.schema, Ok(t.into())),                                        |o| o.schema.clone()),
-    spec("table_prefix",      Database,        Always,      |o, t| assign(&mut o.table_prefix, Ok(t.into())),                                  |o| o.table_prefix.clone()),
-    spec("create_schema",     Database,        Always,      |o, t| assign(&mut o.create_schema, parse_bool(t)),                                |o| o.create_schema.map(|on| on.to_string())),
-    spec("spring",            Database,        Always,      |o, t| assign(&mut o.spring, parse_choice(t, "Spring version", &SPRING_VERSIONS)), |o| o.spring.map(spring_name)),
-    spec("region",            Database,        Always,      |o, t| assign(&mut o.region, Ok(t.into())),                                        |o| o.region.clone()),
-    spec("prefix",            Database,        Always,      |o, t| assign(&mut o.prefix, Ok(t.into())),                                        |o| o.prefix.clone()),
-    spec("prepared",          Postgres,        Always,      |o, t| assign(&mut o.prepared, parse_bool(t)),                                     |o| o.prepared.map(|on| on.to_string())),
-    spec("listen",            Postgres,        Never,       |o, t| assign(&mut o.listen, Ok(Secret::new(t))),                                  |o| o.listen.as_ref().map(redact_listen)),
-    spec("sslmode",           Database,        Always,      |o, t| assign(&mut o.sslmode, parse_choice(t, "TLS mode", &SSL_MODES)),            |o| o.sslmode.map(ssl_mode_name)),
-    spec("connect_timeout",   Servers,         Always,      |o, t| assign(&mut o.connect_timeout, parse_time(t)),                              |o| o.connect_timeout.map(format_duration)),
-    spec("token_memory",      Redis,           Always,      |o, t| assign(&mut o.token_memory, parse_time(t)),                                 |o| o.token_memory.map(format_duration)),
-    spec("publish",           Redis,           Always,      |o, t| assign(&mut o.publish, parse_choice(t, "publish command", &PUBLISH_MODES)), |o| o.publish.map(publish_name)),
-    spec("replicas",          RedisReplicated, Always,      |o, t| assign(&mut o.replicas, parse_u32(t)),                                      |o| o.replicas.map(|n| n.to_string())),
-    spec("fsync",             RedisReplicated, Always,      |o, t| assign(&mut o.fsync, parse_bool(t)),                                        |o| o.fsync.map(|on| on.to_string())),
-    spec("replica_timeout",   RedisReplicated, Always,      |o, t| assign(&mut o.replica_timeout, parse_time(t)),                              |o| o.replica_timeout.map(format_duration)),
-    spec("restart_guard",     RedisQuorum,     Always,      |o, t| assign(&mut o.restart_guard, parse_time(t)),                                |o| o.restart_guard.map(format_duration)),
-    spec("db",                RedisUnix,       Always,      |o, t| assign(&mut o.db, parse_u32(t)),                                            |o| o.db.map(|n| n.to_string())),
-    spec("sentinel_user",     RedisSentinel,   Never,       |o, t| assign(&mut o.sentinel_user, Ok(Secret::new(t))),                           |o| o.sentinel_user.as_ref().map(redact)),
-    spec("sentinel_password", RedisSentinel,   Never,       |o, t| assign(&mut o.sentinel_password, Ok(Secret::new(t))),                       |o| o.sentinel_password.as_ref().map(redact)),
-    spec("session",           ZooKeeper,       Always,      |o, t| assign(&mut o.session, parse_time(t)),                                      |o| o.session.map(format_duration)),
-    spec("sessions",          ZooKeeper,       Always,      |o, t| assign(&mut o.sessions, parse_u32(t)),                                      |o| o.sessions.map(|n| n.to_string())),
-    spec("root",              ZooKeeper,       Always,      |o, t| assign(&mut o.root, Ok(t.into())),                                          |o| o.root.clone()),
-    spec("naming",            ZooKeeper,       Always,      |o, t| assign(&mut o.naming, parse_choice(t, "node naming", &NODE_NAMINGS)),       |o| o.naming.map(naming_name)),
-    spec("acl",               ZooKeeper,       Never,       |o, t| assign(&mut o.acl, Ok(Secret::new(t))),                                     |o| o.acl.as_ref().map(redact_acl)),
-    spec("auth",              ZooKeeper,       Never,       |o, t| assign(&mut o.auth, Ok(Secret::new(t))),                                    |o| o.auth.as_ref().map(redact)),
-    spec("ca",                Encrypted,       IfValidPath, |o, t| assign(&mut o.ca, parse_path(t)),                                           |o| o.ca.as_deref().map(format_path)),
-    spec("cert",              Encrypted,       IfValidPath, |o, t| assign(&mut o.cert, parse_path(t)),                                         |o| o.cert.as_deref().map(format_path)),
-    spec("key",               Encrypted,       Never,       |o, t| assign(&mut o.key, parse_path(t).map(|_| Secret::new(t))),                  |o| o.key.as_ref().map(redact)),
-];
-
-type ParseValue = fn(&mut Options, &str) -> Result<(), InvalidValue>;
-type FormatValue = fn(&Options) -> Option<String>;
-
-const fn spec(
-    name: &'static str,
-    stores: SupportedStores,
-    visibility: Visibility,
-    parse: ParseValue,
-    format: FormatValue,
-) -> OptionSpec {
-    OptionSpec { name, stores, visibility, parse, format }
-}
-
-fn assign<T>(target: &mut Option<T>, value: Result<T, InvalidValue>) -> Result<(), InvalidValue> {
-    *target = Some(value?);
-    Ok(())
-}
-
-fn publish_name(publish: PublishMode) -> String {
-    let named = PUBLISH_MODES.iter().find(|(_, named)| *named == publish);
-    named.map_or("", |(name, _)| *name).to_owned()
-}
-
-fn mode_name(mode: LockMode) -> String {
-    let named = LOCK_MODES.iter().find(|(_, named)| *named == mode);
-    named.map_or("", |(name, _)| *name).to_owned()
-}
-
-fn spring_name(version: SpringVersion) -> String {
-    let named = SPRING_VERSIONS.iter().find(|(_, named)| *named == version);
-    named.map_or("", |(name, _)| *name).to_owned()
-}
-
-fn ssl_mode_name(mode: SslMode) -> String {
-    let named = SSL_MODES.iter().find(|(_, named)| *named == mode);
-    named.map_or("", |(name, _)| *name).to_owned()
-}
-
-fn naming_name(naming: NodeNaming) -> String {
-    let named = NODE_NAMINGS.iter().find(|(_, named)| *named == naming);
-    named.map_or("", |(name, _)| *name).to_owned()
-}
-
-fn redact_acl(acl: &Secret) -> String {
-    if matches!(acl.expose(), "open" | "creator") {
-        acl.expose().to_owned()
-    } else {
-        REDACTED.to_owned()
+/// Returns the names of all options, each once.
+pub(crate) fn names() -> Vec<&'static str> {
+    let mut names = Vec::new();
+    for row in rows() {
+        if !names.contains(&row.name) {
+            names.push(row.name);
+        }
     }
-}
-
-fn redact_listen(listen: &Secret) -> String {
-    if listen.expose() == NO_LISTEN { NO_LISTEN.to_owned() } else { REDACTED.to_owned() }
-}
-
-fn format_path(path: &std::path::Path) -> String {
-    path.display().to_string()
-}
-
-fn redact(_: &Secret) -> String {
-    REDACTED.to_owned()
-}
-
-impl OptionSpec {
-    pub(crate) fn find(name: &str) -> Option<&'static Self> {
-        OPTIONS.iter().find(|spec| spec.name == name)
-    }
-
-    /// Returns whether `value` can be shown.
-    pub(crate) fn is_safe_to_show(&self, value: &str) -> bool {
-        // A plain but invalid value may be the rest of a password, so the value must also parse.
-        let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
-        self.visibility != Never
-            && value.chars().all(plain)
-            && (self.parse)(&mut Options::default(), value).is_ok()
-    }
-
-    /// Returns the option's value in `options` without secrets. Returns `None` if it is not set.
-    pub(crate) fn redacted_value(&self, options: &Options) -> Option<String> {
-        (self.format)(options)
-    }
+    names
 }
 
 /// Source of an option's value, strongest first.
@@ -323,13 +106,14 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// Returns the name of `option` in messages.
-    fn describe(self, option: &str) -> String {
-        match self {
+    /// Returns the error for an option of this source. `problem` is a predicate.
+    pub(crate) fn invalid(self, option: &str, problem: &str) -> ConfigError {
+        let option = match self {
             Self::CommandLine => format!("--{}", option.replace('_', "-")),
             Self::Environment => variable(option),
             other => format!("option {option:?} in {other}"),
-        }
+        };
+        ConfigError::Invalid(format!("{option} {problem}"))
     }
 }
 
@@ -340,61 +124,139 @@ pub(crate) fn variable(option: &str) -> String {
 
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
+/// The options of one source as text, in the order in which they were set. The form of each value
+/// has been checked, but not its range, which depends on the store.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Options(Vec<(&'static str, Secret)>);
+
 impl Options {
-    /// Parses one option of `origin` from text. A URL cannot contain the option `url`.
+    /// Returns the options and their values.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        self.0.iter().map(|(name, value)| (*name, value.expose()))
+    }
+
+    /// Returns the value of `option`.
+    pub(crate) fn get(&self, option: &str) -> Option<&str> {
+        self.iter().find(|(name, _)| *name == option).map(|(_, value)| value)
+    }
+
+    /// Sets an option from code, which may set it again.
+    pub(crate) fn replace(&mut self, option: &'static str, value: impl Into<String>) {
+        self.0.retain(|(name, _)| *name != option);
+        self.0.push((option, Secret::new(value)));
+    }
+
+    /// Sets one option from the text of `origin`. A URL cannot contain the option `url`.
     pub(crate) fn set(
         &mut self,
         origin: Origin,
         name: &str,
         value: &str,
     ) -> Result<(), ConfigError> {
-        match OptionSpec::find(name) {
-            Some(spec) if !(origin == Origin::Url && spec.name == "url") => {
-                self.set_option(spec, origin, value)
+        match find(name) {
+            Some(row) if !(origin == Origin::Url && row.name == "url") => {
+                self.set_row(row, origin, value)
             }
             _ => Err(unknown_option(origin, name)),
         }
     }
 
-    /// Parses one option from an environment variable, named with its prefix.
+    /// Sets one option from an environment variable, named with its prefix.
     #[cfg(feature = "config")]
     pub(crate) fn set_variable(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
         // Case-sensitive, so that all programs ignore a variable in lower case alike.
-        match OPTIONS.iter().find(|spec| variable(spec.name) == name) {
-            Some(spec) => self.set_option(spec, Origin::Environment, value),
+        match rows().find(|row| variable(row.name) == name) {
+            Some(row) => self.set_row(row, Origin::Environment, value),
             None => Err(unknown_variable(name)),
         }
     }
 
-    fn set_option(
+    fn set_row(
         &mut self,
-        spec: &OptionSpec,
+        row: &'static OptionRow,
         origin: Origin,
         value: &str,
     ) -> Result<(), ConfigError> {
-        let invalid = |problem: &str| {
-            ConfigError::Invalid(format!("{} {problem}", origin.describe(spec.name)))
-        };
-        if spec.redacted_value(self).is_some() {
-            return Err(invalid("is set twice; set it once"));
+        if self.get(row.name).is_some() {
+            return Err(origin.invalid(row.name, "is set twice; set it once"));
         }
-        (spec.parse)(self, value).map_err(|InvalidValue(problem)| match origin {
+        if let Some(problem) = problem_of_form(row, value) {
+            let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
             // A value in a URL may be part of a password that was not percent-encoded. A plain
             // number is shown, because it is likely a time without a unit.
-            Origin::Url if value.parse::<f64>().is_err() => {
-                invalid(&format!("has a value that {problem}"))
+            let is_hidden = is_hidden || (origin == Origin::Url && value.parse::<f64>().is_err());
+            let problem = if is_hidden {
+                format!("has a value that {problem}")
+            } else {
+                format!("is {value:?}, which {problem}")
+            };
+            return Err(origin.invalid(row.name, &problem));
+        }
+        self.0.push((row.name, Secret::new(value)));
+        Ok(())
+    }
+}
+
+/// Returns why `value` has not the form of the option, with a suggestion for a misspelt name.
+pub(crate) fn problem_of_form(row: &OptionRow, value: &str) -> Option<String> {
+    let problem = row.check_form(value).err()?.to_string();
+    let Values::Choice { names, .. } = row.values else { return Some(problem) };
+    let Some(nearest) = suggest(value, names.iter().copied()) else { return Some(problem) };
+    Some(problem.replacen("; ", &format!("; did you mean `{nearest}`? "), 1))
+}
+
+/// Returns whether `value` of the option `name` can be shown.
+pub(crate) fn is_safe_to_show(name: &str, value: &str) -> bool {
+    // A plain but invalid value may be the rest of a password, so the form must be right too.
+    let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
+    find(name).is_some_and(|row| {
+        !row.is_secret() && value.chars().all(plain) && row.check_form(value).is_ok()
+    })
+}
+
+/// Returns the value of the option `name` without secrets.
+pub(crate) fn redacted(name: &str, value: &str) -> String {
+    match find(name) {
+        _ if name == "url" => redact_url(value),
+        Some(row) => row.shown(value).unwrap_or_else(|| REDACTED.to_owned()),
+        None => REDACTED.to_owned(),
+    }
+}
+
+/// Replaces a secret in output.
+pub(crate) const REDACTED: &str = "***";
+
+/// Returns the stores that have the option `name`, for messages.
+pub(crate) fn stores_with(name: &str) -> String {
+    let mut whole = Vec::new();
+    let mut parts = Vec::new();
+    for store in scheme::stores() {
+        for row in store.rows().filter(|row| row.name == name) {
+            match row.stores {
+                None => whole.push(scheme::first_of(store)),
+                Some(part) if !parts.contains(&part.to_owned()) => parts.push(part.to_owned()),
+                Some(_) => {}
             }
-            _ if spec.visibility != Always => invalid(&format!("has a value that {problem}")),
-            _ => invalid(&format!("is {value:?}, which {problem}")),
-        })
+        }
+    }
+    if !whole.is_empty() {
+        parts.insert(0, format!("{} stores", list(&whole)));
+    }
+    list(&parts)
+}
+
+/// Formats a list: `a, b and c`.
+fn list(items: &[impl AsRef<str>]) -> String {
+    let items: Vec<&str> = items.iter().map(AsRef::as_ref).collect();
+    match &*items {
+        [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
+        _ => items.concat(),
     }
 }
 
 fn unknown_option(origin: Origin, name: &str) -> ConfigError {
-    let names = OPTIONS
-        .iter()
-        .map(|spec| spec.name)
-        .filter(|name| !(origin == Origin::Url && *name == "url"));
+    let names = names();
+    let names = names.iter().copied().filter(|name| !(origin == Origin::Url && *name == "url"));
     let known = names.clone().collect::<Vec<_>>().join(", ");
     ConfigError::unknown(
         "option",
@@ -407,12 +269,12 @@ fn unknown_option(origin: Origin, name: &str) -> ConfigError {
 
 #[cfg(feature = "config")]
 fn unknown_variable(name: &str) -> ConfigError {
-    let names: Vec<String> = OPTIONS.iter().map(|spec| variable(spec.name)).collect();
+    let known: Vec<String> = names().into_iter().map(variable).collect();
     // Compared without the prefix, which would make all names similar.
     let option = name.strip_prefix(VARIABLE_PREFIX).unwrap_or(name);
-    let suggestion = suggest(option, OPTIONS.iter().map(|spec| spec.name)).map(variable);
+    let suggestion = suggest(option, names().into_iter()).map(variable);
     let source = Origin::Environment.to_string();
-    ConfigError::unknown("variable", name, source, suggestion.as_deref(), names.join(", "))
+    ConfigError::unknown("variable", name, source, suggestion.as_deref(), known.join(", "))
 }
 
 /// Returns `name` if it looks like an option. Part of a password with an unescaped `?` and `=` is
@@ -423,17 +285,82 @@ fn printable_name(name: &str) -> &str {
     if plain { name } else { "(not shown)" }
 }
 
+/// One line of the table of options.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OptionDescription {
+    /// The option's name in URLs and files.
+    pub name: &'static str,
+    /// The environment variable.
+    pub variable: String,
+    /// The stores to which this line applies.
+    pub stores: String,
+    /// The default, as Markdown text.
+    pub default: &'static str,
+    /// The values, as Markdown text.
+    pub values: String,
+    /// What the option does, as Markdown text.
+    pub help: &'static str,
+}
+
+/// Returns the options of all stores in this build. An option has several lines if stores differ in
+/// its default or its values.
+#[must_use]
+pub fn describe_options() -> Vec<OptionDescription> {
+    let mut lines: Vec<OptionDescription> = Vec::new();
+    for name in names() {
+        let start = lines.len();
+        let mut add = |row: &'static OptionRow, stores: String| {
+            let values = row.range();
+            let is_same = |line: &&mut OptionDescription| {
+                line.default == row.default && line.values == values && line.help == row.help
+            };
+            match lines[start..].iter_mut().find(is_same) {
+                Some(line) if line.stores == ALL || line.stores.contains(&stores) => {}
+                Some(line) => line.stores = format!("{}, {stores}", line.stores),
+                None => lines.push(OptionDescription {
+                    name,
+                    variable: variable(name),
+                    stores,
+                    default: row.default,
+                    values,
+                    help: row.help,
+                }),
+            }
+        };
+        let has_row = |store: &StoreKind| store.rows().any(|row| row.name == name);
+        if let Some(row) = common(name)
+            && !scheme::stores().all(has_row)
+        {
+            add(row, ALL.to_owned());
+        }
+        for store in scheme::stores() {
+            for row in store.rows().filter(|row| row.name == name) {
+                let stores = row.stores.map_or_else(
+                    || scheme::first_of(store),
+                    |stores| stores.strip_suffix(" stores").unwrap_or(stores),
+                );
+                add(row, stores.to_owned());
+            }
+        }
+    }
+    lines
+}
+
+const ALL: &str = "all";
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn parse_and_check(name: &str, value: &str) -> Result<Options, ConfigError> {
-        let mut options = Options::default();
-        options.set(Origin::Url, name, value)?;
-        options.check(Origin::Url, "sqlite")?;
-        Ok(options)
-    }
-
+    #[cfg(all(
+        feature = "sqlite",
+        feature = "postgres",
+        feature = "mysql",
+        feature = "redis",
+        feature = "zk",
+        feature = "etcd"
+    ))]
     #[test]
     fn every_option_is_parsed_and_formatted() {
         for (name, value) in [
@@ -477,36 +404,7 @@ mod tests {
         ] {
             let mut options = Options::default();
             options.set(Origin::Url, name, value).unwrap();
-            assert_eq!(
-                OptionSpec::find(name).unwrap().redacted_value(&options).as_deref(),
-                Some(value)
-            );
-        }
-    }
-
-    #[test]
-    fn an_error_about_a_value_names_the_option_and_the_limit() {
-        for (name, value, hint) in [
-            ("lease", "0s", "less than the minimum 100ms"),
-            ("lease", "1ms", "less than the minimum 100ms"),
-            ("lease", "100years", "more than the maximum 1day"),
-            ("lease", "-5s", "negative"),
-            ("lease", "30", "no unit"),
-            ("lease", "", "not a time"),
-            ("lease", "soon", "`30s`"),
-            ("lease", "99999999999999999999years", "not a time"),
-            ("poll", "0s", "less than the minimum"),
-            ("timeout", "2h", "more than the maximum"),
-            ("renew", "yes", "`true` or `false`"),
-            ("handoff", "-1", "whole number"),
-            ("handoff", "4294967296", "whole number"),
-            ("handoff", "257", "more than the maximum"),
-            ("layout", "sprnig", "did you mean `spring`?"),
-            ("layout", "spring", "sqlite stores support only `native`"),
-            ("label", &"x".repeat(1_025), "1025 bytes"),
-        ] {
-            let error = parse_and_check(name, value).unwrap_err().to_string();
-            assert!(error.contains(hint) && error.contains(name), "{name}={value}: {error}");
+            assert_eq!(redacted(name, options.get(name).unwrap()), value);
         }
     }
 
@@ -534,16 +432,23 @@ mod tests {
         assert!(Options::default().set(Origin::Url, "url", "memory:").is_err());
     }
 
+    #[cfg(all(
+        feature = "sqlite",
+        feature = "postgres",
+        feature = "mysql",
+        feature = "redis",
+        feature = "zk",
+        feature = "etcd"
+    ))]
     #[test]
     fn a_secret_option_is_never_shown() {
         for name in ["sentinel_user", "sentinel_password", "key", "listen", "acl", "auth"] {
-            let spec = OptionSpec::find(name).unwrap();
             let mut options = Options::default();
             options.set(Origin::File, name, "canary").unwrap();
-            assert_eq!(spec.redacted_value(&options).as_deref(), Some(REDACTED));
+            assert_eq!(redacted(name, options.get(name).unwrap()), REDACTED);
             let again = options.set(Origin::File, name, "canary").unwrap_err();
             let output = format!("{options:?} {options:#?} {again} {again:?}");
-            assert!(!output.contains("canary") && !spec.is_safe_to_show("canary"), "{output}");
+            assert!(!output.contains("canary") && !is_safe_to_show(name, "canary"), "{output}");
         }
         for name in ["ca", "cert", "key"] {
             let error =
@@ -557,5 +462,18 @@ mod tests {
         let mut options = Options::default();
         options.set(Origin::Url, "lease", "5s").unwrap();
         assert!(options.set(Origin::Url, "lease", "5s").unwrap_err().to_string().contains("twice"));
+    }
+
+    #[test]
+    fn all_rows_of_a_name_have_one_form() {
+        for row in rows() {
+            let first = find(row.name).unwrap();
+            let form = |row: &OptionRow| std::mem::discriminant(&row.values);
+            assert_eq!(form(row), form(first), "{}", row.name);
+            let Values::Choice { names, .. } = row.values else { continue };
+            for name in names {
+                assert!(first.check_form(name).is_ok(), "{} {name}", row.name);
+            }
+        }
     }
 }

@@ -1,7 +1,9 @@
 //! The schemes of store URLs, and whether this build can open them.
 
 use registry_core::ConfigError;
+use registry_core::config::StoreKind;
 
+use crate::memory::{MEMORY, PASS_THROUGH};
 use crate::suggestion::suggest;
 
 /// One scheme of a store URL.
@@ -10,6 +12,8 @@ pub(crate) struct Scheme {
     pub(crate) name: &'static str,
     /// The Cargo feature of the store. `None` if the store is always built in.
     feature: Option<Feature>,
+    /// The store, if this build has it.
+    store: Option<&'static StoreKind>,
 }
 
 #[derive(Debug)]
@@ -20,8 +24,9 @@ struct Feature {
 }
 
 impl Scheme {
-    /// Returns the scheme `name`, or an error if it does not exist or this build cannot open it.
-    pub(crate) fn find(name: &str) -> Result<&'static Self, ConfigError> {
+    /// Returns the store of the scheme `name`, or an error if there is none or this build cannot
+    /// open it.
+    pub(crate) fn find(name: &str) -> Result<&'static StoreKind, ConfigError> {
         let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {
             return Err(ConfigError::unknown(
                 "scheme",
@@ -31,13 +36,37 @@ impl Scheme {
                 known(),
             ));
         };
-        match &scheme.feature {
-            None | Some(Feature { is_enabled: true, .. }) => Ok(scheme),
-            Some(feature) => {
+        match (&scheme.feature, scheme.store) {
+            (None | Some(Feature { is_enabled: true, .. }), Some(store)) => Ok(store),
+            (feature, _) => {
+                let feature = feature.as_ref().expect("a store without a feature is built in");
                 Err(ConfigError::not_built_in(scheme.name, feature.name, feature.hint()))
             }
         }
     }
+}
+
+/// Returns the stores of this build, each once.
+pub(crate) fn stores() -> impl Iterator<Item = &'static StoreKind> {
+    let mut names = Vec::new();
+    SCHEMES.iter().filter_map(|scheme| scheme.store).filter(move |store| {
+        let is_new = !names.contains(&store.name);
+        names.push(store.name);
+        is_new
+    })
+}
+
+/// Returns the first scheme of `store`, which names it in messages.
+pub(crate) fn first_of(store: &StoreKind) -> &'static str {
+    let is_first = |scheme: &&Scheme| scheme.store.is_some_and(|kind| kind.name == store.name);
+    SCHEMES.iter().find(is_first).map_or(store.name, |scheme| scheme.name)
+}
+
+/// Returns all schemes, each with the Cargo feature of `lock-registry` that it requires.
+#[must_use]
+pub fn describe_schemes() -> Vec<(&'static str, Option<&'static str>)> {
+    let feature = |scheme: &Scheme| scheme.feature.as_ref().map(|feature| feature.name);
+    SCHEMES.iter().map(|scheme| (scheme.name, feature(scheme))).collect()
 }
 
 /// Returns whether `name` is a scheme, built in or not.
@@ -64,45 +93,65 @@ pub(crate) fn known() -> String {
     SCHEMES.iter().map(|scheme| scheme.name).collect::<Vec<_>>().join(", ")
 }
 
-const fn built_in(name: &'static str) -> Scheme {
-    Scheme { name, feature: None }
+const fn built_in(name: &'static str, store: &'static StoreKind) -> Scheme {
+    Scheme { name, feature: None, store: Some(store) }
 }
 
-const fn optional(name: &'static str, feature: &'static str, is_enabled: bool) -> Scheme {
-    Scheme { name, feature: Some(Feature { name: feature, is_enabled }) }
+const fn optional(
+    name: &'static str,
+    (feature, is_enabled): (&'static str, bool),
+    store: Option<&'static StoreKind>,
+) -> Scheme {
+    Scheme { name, feature: Some(Feature { name: feature, is_enabled }), store }
 }
 
-const ETCD: bool = cfg!(feature = "etcd");
-const ETCD_TLS: bool = cfg!(feature = "etcd-tls");
-const MYSQL: bool = cfg!(feature = "mysql");
-const POSTGRES: bool = cfg!(feature = "postgres");
-const REDIS: bool = cfg!(feature = "redis");
-const REDIS_TLS: bool = cfg!(feature = "redis-tls");
-const ZK: bool = cfg!(feature = "zk");
-const ZK_TLS: bool = cfg!(feature = "zk-tls");
+/// The store if the feature is enabled.
+macro_rules! store {
+    ($feature:literal, $store:path) => {{
+        #[cfg(feature = $feature)]
+        let store: Option<&'static StoreKind> = Some(&$store);
+        #[cfg(not(feature = $feature))]
+        let store: Option<&'static StoreKind> = None;
+        store
+    }};
+}
+
+/// The name of a feature, and whether it is enabled.
+macro_rules! feature {
+    ($feature:literal) => {
+        ($feature, cfg!(feature = $feature))
+    };
+}
 
 static SCHEMES: &[Scheme] = &[
-    built_in("memory"),
-    optional("sqlite", "sqlite", cfg!(feature = "sqlite")),
-    built_in("pass-through"),
-    optional("postgres", "postgres", POSTGRES),
-    optional("postgresql", "postgres", POSTGRES),
-    optional("mysql", "mysql", MYSQL),
-    optional("mariadb", "mysql", MYSQL),
-    optional("redis", "redis", REDIS),
-    optional("rediss", "redis-tls", REDIS_TLS),
-    optional("redis+unix", "redis", REDIS),
-    optional("redis+sentinel", "redis", REDIS),
-    optional("rediss+sentinel", "redis-tls", REDIS_TLS),
-    optional("redis+cluster", "redis", REDIS),
-    optional("rediss+cluster", "redis-tls", REDIS_TLS),
-    optional("redis+quorum", "redis", REDIS),
-    optional("rediss+quorum", "redis-tls", REDIS_TLS),
-    optional("zk", "zk", ZK),
-    optional("zks", "zk-tls", ZK_TLS),
-    optional("etcd", "etcd", ETCD),
-    optional("etcds", "etcd-tls", ETCD_TLS),
+    built_in("memory", &MEMORY),
+    optional("sqlite", feature!("sqlite"), SQLITE),
+    built_in("pass-through", &PASS_THROUGH),
+    optional("postgres", feature!("postgres"), POSTGRES),
+    optional("postgresql", feature!("postgres"), POSTGRES),
+    optional("mysql", feature!("mysql"), MYSQL),
+    optional("mariadb", feature!("mysql"), MYSQL),
+    optional("redis", feature!("redis"), REDIS),
+    optional("rediss", feature!("redis-tls"), REDIS),
+    optional("redis+unix", feature!("redis"), REDIS),
+    optional("redis+sentinel", feature!("redis"), REDIS),
+    optional("rediss+sentinel", feature!("redis-tls"), REDIS),
+    optional("redis+cluster", feature!("redis"), REDIS),
+    optional("rediss+cluster", feature!("redis-tls"), REDIS),
+    optional("redis+quorum", feature!("redis"), REDIS),
+    optional("rediss+quorum", feature!("redis-tls"), REDIS),
+    optional("zk", feature!("zk"), ZK),
+    optional("zks", feature!("zk-tls"), ZK),
+    optional("etcd", feature!("etcd"), ETCD),
+    optional("etcds", feature!("etcd-tls"), ETCD),
 ];
+
+static SQLITE: Option<&StoreKind> = store!("sqlite", registry_jdbc::stores::SQLITE);
+static POSTGRES: Option<&StoreKind> = store!("postgres", registry_jdbc::stores::POSTGRES);
+static MYSQL: Option<&StoreKind> = store!("mysql", registry_jdbc::stores::MYSQL);
+static REDIS: Option<&StoreKind> = store!("redis", registry_redis::STORE);
+static ZK: Option<&StoreKind> = store!("zk", registry_zk::STORE);
+static ETCD: Option<&StoreKind> = store!("etcd", registry_etcd::STORE);
 
 #[cfg(test)]
 mod tests {
@@ -123,23 +172,23 @@ mod tests {
     fn an_error_about_a_disabled_feature_contains_the_cargo_line() {
         for (scheme, feature, built_in) in [
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
-            ("postgres", "postgres", POSTGRES),
-            ("postgresql", "postgres", POSTGRES),
-            ("mysql", "mysql", MYSQL),
-            ("mariadb", "mysql", MYSQL),
-            ("redis", "redis", REDIS),
-            ("redis+unix", "redis", REDIS),
-            ("redis+sentinel", "redis", REDIS),
-            ("redis+cluster", "redis", REDIS),
-            ("redis+quorum", "redis", REDIS),
-            ("rediss", "redis-tls", REDIS_TLS),
-            ("rediss+sentinel", "redis-tls", REDIS_TLS),
-            ("rediss+cluster", "redis-tls", REDIS_TLS),
-            ("rediss+quorum", "redis-tls", REDIS_TLS),
-            ("zk", "zk", ZK),
-            ("zks", "zk-tls", ZK_TLS),
-            ("etcd", "etcd", ETCD),
-            ("etcds", "etcd-tls", ETCD_TLS),
+            ("postgres", "postgres", cfg!(feature = "postgres")),
+            ("postgresql", "postgres", cfg!(feature = "postgres")),
+            ("mysql", "mysql", cfg!(feature = "mysql")),
+            ("mariadb", "mysql", cfg!(feature = "mysql")),
+            ("redis", "redis", cfg!(feature = "redis")),
+            ("redis+unix", "redis", cfg!(feature = "redis")),
+            ("redis+sentinel", "redis", cfg!(feature = "redis")),
+            ("redis+cluster", "redis", cfg!(feature = "redis")),
+            ("redis+quorum", "redis", cfg!(feature = "redis")),
+            ("rediss", "redis-tls", cfg!(feature = "redis-tls")),
+            ("rediss+sentinel", "redis-tls", cfg!(feature = "redis-tls")),
+            ("rediss+cluster", "redis-tls", cfg!(feature = "redis-tls")),
+            ("rediss+quorum", "redis-tls", cfg!(feature = "redis-tls")),
+            ("zk", "zk", cfg!(feature = "zk")),
+            ("zks", "zk-tls", cfg!(feature = "zk-tls")),
+            ("etcd", "etcd", cfg!(feature = "etcd")),
+            ("etcds", "etcd-tls", cfg!(feature = "etcd-tls")),
         ] {
             let found = Scheme::find(scheme);
             assert_eq!(found.is_ok(), built_in, "{scheme}");

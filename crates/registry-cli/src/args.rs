@@ -23,23 +23,8 @@ pub(crate) struct Cli {
     pub(crate) command: CliCommand,
 }
 
-const EXIT_STATUS: &str = "\
-Exit status:
-  0    success; `run` ends with the status of its command instead
-  1    `show`, `break`: the key is not locked; `doctor --strict`: there is a warning
-  64   the command line or a LOCK_REGISTRY_* variable is invalid; no lock was changed
-  69   the store is unreachable or returned an error
-  70   a bug in lockreg
-  71   the operating system refused to start a process or thread
-  74   stdout cannot be written to
-  75   the lock was not acquired in time; -E changes this status
-  76   the lock was lost while it was held
-  126  the command of `run` cannot be executed
-  127  the command of `run` does not exist
-  128+N signal N ended the command of `run`, or ended lockreg while it held no lock
-
-Environment variables can also set all options of a store: LOCK_REGISTRY_URL, LOCK_REGISTRY_LEASE, …
-Set a URL with a password in LOCK_REGISTRY_URL: other users of this host can read the command line.";
+// The table of exit statuses in the book is generated from this file.
+const EXIT_STATUS: &str = include_str!("exit_status.txt");
 
 /// Options of every subcommand.
 #[derive(Debug, Args)]

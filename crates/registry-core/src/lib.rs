@@ -62,6 +62,8 @@ mod mutant;
 mod memory;
 mod pass_through;
 mod waiters;
+// Configuration of backends.
+pub mod config;
 // Adapters.
 #[cfg(feature = "blocking")]
 pub mod blocking;

@@ -13,7 +13,7 @@ use registry_core::{
 
 use crate::claims::ClaimCache;
 use crate::client::EtcdClient;
-use crate::config::EtcdConfig;
+use crate::config::{EtcdConfig, LEASE_MIN};
 use crate::error::CallError;
 use crate::keep_alive::KeepAlive;
 use crate::names::{KeyNames, prefix_end};
@@ -278,8 +278,6 @@ impl fmt::Debug for EtcdBackend {
     }
 }
 
-/// The shortest lease that members grant by default.
-const LEASE_MIN: Duration = Duration::from_secs(2);
 /// The time after which a held lock is watched for losses. Shorter holds are not watched, because
 /// each watch costs the members resources.
 const WATCH_AFTER: Duration = Duration::from_millis(25);

@@ -2,27 +2,57 @@
 //! locks. No I/O.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use percent_encoding::percent_decode_str;
-use registry_core::BackendError;
+use async_trait::async_trait;
+use registry_core::config::{
+    self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
+    StoreKind, UrlParts, display_host, format_time, parse_choice, parse_time,
+};
+use registry_core::{BackendError, LockBackend, RegistryBuilder};
 use tonic::transport::Endpoint;
 #[cfg(feature = "tls")]
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
+use crate::EtcdBackend;
 use crate::error::misconfigured;
+
+/// etcd.
+pub static STORE: StoreKind = StoreKind::new("etcd", &[OPTIONS], |url| {
+    EtcdConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
+});
+
+/// The options, in the order of the tables in the book. `EtcdConfig::assign` sets their fields.
+const OPTIONS: &[OptionRow] = &[
+    OptionRow::namespace("`lock-registry`; with `layout=etcdctl` none"),
+    OptionRow::LEASE.with_min(LEASE_MIN),
+    OptionRow::TIMEOUT,
+    OptionRow::layout(&["native", "etcdctl"]),
+    OptionRow::CONNECT_TIMEOUT,
+    PemFiles::CA.only(ENCRYPTED, is_encrypted),
+    PemFiles::CERT.only(ENCRYPTED, is_encrypted),
+    PemFiles::KEY.only(ENCRYPTED, is_encrypted),
+];
+
+const ENCRYPTED: &str = "encrypted etcd stores (`etcds://`)";
+
+fn is_encrypted(scheme: &str) -> bool {
+    scheme == "etcds"
+}
 
 /// The members and the format of the locks of an [`EtcdBackend`](crate::EtcdBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct EtcdConfig {
-    pub(crate) members: Vec<(String, u16)>,
+    pub(crate) members: Vec<Host>,
     pub(crate) credentials: Option<Credentials>,
     pub(crate) layout: Layout,
     namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
     is_encrypted: bool,
+    pem_files: PemFiles,
     #[cfg(feature = "tls")]
     ca_certificates: Option<Vec<u8>>,
     #[cfg(feature = "tls")]
@@ -71,6 +101,7 @@ impl EtcdConfig {
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             is_encrypted: false,
+            pem_files: PemFiles::default(),
             #[cfg(feature = "tls")]
             ca_certificates: None,
             #[cfg(feature = "tls")]
@@ -85,29 +116,31 @@ impl EtcdConfig {
     /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        let invalid_url = || misconfigured("the URL is invalid; use etcd://HOST:PORT,HOST:PORT");
-        let (scheme, rest) = url.split_once("://").ok_or_else(invalid_url)?;
-        let (credentials, hosts) = match rest.rsplit_once('@') {
-            Some((credentials, hosts)) => (Some(credentials), hosts),
-            None => (None, rest),
-        };
-        let hosts = hosts.strip_suffix('/').unwrap_or(hosts);
-        let members: Option<Vec<_>> = hosts.split(',').map(parse_member).collect();
-        let mut config = Self::new(members.ok_or_else(invalid_url)?);
-        config.is_encrypted = match scheme {
-            "etcd" => false,
-            "etcds" => true,
-            _ => return Err(misconfigured("the URL's scheme is invalid; use etcd or etcds")),
-        };
-        if let Some(credentials) = credentials {
-            let (user, password) = credentials.split_once(':').ok_or_else(invalid_url)?;
-            let text = |part: &str| percent_decode_str(part).decode_utf8().map(String::from);
-            let (Ok(user), Ok(password)) = (text(user), text(password)) else {
-                return Err(invalid_url());
-            };
-            config.credentials = Some(Credentials { user, password });
+        config::from_url(url, &[], Self::parse)
+    }
+
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        if !matches!(&*url.scheme, "etcd" | "etcds") {
+            return Err(url.invalid("has no scheme of etcd; use `etcd` or `etcds`"));
         }
-        Ok(config)
+        let syntax = format!("write `{}://HOST:PORT,HOST:PORT`", url.scheme);
+        let (login, hosts) = url.login_and_hosts(&syntax)?;
+        let mut config = Self::new(url.hosts(hosts, Self::PORT, &syntax)?);
+        config.is_encrypted = is_encrypted(&url.scheme);
+        if !matches!(url.path, "" | "/") {
+            return Err(url.invalid(
+                "contains a path, which etcd does not support; set the prefix of keys with option `namespace`",
+            ));
+        }
+        let Some(login) = login else { return Ok(config) };
+        match login.password.filter(|password| !password.expose().is_empty()) {
+            Some(password) if !login.user.expose().is_empty() => {
+                Ok(config.with_login(login.user.expose(), password.expose()))
+            }
+            _ => {
+                Err(url.invalid("contains an incomplete login; write `USER:PASSWORD@` or no login"))
+            }
+        }
     }
 
     /// Sets the user and the password.
@@ -193,35 +226,19 @@ impl EtcdConfig {
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        let bytes_min = usize::from(self.layout == Layout::Native);
-        if !(bytes_min..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
-            return Err(misconfigured(format!(
-                "the namespace has {} bytes; the limits are {bytes_min} and {NAMESPACE_BYTES_MAX}",
-                self.namespace().len()
-            )));
+        self.validate().map_err(|error| misconfigured(error.to_string()))
+    }
+
+    #[cfg(feature = "tls")]
+    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+        let pem = self.pem_files.read("etcd")?;
+        if let Some(ca) = pem.ca {
+            self = self.with_certificate_authority(ca);
         }
-        for (option, timeout) in
-            [("connect_timeout", self.connect_timeout), ("response_timeout", self.response_timeout)]
-        {
-            if !(Duration::from_millis(10)..=TIME_MAX).contains(&timeout) {
-                return Err(misconfigured(format!(
-                    "{option} of {timeout:?} is not between 10 ms and 1 hour"
-                )));
-            }
+        if let Some((certificate, key)) = pem.client {
+            self = self.with_client_certificate(certificate, key);
         }
-        if self.is_encrypted && !cfg!(feature = "tls") {
-            return Err(misconfigured("encrypted connections require the feature `tls`"));
-        }
-        if self.members.is_empty() {
-            return Err(misconfigured("no member is configured"));
-        }
-        let mut members = self.members.clone();
-        members.sort();
-        members.dedup();
-        if members.len() != self.members.len() {
-            return Err(misconfigured("a member is configured twice"));
-        }
-        Ok(())
+        Ok(self)
     }
 
     /// Returns the endpoint of each member.
@@ -230,9 +247,8 @@ impl EtcdConfig {
         #[cfg(feature = "tls")]
         let tls = self.is_encrypted.then(|| self.tls());
         let scheme = if self.is_encrypted { "https" } else { "http" };
-        let endpoint = |(host, port): &(String, u16)| {
-            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
-            let endpoint = Endpoint::from_shared(format!("{scheme}://{host}:{port}"))
+        let endpoint = |member: &Host| {
+            let endpoint = Endpoint::from_shared(format!("{scheme}://{}", display_host(member)))
                 .map_err(|_| misconfigured("the name of a member is not a valid host name"))?
                 .user_agent(concat!("lock-registry/", env!("CARGO_PKG_VERSION")))
                 .map_err(|_| misconfigured("the user agent is invalid"))?
@@ -271,28 +287,76 @@ impl EtcdConfig {
     }
 }
 
-/// Parses `HOST`, `HOST:PORT`, `[ADDRESS]` or `[ADDRESS]:PORT`.
-fn parse_member(text: &str) -> Option<(String, u16)> {
-    let (host, port) = match text.strip_prefix('[') {
-        Some(rest) => {
-            let (address, port) = rest.split_once(']')?;
-            (address, if port.is_empty() { None } else { Some(port.strip_prefix(':')?) })
-        }
-        None => match text.split_once(':') {
-            Some((host, port)) => (host, Some(port)),
-            None => (text, None),
-        },
-    };
-    let is_host_char = |char: char| char.is_alphanumeric() || matches!(char, '.' | '-' | '_' | ':');
-    if host.is_empty() || !host.chars().all(is_host_char) {
-        return None;
+#[async_trait]
+impl BackendConfig for EtcdConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
     }
-    let port = port.map_or(Some(EtcdConfig::PORT), |port| port.parse().ok())?;
-    Some((host.to_owned(), port))
+
+    fn scheme(&self) -> &'static str {
+        if self.is_encrypted { "etcds" } else { "etcd" }
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "lease" => {}
+            // The client must switch from a silent member within the engine's time-out.
+            "timeout" => self.response_timeout = parse_time(value)?,
+            "layout" => {
+                let layouts = [("native", Layout::Native), ("etcdctl", Layout::Etcdctl)];
+                self.layout = parse_choice(value, &layouts)?;
+            }
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            _ if self.pem_files.assign(name, value)? => {}
+            _ => unreachable!("no row declares this option"),
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        if self.namespace().is_empty() && self.layout == Layout::Native {
+            return Err(OptionError::new(
+                "namespace",
+                "is empty; in etcd only `layout=etcdctl` accepts an empty namespace",
+            ));
+        }
+        self.check_value("namespace", self.namespace())?;
+        self.check_value("connect_timeout", &format_time(self.connect_timeout))?;
+        if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
+            return Err(OptionError::new("response_timeout", "is not between 10ms and 1h"));
+        }
+        self.pem_files.validate()?;
+        if self.is_encrypted && !cfg!(feature = "tls") {
+            return Err(OptionError::general("encrypted connections require the feature `tls`"));
+        }
+        if self.members.is_empty() {
+            return Err(OptionError::general("no member is configured"));
+        }
+        let mut members = self.members.clone();
+        members.sort();
+        members.dedup();
+        if members.len() != self.members.len() {
+            return Err(OptionError::general("a member is configured twice"));
+        }
+        Ok(())
+    }
+
+    fn hosts(&self) -> Vec<Host> {
+        self.members.clone()
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        Ok(Arc::new(EtcdBackend::open(config).await?))
+    }
 }
 
-const NAMESPACE_BYTES_MAX: usize = 255;
-const TIME_MAX: Duration = Duration::from_secs(60 * 60);
+/// The shortest lease that members grant by default.
+pub(crate) const LEASE_MIN: Duration = Duration::from_secs(2);
+const TIME_MAX: Duration = RegistryBuilder::TIMEOUT_MAX;
 const PING_INTERVAL: Duration = Duration::from_secs(6);
 const PING_TIMEOUT: Duration = Duration::from_secs(4);
 
@@ -328,6 +392,22 @@ mod tests {
         config.endpoints().unwrap();
         let printed = format!("{config:?}");
         assert!(!printed.contains("hunter"), "{printed}");
+    }
+
+    #[test]
+    fn an_error_about_an_invalid_url_contains_a_hint_and_no_secret() {
+        for (url, hint) in [
+            ("etcd:", "contains no server"),
+            ("etcd://", "contains no server"),
+            ("etcd://a,a", "twice"),
+            ("etcd://a:0", "port from 1"),
+            ("etcd://canary@a", "USER:PASSWORD@"),
+            ("etcd://:canary@a", "USER:PASSWORD@"),
+            ("etcd://a/canary", "`namespace`"),
+        ] {
+            let error = EtcdConfig::from_url(url).unwrap_err().to_string();
+            assert!(error.contains(hint) && !error.contains("canary"), "{url}: {error}");
+        }
     }
 
     #[test]

@@ -48,7 +48,7 @@ mod diagnose;
 mod error;
 
 pub use backend::EtcdBackend;
-pub use config::{EtcdConfig, Layout};
+pub use config::{EtcdConfig, Layout, STORE};
 pub use fenced::{Committed, Fence, FenceError, FencedTxn};
 
 // The README example must compile.

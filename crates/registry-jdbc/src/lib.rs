@@ -81,6 +81,17 @@ pub use server::{Encryption, RowLocksExhausted, SpringTable, SqlBackend, SqlMode
 #[cfg(feature = "sqlite")]
 pub use sqlite::{SqliteBackend, SqliteConfig};
 
+/// The kinds of stores, for configuration by URL and options.
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
+pub mod stores {
+    #[cfg(feature = "mysql")]
+    pub use crate::mysql::STORE as MYSQL;
+    #[cfg(feature = "postgres")]
+    pub use crate::postgres::STORE as POSTGRES;
+    #[cfg(feature = "sqlite")]
+    pub use crate::sqlite::STORE as SQLITE;
+}
+
 /// The sqlx that this crate was built with. [`Fence`] takes transactions of this version.
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;

@@ -3,12 +3,19 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion};
-use registry_core::{BackendError, BackendErrorKind};
+use registry_core::config::{
+    self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
+    Secret, StoreKind, TIME_MAX, UrlParts, Values, display_host, format_time, parse_choice,
+    parse_count, parse_switch, parse_time,
+};
+use registry_core::{BackendError, LockBackend, RegistryBuilder};
 
-use crate::error::to_backend_error;
+use crate::RedisBackend;
 
 /// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
@@ -24,6 +31,110 @@ pub struct RedisConfig {
     pub(crate) token_memory: Duration,
     pub(crate) durability: Durability,
     pub(crate) restart_guard: Duration,
+    pem_files: PemFiles,
+    /// The engine's lease and time-out, and limits that depend on them, as set by options.
+    lease: Option<Duration>,
+    timeout: Option<Duration>,
+    replica_timeout: Option<Duration>,
+    restart_guard_option: Option<Duration>,
+}
+
+/// Redis and Valkey.
+pub static STORE: StoreKind = StoreKind::new("redis", &[OPTIONS], |url| {
+    RedisConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
+});
+
+/// The options, in the order of the tables in the book. `RedisConfig::assign` sets their fields.
+const OPTIONS: &[OptionRow] = &[
+    OptionRow::namespace("`lock-registry`; with `layout=redisson` none"),
+    OptionRow::LEASE,
+    OptionRow::TIMEOUT,
+    OptionRow::layout(&["native", "spring", "redisson"]).only(REPLICATED, is_replicated),
+    OptionRow::layout(&["native"]).only("redis+quorum stores", is_quorum),
+    OptionRow::CONNECT_TIMEOUT,
+    OptionRow::time(
+        "token_memory",
+        (SERVER_TIME_MIN, TIME_MAX),
+        "`1day`",
+        "how long the newest token of a key is kept after its last grant",
+    ),
+    OptionRow::new(
+        "publish",
+        Values::Choice { what: "publish command", names: &["auto", "plain", "sharded"] },
+        "`auto`",
+        "how releases are published: `plain` by `PUBLISH`, `sharded` by `SPUBLISH`",
+    ),
+    OptionRow::new(
+        "replicas",
+        Values::Count { min: 0, max: u32::MAX },
+        "`0`",
+        "how many replicas must have a grant before it counts",
+    )
+    .only(REPLICATED, is_replicated),
+    OptionRow::new(
+        "fsync",
+        Values::Switch,
+        "`false`",
+        "whether a grant must be on disk before it counts, also on replicas",
+    )
+    .only(REPLICATED, is_replicated),
+    OptionRow::time(
+        "replica_timeout",
+        (SERVER_TIME_MIN, RegistryBuilder::TIMEOUT_MAX),
+        "`1s`; at most five sixths of a `timeout` that is set",
+        "how long replicas and disks may take; less than `timeout`",
+    )
+    .only(REPLICATED, is_replicated),
+    OptionRow::time(
+        "restart_guard",
+        (Duration::ZERO, TIME_MAX),
+        "`0s`",
+        "how long a master has no vote after its start; `0s`, or at least the `lease`",
+    )
+    .only("redis+quorum stores", is_quorum),
+    OptionRow::new(
+        "db",
+        Values::Count { min: 0, max: u32::MAX },
+        "`0`",
+        "the number of the database",
+    )
+    .only("redis+unix stores", |scheme| scheme.ends_with("+unix")),
+    OptionRow::new(
+        "sentinel_password",
+        Values::Secret { shown: &[], form: "a text" },
+        "none",
+        "the password for the sentinels",
+    )
+    .only("redis+sentinel stores", is_sentinel),
+    OptionRow::new(
+        "sentinel_user",
+        Values::Secret { shown: &[], form: "a text" },
+        "none",
+        "the user for the sentinels; requires `sentinel_password`",
+    )
+    .only("redis+sentinel stores", is_sentinel),
+    PemFiles::CA.only(ENCRYPTED, is_encrypted),
+    PemFiles::CERT.only(ENCRYPTED, is_encrypted),
+    PemFiles::KEY.only(ENCRYPTED, is_encrypted),
+];
+
+const REPLICATED: &str = "redis stores without `+quorum`";
+const ENCRYPTED: &str = "encrypted redis stores (`rediss://`)";
+
+fn is_quorum(scheme: &str) -> bool {
+    scheme.ends_with("+quorum")
+}
+
+fn is_replicated(scheme: &str) -> bool {
+    !is_quorum(scheme)
+}
+
+fn is_sentinel(scheme: &str) -> bool {
+    scheme.ends_with("+sentinel")
+}
+
+fn is_encrypted(scheme: &str) -> bool {
+    scheme.starts_with("rediss")
 }
 
 /// How the servers are organized.
@@ -64,7 +175,8 @@ impl fmt::Display for ServerAddress {
 #[derive(Clone, Default)]
 pub(crate) struct ConnectionSettings {
     login: Option<RedisLogin>,
-    sentinel_login: Option<RedisLogin>,
+    sentinel_user: Option<Secret>,
+    sentinel_password: Option<Secret>,
     database: u32,
     encrypted: bool,
     #[cfg(feature = "tls")]
@@ -92,7 +204,11 @@ impl ConnectionSettings {
         &self,
         address: &ServerAddress,
     ) -> redis::RedisResult<redis::Client> {
-        self.client(address, self.sentinel_login.as_ref(), 0, ProtocolVersion::RESP2)
+        let login = self.sentinel_password.as_ref().map(|password| RedisLogin {
+            user: self.sentinel_user.as_ref().map(|user| user.expose().to_owned()),
+            password: password.expose().to_owned(),
+        });
+        self.client(address, login.as_ref(), 0, ProtocolVersion::RESP2)
     }
 
     fn client(
@@ -262,7 +378,7 @@ impl RedisConfig {
     /// `tls`).
     ///
     /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`
-    /// - `redis+unix:///PATH[?db=DATABASE&user=USER&pass=PASSWORD]`
+    /// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`
     /// - `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],HOST[:PORT]…/SERVICE[/DATABASE]`
     /// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`
     /// - `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]`
@@ -273,74 +389,87 @@ impl RedisConfig {
     /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
     /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(invalid_url("the URL cannot be used"));
-        };
-        let (plain, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
-        if kind == "unix" {
-            return Self::from_single_server_url(url);
-        }
-        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let (login, hosts) = match authority.rsplit_once('@') {
-            Some((login, hosts)) => (format!("{login}@"), hosts),
-            None => (String::new(), authority),
-        };
-        let (service, path) = match kind {
-            "sentinel" => path.split_once('/').unwrap_or((path, "")),
-            _ => ("", path),
-        };
-        let mut config: Option<Self> = None;
-        let mut all = Vec::new();
-        for host in hosts.split(',') {
-            let port = if kind == "sentinel" && !has_port(host) { ":26379" } else { "" };
-            let one =
-                Self::from_single_server_url(&format!("{plain}://{login}{host}{port}/{path}"))?;
-            let ServerAddresses::Single(address) = &one.servers else { continue };
-            all.push(address.clone());
-            config.get_or_insert(one);
-        }
-        let Some(mut config) = config else { return Err(invalid_url("the URL names no server")) };
-        config.servers = match kind {
-            "" if all.len() == 1 => return Ok(config),
-            "" => {
-                return Err(invalid_url(
-                    "the URL names several servers; use redis+sentinel, redis+cluster or redis+quorum",
-                ));
-            }
-            "sentinel" => ServerAddresses::Sentinel { sentinels: all, service: service.to_owned() },
-            "cluster" => ServerAddresses::Cluster(all),
-            "quorum" => ServerAddresses::Quorum(all),
-            _ => return Err(invalid_url("the URL's scheme is not a Redis scheme")),
-        };
-        Ok(config)
+        config::from_url(url, &["db"], Self::parse)
     }
 
-    fn from_single_server_url(url: &str) -> Result<Self, BackendError> {
-        let info = url.into_connection_info().map_err(|error| to_backend_error(&error))?;
-        let (address, encrypted) = match info.addr() {
-            ConnectionAddr::TcpTls { insecure: true, .. } => {
-                return Err(invalid_url(
-                    "#insecure disables the verification of certificates; remove it",
-                ));
-            }
-            ConnectionAddr::Tcp(host, port) => {
-                (ServerAddress::Tcp { host: host.clone(), port: *port }, false)
-            }
-            ConnectionAddr::TcpTls { host, port, .. } => {
-                (ServerAddress::Tcp { host: host.clone(), port: *port }, true)
-            }
-            ConnectionAddr::Unix(path) => (ServerAddress::Unix(path.clone()), false),
-            _ => return Err(invalid_url("the URL cannot be used")),
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        let (plain, topology) = url.scheme.split_once('+').unwrap_or((&url.scheme, ""));
+        let syntax = match topology {
+            "" => "HOST:PORT",
+            "unix" => "/PATH",
+            "sentinel" => "HOST:PORT,HOST:PORT/SERVICE",
+            "cluster" => "HOST:PORT,HOST:PORT",
+            "quorum" => "HOST:PORT,HOST:PORT,HOST:PORT",
+            _ => return Err(url.invalid("has no scheme of Redis")),
         };
-        let settings = info.redis_settings();
-        let mut config = Self::with_servers(ServerAddresses::Single(address));
-        config.connection.login = settings.password().map(|password| RedisLogin {
-            user: settings.username().map(str::to_owned),
-            password: password.to_owned(),
-        });
-        config.connection.database = u32::try_from(settings.db())
-            .map_err(|_| invalid_url("the number of the database is out of range"))?;
-        if encrypted {
+        if !matches!(plain, "redis" | "rediss") {
+            return Err(url.invalid("has no scheme of Redis"));
+        }
+        let syntax = format!("write `{}://{syntax}`", url.scheme);
+        let (login, hosts) = url.login_and_hosts(&syntax)?;
+        let (servers, database) = match topology {
+            "" if hosts.contains(',') => {
+                return Err(url.invalid(&format!(
+                    "contains several servers; write one, or use `{plain}+sentinel:`, `{plain}+cluster:` or `{plain}+quorum:`"
+                )));
+            }
+            "" => {
+                let (host, port) = url.host(hosts, PORT)?;
+                (ServerAddresses::Single(ServerAddress::Tcp { host, port }), url.path)
+            }
+            "unix" if !hosts.is_empty() => {
+                return Err(url.invalid(&format!(
+                    "contains a host after `//`, which a socket does not have; {syntax}"
+                )));
+            }
+            "unix" => {
+                let path = url.file_path(url.path, &syntax)?;
+                (ServerAddresses::Single(ServerAddress::Unix(path)), "")
+            }
+            "sentinel" => {
+                let sentinels = addresses(url.hosts(hosts, SENTINEL_PORT, &syntax)?);
+                let path = url.path.strip_prefix('/').unwrap_or_default();
+                let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
+                let service = url.text(service, "a service")?;
+                if service.is_empty() {
+                    return Err(url.invalid(&format!(
+                        "contains no service name for the sentinels; {syntax}"
+                    )));
+                }
+                (ServerAddresses::Sentinel { sentinels, service }, number)
+            }
+            "cluster" => {
+                (ServerAddresses::Cluster(addresses(url.hosts(hosts, PORT, &syntax)?)), url.path)
+            }
+            _ => {
+                let masters = url.hosts(hosts, PORT, &syntax)?;
+                if masters.len() < QUORUM_MIN {
+                    return Err(url.invalid(&format!(
+                        "contains fewer than {QUORUM_MIN} servers, which tolerate no failure; {syntax}"
+                    )));
+                }
+                (ServerAddresses::Quorum(addresses(masters)), url.path)
+            }
+        };
+        let mut config = Self::with_servers(servers);
+        config.connection.database = parse_database(database, url)?;
+        if topology == "cluster" && config.connection.database != 0 {
+            return Err(url.invalid(
+                "contains a database number; a cluster has only number 0, so leave it out",
+            ));
+        }
+        if let Some(login) = login {
+            // Without a password, the client would not send the user.
+            let (user, Some(password)) = (login.user, login.password) else {
+                return Err(incomplete_login(url));
+            };
+            if user.expose().is_empty() && password.expose().is_empty() {
+                return Err(incomplete_login(url));
+            }
+            let user = Some(user.expose()).filter(|user| !user.is_empty());
+            config = config.with_login(user, password.expose());
+        }
+        if plain == "rediss" {
             config.encrypt();
         }
         Ok(config)
@@ -356,8 +485,13 @@ impl RedisConfig {
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             token_memory: Duration::from_secs(24 * 60 * 60),
-            durability: Durability { replicas: 0, fsync: false, limit: Duration::from_secs(1) },
+            durability: Durability { replicas: 0, fsync: false, limit: REPLICA_TIMEOUT },
             restart_guard: Duration::ZERO,
+            pem_files: PemFiles::default(),
+            lease: None,
+            timeout: None,
+            replica_timeout: None,
+            restart_guard_option: None,
         }
     }
 
@@ -417,8 +551,8 @@ impl RedisConfig {
     /// Sets the password for the sentinels. By default, no login is sent to them.
     #[must_use]
     pub fn with_sentinel_login(mut self, user: Option<&str>, password: &str) -> Self {
-        let user = user.map(str::to_owned);
-        self.connection.sentinel_login = Some(RedisLogin { user, password: password.to_owned() });
+        self.connection.sentinel_user = user.map(Secret::new);
+        self.connection.sentinel_password = Some(Secret::new(password));
         self
     }
 
@@ -529,92 +663,250 @@ impl RedisConfig {
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        let invalid = |message: String| Err(misconfigured(format!("redis: {message}")));
-        let min = usize::from(self.layout != Layout::Redisson);
-        if !(min..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
-            return invalid(format!(
-                "the namespace has {} bytes; {min} to {NAMESPACE_BYTES_MAX} are allowed",
-                self.namespace().len()
-            ));
-        }
-        for (option, value) in [
-            ("connect_timeout", self.connect_timeout),
-            ("response_timeout", self.response_timeout),
-            ("token_memory", self.token_memory),
-            ("replica_timeout", self.durability.limit),
-        ] {
-            if !(Duration::from_millis(10)..=TIME_MAX).contains(&value) {
-                return invalid(format!("{option} of {value:?} is not between 10 ms and 366 days"));
-            }
-        }
-        if self.durability.is_required() && self.durability.limit >= self.response_timeout {
-            return invalid("replica_timeout must be shorter than response_timeout".to_owned());
-        }
-        if self.connection.encrypted && !cfg!(feature = "tls") {
-            return invalid("encrypted connections need the feature `tls`".to_owned());
-        }
-        #[cfg(feature = "tls")]
-        self.connection.check_certificates().or_else(|message| invalid(message.to_owned()))?;
-        self.check_servers().or_else(|message| invalid(message.to_owned()))
+        self.validate().map_err(|error| error.into_backend_error("redis"))
     }
 
-    fn check_servers(&self) -> Result<(), &'static str> {
-        if !self.restart_guard.is_zero() && !matches!(self.servers, ServerAddresses::Quorum(_)) {
-            return Err("restart_guard is for a quorum");
+    fn check_limits(&self) -> Result<(), OptionError> {
+        for (option, value) in [
+            ("connect_timeout", self.connect_timeout),
+            ("token_memory", self.token_memory),
+            ("replica_timeout", self.durability.limit),
+            ("restart_guard", self.restart_guard),
+        ] {
+            // A store that does not have the option uses its default.
+            if self.kind().option(option, self.scheme()).is_some() {
+                self.check_value(option, &format_time(value))?;
+            }
+        }
+        if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
+            return Err(OptionError::new("response_timeout", "is not between 10ms and 366days"));
+        }
+        if self.durability.is_required() && self.durability.limit >= self.response_timeout {
+            let problem = "is not shorter than response_timeout";
+            return Err(OptionError::new("replica_timeout", problem));
+        }
+        let lease = self.lease.unwrap_or(Duration::from_secs(30));
+        if let Some(guard) = self.restart_guard_option
+            && !guard.is_zero()
+            && guard < lease
+        {
+            return Err(OptionError::new(
+                "restart_guard",
+                format!(
+                    "is {}, less than the `lease` {}; a restarted master could vote while a lock that it lost is held",
+                    format_time(guard),
+                    format_time(lease)
+                ),
+            ));
+        }
+        let timeout = self.timeout.unwrap_or(Duration::from_secs(3));
+        match self.replica_timeout {
+            Some(given) if given >= timeout => Err(OptionError::new(
+                "replica_timeout",
+                format!(
+                    "is {}, not less than the `timeout` {} of the whole operation",
+                    format_time(given),
+                    format_time(timeout)
+                ),
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn check_servers(&self) -> Result<(), OptionError> {
+        let is_quorum = matches!(self.servers, ServerAddresses::Quorum(_));
+        if !self.restart_guard.is_zero() && !is_quorum {
+            return Err(OptionError::new("restart_guard", "is for a quorum"));
         }
         let all = match &self.servers {
             ServerAddresses::Single(_) => return Ok(()),
             ServerAddresses::Sentinel { service, .. } if service.is_empty() => {
-                return Err("no sentinel service is set");
+                return Err(OptionError::general("no sentinel service is set"));
             }
             ServerAddresses::Sentinel { sentinels, .. } => sentinels,
             ServerAddresses::Cluster(_) if self.connection.database != 0 => {
-                return Err("a cluster has only database 0");
+                return Err(OptionError::general("a cluster has only database 0"));
             }
             ServerAddresses::Cluster(members) => members,
-            ServerAddresses::Quorum(masters) if masters.len() < 3 => {
-                return Err("a quorum requires at least three masters");
+            ServerAddresses::Quorum(masters) if masters.len() < QUORUM_MIN => {
+                return Err(OptionError::general("a quorum requires at least three masters"));
             }
             ServerAddresses::Quorum(_) if self.layout != Layout::Native => {
-                return Err("a quorum supports only the native layout");
+                return Err(OptionError::general("a quorum supports only the native layout"));
             }
             ServerAddresses::Quorum(_) if self.durability.is_required() => {
-                return Err("a quorum supports neither replicas nor fsync");
+                return Err(OptionError::general("a quorum supports neither replicas nor fsync"));
             }
             ServerAddresses::Quorum(masters) => masters,
         };
         if all.is_empty() {
-            return Err("no server is named");
+            return Err(OptionError::general("no server is named"));
         }
         let mut sorted: Vec<_> = all.iter().map(ServerAddress::to_string).collect();
         sorted.sort();
         sorted.dedup();
         if sorted.len() != all.len() {
-            return Err("a server is named twice");
+            return Err(OptionError::general("a server is named twice"));
         }
         Ok(())
     }
+
+    /// Adjusts the limits that depend on the engine's time-out.
+    fn derive_limits(&mut self) {
+        let Some(timeout) = self.timeout else { return };
+        // The connection must outlast the engine's time-out.
+        self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
+        if self.replica_timeout.is_none() {
+            // The engine ignores a grant whose wait for replicas takes longer than its time-out.
+            self.durability.limit = REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN);
+        }
+    }
+
+    #[cfg(feature = "tls")]
+    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+        let pem = self.pem_files.read("redis")?;
+        if let Some(ca) = pem.ca {
+            self = self.with_certificate_authority(ca);
+        }
+        if let Some((certificate, key)) = pem.client {
+            self = self.with_client_certificate(certificate, key);
+        }
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl BackendConfig for RedisConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
+    }
+
+    fn scheme(&self) -> &'static str {
+        match (&self.servers, self.connection.encrypted) {
+            (ServerAddresses::Single(ServerAddress::Unix(_)), _) => "redis+unix",
+            (ServerAddresses::Single(_), false) => "redis",
+            (ServerAddresses::Single(_), true) => "rediss",
+            (ServerAddresses::Sentinel { .. }, false) => "redis+sentinel",
+            (ServerAddresses::Sentinel { .. }, true) => "rediss+sentinel",
+            (ServerAddresses::Cluster(_), false) => "redis+cluster",
+            (ServerAddresses::Cluster(_), true) => "rediss+cluster",
+            (ServerAddresses::Quorum(_), false) => "redis+quorum",
+            (ServerAddresses::Quorum(_), true) => "rediss+quorum",
+        }
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "lease" => self.lease = Some(parse_time(value)?),
+            "timeout" => self.timeout = Some(parse_time(value)?),
+            "layout" => self.layout = parse_choice(value, &LAYOUTS)?,
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            "token_memory" => self.token_memory = parse_time(value)?,
+            "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
+            "replicas" => self.durability.replicas = parse_count(value)?,
+            "fsync" => self.durability.fsync = parse_switch(value)?,
+            "replica_timeout" => {
+                self.durability.limit = parse_time(value)?;
+                self.replica_timeout = Some(self.durability.limit);
+            }
+            "restart_guard" => {
+                self.restart_guard = parse_time(value)?;
+                self.restart_guard_option = Some(self.restart_guard);
+            }
+            "db" => self.connection.database = parse_count(value)?,
+            "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
+            "sentinel_password" => self.connection.sentinel_password = Some(Secret::new(value)),
+            _ if self.pem_files.assign(name, value)? => {}
+            _ => unreachable!("no row declares this option"),
+        }
+        self.derive_limits();
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        if self.namespace().is_empty() && self.layout != Layout::Redisson {
+            return Err(OptionError::new(
+                "namespace",
+                "is empty; in Redis only `layout=redisson` accepts an empty namespace",
+            ));
+        }
+        self.check_value("namespace", self.namespace())?;
+        if self.connection.sentinel_user.is_some() && self.connection.sentinel_password.is_none() {
+            let problem = "has no effect without `sentinel_password`; set both";
+            return Err(OptionError::new("sentinel_user", problem));
+        }
+        self.pem_files.validate()?;
+        self.check_limits()?;
+        if self.connection.encrypted && !cfg!(feature = "tls") {
+            return Err(OptionError::general("encrypted connections need the feature `tls`"));
+        }
+        #[cfg(feature = "tls")]
+        self.connection.check_certificates().map_err(OptionError::general)?;
+        self.check_servers()
+    }
+
+    fn hosts(&self) -> Vec<Host> {
+        let host = |address: &ServerAddress| match address {
+            ServerAddress::Tcp { host, port } => Some((host.clone(), *port)),
+            ServerAddress::Unix(_) => None,
+        };
+        match &self.servers {
+            ServerAddresses::Single(server) => host(server).into_iter().collect(),
+            ServerAddresses::Sentinel { sentinels: all, .. }
+            | ServerAddresses::Cluster(all)
+            | ServerAddresses::Quorum(all) => all.iter().filter_map(host).collect(),
+        }
+    }
+
+    fn address(&self) -> String {
+        match &self.servers {
+            ServerAddresses::Single(server) => server.to_string(),
+            _ => self.hosts().iter().map(display_host).collect::<Vec<_>>().join(","),
+        }
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        Ok(Arc::new(RedisBackend::open(config).await?))
+    }
+}
+
+const LAYOUTS: [(&str, Layout); 3] =
+    [("native", Layout::Native), ("spring", Layout::Spring), ("redisson", Layout::Redisson)];
+
+const PUBLISH_COMMANDS: [(&str, Publish); 3] =
+    [("auto", Publish::Auto), ("plain", Publish::Plain), ("sharded", Publish::Sharded)];
+
+fn parse_database(path: &str, url: &UrlParts<'_>) -> Result<u32, BackendError> {
+    let number = path.strip_prefix('/').unwrap_or(path);
+    let plain = number.bytes().all(|byte| byte.is_ascii_digit());
+    match number.parse() {
+        Err(_) if number.is_empty() => Ok(0),
+        Ok(number) if plain => Ok(number),
+        _ => Err(url.invalid("contains a path that is not a database number, such as `/0`")),
+    }
+}
+
+fn incomplete_login(url: &UrlParts<'_>) -> BackendError {
+    url.invalid(
+        "contains an incomplete login; write `USER:PASSWORD@`, or `:PASSWORD@` without a user",
+    )
 }
 
 fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
     all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
 
-/// Returns whether `host` ends with a port. The colons of an IPv6 address are inside brackets.
-fn has_port(host: &str) -> bool {
-    host.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'))
-}
-
-fn invalid_url(message: &str) -> BackendError {
-    misconfigured(format!("redis: {message}"))
-}
-
-fn misconfigured(message: String) -> BackendError {
-    BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
-}
-
-const NAMESPACE_BYTES_MAX: usize = 255;
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+/// Redis's default port.
+const PORT: u16 = 6_379;
+/// Default port of sentinels.
+const SENTINEL_PORT: u16 = 26_379;
+/// With fewer masters, a quorum tolerates no failure.
+const QUORUM_MIN: usize = 3;
+const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Installs a cryptography provider, unless the program has chosen one. The client library panics
 /// if it finds none, or several to choose from.
@@ -646,6 +938,8 @@ impl fmt::Debug for RedisConfig {
 
 #[cfg(test)]
 mod tests {
+    use registry_core::BackendErrorKind;
+
     use super::*;
 
     #[test]
@@ -670,7 +964,10 @@ mod tests {
                 "redis+sentinel://worker:hunter2@a:6380,[::1]:6379/x/1",
             ),
             (RedisConfig::cluster(hosts()), "redis+cluster://worker:hunter2@a:6380,[::1]"),
-            (RedisConfig::quorum(hosts()), "redis+quorum://worker:hunter2@a:6380,[::1]"),
+            (
+                RedisConfig::quorum(hosts().into_iter().chain([("b".to_owned(), 6379)])),
+                "redis+quorum://worker:hunter2@a:6380,[::1],b",
+            ),
         ] {
             let parts = parts.with_login(Some("worker"), "hunter2");
             let url = RedisConfig::from_url(url).unwrap();
@@ -682,6 +979,183 @@ mod tests {
         }
         let url = RedisConfig::from_url("redis+sentinel://a,b:1/x").unwrap();
         assert!(format!("{url:?}").contains("26379"), "{url:?}");
+    }
+
+    fn parsed(url: &str) -> RedisConfig {
+        RedisConfig::from_url(url).unwrap_or_else(|error| panic!("{url}: {error}"))
+    }
+
+    fn tcp(host: &str, port: u16) -> ServerAddress {
+        ServerAddress::Tcp { host: host.to_owned(), port }
+    }
+
+    #[test]
+    fn a_url_contains_host_port_and_database() {
+        let one = |host, port, database| (ServerAddresses::Single(tcp(host, port)), database);
+        for (url, server) in [
+            ("redis://db", one("db", 6_379, 0)),
+            ("REDIS://db.example.com:6380/", one("db.example.com", 6_380, 0)),
+            ("redis://10.1.2.3/15", one("10.1.2.3", 6_379, 15)),
+            ("redis://[::1]", one("::1", 6_379, 0)),
+            ("redis://[2001:db8::1]:7000/2", one("2001:db8::1", 7_000, 2)),
+        ] {
+            let config = parsed(url);
+            assert_eq!((config.servers, config.connection.database), server, "{url}");
+        }
+    }
+
+    #[test]
+    fn the_scheme_selects_the_topology_of_several_servers() {
+        let hosts = |all: &[(&str, u16)]| {
+            all.iter().map(|(host, port)| tcp(host, *port)).collect::<Vec<_>>()
+        };
+        let sentinels_of = |service: &str, sentinels| ServerAddresses::Sentinel {
+            sentinels: hosts(sentinels),
+            service: service.to_owned(),
+        };
+        let socket = |path: &str| ServerAddresses::Single(ServerAddress::Unix(path.into()));
+        for (url, servers, database) in [
+            ("redis+sentinel://s/main", sentinels_of("main", &[("s", 26_379)]), 0),
+            (
+                "redis+sentinel://a,b:1,[::1],[::1]:2/my%2Fmain/7",
+                sentinels_of("my/main", &[("a", 26_379), ("b", 1), ("::1", 26_379), ("::1", 2)]),
+                7,
+            ),
+            ("redis+cluster://a", ServerAddresses::Cluster(hosts(&[("a", 6_379)])), 0),
+            (
+                "redis+cluster://a:1,b/",
+                ServerAddresses::Cluster(hosts(&[("a", 1), ("b", 6_379)])),
+                0,
+            ),
+            ("redis+cluster://a/0", ServerAddresses::Cluster(hosts(&[("a", 6_379)])), 0),
+            (
+                "redis+quorum://h:1,h:2,g/3",
+                ServerAddresses::Quorum(hosts(&[("h", 1), ("h", 2), ("g", 6_379)])),
+                3,
+            ),
+            ("redis+unix:///run/a%20b.sock", socket("/run/a b.sock"), 0),
+            ("redis+unix:///redis.sock?db=3", socket("/redis.sock"), 3),
+        ] {
+            let config = parsed(url);
+            assert_eq!((config.servers, config.connection.database), (servers, database), "{url}");
+        }
+    }
+
+    #[test]
+    fn user_and_password_are_decoded_and_redacted() {
+        for (url, user, password) in [
+            ("redis://:secret@db", None, "secret"),
+            ("redis://worker:secret@db", Some("worker"), "secret"),
+            ("redis://w%40rk:p%2Fa%3As%25%20%C3%BC%0A@db", Some("w@rk"), "p/a:s% ü\n"),
+            ("redis://worker:a:b@db:1", Some("worker"), "a:b"),
+            ("redis://worker:@db", Some("worker"), ""),
+            ("redis+sentinel://worker:secret@a,b/main", Some("worker"), "secret"),
+            ("redis+cluster://:secret@a,b", None, "secret"),
+            ("redis+quorum://worker:secret@a,b,c/1", Some("worker"), "secret"),
+            ("redis+unix://worker:secret@/run/redis.sock", Some("worker"), "secret"),
+        ] {
+            let config = parsed(url);
+            let login = config.connection.login.clone().unwrap();
+            assert_eq!((login.user.as_deref(), &*login.password), (user, password), "{url}");
+            let output = format!("{config:?}{config:#?}");
+            assert!(password.is_empty() || !output.contains(password), "{output}");
+            assert!(user.is_none_or(|user| !output.contains(user)), "{output}");
+        }
+    }
+
+    #[test]
+    fn the_scheme_rediss_encrypts() {
+        for kind in ["://a/1", "+sentinel://a,b/main", "+cluster://a,b", "+quorum://a,b,c/1"] {
+            let encrypted = parsed(&format!("rediss{kind}"));
+            let plain = parsed(&format!("redis{kind}"));
+            assert!(encrypted.connection.encrypted && !plain.connection.encrypted, "{kind}");
+            assert_eq!(encrypted.servers, plain.servers);
+            assert_eq!(encrypted.connection.database, plain.connection.database);
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_url_without_a_server_contains_a_hint() {
+        for (url, hint) in [
+            ("redis:", "redis://HOST"),
+            ("redis:db", "redis://HOST"),
+            ("redis://", "no valid host"),
+            ("redis:///0", "no valid host"),
+            ("redis://:secret@", "no valid host"),
+            ("redis://db:", "port"),
+            ("redis://db:0", "port"),
+            ("redis://db:65536", "port"),
+            ("redis://db:+1", "port"),
+            ("redis://dä", "no valid host"),
+            ("redis://::1", "no valid host"),
+            ("redis://a,b", "several servers"),
+            ("redis://a,b", "`redis+sentinel:`"),
+            ("redis://db/x", "not a database number"),
+            ("redis://db/-1", "not a database number"),
+            ("redis://db/+1", "not a database number"),
+            ("redis://db/0/0", "not a database number"),
+            ("redis://db/99999999999", "not a database number"),
+            ("redis://worker@db", "incomplete login"),
+            ("redis://@db", "incomplete login"),
+            ("redis://:@db", "incomplete login"),
+            ("redis://worker:x@y@db", "`%40`"),
+            ("redis://worker:1/2@db", "`%40`"),
+            ("redis://worker:1?label=x@db", "`%40`"),
+            ("redis://worker:1/x:y", "not a database number"),
+            ("redis://worker:100%@db", "`%25`"),
+            ("redis://worker:%ff@db", "UTF-8"),
+            ("redis://db#insecure", "`%23`"),
+        ] {
+            let error = RedisConfig::from_url(url).unwrap_err().to_string();
+            assert!(error.contains(hint), "{url}: {error}");
+        }
+    }
+
+    #[test]
+    fn an_error_about_an_invalid_topology_contains_a_hint() {
+        const SENTINELS: &str = "write `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`";
+        const CLUSTER: &str = "write `redis+cluster://HOST:PORT,HOST:PORT`";
+        const QUORUM: &str = "write `redis+quorum://HOST:PORT,HOST:PORT,HOST:PORT`";
+        const SOCKET: &str = "write `redis+unix:///PATH`";
+        for (url, problem, hint) in [
+            ("redis+sentinel:main", "contains no server", SENTINELS),
+            ("redis+sentinel:///main", "contains no server", SENTINELS),
+            ("redis+sentinel://a,b", "no service name", SENTINELS),
+            ("redis+sentinel://a,b/", "no service name", SENTINELS),
+            ("redis+sentinel://a,b//1", "no service name", SENTINELS),
+            ("redis+sentinel://a,b/main/x", "not a database number", "`/0`"),
+            ("redis+sentinel://a,b/main/1/2", "not a database number", "`/0`"),
+            ("redis+sentinel://a,b/main//1", "not a database number", "`/0`"),
+            ("redis+sentinel://a,b/%ff", "a service", "not UTF-8"),
+            ("redis+sentinel://a,,b/main", "invalid server in its list", SENTINELS),
+            ("redis+sentinel://a,b:0/main", "port from 1 to 65535", SENTINELS),
+            ("redis+sentinel://a,b,A:26379/main", "twice", "default port is 26379"),
+            ("redis+sentinel://worker@a/main", "incomplete login", "`:PASSWORD@`"),
+            ("redis+cluster:", "contains no server", CLUSTER),
+            ("redis+cluster://", "contains no server", CLUSTER),
+            ("redis+cluster://a,", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,b c", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,::1", "invalid server in its list", CLUSTER),
+            ("redis+cluster://a,b/1", "number 0", "leave it out"),
+            ("redis+cluster://a,b/main", "not a database number", "`/0`"),
+            ("redis+cluster://[::1],[::1]:6379", "twice", "each server once"),
+            ("redis+quorum://", "contains no server", QUORUM),
+            ("redis+quorum://a,b", "fewer than 3", QUORUM),
+            ("redis+quorum://a,b/1", "fewer than 3", QUORUM),
+            ("redis+quorum://a,b,a:6379", "twice", "default port is 6379"),
+            ("redis+quorum://a,b,c/main", "not a database number", "`/0`"),
+            ("redis+quorum://a:1,b:2/3@c:4", "`@`", "`%40`"),
+            ("redis+unix:/run/redis.sock", "contains no server", SOCKET),
+            ("redis+unix://", "no path", SOCKET),
+            ("redis+unix:///", "ends in `/`", "not of its directory"),
+            ("redis+unix:///run/", "ends in `/`", "not of its directory"),
+            ("redis+unix://run/redis.sock", "contains a host", SOCKET),
+            ("redis+unix:///run/a@b.sock", "`@`", "path and options write `%40`"),
+            ("redis+unix:///run/%00", "NUL", "invalid in a file name"),
+        ] {
+            let error = RedisConfig::from_url(url).unwrap_err().to_string();
+            assert!(error.contains(problem) && error.contains(hint), "{url}: {error}");
+        }
     }
 
     #[test]
@@ -712,7 +1186,7 @@ mod tests {
         let plain = RedisConfig::from_url(&server.url()).unwrap();
         let encrypted = RedisConfig::from_url(&server.url().replace("redis:", "rediss:")).unwrap();
         for config in [plain.with_tls(), encrypted] {
-            let error = crate::RedisBackend::open(config).await.unwrap_err();
+            let error = RedisBackend::open(config).await.unwrap_err();
             assert!(error.refused(), "{error:?}");
         }
     }

@@ -2,18 +2,25 @@
 //! `ZkBackend::open` connects.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendError, BackendErrorKind};
+use async_trait::async_trait;
+use registry_core::config::{
+    self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, StoreKind, UrlParts,
+    Values, display_host, format_time, parse_choice, parse_count, parse_time,
+};
+use registry_core::{BackendError, BackendErrorKind, LockBackend};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
+use crate::ZkBackend;
 use crate::path::{Paths, is_valid_path};
 
 /// Configuration of a [`ZkBackend`](crate::ZkBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct ZkConfig {
-    hosts: Vec<(String, u16)>,
+    hosts: Vec<Host>,
     pub(crate) chroot: Option<String>,
     root: Option<String>,
     pub(crate) namespace: Option<String>,
@@ -25,8 +32,74 @@ pub struct ZkConfig {
     pub(crate) request_timeout: Duration,
     auth: Vec<Auth>,
     pub(crate) acl: Acl,
+    encrypted: bool,
+    pem_files: PemFiles,
+    /// The engine's lease, and settings that it or other options replace, as set by options.
+    lease: Option<Duration>,
+    session: Option<Duration>,
+    auth_option: Option<Auth>,
     #[cfg(feature = "tls")]
     tls: Option<zookeeper_client::TlsOptions>,
+}
+
+/// ZooKeeper.
+pub static STORE: StoreKind = StoreKind::new("zookeeper", &[OPTIONS], |url| {
+    ZkConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
+});
+
+/// The options, in the order of the tables in the book. `ZkConfig::assign` sets their fields.
+const OPTIONS: &[OptionRow] = &[
+    OptionRow::namespace("`default`; with `layout=curator` none"),
+    OptionRow::LEASE.with_default("half of the granted session, at most `30s`"),
+    OptionRow::POLL.with_default("`2s`"),
+    OptionRow::TIMEOUT,
+    OptionRow::layout(&["native", "curator"]),
+    OptionRow::CONNECT_TIMEOUT.with_default("`5s`; `2s` for repeating"),
+    OptionRow::time(
+        "session",
+        (ZkConfig::SESSION_TIMEOUT_MIN, ZkConfig::SESSION_TIMEOUT_MAX),
+        "twice the `lease`, or `30s`",
+        "how long the servers keep the session after the last message of this process; they may grant less",
+    ),
+    OptionRow::new(
+        "sessions",
+        Values::Count { min: 1, max: ZkConfig::SESSIONS_MAX },
+        "`8`",
+        "the maximum number of sessions, each with its own connection",
+    ),
+    OptionRow::new(
+        "root",
+        Values::Text { bytes_max: usize::MAX },
+        "`/lock-registry`; with `layout=curator` `/SpringIntegration-LockRegistry`",
+        "the parent node of all keys, below the chroot",
+    ),
+    OptionRow::new(
+        "naming",
+        Values::Choice { what: "node naming", names: &["curator", "kazoo"] },
+        "`curator`",
+        "the names of lock nodes",
+    ),
+    OptionRow::new(
+        "acl",
+        Values::Secret { shown: &["open", "creator"], form: "a list of SCHEME:ID:RIGHTS" },
+        "`open`",
+        "the access rights of created nodes",
+    ),
+    OptionRow::new(
+        "auth",
+        Values::Secret { shown: &[], form: "SCHEME:CREDENTIALS" },
+        "none",
+        "a login, for schemes other than user and password in the URL",
+    ),
+    PemFiles::CA.with_default("none; required").only(ENCRYPTED, is_encrypted),
+    PemFiles::CERT.only(ENCRYPTED, is_encrypted),
+    PemFiles::KEY.only(ENCRYPTED, is_encrypted),
+];
+
+const ENCRYPTED: &str = "encrypted zk stores (`zks://`)";
+
+fn is_encrypted(scheme: &str) -> bool {
+    scheme == "zks"
 }
 
 /// Placement of the lock nodes. Programs share locks only if their layouts agree.
@@ -126,9 +199,45 @@ impl ZkConfig {
         })
     }
 
+    /// Parses a URL: `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, or `zks://…` for
+    /// encrypted connections (feature `tls`).
+    ///
+    /// # Errors
+    /// [`BackendError`] for a URL that cannot be parsed. The message does not repeat the URL, which
+    /// may contain a password.
+    pub fn from_url(url: &str) -> Result<Self, BackendError> {
+        config::from_url(url, &[], Self::parse)
+    }
+
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        if !matches!(&*url.scheme, "zk" | "zks") {
+            return Err(url.invalid("has no scheme of ZooKeeper; use `zk` or `zks`"));
+        }
+        let syntax = format!("write `{}://HOST:PORT,HOST:PORT/CHROOT`", url.scheme);
+        let (login, hosts) = url.login_and_hosts(&syntax)?;
+        let chroot = url.text(url.path, "a chroot")?;
+        let mut config = Self::of_hosts(url.hosts(hosts, PORT, &syntax)?);
+        config.encrypted = is_encrypted(&url.scheme);
+        if !matches!(&*chroot, "" | "/") {
+            if chroot.ends_with('/') || chroot.contains("//") {
+                return Err(url.invalid(
+                    "contains a chroot that ends in `/` or contains `//`; write the path of a node, such as `/app`",
+                ));
+            }
+            config = config.with_chroot(chroot);
+        }
+        let Some(login) = login else { return Ok(config) };
+        match login.password {
+            Some(password) if !login.user.expose().is_empty() => {
+                Ok(config.with_login(login.user.expose(), password.expose()))
+            }
+            _ => Err(url.invalid("contains an incomplete login; write `USER:PASSWORD@`")),
+        }
+    }
+
     /// Returns a configuration for these servers. A host is a name, or an address without brackets.
     #[must_use]
-    pub fn of_hosts(hosts: Vec<(String, u16)>) -> Self {
+    pub fn of_hosts(hosts: Vec<Host>) -> Self {
         Self {
             hosts,
             chroot: None,
@@ -142,6 +251,11 @@ impl ZkConfig {
             request_timeout: Self::REQUEST_TIMEOUT,
             auth: Vec::new(),
             acl: Acl::default(),
+            encrypted: false,
+            pem_files: PemFiles::default(),
+            lease: None,
+            session: None,
+            auth_option: None,
             #[cfg(feature = "tls")]
             tls: None,
         }
@@ -291,14 +405,14 @@ impl ZkConfig {
     }
 
     pub(crate) fn has_login(&self) -> bool {
-        !self.auth.is_empty()
+        !self.auth.is_empty() || self.auth_option.is_some()
     }
 
     pub(crate) fn is_encrypted(&self) -> bool {
         #[cfg(feature = "tls")]
-        return self.tls.is_some();
+        return self.encrypted || self.tls.is_some();
         #[cfg(not(feature = "tls"))]
-        false
+        self.encrypted
     }
 
     /// Validates the configuration without I/O. `ZkBackend::open` calls this first.
@@ -306,72 +420,83 @@ impl ZkConfig {
     /// # Errors
     /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        let is_host = |(name, port): &(String, u16)| {
-            *port != 0 && !name.is_empty() && !name.contains([',', '/', ' '])
-        };
-        if self.hosts.is_empty() || !self.hosts.iter().all(is_host) {
-            return Err(misconfigured(
-                "the list of servers is empty, or a server has no valid name or port",
-            ));
-        }
-        #[cfg(feature = "tls")]
-        if self.is_encrypted() {
-            // The client library panics at a name that cannot be in a certificate.
-            let is_name = |(name, _): &(String, u16)| {
-                rustls::pki_types::ServerName::try_from(name.as_str()).is_ok()
-            };
-            if !self.hosts.iter().all(is_name) {
-                return Err(misconfigured("a server name cannot occur in a certificate"));
-            }
-            // The client library uses the process's default provider, and panics if several are
-            // compiled in and none is installed.
-            if rustls::crypto::CryptoProvider::get_default().is_none() {
-                // Another thread may install a provider first; that one is used then.
-                let _ = rustls::crypto::ring::default_provider().install_default();
-            }
-        }
+        self.validate().map_err(|error| misconfigured(error.to_string()))
+    }
+
+    /// Checks the paths of the nodes.
+    fn check_paths(&self) -> Result<(), OptionError> {
         if self.chroot.as_deref().is_some_and(|chroot| !is_valid_path(chroot)) {
-            return Err(misconfigured("the chroot is not a valid path; an example is `/app`"));
+            let problem = "the chroot is not a valid path; an example is `/app`";
+            return Err(OptionError::general(problem));
         }
         // In the native layout the root node itself would hold all keys.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
         if !is_valid_path(self.root()) && !is_root_allowed {
-            return Err(misconfigured("the root is not a valid path; an example is `/locks`"));
+            return Err(OptionError::new("root", "is not a valid path; an example is `/locks`"));
         }
         if self.namespace.as_deref() == Some("") {
-            return Err(misconfigured("the namespace is empty"));
+            let problem = "is empty; leave it out for the default";
+            return Err(OptionError::new("namespace", problem));
         }
         if Paths::new(self).is_reserved() {
-            return Err(misconfigured(
+            return Err(OptionError::general(
                 "keys would be below `/zookeeper`, which is reserved for the servers",
             ));
         }
-        let timeouts = Self::SESSION_TIMEOUT_MIN..=Self::SESSION_TIMEOUT_MAX;
-        if !timeouts.contains(&self.session_timeout) {
-            return Err(misconfigured("the session time-out is not between 400 ms and 24 h"));
-        }
-        if !(1..=Self::SESSIONS_MAX).contains(&self.sessions_max) {
-            return Err(misconfigured("the limit of sessions is not between 1 and 32"));
-        }
-        if self.connect_timeout.is_zero() || self.request_timeout.is_zero() {
-            return Err(misconfigured(
-                "the connect time-out and the request time-out must not be zero",
-            ));
+        Ok(())
+    }
+
+    fn check_rights(&self) -> Result<(), OptionError> {
+        if let Some(auth) = &self.auth_option
+            && auth.scheme.is_empty()
+        {
+            let problem = "has not the form SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`";
+            return Err(OptionError::new("auth", problem));
         }
         if self.acl == Acl::Creator && !self.has_login() {
-            return Err(misconfigured(
-                "the ACL `creator` requires a login, which identifies the creator",
-            ));
+            let problem = "is `creator`, which requires a login that identifies the creator";
+            return Err(OptionError::new("acl", problem));
         }
         if let Acl::List(list) = &self.acl {
             let required = [Permission::READ, Permission::CREATE, Permission::DELETE];
             if !required.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
-                return Err(misconfigured(
-                    "the ACL must grant `r`, `c` and `d`; without them, locks cannot be acquired and released",
+                return Err(OptionError::new(
+                    "acl",
+                    "must grant `r`, `c` and `d`; without them, locks cannot be acquired and released",
                 ));
             }
         }
         Ok(())
+    }
+
+    #[cfg(feature = "tls")]
+    fn check_names_in_certificates(&self) -> Result<(), OptionError> {
+        // The client library panics at a name that cannot be in a certificate.
+        let is_name =
+            |(name, _): &Host| rustls::pki_types::ServerName::try_from(name.as_str()).is_ok();
+        if !self.hosts.iter().all(is_name) {
+            return Err(OptionError::general("a server name cannot occur in a certificate"));
+        }
+        // The client library uses the process's default provider, and panics if several are
+        // compiled in and none is installed.
+        if rustls::crypto::CryptoProvider::get_default().is_none() {
+            // Another thread may install a provider first; that one is used then.
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
+        Ok(())
+    }
+
+    #[cfg(feature = "tls")]
+    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+        let pem = self.pem_files.read("zookeeper")?;
+        let text = |pem: Vec<u8>| String::from_utf8_lossy(&pem).into_owned();
+        if let Some(ca) = pem.ca {
+            self = self.with_certificate_authority(&text(ca))?;
+        }
+        if let Some((certificate, key)) = pem.client {
+            self = self.with_client_certificate(&text(certificate), &text(key))?;
+        }
+        Ok(self)
     }
 
     pub(crate) fn has_several_servers(&self) -> bool {
@@ -380,10 +505,7 @@ impl ZkConfig {
 
     /// Returns the servers in the client library's format.
     pub(crate) fn servers(&self) -> String {
-        let hosts = self.hosts.iter().map(|(name, port)| {
-            if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
-        });
-        hosts.collect::<Vec<_>>().join(",")
+        self.hosts.iter().map(display_host).collect::<Vec<_>>().join(",")
     }
 
     /// Returns the client library's connector for a session of this time-out.
@@ -391,9 +513,10 @@ impl ZkConfig {
         let connector = zookeeper_client::Client::connector()
             .with_session_timeout(session_timeout)
             .with_connection_timeout(connection_timeout(session_timeout, self.request_timeout));
-        let connector = self.auth.iter().fold(connector, |connector, auth| {
-            connector.with_auth(&auth.scheme, &auth.credentials)
-        });
+        let connector =
+            self.auth.iter().chain(&self.auth_option).fold(connector, |connector, auth| {
+                connector.with_auth(&auth.scheme, &auth.credentials)
+            });
         #[cfg(feature = "tls")]
         if let Some(tls) = &self.tls {
             return connector.with_tls(tls.clone());
@@ -411,6 +534,139 @@ impl ZkConfig {
     }
 }
 
+#[async_trait]
+impl BackendConfig for ZkConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
+    }
+
+    fn scheme(&self) -> &'static str {
+        if self.is_encrypted() { "zks" } else { "zk" }
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "lease" => self.lease = Some(parse_time(value)?),
+            "poll" => {}
+            // The engine ignores a response that arrives after its time-out.
+            "timeout" => self.request_timeout = parse_time(value)? * 5 / 6,
+            "layout" => {
+                let layouts = [("native", Layout::Native), ("curator", Layout::Curator)];
+                self.layout = parse_choice(value, &layouts)?;
+            }
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            "session" => self.session = Some(parse_time(value)?),
+            "sessions" => self.sessions_max = parse_count(value)?,
+            "root" => self.root = Some(value.to_owned()),
+            "naming" => {
+                let namings = [("curator", Naming::Curator), ("kazoo", Naming::Kazoo)];
+                self.naming = parse_choice(value, &namings)?;
+            }
+            "acl" => {
+                self.acl = parse_acl(value).ok_or_else(|| InvalidValue::new(INVALID_ACL))?;
+            }
+            "auth" => {
+                let (scheme, credentials) = value.split_once(':').unwrap_or_default();
+                let credentials = credentials.into();
+                self.auth_option = Some(Auth { scheme: scheme.to_owned(), credentials });
+            }
+            _ if self.pem_files.assign(name, value)? => {}
+            _ => unreachable!("no row declares this option"),
+        }
+        match (self.session, self.lease) {
+            (Some(session), _) => self.session_timeout = session,
+            (None, Some(lease)) => {
+                self.session_timeout = (lease * 2).max(Self::SESSION_TIMEOUT_MIN);
+            }
+            (None, None) => {}
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        let is_host =
+            |(name, port): &Host| *port != 0 && !name.is_empty() && !name.contains([',', '/', ' ']);
+        if self.hosts.is_empty() || !self.hosts.iter().all(is_host) {
+            return Err(OptionError::general(
+                "the list of servers is empty, or a server has no valid name or port",
+            ));
+        }
+        #[cfg(feature = "tls")]
+        if self.is_encrypted() {
+            self.check_names_in_certificates()?;
+        }
+        if self.encrypted && !self.pem_files.has_ca() {
+            return Err(OptionError::general(
+                "encrypted connections require option `ca`; set it to the file of the trusted certificate authorities",
+            ));
+        }
+        self.pem_files.validate()?;
+        self.check_paths()?;
+        if let (Some(lease), Some(session)) = (self.lease, self.session)
+            && session < lease * 2
+        {
+            return Err(OptionError::new(
+                "session",
+                format!(
+                    "is {}, less than twice the `lease` {}; set a longer session or a shorter lease",
+                    format_time(session),
+                    format_time(lease)
+                ),
+            ));
+        }
+        if let (Some(lease), None) = (self.lease, self.session)
+            && lease > Self::SESSION_TIMEOUT_MAX / 2
+        {
+            return Err(OptionError::new(
+                "lease",
+                format!(
+                    "is {}, more than the maximum {}, half of the longest session",
+                    format_time(lease),
+                    format_time(Self::SESSION_TIMEOUT_MAX / 2)
+                ),
+            ));
+        }
+        self.check_value("session", &format_time(self.session_timeout))?;
+        self.check_value("sessions", &self.sessions_max.to_string())?;
+        self.check_value("connect_timeout", &format_time(self.connect_timeout))?;
+        if self.request_timeout.is_zero() {
+            return Err(OptionError::general("the request time-out must not be zero"));
+        }
+        self.check_rights()
+    }
+
+    fn hosts(&self) -> Vec<Host> {
+        self.hosts.clone()
+    }
+
+    fn poll(&self) -> Option<Duration> {
+        // The session notifies each waiter when its predecessor ends, so polling is only a
+        // precaution.
+        Some(POLL)
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        let backend = ZkBackend::open(config).await?;
+        let lease_max = backend.session_timeout() / 2;
+        match self.lease {
+            // Returned here, because the message must name the servers' limit; the engine would
+            // name only its own.
+            Some(lease) if lease > lease_max => Err(misconfigured(format!(
+                "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
+                 `maxSessionTimeout` on the servers",
+                format_time(lease),
+                format_time(lease_max),
+                format_time(backend.session_timeout())
+            ))),
+            _ => Ok(Arc::new(backend)),
+        }
+    }
+}
+
 impl Acl {
     /// Parses `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, as
     /// ZooKeeper's own shell prints it.
@@ -418,18 +674,18 @@ impl Acl {
     /// # Errors
     /// [`BackendError`] if `text` has none of these forms.
     pub fn parse(text: &str) -> Result<Self, BackendError> {
-        match text {
-            "open" => Ok(Self::Open),
-            "creator" => Ok(Self::Creator),
-            list => {
-                let list: Option<Vec<_>> = list.split(',').map(parse_acl_entry).collect();
-                list.map(Self::List).ok_or_else(|| {
-                    misconfigured(
-                        "the ACL is not `open`, `creator`, or a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`",
-                    )
-                })
-            }
-        }
+        parse_acl(text).ok_or_else(|| misconfigured(format!("the ACL {INVALID_ACL}")))
+    }
+}
+
+const INVALID_ACL: &str =
+    "is not `open`, `creator`, or a list of SCHEME:ID:RIGHTS with rights out of `cdrwa`";
+
+fn parse_acl(text: &str) -> Option<Acl> {
+    match text {
+        "open" => Some(Acl::Open),
+        "creator" => Some(Acl::Creator),
+        list => list.split(',').map(parse_acl_entry).collect::<Option<_>>().map(Acl::List),
     }
 }
 
@@ -474,7 +730,7 @@ fn parse_host(text: &str) -> Option<(String, u16)> {
     (!name.is_empty() && port != 0).then(|| (name.to_owned(), port))
 }
 
-fn misconfigured(problem: &'static str) -> BackendError {
+fn misconfigured(problem: impl fmt::Display) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("zookeeper: {problem}")).as_refused()
 }
 
@@ -511,6 +767,8 @@ impl fmt::Debug for Acl {
 /// 5 s.
 const CONNECTION_TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
+const POLL: Duration = Duration::from_secs(2);
+
 /// ZooKeeper's default port.
 const PORT: u16 = 2181;
 
@@ -533,6 +791,40 @@ mod tests {
         }
         for invalid in ["", ",", "h:0", "h:x", "a,,b", ":1", "/app"] {
             assert!(ZkConfig::new(invalid).is_err(), "{invalid:?}");
+        }
+    }
+
+    #[test]
+    fn servers_chroot_and_login_of_a_url_are_parsed() {
+        let parsed = |url| ZkConfig::from_url(url).unwrap();
+        let config = parsed("zk://app:p%40ss@zk1,zk2:2182,[::1]:1/app/locks");
+        let hosts = [("zk1", 2_181), ("zk2", 2_182), ("::1", 1)];
+        assert_eq!(config.hosts, hosts.map(|(name, port)| (name.to_owned(), port)));
+        assert_eq!(config.chroot.as_deref(), Some("/app/locks"));
+        assert_eq!(config.auth[0].credentials, b"app:p@ss");
+        assert!(!format!("{config:?}").contains("p@ss"));
+        for url in ["zk://h", "zk://h/"] {
+            assert!(parsed(url).chroot.is_none() && !parsed(url).has_login());
+        }
+    }
+
+    #[test]
+    fn an_error_about_an_invalid_url_contains_a_hint_and_no_secret() {
+        for (url, hint) in [
+            ("zk:", "contains no server"),
+            ("zk://", "contains no server"),
+            ("zk:///app", "contains no server"),
+            ("zk://h:0", "from 1 to 65535"),
+            ("zk://h,,g", "from 1 to 65535"),
+            ("zk://h,h:2181", "twice"),
+            ("zk://canary@h", "USER:PASSWORD@"),
+            ("zk://:canary@h", "USER:PASSWORD@"),
+            ("zk://h/a/", "such as `/app`"),
+            ("zk://h/a//b", "such as `/app`"),
+            ("zk://u:can@ary@h", "`%40`"),
+        ] {
+            let error = ZkConfig::from_url(url).unwrap_err().to_string();
+            assert!(error.contains(hint) && !error.contains("canary"), "{url}: {error}");
         }
     }
 

@@ -51,7 +51,7 @@ mod diagnose;
 mod error;
 
 pub use backend::ZkBackend;
-pub use config::{Acl, Layout, Naming, ZkConfig};
+pub use config::{Acl, Layout, Naming, STORE, ZkConfig};
 pub use fence::{FenceError, FencedMulti, Multi, Written};
 pub use session::SessionsExhausted;
 

@@ -2,13 +2,31 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{BackendError, BackendErrorKind};
+use async_trait::async_trait;
+use registry_core::config::{
+    self, BackendConfig, Host, InvalidValue, OptionError, StoreKind, UrlParts, display_host,
+    parse_count, parse_switch, parse_time,
+};
+use registry_core::{BackendError, BackendErrorKind, LockBackend};
 use sqlx::ConnectOptions as _;
 use sqlx::mysql::{MySqlConnectOptions, MySqlSslMode};
 
-use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
+use crate::MySqlBackend;
+use crate::server::config::{
+    Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
+    require_database,
+};
+use crate::server::{Encryption, ROW_LOCKS};
+
+/// MariaDB and MySQL.
+pub static STORE: StoreKind = StoreKind::new("mysql", &[OPTIONS], |url| {
+    let config = MySqlConfig::parse(url)?;
+    require_database(url)?;
+    Ok(Box::new(config))
+});
 
 /// The server, the tables and the time limits of a [`MySqlBackend`](crate::MySqlBackend).
 #[derive(Clone)]
@@ -25,6 +43,7 @@ pub struct MySqlConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
+    options: SqlOptions,
 }
 
 impl MySqlConfig {
@@ -41,18 +60,31 @@ impl MySqlConfig {
         Self::with_server(MySqlConnectOptions::new().socket(socket).database(database))
     }
 
-    /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. The default user
-    /// is `root`, the default port 3306.
+    /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. HOST may be a
+    /// Unix socket, with `%2F` for its slashes. The default user is `root`, the default port 3306.
     ///
     /// # Errors
     /// `Misconfigured` if the URL is invalid. The error does not contain the URL, which may hold a
     /// password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        parse_url(url).map(Self::with_server).ok_or_else(|| {
-            misconfigured(
-                "the URL is invalid or has options, which are set by methods; write \
-                 mysql://USER:PASSWORD@HOST:PORT/DATABASE",
-            )
+        config::from_url(url, &[], Self::parse)
+    }
+
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        if !matches!(&*url.scheme, "mysql" | "mariadb") {
+            return Err(url.invalid("has no scheme of MySQL; use `mysql` or `mariadb`"));
+        }
+        let parsed = ServerUrl::parse(url, PORT)?;
+        let config = match parsed.address {
+            ServerAddress::Host((host, port)) => Self::new(&host, port, &parsed.database),
+            ServerAddress::Socket(socket, _) => Self::unix(socket, &parsed.database),
+        };
+        Ok(match parsed.login {
+            Some(login) => {
+                let password = login.password.as_ref().map(config::Secret::expose);
+                config.with_login(login.user.expose(), password)
+            }
+            None => config,
         })
     }
 
@@ -69,18 +101,19 @@ impl MySqlConfig {
             response_timeout: Self::RESPONSE_TIMEOUT,
             busy_timeout: Self::BUSY_TIMEOUT,
             purge_after: Self::PURGE_AFTER,
+            options: SqlOptions::default(),
         }
     }
 
     /// The default of [`with_response_timeout`](Self::with_response_timeout), above the engine's
     /// own timeout.
-    pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+    pub const RESPONSE_TIMEOUT: Duration = Limits::DEFAULT.response_timeout;
 
     /// The default of [`with_purge_after`](Self::with_purge_after).
-    pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
+    pub const PURGE_AFTER: Duration = Limits::DEFAULT.purge_after;
 
     /// The default of [`with_busy_timeout`](Self::with_busy_timeout).
-    pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+    pub const BUSY_TIMEOUT: Duration = Limits::DEFAULT.busy_timeout;
 
     /// Sets the user, and the password if there is one.
     #[must_use]
@@ -220,52 +253,113 @@ impl MySqlConfig {
     /// # Errors
     /// [`BackendError`], `Misconfigured`, for the first invalid value.
     pub fn check(&self) -> Result<(), BackendError> {
-        if self.server.get_database().is_none_or(str::is_empty) {
-            return Err(misconfigured("the URL names no database; write mysql://HOST/DATABASE"));
+        self.validate().map_err(|error| misconfigured(&error.to_string()))
+    }
+
+    fn shared_fields(&self) -> SharedFields<'_> {
+        SharedFields {
+            namespace: &self.namespace,
+            connections: self.connections,
+            row_locks: self.row_locks,
+            connect_timeout: self.connect_timeout,
+            limits: Limits {
+                busy_timeout: self.busy_timeout,
+                response_timeout: self.response_timeout,
+                purge_after: self.purge_after,
+            },
+            encryption: self.encryption,
         }
-        if self.namespace.len() > NAMESPACE_BYTES_MAX {
-            return Err(misconfigured(&format!(
-                "a namespace has at most {NAMESPACE_BYTES_MAX} bytes"
-            )));
-        }
-        let prefix = &self.table_prefix;
-        if !is_identifier(prefix) {
-            return Err(misconfigured(&format!(
-                "the tables' prefix {prefix:?} must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
-            )));
-        }
-        if self.connections == 0 {
-            return Err(misconfigured("connections must be at least 1"));
-        }
-        for (option, value, min) in [
-            ("connect_timeout", self.connect_timeout, TIME_MIN),
-            ("response_timeout", self.response_timeout, TIME_MIN),
-            ("busy_timeout", self.busy_timeout, TIME_MIN),
-            ("purge_after", self.purge_after, PURGE_AFTER_MIN),
-        ] {
-            if !(min..=TIME_MAX).contains(&value) {
-                return Err(misconfigured(&format!(
-                    "{option} of {value:?} is not between {min:?} and 366 days"
-                )));
+    }
+
+    /// Returns this configuration with the files and the encryption of its options.
+    fn with_encryption_options(mut self) -> Result<Self, BackendError> {
+        let encryption = self.options.encryption("mysql")?;
+        #[cfg(feature = "tls")]
+        {
+            let pem = self.options.pem_files.read("mysql")?;
+            if let Some(ca) = pem.ca {
+                self = self.with_certificate_authority(ca);
+            }
+            if let Some((certificate, key)) = pem.client {
+                self = self.with_client_certificate(certificate, key);
             }
         }
-        if self.connections == 0 || self.row_locks == 0 {
-            return Err(misconfigured("connections and row_locks must be at least 1"));
+        if let Some(encryption) = encryption {
+            self = self.with_encryption(encryption);
         }
-        if self.busy_timeout >= self.response_timeout {
-            return Err(misconfigured("busy_timeout must be shorter than response_timeout"));
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl BackendConfig for MySqlConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
+    }
+
+    fn scheme(&self) -> &'static str {
+        "mysql"
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = value.to_owned(),
+            "table_prefix" => self.table_prefix = value.to_owned(),
+            "create_schema" => self.create_schema = parse_switch(value)?,
+            "pool" => self.connections = parse_count(value)?,
+            "row_locks" => self.row_locks = parse_count(value)?,
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            _ => {}
         }
-        if self.purge_after < self.response_timeout * 2 {
-            return Err(misconfigured(
-                "purge_after must be at least twice as long as response_timeout",
-            ));
-        }
-        if !cfg!(feature = "tls")
-            && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
-        {
-            return Err(misconfigured("encrypted connections need the feature `tls`"));
+        self.options.assign(name, value)?;
+        if let Some(limits) = self.options.limits() {
+            self.busy_timeout = limits.busy_timeout;
+            self.response_timeout = limits.response_timeout;
+            self.purge_after = limits.purge_after;
         }
         Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        if self.server.get_database().is_none_or(str::is_empty) {
+            return Err(OptionError::general(
+                "the URL names no database; write mysql://HOST/DATABASE",
+            ));
+        }
+        self.options.validate()?;
+        let prefix = &self.table_prefix;
+        if !is_identifier(prefix) {
+            return Err(OptionError::new(
+                "table_prefix",
+                format!(
+                    "is {prefix:?}; the tables' prefix must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
+                ),
+            ));
+        }
+        self.shared_fields().validate(self)
+    }
+
+    fn hosts(&self) -> Vec<Host> {
+        match self.server.get_socket() {
+            Some(_) => Vec::new(),
+            None => vec![(self.server.get_host().to_owned(), self.server.get_port())],
+        }
+    }
+
+    fn address(&self) -> String {
+        match self.server.get_socket() {
+            Some(socket) => socket.display().to_string(),
+            None => self.hosts().iter().map(display_host).collect(),
+        }
+    }
+
+    fn poll(&self) -> Option<Duration> {
+        self.options.poll()
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone().with_encryption_options()?;
+        Ok(Arc::new(MySqlBackend::open_mode(config, self.options.mode()).await?))
     }
 }
 
@@ -273,14 +367,6 @@ fn is_identifier(name: &str) -> bool {
     name.len() <= PREFIX_BYTES_MAX
         && name.starts_with(|c: char| c.is_ascii_lowercase() || c == '_')
         && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
-}
-
-fn parse_url(url: &str) -> Option<MySqlConnectOptions> {
-    // The client would read options from the URL that weaken the settings here.
-    if url.contains(['?', '#']) || !(url.starts_with("mysql://") || url.starts_with("mariadb://")) {
-        return None;
-    }
-    url.parse().ok()
 }
 
 /// Turns off the session settings of the client: `client` sends all of them in one statement.
@@ -297,11 +383,8 @@ pub(super) fn misconfigured(message: &str) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("mysql: {message}")).as_refused()
 }
 
-const NAMESPACE_BYTES_MAX: usize = 255;
-/// A table's name has at most 64 bytes.
-const PREFIX_BYTES_MAX: usize = 50;
-const TIME_MIN: Duration = Duration::from_millis(10);
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+/// Default port of MariaDB and MySQL.
+const PORT: u16 = 3_306;
 
 // Implemented manually: the derived output of the client's options would include the password.
 impl fmt::Debug for MySqlConfig {

@@ -25,7 +25,7 @@ mod spring;
 // Housekeeping.
 mod diagnose;
 
-pub use config::MySqlConfig;
+pub use config::{MySqlConfig, STORE};
 
 use sqlx::MySql;
 

@@ -3,15 +3,54 @@
 
 use std::fmt;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use percent_encoding::percent_decode_str;
-use registry_core::{BackendError, BackendErrorKind};
+use async_trait::async_trait;
+use registry_core::config::{
+    self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, StoreKind, UrlParts, Values,
+    display_host, parse_count, parse_switch, parse_time,
+};
+use registry_core::{BackendError, BackendErrorKind, LockBackend};
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 
 use super::statement::QueryMode;
-use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
+use crate::PostgresBackend;
+use crate::server::config::{
+    Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
+    require_database,
+};
+use crate::server::{Encryption, ROW_LOCKS};
+
+/// PostgreSQL.
+pub static STORE: StoreKind = StoreKind::new("postgres", &[OPTIONS, POSTGRES_OPTIONS], |url| {
+    let config = PostgresConfig::parse(url)?;
+    require_database(url)?;
+    Ok(Box::new(config))
+});
+
+/// The options that other database servers do not have. `PostgresConfig::assign` sets their fields.
+const POSTGRES_OPTIONS: &[OptionRow] = &[
+    OptionRow::new(
+        "schema",
+        Values::Text { bytes_max: IDENTIFIER_BYTES_MAX },
+        "where `search_path` finds the tables, else its first schema",
+        "the schema of the tables",
+    ),
+    OptionRow::new(
+        "prepared",
+        Values::Switch,
+        "`true`",
+        "whether the server keeps prepared statements; `false` behind a pooler of transactions",
+    ),
+    OptionRow::new(
+        "listen",
+        Values::Secret { shown: &["off"], form: "a `postgres:` URL without options" },
+        "the store's URL; with `prepared=false` `off`",
+        "a direct connection, past any pooler, that receives release notifications; percent-encoded in the query of a URL",
+    ),
+];
 
 /// The configuration of a [`PostgresBackend`](crate::PostgresBackend) and of the other PostgreSQL
 /// stores.
@@ -32,6 +71,7 @@ pub struct PostgresConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
+    options: SqlOptions,
 }
 
 /// Trusted certificates and the client's own certificate, all in PEM.
@@ -101,12 +141,11 @@ impl PostgresConfig {
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
     /// contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
-        parse_url(url).map(Self::with_server).ok_or_else(|| {
-            misconfigured(
-                "the URL is invalid or has options, which are set by methods; write \
-                 postgres://USER:PASSWORD@HOST:PORT/DATABASE",
-            )
-        })
+        config::from_url(url, &[], Self::parse)
+    }
+
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        parse_server(url).map(Self::with_server)
     }
 
     fn with_server(server: PgConnectOptions) -> Self {
@@ -125,17 +164,18 @@ impl PostgresConfig {
             response_timeout: Self::RESPONSE_TIMEOUT,
             busy_timeout: Self::BUSY_TIMEOUT,
             purge_after: Self::PURGE_AFTER,
+            options: SqlOptions::default(),
         }
     }
 
     /// The default time limit for a response. It is longer than the engine's own time-out.
-    pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+    pub const RESPONSE_TIMEOUT: Duration = Limits::DEFAULT.response_timeout;
 
     /// The default time for which rows of free keys are kept.
-    pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
+    pub const PURGE_AFTER: Duration = Limits::DEFAULT.purge_after;
 
     /// The default time limit for waiting for a row that another transaction has locked.
-    pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+    pub const BUSY_TIMEOUT: Duration = Limits::DEFAULT.busy_timeout;
 
     /// Sets the user, and the password that is sent if the server requests one.
     #[must_use]
@@ -195,8 +235,8 @@ impl PostgresConfig {
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
     /// contain a password.
     pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
-        let server =
-            parse_url(url).ok_or_else(|| misconfigured("the URL of the listener is invalid"))?;
+        let invalid = || misconfigured("the URL of the listener is invalid");
+        let server = parse_listen(url).ok_or_else(invalid)?;
         self.listen = Listen::OtherServer(Box::new(with_fixed_options(server)));
         Ok(self)
     }
@@ -357,64 +397,143 @@ impl PostgresConfig {
     /// # Errors
     /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
-        if let Some(variable) = conflicting_variable(&self.server, self.unset_file_variables()) {
-            return Err(misconfigured(&format!(
-                "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"
-            )));
+        self.validate().map_err(|error| misconfigured(&error.to_string()))
+    }
+
+    fn shared_fields(&self) -> SharedFields<'_> {
+        SharedFields {
+            namespace: &self.namespace,
+            connections: self.connections,
+            row_locks: self.row_locks,
+            connect_timeout: self.connect_timeout,
+            limits: Limits {
+                busy_timeout: self.busy_timeout,
+                response_timeout: self.response_timeout,
+                purge_after: self.purge_after,
+            },
+            encryption: self.encryption,
         }
-        if self.namespace.len() > NAMESPACE_BYTES_MAX {
-            return Err(misconfigured(&format!(
-                "a namespace has at most {NAMESPACE_BYTES_MAX} bytes"
-            )));
-        }
+    }
+
+    fn check_names(&self) -> Result<(), OptionError> {
         if let Some(schema) = &self.tables.schema
             && !is_identifier(schema, IDENTIFIER_BYTES_MAX)
         {
-            return Err(misconfigured(&format!(
-                "the schema {schema:?} must have at most {IDENTIFIER_BYTES_MAX} letters, digits and underscores, and no leading digit"
-            )));
+            return Err(OptionError::new(
+                "schema",
+                format!(
+                    "is {schema:?}; a schema must have at most {IDENTIFIER_BYTES_MAX} letters, digits and underscores, and no leading digit"
+                ),
+            ));
         }
         let prefix = &self.tables.prefix;
         // Table names are not quoted, so the server would convert capital letters to lower case.
         if !is_identifier(prefix, PREFIX_BYTES_MAX)
             || prefix.contains(|c: char| c.is_ascii_uppercase())
         {
-            return Err(misconfigured(&format!(
-                "the tables' prefix {prefix:?} must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
-            )));
-        }
-        if self.connections == 0 {
-            return Err(misconfigured("connections must be at least 1"));
-        }
-        if self.row_locks == 0 {
-            return Err(misconfigured("row_locks must be at least 1"));
-        }
-        for (option, value, min) in [
-            ("connect_timeout", self.connect_timeout, TIME_MIN),
-            ("response_timeout", self.response_timeout, TIME_MIN),
-            ("busy_timeout", self.busy_timeout, TIME_MIN),
-            ("purge_after", self.purge_after, PURGE_AFTER_MIN),
-        ] {
-            if !(min..=TIME_MAX).contains(&value) {
-                return Err(misconfigured(&format!(
-                    "{option} of {value:?} is not between {min:?} and 366 days"
-                )));
-            }
-        }
-        if self.busy_timeout >= self.response_timeout {
-            return Err(misconfigured("busy_timeout must be shorter than response_timeout"));
-        }
-        if self.purge_after < self.response_timeout * 2 {
-            return Err(misconfigured(
-                "purge_after must be at least twice as long as response_timeout",
+            return Err(OptionError::new(
+                "table_prefix",
+                format!(
+                    "is {prefix:?}; the tables' prefix must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit"
+                ),
             ));
         }
-        if !cfg!(feature = "tls")
-            && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
+        Ok(())
+    }
+
+    /// Returns this configuration with the files and the encryption of its options.
+    fn with_encryption_options(mut self) -> Result<Self, BackendError> {
+        let encryption = self.options.encryption("postgres")?;
+        #[cfg(feature = "tls")]
         {
-            return Err(misconfigured("encrypted connections need the feature `tls`"));
+            let pem = self.options.pem_files.read("postgres")?;
+            if let Some(ca) = pem.ca {
+                self = self.with_certificate_authority(ca);
+            }
+            if let Some((certificate, key)) = pem.client {
+                self = self.with_client_certificate(certificate, key);
+            }
+        }
+        if let Some(encryption) = encryption {
+            self = self.with_encryption(encryption);
+        }
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl BackendConfig for PostgresConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
+    }
+
+    fn scheme(&self) -> &'static str {
+        "postgres"
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = value.to_owned(),
+            "schema" => self.tables.schema = Some(value.to_owned()),
+            "table_prefix" => self.tables.prefix = value.to_owned(),
+            "create_schema" => self.tables.create = parse_switch(value)?,
+            "pool" => self.connections = parse_count(value)?,
+            "row_locks" => self.row_locks = parse_count(value)?,
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            "prepared" => self.prepared = parse_switch(value)?,
+            "listen" if value == "off" => self.listen = Listen::Off,
+            "listen" => {
+                let server = parse_listen(value).ok_or_else(|| {
+                    InvalidValue::new(
+                        "is neither `off` nor a URL such as `postgres://USER:PASSWORD@HOST:PORT/DATABASE` without options; \
+                         percent-encode it in the query of another URL",
+                    )
+                })?;
+                self.listen = Listen::OtherServer(Box::new(with_fixed_options(server)));
+            }
+            _ => {}
+        }
+        self.options.assign(name, value)?;
+        if let Some(limits) = self.options.limits() {
+            self.busy_timeout = limits.busy_timeout;
+            self.response_timeout = limits.response_timeout;
+            self.purge_after = limits.purge_after;
         }
         Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        if let Some(variable) = conflicting_variable(&self.server, self.unset_file_variables()) {
+            return Err(OptionError::general(format!(
+                "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"
+            )));
+        }
+        self.options.validate()?;
+        self.check_names()?;
+        self.shared_fields().validate(self)
+    }
+
+    fn hosts(&self) -> Vec<Host> {
+        match self.server.get_socket() {
+            Some(_) => Vec::new(),
+            None => vec![(self.server.get_host().to_owned(), self.server.get_port())],
+        }
+    }
+
+    fn address(&self) -> String {
+        match self.server.get_socket() {
+            Some(socket) => socket.display().to_string(),
+            None => self.hosts().iter().map(display_host).collect(),
+        }
+    }
+
+    fn poll(&self) -> Option<Duration> {
+        self.options.poll()
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone().with_encryption_options()?;
+        Ok(Arc::new(PostgresBackend::open_mode(config, self.options.mode()).await?))
     }
 }
 
@@ -446,32 +565,31 @@ fn is_identifier(name: &str, bytes_max: usize) -> bool {
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-fn parse_url(text: &str) -> Option<PgConnectOptions> {
-    let url = url::Url::parse(text).ok()?;
-    let is_postgres = matches!(url.scheme(), "postgres" | "postgresql");
-    if !is_postgres || url.query().is_some() || url.fragment().is_some() {
-        return None;
+fn parse_server(url: &UrlParts<'_>) -> Result<PgConnectOptions, BackendError> {
+    if !matches!(&*url.scheme, "postgres" | "postgresql") {
+        return Err(url.invalid("has no scheme of PostgreSQL; use `postgres`"));
     }
-    let decoded = |text: &str| {
-        let text = percent_decode_str(text).decode_utf8().ok()?;
-        (!text.contains('\0')).then(|| text.into_owned())
+    let parsed = ServerUrl::parse(url, PORT)?;
+    let mut server = match parsed.address {
+        ServerAddress::Host((host, port)) => default_options().host(&host).port(port),
+        ServerAddress::Socket(directory, port) => default_options().socket(directory).port(port),
     };
-    let host = decoded(url.host_str().filter(|host| !host.is_empty())?)?;
-    let server = default_options().port(url.port().unwrap_or(PORT));
-    let mut server = if host.starts_with('/') {
-        server.socket(&host)
-    } else {
-        server.host(host.trim_start_matches('[').trim_end_matches(']'))
-    };
-    if !url.username().is_empty() {
-        server = server.username(&decoded(url.username())?);
+    if let Some(login) = parsed.login {
+        server = server.username(login.user.expose());
+        if let Some(password) = login.password {
+            server = server.password(password.expose());
+        }
     }
-    if let Some(password) = url.password() {
-        server = server.password(&decoded(password)?);
-    }
-    let database = decoded(url.path().trim_start_matches('/'))?;
-    let database = if database.is_empty() { server.get_username().to_owned() } else { database };
-    Some(server.database(&database))
+    let database =
+        if parsed.database.is_empty() { server.get_username().to_owned() } else { parsed.database };
+    Ok(server.database(&database))
+}
+
+/// Parses the URL of the listener, which has no options.
+fn parse_listen(url: &str) -> Option<PgConnectOptions> {
+    let url = UrlParts::split(url).filter(|url| url.query.is_none())?;
+    url.check().ok()?;
+    parse_server(&url).ok()
 }
 
 /// Returns options that ignore the environment, as far as the client allows; see
@@ -506,12 +624,7 @@ pub(super) fn misconfigured(message: &str) -> BackendError {
 
 /// The default port of a server.
 const PORT: u16 = 5432;
-const NAMESPACE_BYTES_MAX: usize = 255;
 const IDENTIFIER_BYTES_MAX: usize = 63;
-/// The longest derived name is that of a trigger.
-const PREFIX_BYTES_MAX: usize = 50;
-const TIME_MIN: Duration = Duration::from_millis(10);
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
 // Implemented manually: the client's options contain a password and print it.
 impl fmt::Debug for PostgresConfig {

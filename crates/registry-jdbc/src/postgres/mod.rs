@@ -25,7 +25,7 @@ mod spring;
 // Housekeeping.
 mod diagnose;
 
-pub use config::PostgresConfig;
+pub use config::{PostgresConfig, STORE};
 
 use sqlx::Postgres;
 

@@ -2,6 +2,7 @@
 //! `mysql` implement its [`Dialect`].
 
 // The backend, and what a kind of server implements for it.
+pub(crate) mod config;
 mod backend;
 mod dialect;
 // Leases, in the native tables and in the table of another program.

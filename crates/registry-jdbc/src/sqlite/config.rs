@@ -2,7 +2,41 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::config::{
+    self, BackendConfig, InvalidValue, OptionError, OptionRow, StoreKind, TIME_MAX, UrlParts,
+    parse_time,
+};
+use registry_core::{BackendError, LockBackend, RegistryBuilder};
+
+use super::SqliteBackend;
+
+/// SQLite.
+pub static STORE: StoreKind = StoreKind::new("sqlite", &[OPTIONS], |url| {
+    SqliteConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
+});
+
+/// The options, in the order of the tables in the book. `SqliteConfig::assign` sets their fields.
+const OPTIONS: &[OptionRow] = &[
+    OptionRow::namespace("`default`"),
+    OptionRow::TIMEOUT,
+    OptionRow::layout(&["native"]),
+    OptionRow::time(
+        "busy_timeout",
+        (Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
+        "`2.5s`; at most five sixths of a `timeout` that is set",
+        "how long a statement is retried while another process writes to the file",
+    ),
+    OptionRow::time(
+        "purge_after",
+        (Duration::ZERO, TIME_MAX),
+        "`1h`",
+        "how long rows of free keys are kept",
+    ),
+];
 
 /// The location and the time limits of a [`SqliteBackend`](crate::SqliteBackend).
 #[derive(Clone, PartialEq, Eq)]
@@ -18,6 +52,9 @@ pub struct SqliteConfig {
     pub busy_timeout: Duration,
     /// How long a key must have been free before its row may be deleted. Default: one hour.
     pub purge_after: Duration,
+    /// The value of the option.
+    busy_timeout_option: Option<Duration>,
+    timeout: Option<Duration>,
 }
 
 impl SqliteConfig {
@@ -27,9 +64,37 @@ impl SqliteConfig {
         Self {
             path: path.into(),
             namespace: "default".to_owned(),
-            busy_timeout: Duration::from_millis(2_500),
+            busy_timeout: BUSY_TIMEOUT,
             purge_after: Duration::from_secs(60 * 60),
+            busy_timeout_option: None,
+            timeout: None,
         }
+    }
+
+    /// Parses `sqlite:PATH` or `sqlite:///PATH`.
+    ///
+    /// # Errors
+    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, in which a
+    /// password may have been written by mistake.
+    pub fn from_url(url: &str) -> Result<Self, BackendError> {
+        config::from_url(url, &[], Self::parse)
+    }
+
+    fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
+        if url.scheme != "sqlite" {
+            return Err(url.invalid("has no scheme of SQLite; write `sqlite:PATH`"));
+        }
+        if url.authority.is_some_and(|authority| !authority.is_empty()) {
+            return Err(url.invalid(
+                "contains a host or a user after `//`; write `sqlite:PATH` for a relative path, `sqlite:///PATH` for an absolute path",
+            ));
+        }
+        if url.path == ":memory:" {
+            return Err(url.invalid(
+                "does not contain a file path; for a store within this process write `memory:`",
+            ));
+        }
+        Ok(Self::new(url.file_path(url.path, "write `sqlite:PATH`")?))
     }
 
     /// Sets [`namespace`](Self::namespace).
@@ -60,6 +125,53 @@ impl SqliteConfig {
     }
 }
 
+#[async_trait]
+impl BackendConfig for SqliteConfig {
+    fn kind(&self) -> &'static StoreKind {
+        &STORE
+    }
+
+    fn scheme(&self) -> &'static str {
+        "sqlite"
+    }
+
+    fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        match name {
+            "namespace" => self.namespace = value.to_owned(),
+            "timeout" => self.timeout = Some(parse_time(value)?),
+            "layout" => {}
+            "busy_timeout" => self.busy_timeout_option = Some(parse_time(value)?),
+            "purge_after" => self.purge_after = parse_time(value)?,
+            _ => unreachable!("no row declares this option"),
+        }
+        match (self.busy_timeout_option, self.timeout) {
+            (Some(busy_timeout), _) => self.busy_timeout = busy_timeout,
+            // The engine ignores the result of a statement that takes longer than its time-out.
+            (None, Some(timeout)) => self.busy_timeout = BUSY_TIMEOUT.min(timeout * 5 / 6),
+            (None, None) => {}
+        }
+        Ok(())
+    }
+
+    fn validate(&self) -> Result<(), OptionError> {
+        self.check_value("namespace", &self.namespace)
+    }
+
+    fn address(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn is_remote(&self) -> bool {
+        false
+    }
+
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        Ok(Arc::new(SqliteBackend::open(self.clone()).await?))
+    }
+}
+
+const BUSY_TIMEOUT: Duration = Duration::from_millis(2_500);
+
 // Implemented manually, so that a secret field added later is not printed by default.
 impl fmt::Debug for SqliteConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -69,5 +181,45 @@ impl fmt::Debug for SqliteConfig {
             .field("busy_timeout", &self.busy_timeout)
             .field("purge_after", &self.purge_after)
             .finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sqlite_path_is_not_normalised() {
+        for (url, path) in [
+            ("sqlite:locks.db", "locks.db"),
+            ("sqlite:./a/../locks.db", "./a/../locks.db"),
+            ("sqlite:/var/lib/locks.db", "/var/lib/locks.db"),
+            ("sqlite:///var/lib/locks.db", "/var/lib/locks.db"),
+            ("SQLite:locks.db", "locks.db"),
+            ("sqlite:with%20space%3F%23%25.db", "with space?#%.db"),
+            ("sqlite:me@home:1.db", "me@home:1.db"),
+            ("sqlite:a+b c.db", "a+b c.db"),
+        ] {
+            assert_eq!(SqliteConfig::from_url(url).unwrap().path, Path::new(path), "{url}");
+        }
+    }
+
+    #[test]
+    fn an_error_about_a_sqlite_url_without_a_file_contains_a_hint() {
+        for (url, hint) in [
+            ("sqlite:", "has no path"),
+            ("sqlite:///", "ends in `/`"),
+            ("sqlite:folder/", "ends in `/`"),
+            ("sqlite://relative/locks.db", "sqlite:PATH"),
+            ("sqlite::memory:", "write `memory:`"),
+            ("sqlite:a%00b", "NUL"),
+            ("sqlite:100%.db", "`%25`"),
+            ("sqlite:a#b", "`%23`"),
+            ("sqlite:a\nb", "control character"),
+            ("sqlite:a?lease", "name=value"),
+        ] {
+            let error = SqliteConfig::from_url(url).unwrap_err().to_string();
+            assert!(error.contains(hint), "{url:?}: {error}");
+        }
     }
 }

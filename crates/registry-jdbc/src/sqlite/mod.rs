@@ -28,7 +28,7 @@ mod purge;
 mod diagnose;
 
 pub use backend::SqliteBackend;
-pub use config::SqliteConfig;
+pub use config::{STORE, SqliteConfig};
 
 #[cfg(test)]
 mod tests;

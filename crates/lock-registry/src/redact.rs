@@ -1,15 +1,10 @@
 //! Redacts store URLs. All messages, logs and `Debug` output use this module.
 
-use std::fmt;
-
 use percent_encoding::percent_decode_str;
-use registry_core::ConfigError;
+use registry_core::config::{UrlParts, is_host, is_well_encoded};
 
-use super::StoreUrl;
-use super::parts::{UrlParts, is_host, is_well_encoded};
-use crate::options::OptionSpec;
-use crate::scheme;
-use crate::value::REDACTED;
+use crate::options::{REDACTED, is_known, is_safe_to_show};
+use crate::{scheme, store_url};
 
 /// Returns a store URL without its secrets, for logs and messages.
 ///
@@ -27,7 +22,7 @@ use crate::value::REDACTED;
 /// ```
 #[must_use]
 pub fn redact_url(url: &str) -> String {
-    let Some(parts) = UrlParts::split(url).filter(|parts| scheme::is_known(&parts.scheme)) else {
+    let Some(parts) = store_url::split(url).filter(|parts| scheme::is_known(&parts.scheme)) else {
         return REDACTED.to_owned();
     };
     let scheme = &parts.scheme;
@@ -73,10 +68,12 @@ fn redact_address(parts: &UrlParts<'_>) -> Option<String> {
 /// Returns one `name=value` of a query, redacted if necessary.
 fn redact_option(option: &str) -> String {
     let Some((name, value)) = option.split_once('=') else { return REDACTED.to_owned() };
-    let Some(spec) = OptionSpec::find(name) else { return REDACTED.to_owned() };
+    if !is_known(name) {
+        return REDACTED.to_owned();
+    }
     // Text that is not well encoded keeps its `%`, which is not harmless.
     let decoded = percent_decode_str(value).decode_utf8();
-    if decoded.is_ok_and(|value| spec.is_safe_to_show(&value)) {
+    if decoded.is_ok_and(|value| is_safe_to_show(name, &value)) {
         option.to_owned()
     } else {
         format!("{name}={REDACTED}")
@@ -87,33 +84,6 @@ fn redact_option(option: &str) -> String {
 fn is_plain_path(path: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || "-._~/+, ()%".contains(c);
     path.chars().all(plain) && is_well_encoded(path)
-}
-
-/// The original store URL. `Display` and `Debug` show it without secrets.
-#[derive(Clone, PartialEq, Eq)]
-pub(crate) struct UrlText(String);
-
-impl UrlText {
-    pub(crate) fn new(url: impl Into<String>) -> Self {
-        Self(url.into())
-    }
-
-    /// Parses the URL.
-    pub(crate) fn parse(&self) -> Result<StoreUrl, ConfigError> {
-        StoreUrl::parse(&self.0)
-    }
-}
-
-impl fmt::Display for UrlText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&redact_url(&self.0))
-    }
-}
-
-impl fmt::Debug for UrlText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&redact_url(&self.0), f)
-    }
 }
 
 #[cfg(test)]
@@ -141,12 +111,13 @@ mod tests {
             "redis+unix://user:canary@/run/redis.sock?db=1",
         ] {
             let config = RegistryConfig::from_url(url).unwrap();
-            let url = StoreUrl::parse(url).unwrap();
+            let url = store_url::StoreUrl::parse(url).unwrap();
             let output = format!("{config:?} {:?} {url:?} {url:#?}", config.settings().unwrap());
             assert!(!output.contains("canary"), "{output}");
         }
     }
 
+    #[cfg(feature = "redis")]
     #[test]
     fn parts_without_secrets_are_shown() {
         for (url, output) in [

@@ -1,0 +1,128 @@
+//! Parses and formats values of options.
+
+use std::borrow::Cow;
+use std::error::Error as StdError;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Why a value is invalid, as a predicate: `is not a time; HINT`. Contains no secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InvalidValue(Cow<'static, str>);
+
+impl InvalidValue {
+    /// Creates the error from a predicate.
+    #[must_use]
+    pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
+        Self(problem.into())
+    }
+}
+
+impl fmt::Display for InvalidValue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl StdError for InvalidValue {}
+
+/// Parses a time such as `30s`, `1500ms` or `1m 30s`.
+///
+/// # Errors
+/// [`InvalidValue`] if the text has no unit, is negative or is not a time.
+pub fn parse_time(text: &str) -> Result<Duration, InvalidValue> {
+    let trimmed = text.trim();
+    // `humantime` accepts a bare `0`, the only number without a unit.
+    humantime::parse_duration(trimmed).map_err(|_| {
+        InvalidValue::new(if trimmed.starts_with('-') {
+            "is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
+        } else if trimmed.parse::<f64>().is_ok() {
+            "has no unit; write a time such as `30s`, `1500ms` or `1m 30s`"
+        } else {
+            "is not a time; write a time such as `30s`, `1500ms` or `1m 30s`"
+        })
+    })
+}
+
+/// Formats a time as [`parse_time`] reads it.
+#[must_use]
+pub fn format_time(time: Duration) -> String {
+    humantime::format_duration(time).to_string()
+}
+
+/// Parses `true` or `false`.
+///
+/// # Errors
+/// [`InvalidValue`] for any other text.
+pub fn parse_switch(text: &str) -> Result<bool, InvalidValue> {
+    match text {
+        "true" => Ok(true),
+        "false" => Ok(false),
+        _ => Err(InvalidValue::new("is not a boolean; write `true` or `false`")),
+    }
+}
+
+/// Parses a whole number.
+///
+/// # Errors
+/// [`InvalidValue`] for any other text.
+pub fn parse_count(text: &str) -> Result<u32, InvalidValue> {
+    text.parse().map_err(|_| {
+        InvalidValue::new(format!(
+            "is not a number in range; write a whole number from 0 to {}",
+            u32::MAX
+        ))
+    })
+}
+
+/// Returns the value that `choices` has for the name `text`.
+///
+/// # Errors
+/// [`InvalidValue`] if `choices` does not have this name.
+pub fn parse_choice<T: Clone>(text: &str, choices: &[(&str, T)]) -> Result<T, InvalidValue> {
+    choices
+        .iter()
+        .find(|(name, _)| *name == text)
+        .map(|(_, value)| value.clone())
+        .ok_or_else(|| InvalidValue::new("is not a known value"))
+}
+
+/// Parses the path of a file. Refuses text that looks like the contents of the file.
+///
+/// # Errors
+/// [`InvalidValue`] for empty text, and for PEM text.
+pub fn parse_path(text: &str) -> Result<PathBuf, InvalidValue> {
+    if text.is_empty() {
+        return Err(InvalidValue::new("is empty; write the path of a file"));
+    }
+    if text.chars().any(char::is_control) || text.contains("-----") {
+        return Err(InvalidValue::new(
+            "is not a path; save the PEM text to a file and write the path of that file",
+        ));
+    }
+    Ok(text.into())
+}
+
+/// A text that `Debug` never shows.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Hides `text`.
+    #[must_use]
+    pub fn new(text: impl Into<String>) -> Self {
+        Self(text.into())
+    }
+
+    /// Returns the secret text.
+    #[must_use]
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("***")
+    }
+}

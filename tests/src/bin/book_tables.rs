@@ -1,0 +1,25 @@
+//! The program `book-tables`: writes the generated tables of the documentation. With `--check`, it
+//! writes nothing, and fails if a table is stale.
+
+#![expect(clippy::print_stderr, reason = "a program reports what it writes")]
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::{env, fs, io};
+
+use lock_registry_tests::book_tables::stale_pages;
+
+fn main() -> io::Result<ExitCode> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let is_check = env::args().nth(1).as_deref() == Some("--check");
+    let stale = stale_pages(&root)?;
+    for (page, text) in &stale {
+        if is_check {
+            eprintln!("{page}: a generated table is stale");
+        } else {
+            fs::write(root.join(page), text)?;
+            eprintln!("{page}: written");
+        }
+    }
+    Ok(if is_check && !stale.is_empty() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

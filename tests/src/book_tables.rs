@@ -1,0 +1,140 @@
+//! The tables of the documentation that are generated from the code: options, schemes, features and
+//! exit statuses. The program `book-tables` writes them, and a test fails if they are stale.
+//!
+//! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use lock_registry::config::{OptionDescription, describe_options, describe_schemes};
+
+/// The pages with generated tables.
+const PAGES: &[&str] = &[
+    "book/src/configuration.md",
+    "book/src/databases.md",
+    "book/src/lockreg.md",
+    "book/src/redis.md",
+    "book/src/stores.md",
+    "crates/lock-registry/README.md",
+    "crates/lock-registry/src/options.md",
+];
+
+const START: &str = "<!-- generated: ";
+const END: &str = "<!-- end -->";
+
+/// Returns the pages of the workspace at `root` whose tables are stale, each with its new text.
+///
+/// # Errors
+/// If a page cannot be read, or marks a table that is not generated.
+pub fn stale_pages(root: &Path) -> io::Result<Vec<(&'static str, String)>> {
+    let mut stale = Vec::new();
+    for page in PAGES {
+        let old = fs::read_to_string(root.join(page))?;
+        let new = with_tables(root, &old)?;
+        if new != old {
+            stale.push((*page, new));
+        }
+    }
+    Ok(stale)
+}
+
+fn with_tables(root: &Path, page: &str) -> io::Result<String> {
+    let mut new = String::new();
+    let mut rest = page;
+    while let Some((before, marked)) = rest.split_once(START) {
+        let invalid = |problem| io::Error::other(format!("{problem} after {START}"));
+        let (name, after) = marked.split_once(" -->").ok_or_else(|| invalid("no ` -->`"))?;
+        let (_, after) = after.split_once(END).ok_or_else(|| invalid("no end"))?;
+        let table = table(root, name)?;
+        // Writing to a string does not fail.
+        let _ = write!(new, "{before}{START}{name} -->\n\n{table}\n{END}");
+        rest = after;
+    }
+    Ok(new + rest)
+}
+
+fn table(root: &Path, name: &str) -> io::Result<String> {
+    Ok(match name.split_once(' ') {
+        None if name == "options" => all_options(),
+        Some(("options", stores)) => options_of(&stores.split(' ').collect::<Vec<_>>()),
+        None if name == "schemes" => schemes(),
+        None if name == "features" => features(root)?,
+        Some(("exit", "statuses")) => exit_statuses(root)?,
+        _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
+    })
+}
+
+fn all_options() -> String {
+    let mut table = String::from(
+        "| option | environment | stores | default | values | meaning |\n|---|---|---|---|---|---|\n",
+    );
+    for option in describe_options() {
+        let OptionDescription { name, variable, stores, default, values, help, .. } = option;
+        let _ = writeln!(
+            table,
+            "| `{name}` | `{variable}` | {stores} | {default} | {values} | {help} |"
+        );
+    }
+    table
+}
+
+/// Returns the options of these stores that not all stores have.
+fn options_of(stores: &[&str]) -> String {
+    let mut table =
+        String::from("| option | stores | default | values | meaning |\n|---|---|---|---|---|\n");
+    for option in describe_options() {
+        let OptionDescription { name, stores: all, default, values, help, .. } = option;
+        let is_one = |part: &str| {
+            stores.iter().any(|store| part.split([' ', '+', '`']).any(|word| word == *store))
+        };
+        let parts: Vec<&str> = all.split(", ").filter(|part| is_one(part)).collect();
+        if !parts.is_empty() {
+            let parts = parts.join(", ");
+            let _ = writeln!(table, "| `{name}` | {parts} | {default} | {values} | {help} |");
+        }
+    }
+    table
+}
+
+fn schemes() -> String {
+    let mut table = String::from("| scheme | Cargo feature |\n|---|---|\n");
+    for (scheme, feature) in describe_schemes() {
+        let feature =
+            feature.map_or_else(|| "built in".to_owned(), |feature| format!("`{feature}`"));
+        let _ = writeln!(table, "| `{scheme}:` | {feature} |");
+    }
+    table
+}
+
+/// Returns the features that `Cargo.toml` documents with `##`.
+fn features(root: &Path) -> io::Result<String> {
+    let manifest = fs::read_to_string(root.join("crates/lock-registry/Cargo.toml"))?;
+    let mut table = String::from("| feature | adds |\n|---|---|\n");
+    let mut help = String::new();
+    for line in manifest.lines() {
+        if let Some(text) = line.strip_prefix("## ") {
+            text.trim_end_matches('.').clone_into(&mut help);
+        } else if let Some((feature, _)) = line.split_once(" = [")
+            && !help.is_empty()
+        {
+            if feature != "server-tests" {
+                let _ = writeln!(table, "| `{feature}` | {help} |");
+            }
+            help.clear();
+        }
+    }
+    Ok(table)
+}
+
+/// Returns the statuses of the help text of `lockreg`.
+fn exit_statuses(root: &Path) -> io::Result<String> {
+    let help = fs::read_to_string(root.join("crates/registry-cli/src/exit_status.txt"))?;
+    let mut table = String::from("| status | means |\n|---|---|\n");
+    for line in help.lines().skip(1) {
+        let Some((status, meaning)) = line.trim_start().split_once(' ') else { break };
+        let _ = writeln!(table, "| {} | {} |", status.replace('+', " + "), meaning.trim_start());
+    }
+    Ok(table)
+}
