@@ -14,7 +14,7 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::contained::shielded;
+use crate::contained::with_panic_safe_waker;
 
 /// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is what the backend
 /// records about a waiter, for example the version of the record that its attempt saw.
@@ -232,7 +232,7 @@ impl<K: Ord, W> Waiter<'_, K, W> {
     /// Dropping the future removes the waiter.
     pub async fn woken(mut self) {
         // A panic of the task's waker must not end the task that wakes the waiters.
-        let _ = shielded(&mut self.woken).await;
+        let _ = with_panic_safe_waker(&mut self.woken).await;
     }
 }
 
