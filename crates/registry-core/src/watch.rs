@@ -1,9 +1,10 @@
 //! Abandons acquisitions, and finishes calls to the store, of futures that are kept and not polled.
 //!
 //! A future that is not polled cannot release anything. Its state (a claim, a local permit, a call)
-//! is therefore in a [`Suspended`] cell while it waits. One task per registry checks these cells. Each future sets a *patience*, the time for which it may go without a poll. After
-//! half of it, the task wakes the future once. After all of it, the task takes the state: it
-//! abandons an acquisition, and lets the background releaser complete a call to the store.
+//! is therefore in a [`Suspended`] cell while it waits. One task per registry checks these cells.
+//! Each future sets a *patience*, the time for which it may go without a poll. After half of it,
+//! the task wakes the future once. After all of it, the task takes the state: it abandons an
+//! acquisition, and lets the background releaser complete a call to the store.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
