@@ -5,7 +5,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use async_trait::async_trait;
 use registry_core::config::{
-    BackendConfig, InvalidValue, OptionError, OptionRow, StoreKind, UrlParts,
+    BackendConfig, InvalidValue, OpenBackend, OptionError, OptionRow, StoreKind, UrlParts,
 };
 use registry_core::{BackendError, LockBackend, MemoryBackend, PassThroughBackend};
 
@@ -39,7 +39,6 @@ struct LocalConfig {
     namespace: Option<String>,
 }
 
-#[async_trait]
 impl BackendConfig for LocalConfig {
     fn kind(&self) -> &'static StoreKind {
         self.kind
@@ -59,7 +58,10 @@ impl BackendConfig for LocalConfig {
     fn validate(&self) -> Result<(), OptionError> {
         Ok(())
     }
+}
 
+#[async_trait]
+impl OpenBackend for LocalConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
         Ok(match &self.name {
             _ if self.kind.name == PASS_THROUGH.name => Arc::new(PassThroughBackend::new()),

@@ -141,8 +141,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Each registry over this backend calls this once, when it is built and before its first
     /// request. A backend that receives change notifications keeps the handles of all registries in
     /// an [`InvalidationSet`](crate::InvalidationSet), and declares
-    /// [`Capabilities::reports_invalidations`]. It does not notify of changes that this client makes
-    /// to its own claims.
+    /// [`Capabilities::reports_invalidations`]. It does not notify of changes that this client
+    /// makes to its own claims.
     ///
     /// Like a wake-up, an invalidation may be superfluous or lost: the next renewal detects the
     /// loss in any case. The default drops the handle. Must not block.

@@ -65,9 +65,21 @@ impl StoreKind {
     }
 }
 
-/// The configuration of one store, filled from text.
+/// Opens the store of a configuration.
 #[async_trait]
-pub trait BackendConfig: fmt::Debug + Send + Sync {
+pub trait OpenBackend: fmt::Debug + Send + Sync {
+    /// Opens the store. The configuration has been validated.
+    ///
+    /// # Errors
+    /// [`BackendError`] that says what to do.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connections that it opened.
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError>;
+}
+
+/// The configuration of one store, filled from text.
+pub trait BackendConfig: OpenBackend {
     /// Returns the kind of store.
     fn kind(&self) -> &'static StoreKind;
 
@@ -107,15 +119,6 @@ pub trait BackendConfig: fmt::Debug + Send + Sync {
         true
     }
 
-    /// Opens the store. The configuration has been validated.
-    ///
-    /// # Errors
-    /// [`BackendError`] that says what to do.
-    ///
-    /// # Cancel safety
-    /// Dropping the future closes the connections that it opened.
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError>;
-
     /// Sets the option `name` from text.
     ///
     /// # Errors
@@ -148,7 +151,7 @@ pub trait BackendConfig: fmt::Debug + Send + Sync {
 }
 
 /// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that
-/// `allowed` names, and refuses others: only [`BackendConfig::open`] applies all of them.
+/// `allowed` names, and refuses others: only [`OpenBackend::open`] applies all of them.
 ///
 /// # Errors
 /// `Misconfigured` for a URL that cannot be parsed or has an invalid option. The error does not

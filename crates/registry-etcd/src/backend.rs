@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
+use registry_core::config::OpenBackend;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
@@ -287,3 +288,13 @@ const BATCH_MAX: usize = 100;
 const PAGE_SIZE: i64 = 1_000;
 /// The limit of attempts for an operation that concurrent changes may invalidate.
 pub(crate) const ATTEMPTS_MAX: usize = 4;
+
+#[async_trait]
+impl OpenBackend for EtcdConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        Ok(Arc::new(EtcdBackend::open(config).await?))
+    }
+}

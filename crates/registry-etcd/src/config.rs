@@ -2,20 +2,17 @@
 //! locks. No I/O.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
     StoreKind, UrlParts, display_host, format_time, parse_choice, parse_time,
 };
-use registry_core::{BackendError, LockBackend, RegistryBuilder};
+use registry_core::{BackendError, RegistryBuilder};
 use tonic::transport::Endpoint;
 #[cfg(feature = "tls")]
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
-use crate::EtcdBackend;
 use crate::error::misconfigured;
 
 /// etcd.
@@ -230,7 +227,7 @@ impl EtcdConfig {
     }
 
     #[cfg(feature = "tls")]
-    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+    pub(crate) fn with_pem_files(mut self) -> Result<Self, BackendError> {
         let pem = self.pem_files.read("etcd")?;
         if let Some(ca) = pem.ca {
             self = self.with_certificate_authority(ca);
@@ -287,7 +284,6 @@ impl EtcdConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for EtcdConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -344,13 +340,6 @@ impl BackendConfig for EtcdConfig {
 
     fn hosts(&self) -> Vec<Host> {
         self.members.clone()
-    }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        Ok(Arc::new(EtcdBackend::open(config).await?))
     }
 }
 

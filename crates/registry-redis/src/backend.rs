@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_core::config::OpenBackend;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, GuaranteeClass, Holder,
     InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
@@ -269,3 +270,13 @@ impl fmt::Debug for RedisBackend {
 /// How long a claim is held before its first verification, which also registers its key for client
 /// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
 const VERIFY_AFTER: Duration = Duration::from_millis(25);
+
+#[async_trait]
+impl OpenBackend for RedisConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        Ok(Arc::new(RedisBackend::open(config).await?))
+    }
+}

@@ -3,19 +3,15 @@
 
 use std::fmt;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, ProtocolVersion};
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
     Secret, StoreKind, TIME_MAX, UrlParts, Values, display_host, format_time, parse_choice,
     parse_count, parse_switch, parse_time,
 };
-use registry_core::{BackendError, LockBackend, RegistryBuilder};
-
-use crate::RedisBackend;
+use registry_core::{BackendError, RegistryBuilder};
 
 /// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
@@ -763,7 +759,7 @@ impl RedisConfig {
     }
 
     #[cfg(feature = "tls")]
-    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+    pub(crate) fn with_pem_files(mut self) -> Result<Self, BackendError> {
         let pem = self.pem_files.read("redis")?;
         if let Some(ca) = pem.ca {
             self = self.with_certificate_authority(ca);
@@ -775,7 +771,6 @@ impl RedisConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for RedisConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -864,13 +859,6 @@ impl BackendConfig for RedisConfig {
             ServerAddresses::Single(server) => server.to_string(),
             _ => self.hosts().iter().map(display_host).collect::<Vec<_>>().join(","),
         }
-    }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        Ok(Arc::new(RedisBackend::open(config).await?))
     }
 }
 

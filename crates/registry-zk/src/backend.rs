@@ -6,12 +6,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
+use registry_core::config::{OpenBackend, format_time};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy, WakeCheck,
 };
 
-use crate::config::ZkConfig;
+use crate::config::{ZkConfig, misconfigured};
 use crate::path::Paths;
 use crate::recipe;
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
@@ -269,3 +270,26 @@ const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// All renewals of a session share one request.
 const RENEWALS_MAX: usize = 10_000;
+
+#[async_trait]
+impl OpenBackend for ZkConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone();
+        #[cfg(feature = "tls")]
+        let config = config.with_pem_files()?;
+        let backend = ZkBackend::open(config).await?;
+        let lease_max = backend.session_timeout() / 2;
+        match self.lease {
+            // Returned here, because the message must name the servers' limit; the engine would
+            // name only its own.
+            Some(lease) if lease > lease_max => Err(misconfigured(format!(
+                "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
+                 `maxSessionTimeout` on the servers",
+                format_time(lease),
+                format_time(lease_max),
+                format_time(backend.session_timeout())
+            ))),
+            _ => Ok(Arc::new(backend)),
+        }
+    }
+}

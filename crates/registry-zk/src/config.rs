@@ -2,18 +2,15 @@
 //! `ZkBackend::open` connects.
 
 use std::fmt;
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, StoreKind, UrlParts,
     Values, display_host, format_time, parse_choice, parse_count, parse_time,
 };
-use registry_core::{BackendError, BackendErrorKind, LockBackend};
+use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::ZkBackend;
 use crate::path::{Paths, is_valid_path};
 
 /// Configuration of a [`ZkBackend`](crate::ZkBackend).
@@ -35,7 +32,7 @@ pub struct ZkConfig {
     encrypted: bool,
     pem_files: PemFiles,
     /// The engine's lease, and settings that it or other options replace, as set by options.
-    lease: Option<Duration>,
+    pub(crate) lease: Option<Duration>,
     session: Option<Duration>,
     auth_option: Option<Auth>,
     #[cfg(feature = "tls")]
@@ -487,7 +484,7 @@ impl ZkConfig {
     }
 
     #[cfg(feature = "tls")]
-    fn with_pem_files(mut self) -> Result<Self, BackendError> {
+    pub(crate) fn with_pem_files(mut self) -> Result<Self, BackendError> {
         let pem = self.pem_files.read("zookeeper")?;
         let text = |pem: Vec<u8>| String::from_utf8_lossy(&pem).into_owned();
         if let Some(ca) = pem.ca {
@@ -534,7 +531,6 @@ impl ZkConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for ZkConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -645,26 +641,6 @@ impl BackendConfig for ZkConfig {
         // precaution.
         Some(POLL)
     }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone();
-        #[cfg(feature = "tls")]
-        let config = config.with_pem_files()?;
-        let backend = ZkBackend::open(config).await?;
-        let lease_max = backend.session_timeout() / 2;
-        match self.lease {
-            // Returned here, because the message must name the servers' limit; the engine would
-            // name only its own.
-            Some(lease) if lease > lease_max => Err(misconfigured(format!(
-                "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
-                 `maxSessionTimeout` on the servers",
-                format_time(lease),
-                format_time(lease_max),
-                format_time(backend.session_timeout())
-            ))),
-            _ => Ok(Arc::new(backend)),
-        }
-    }
 }
 
 impl Acl {
@@ -730,7 +706,7 @@ fn parse_host(text: &str) -> Option<(String, u16)> {
     (!name.is_empty() && port != 0).then(|| (name.to_owned(), port))
 }
 
-fn misconfigured(problem: impl fmt::Display) -> BackendError {
+pub(crate) fn misconfigured(problem: impl fmt::Display) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("zookeeper: {problem}")).as_refused()
 }
 

@@ -6,9 +6,12 @@ use std::hash::Hash;
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use futures_util::future::BoxFuture;
+use registry_core::config::OpenBackend;
 use registry_core::{
-    Attempt, BackendError, Claim, FencingToken, Finding, Key, Release, Renewal, WakeCheck,
+    Attempt, BackendError, Claim, FencingToken, Finding, Key, LockBackend, Release, Renewal,
+    WakeCheck,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
@@ -21,6 +24,7 @@ use super::sql::{self, MySqlStatements, SIZES};
 use super::statement::{self, StatementBinder};
 use super::waiters::MySqlWaiters;
 use super::{client, diagnose, error, lock_in, open};
+use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
@@ -443,3 +447,11 @@ const FENCE_CHECK_PAUSES: [Duration; 4] = [
 /// checks.
 const END_WAIT: Duration = Duration::from_secs(1);
 const END_PAUSE: Duration = Duration::from_millis(2);
+
+#[async_trait]
+impl OpenBackend for MySqlConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone().with_encryption_options()?;
+        Ok(Arc::new(MySqlBackend::open_mode(config, self.options.mode()).await?))
+    }
+}

@@ -2,19 +2,16 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, StoreKind, UrlParts, display_host,
     parse_count, parse_switch, parse_time,
 };
-use registry_core::{BackendError, BackendErrorKind, LockBackend};
+use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::mysql::{MySqlConnectOptions, MySqlSslMode};
 
-use crate::MySqlBackend;
 use crate::server::config::{
     Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
     require_database,
@@ -43,7 +40,7 @@ pub struct MySqlConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
-    options: SqlOptions,
+    pub(super) options: SqlOptions,
 }
 
 impl MySqlConfig {
@@ -272,7 +269,7 @@ impl MySqlConfig {
     }
 
     /// Returns this configuration with the files and the encryption of its options.
-    fn with_encryption_options(mut self) -> Result<Self, BackendError> {
+    pub(super) fn with_encryption_options(mut self) -> Result<Self, BackendError> {
         let encryption = self.options.encryption("mysql")?;
         #[cfg(feature = "tls")]
         {
@@ -291,7 +288,6 @@ impl MySqlConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for MySqlConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -355,11 +351,6 @@ impl BackendConfig for MySqlConfig {
 
     fn poll(&self) -> Option<Duration> {
         self.options.poll()
-    }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone().with_encryption_options()?;
-        Ok(Arc::new(MySqlBackend::open_mode(config, self.options.mode()).await?))
     }
 }
 

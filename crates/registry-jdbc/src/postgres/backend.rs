@@ -3,9 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use futures_util::future::BoxFuture;
+use registry_core::config::OpenBackend;
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Key, Release, Renewal, WakeCheck,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Key, LockBackend, Release, Renewal,
+    WakeCheck,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Postgres, Row as _};
@@ -19,6 +22,7 @@ use super::session::PgSessionProtocol;
 use super::sql::{self, PgStatements};
 use super::statement;
 use super::{diagnose, lock_in, open};
+use crate::PostgresBackend;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
@@ -304,3 +308,11 @@ pub(super) async fn renew(
 
 /// The maximum time to wait for the end of a connection that the server was requested to end.
 const END_WAIT: Duration = Duration::from_secs(1);
+
+#[async_trait]
+impl OpenBackend for PostgresConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        let config = self.clone().with_encryption_options()?;
+        Ok(Arc::new(PostgresBackend::open_mode(config, self.options.mode()).await?))
+    }
+}

@@ -3,20 +3,17 @@
 
 use std::fmt;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, StoreKind, UrlParts, Values,
     display_host, parse_count, parse_switch, parse_time,
 };
-use registry_core::{BackendError, BackendErrorKind, LockBackend};
+use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 
 use super::statement::QueryMode;
-use crate::PostgresBackend;
 use crate::server::config::{
     Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
     require_database,
@@ -71,7 +68,7 @@ pub struct PostgresConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
-    options: SqlOptions,
+    pub(super) options: SqlOptions,
 }
 
 /// Trusted certificates and the client's own certificate, all in PEM.
@@ -442,7 +439,7 @@ impl PostgresConfig {
     }
 
     /// Returns this configuration with the files and the encryption of its options.
-    fn with_encryption_options(mut self) -> Result<Self, BackendError> {
+    pub(super) fn with_encryption_options(mut self) -> Result<Self, BackendError> {
         let encryption = self.options.encryption("postgres")?;
         #[cfg(feature = "tls")]
         {
@@ -461,7 +458,6 @@ impl PostgresConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for PostgresConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -529,11 +525,6 @@ impl BackendConfig for PostgresConfig {
 
     fn poll(&self) -> Option<Duration> {
         self.options.poll()
-    }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone().with_encryption_options()?;
-        Ok(Arc::new(PostgresBackend::open_mode(config, self.options.mode()).await?))
     }
 }
 

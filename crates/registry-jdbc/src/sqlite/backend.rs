@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_core::config::OpenBackend;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
     Grant, GuaranteeClass, Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
@@ -382,5 +383,12 @@ const fn release_outcome(changes: u64) -> Release {
 impl fmt::Debug for SqliteBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SqliteBackend").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl OpenBackend for SqliteConfig {
+    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
+        Ok(Arc::new(SqliteBackend::open(self.clone()).await?))
     }
 }

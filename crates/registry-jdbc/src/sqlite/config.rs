@@ -2,17 +2,13 @@
 
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_core::config::{
     self, BackendConfig, InvalidValue, OptionError, OptionRow, StoreKind, TIME_MAX, UrlParts,
     parse_time,
 };
-use registry_core::{BackendError, LockBackend, RegistryBuilder};
-
-use super::SqliteBackend;
+use registry_core::{BackendError, RegistryBuilder};
 
 /// SQLite.
 pub static STORE: StoreKind = StoreKind::new("sqlite", &[OPTIONS], |url| {
@@ -125,7 +121,6 @@ impl SqliteConfig {
     }
 }
 
-#[async_trait]
 impl BackendConfig for SqliteConfig {
     fn kind(&self) -> &'static StoreKind {
         &STORE
@@ -163,10 +158,6 @@ impl BackendConfig for SqliteConfig {
 
     fn is_remote(&self) -> bool {
         false
-    }
-
-    async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        Ok(Arc::new(SqliteBackend::open(self.clone()).await?))
     }
 }
 
