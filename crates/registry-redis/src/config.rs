@@ -1174,7 +1174,7 @@ mod tests {
         let plain = RedisConfig::from_url(&server.url()).unwrap();
         let encrypted = RedisConfig::from_url(&server.url().replace("redis:", "rediss:")).unwrap();
         for config in [plain.with_tls(), encrypted] {
-            let error = RedisBackend::open(config).await.unwrap_err();
+            let error = crate::RedisBackend::open(config).await.unwrap_err();
             assert!(error.refused(), "{error:?}");
         }
     }
