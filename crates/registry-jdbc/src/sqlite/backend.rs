@@ -21,7 +21,6 @@ use super::connection::ReconnectingConnection;
 use super::error::{Detached, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
-use super::serial_executor::Priority;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
 use super::waiters::SqliteWaiters;
@@ -168,13 +167,13 @@ impl SqliteBackend {
         let (statements, owned_claim) = (Arc::clone(&self.statements), claim.clone());
         let token = if is_first_attempt && wall >= self.next_token_min.load(Ordering::Relaxed) {
             let make_statement = move || statements.acquire(sql::ACQUIRE_AT, &owned_claim, wall);
-            if self.writer.run(Priority::Low, Duration::MAX, make_statement).await?.1 == 0 {
+            if self.writer.execute_low_priority(make_statement).await? == 0 {
                 return Ok(None);
             }
             wall
         } else {
             let make_statement = move || statements.acquire(sql::ACQUIRE_ABOVE, &owned_claim, wall);
-            match self.writer.run(Priority::Low, Duration::MAX, make_statement).await?.0.first() {
+            match self.writer.fetch_all_low_priority(make_statement).await?.first() {
                 None => return Ok(None),
                 Some(row) => self.column(row, 0)?,
             }
@@ -315,13 +314,13 @@ impl LockBackend for SqliteBackend {
         let released = claim.clone();
         let limit = if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX };
         let make_statement = move || statements.release(&released);
-        let changes = match self.writer.run(Priority::Normal, limit, make_statement).await {
+        let changes = match self.writer.execute_within(limit, make_statement).await {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
                 return Err(fenced_transaction_open(error, self.path()));
             }
             // As in a renewal, the grant ended for all other processes when the file was replaced.
             Err(error) if Detached::from_error(&error).is_some() => return Ok(Release::NotHeld),
-            answer => answer?.1,
+            answer => answer?,
         };
         self.purge_at_random(claim).await;
         Ok(release_outcome(changes))

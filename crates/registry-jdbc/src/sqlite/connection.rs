@@ -120,12 +120,36 @@ impl ReconnectingConnection {
         &self,
         make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
     ) -> Result<u64, BackendError> {
-        self.run(Priority::Normal, Duration::MAX, make_statement).await.map(|(_, changes)| changes)
+        self.execute_within(Duration::MAX, make_statement).await
     }
 
-    /// Runs a statement, and returns its rows and the number of changed rows. Retries while other
-    /// processes write, at most for `busy_limit`. Calls `make_statement` for every attempt.
-    pub(super) async fn run(
+    /// Like [`execute`](Self::execute), with a shorter limit for retries while other processes
+    /// write.
+    pub(super) async fn execute_within(
+        &self,
+        busy_limit: Duration,
+        make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
+    ) -> Result<u64, BackendError> {
+        self.run(Priority::Normal, busy_limit, make_statement).await.map(|(_, changes)| changes)
+    }
+
+    /// Like [`fetch_all`](Self::fetch_all), with low priority.
+    pub(super) async fn fetch_all_low_priority(
+        &self,
+        make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
+    ) -> Result<Vec<SqliteRow>, BackendError> {
+        self.run(Priority::Low, Duration::MAX, make_statement).await.map(|(rows, _)| rows)
+    }
+
+    /// Like [`execute`](Self::execute), with low priority.
+    pub(super) async fn execute_low_priority(
+        &self,
+        make_statement: impl FnMut() -> SqliteQuery + Send + 'static,
+    ) -> Result<u64, BackendError> {
+        self.run(Priority::Low, Duration::MAX, make_statement).await.map(|(_, changes)| changes)
+    }
+
+    async fn run(
         &self,
         priority: Priority,
         busy_limit: Duration,

@@ -13,16 +13,15 @@
 //! constant cost.
 
 use std::fmt;
-use std::future::Future;
-use std::panic::AssertUnwindSafe;
-use std::pin::pin;
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use futures_util::FutureExt as _;
-use futures_util::future::{BoxFuture, Shared};
+use futures_util::FutureExt;
 use tokio::sync::{Notify, OwnedMutexGuard, mpsc, oneshot};
 use tokio::task::unconstrained;
 
@@ -32,11 +31,8 @@ use super::worker::WorkerThread;
 /// the margin of a renewal.
 const STALL_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// A call that sends its result itself.
-type Work<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> BoxFuture<'static, ()> + Send>;
-
-/// A call that both its caller and the task can poll.
-type InPlaceCall = Shared<BoxFuture<'static, ()>>;
+type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+type QueuedWork<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> BoxedFuture<()> + Send>;
 
 /// A value, and the queues of calls on it.
 pub(super) struct SerialExecutor<S> {
@@ -54,7 +50,7 @@ pub(super) enum Priority {
 }
 
 enum QueueItem<S> {
-    Call(Work<S>),
+    Call(QueuedWork<S>),
     /// The caller of the in-place call has dropped it.
     TakeOver,
 }
@@ -62,7 +58,7 @@ enum QueueItem<S> {
 struct ExecutorState<S> {
     value: Arc<tokio::sync::Mutex<S>>,
     /// The last in-place call. It may have ended.
-    in_place: Mutex<Option<InPlaceCall>>,
+    in_place: Mutex<Option<Arc<dyn AnyInPlaceCall>>>,
     /// The number of in-place calls so far.
     started_calls: AtomicU64,
     /// The task checks every [`STALL_TIMEOUT`] whether the in-place call has ended.
@@ -70,7 +66,7 @@ struct ExecutorState<S> {
     monitor_wanted: Notify,
 }
 
-/// The call panicked and has no result.
+/// The call panicked on the backend's thread and has no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Panicked;
 
@@ -93,7 +89,7 @@ impl<S: Send + 'static> SerialExecutor<S> {
     /// Runs `work` on the value, after the calls before it.
     ///
     /// # Errors
-    /// [`Panicked`] if `work` panicked.
+    /// [`Panicked`] if `work` panicked on the backend's thread.
     ///
     /// # Cancel safety
     /// Dropping the future does not end the work.
@@ -106,41 +102,45 @@ impl<S: Send + 'static> SerialExecutor<S> {
         T: Send + 'static,
         W: Future<Output = T> + Send + 'static,
     {
-        let (result_sender, result_receiver) = oneshot::channel();
-        let work: Work<S> = Box::new(move |value| {
-            let work = work(value);
-            // The receiver may have been dropped. A panic drops the sender, so the caller gets an
-            // error.
-            let work = AssertUnwindSafe(async move { drop(result_sender.send(work.await)) });
-            work.catch_unwind().map(drop).boxed()
-        });
-        match self.state.start_in_place(work) {
+        let work = match self.state.start_in_place(work) {
             Ok(call) => {
-                let take_over_on_drop = TakeOverOnDrop { call: &call, queue: &self.queue };
-                call.clone().await;
-                drop(take_over_on_drop);
+                let mut take_over_on_drop =
+                    TakeOverOnDrop { call: &call, queue: &self.queue, is_over: false };
+                let result = poll_fn(|cx| call.poll_by_caller(cx)).await;
+                take_over_on_drop.is_over = true;
+                return result;
             }
-            Err(work) => {
-                let queue = match priority {
-                    Priority::Normal => &self.queue,
-                    Priority::Low => &self.low_priority_queue,
-                };
-                queue.send(QueueItem::Call(work)).map_err(|_| Panicked)?;
-            }
-        }
+            Err(work) => work,
+        };
+        let (result_sender, result_receiver) = oneshot::channel();
+        let work: QueuedWork<S> = Box::new(move |value| {
+            let work = work(value);
+            // The receiver may have been dropped.
+            Box::pin(async move { drop(result_sender.send(work.await)) })
+        });
+        let queue = match priority {
+            Priority::Normal => &self.queue,
+            Priority::Low => &self.low_priority_queue,
+        };
+        queue.send(QueueItem::Call(work)).map_err(|_| Panicked)?;
         result_receiver.await.map_err(|_| Panicked)
     }
 }
 
 impl<S: Send + 'static> ExecutorState<S> {
     /// Starts a call that its caller polls. Returns `work` if the value is in use.
-    fn start_in_place(&self, work: Work<S>) -> Result<InPlaceCall, Work<S>> {
+    fn start_in_place<T, W, F>(&self, work: F) -> Result<Arc<InPlaceCall<T>>, F>
+    where
+        T: Send + 'static,
+        W: Future<Output = T> + Send + 'static,
+        F: FnOnce(OwnedMutexGuard<S>) -> W,
+    {
         // Locked before the value, so that the task that waits for the value finds the call that
         // holds it.
         let mut in_place = lock(&self.in_place);
         let Ok(value) = Arc::clone(&self.value).try_lock_owned() else { return Err(work) };
-        let call = work(value).shared();
-        let previous = in_place.replace(call.clone());
+        let call = Arc::new(InPlaceCall::new(Box::pin(work(value))));
+        let previous = in_place.replace(Arc::<InPlaceCall<T>>::clone(&call));
         drop(in_place);
         drop(previous);
         self.started_calls.fetch_add(1, Ordering::SeqCst);
@@ -159,27 +159,21 @@ impl<S: Send + 'static> ExecutorState<S> {
         mut low_priority_calls: mpsc::UnboundedReceiver<QueueItem<S>>,
     ) {
         loop {
-            let (queued, priority) = tokio::select! {
+            let queued = tokio::select! {
                 biased;
-                Some(queued) = calls.recv() => (queued, Priority::Normal),
+                Some(queued) = calls.recv() => queued,
                 queued = low_priority_calls.recv() => match queued {
-                    Some(queued) => (queued, Priority::Low),
+                    Some(queued) => queued,
                     None => return,
                 },
-                () = self.wait_for_stall() => (QueueItem::TakeOver, Priority::Normal),
+                () = self.wait_for_stall() => QueueItem::TakeOver,
             };
-            let mut value = self.acquire_value().await;
-            // Normal calls that were queued while the value was in use are first.
-            while priority == Priority::Low
-                && let Ok(first) = calls.try_recv()
-            {
-                if let QueueItem::Call(work) = first {
-                    work(value).await;
-                    value = self.acquire_value().await;
-                }
-            }
+            let value = self.acquire_value().await;
             if let QueueItem::Call(work) = queued {
-                work(value).await;
+                // A panic drops the sender of the result with the work, so the caller gets an
+                // error.
+                let work = AssertUnwindSafe(async move { work(value).await });
+                let _ = work.catch_unwind().await;
             }
         }
     }
@@ -193,9 +187,7 @@ impl<S: Send + 'static> ExecutorState<S> {
         }
         let in_place = lock(&self.in_place).clone();
         if let Some(call) = in_place {
-            // The end of the call wakes its caller. A waker may panic, and a panic must not end
-            // this task, which serves other callers.
-            let _ = AssertUnwindSafe(call).catch_unwind().await;
+            poll_fn(|cx| call.poll_by_task(cx)).await;
         }
         value.await
     }
@@ -213,7 +205,7 @@ impl<S: Send + 'static> ExecutorState<S> {
             if self.started_calls.load(Ordering::SeqCst) != started_calls {
                 continue;
             }
-            let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.peek().is_some());
+            let is_over = lock(&self.in_place).as_ref().is_none_or(|call| call.is_over());
             if !is_over {
                 return;
             }
@@ -227,16 +219,106 @@ impl<S: Send + 'static> ExecutorState<S> {
 }
 
 /// Makes the task take over a call that its caller drops.
-struct TakeOverOnDrop<'a, S> {
-    call: &'a InPlaceCall,
+struct TakeOverOnDrop<'a, T: Send + 'static, S> {
+    call: &'a Arc<InPlaceCall<T>>,
     queue: &'a mpsc::UnboundedSender<QueueItem<S>>,
+    is_over: bool,
 }
 
-impl<S> Drop for TakeOverOnDrop<'_, S> {
+impl<T: Send + 'static, S> Drop for TakeOverOnDrop<'_, T, S> {
     fn drop(&mut self) {
-        if self.call.peek().is_none() {
+        if !self.is_over && !self.call.is_over() {
             let _ = self.queue.send(QueueItem::TakeOver);
         }
+    }
+}
+
+/// A call that its caller polls until the task takes it over.
+struct InPlaceCall<T> {
+    state: Mutex<CallState<T>>,
+}
+
+struct CallState<T> {
+    /// `None` after its end.
+    future: Option<BoxedFuture<T>>,
+    /// The task polls the future. The caller must not, because the future keeps only the last
+    /// waker.
+    is_taken_over: bool,
+    /// The result, if the task polled the future to its end.
+    result: Option<Result<T, Panicked>>,
+    caller: Option<Waker>,
+}
+
+trait AnyInPlaceCall: Send + Sync {
+    fn is_over(&self) -> bool;
+
+    fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()>;
+}
+
+impl<T: Send + 'static> InPlaceCall<T> {
+    fn new(future: BoxedFuture<T>) -> Self {
+        let state =
+            CallState { future: Some(future), is_taken_over: false, result: None, caller: None };
+        Self { state: Mutex::new(state) }
+    }
+
+    fn poll_by_caller(&self, cx: &mut Context<'_>) -> Poll<Result<T, Panicked>> {
+        let mut state = lock(&self.state);
+        if let Some(result) = state.result.take() {
+            return Poll::Ready(result);
+        }
+        if !state.is_taken_over
+            && let Poll::Ready(result) = state.poll_future(cx)
+        {
+            // The call stays in `in_place` until the next one, and a waker keeps its task
+            // allocated.
+            state.caller = None;
+            return Poll::Ready(Ok(result));
+        }
+        match &mut state.caller {
+            Some(waker) => waker.clone_from(cx.waker()),
+            none => *none = Some(cx.waker().clone()),
+        }
+        Poll::Pending
+    }
+}
+
+impl<T: Send + 'static> AnyInPlaceCall for InPlaceCall<T> {
+    fn is_over(&self) -> bool {
+        lock(&self.state).future.is_none()
+    }
+
+    fn poll_by_task(&self, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = lock(&self.state);
+        if state.future.is_none() {
+            return Poll::Ready(());
+        }
+        state.is_taken_over = true;
+        let result = match catch_unwind(AssertUnwindSafe(|| state.poll_future(cx))) {
+            Ok(Poll::Pending) => return Poll::Pending,
+            Ok(Poll::Ready(result)) => Ok(result),
+            Err(_) => Err(Panicked),
+        };
+        state.result = Some(result);
+        let caller = state.caller.take();
+        drop(state);
+        if let Some(caller) = caller {
+            // A waker may panic, and a panic must not end this task, which serves other callers.
+            let _ = catch_unwind(AssertUnwindSafe(|| caller.wake()));
+        }
+        Poll::Ready(())
+    }
+}
+
+impl<T> CallState<T> {
+    fn poll_future(&mut self, cx: &mut Context<'_>) -> Poll<T> {
+        // A panic drops the future, so that the value is free and the future is never polled again.
+        let Some(mut future) = self.future.take() else { return Poll::Pending };
+        let result = future.as_mut().poll(cx);
+        if result.is_pending() {
+            self.future = Some(future);
+        }
+        result
     }
 }
 
@@ -253,9 +335,6 @@ fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::pin::Pin;
-    use std::task::{Context, Waker};
-
     use tokio::time::timeout;
 
     use super::*;
