@@ -10,7 +10,7 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Key, LockBackend, Release, Renewal,
     WakeCheck,
 };
-use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::postgres::{PgConnection, PgRow, PgValueFormat};
 use sqlx::{Postgres, Row as _};
 
 use super::client;
@@ -111,6 +111,14 @@ impl Dialect for Postgres {
     }
 
     fn bytes(row: &PgRow, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error> {
+        let value = row.try_get_raw(index)?;
+        // sqlx does not read this text format, which `bytea_output=escape` selects.
+        if value.format() == PgValueFormat::Text
+            && let Ok(text) = value.as_bytes()
+            && !text.starts_with(b"\\x")
+        {
+            return Ok(Some(unescape_bytes(text)));
+        }
         row.try_get(index)
     }
 
@@ -309,10 +317,39 @@ pub(super) async fn renew(
 /// The maximum time to wait for the end of a connection that the server was requested to end.
 const END_WAIT: Duration = Duration::from_secs(1);
 
+/// Decodes the format `escape` of a `bytea`: a backslash is doubled, and some bytes are three octal
+/// digits after a backslash. <https://www.postgresql.org/docs/current/datatype-binary.html>
+fn unescape_bytes(mut text: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::with_capacity(text.len());
+    loop {
+        text = match text {
+            [] => return bytes,
+            [b'\\', a @ b'0'..=b'3', b @ b'0'..=b'7', c @ b'0'..=b'7', rest @ ..] => {
+                bytes.push((a - b'0') << 6 | (b - b'0') << 3 | (c - b'0'));
+                rest
+            }
+            [b'\\', byte, rest @ ..] | [byte, rest @ ..] => {
+                bytes.push(*byte);
+                rest
+            }
+        };
+    }
+}
+
 #[async_trait]
 impl OpenBackend for PostgresConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
         let config = self.clone().with_encryption_options()?;
         Ok(Arc::new(PostgresBackend::open_mode(config, self.options.mode()).await?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn all_bytes_are_read_from_the_escape_format() {
+        assert_eq!(unescape_bytes(br"a\\b\000\377'x"), b"a\\b\0\xff'x");
     }
 }

@@ -101,7 +101,7 @@ fn parts(text: &str) -> Vec<Part<'_>> {
     let (mut rest, mut at, mut quote) = (text, 0, None);
     while let Some(&sign) = rest.as_bytes().get(at) {
         match (sign, quote) {
-            (b'`' | b'\'', None) => quote = Some(sign),
+            (b'`' | b'\'' | b'"', None) => quote = Some(sign),
             (_, Some(open)) if open == sign => quote = None,
             (b'$', None) => {
                 let (before, parameter) = rest.split_at(at);
@@ -375,6 +375,16 @@ mod tests {
         assert_eq!(
             Statement::new(&text, values).inlined::<sqlx::Postgres>(),
             r"SELECT ARRAY[E'\\x00ff',E'\\x273b2d2d']::bytea[], ARRAY[]::bytea[], ARRAY[(-1),(2)]::bigint[], ARRAY[E'\\x00ff',E'\\x273b2d2d']"
+        );
+    }
+
+    #[cfg(feature = "postgres")]
+    #[test]
+    fn quoted_names_contain_no_parameters() {
+        let text = StatementText::numbered(r#"SELECT "a$1"."o'b" FROM "c""$1" WHERE d = $1"#);
+        assert_eq!(
+            Statement::new(&text, [Value::Number(7)]).inlined::<sqlx::Postgres>(),
+            r#"SELECT "a$1"."o'b" FROM "c""$1" WHERE d = (7)"#
         );
     }
 

@@ -36,6 +36,30 @@ async fn schema_and_table_names_are_configurable() {
     assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
 }
 
+#[tokio::test]
+async fn a_schema_of_the_search_path_may_contain_quotes_and_dollar_signs() {
+    let server = server().await;
+    server.sql("CREATE SCHEMA \"o'b$1\"").await.unwrap();
+    server.sql("ALTER ROLE postgres SET search_path = \"o'b$1\"").await.unwrap();
+    let prepared = backend(config(&server)).await;
+    let plain = backend(config(&server).with_prepared(false)).await;
+    grant(&prepared, &claim("a")).await;
+    busy(&plain, &claim("a")).await;
+    grant(&plain, &claim("b")).await;
+    busy(&prepared, &claim("b")).await;
+}
+
+#[tokio::test]
+async fn a_server_may_send_bytes_in_the_escape_format() {
+    let server = server().await;
+    server.sql("ALTER ROLE postgres SET bytea_output = 'escape'").await.unwrap();
+    grant(&backend(config(&server)).await, &claim("a")).await;
+    let plain = backend(config(&server).with_prepared(false)).await;
+    busy(&plain, &claim("a")).await;
+    grant(&plain, &claim("b")).await;
+    busy(&backend(config(&server)).await, &claim("b")).await;
+}
+
 const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";
 
 /// Runs this same test in a child process with these variables. Returns its output.
