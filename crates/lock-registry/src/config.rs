@@ -561,6 +561,7 @@ mod tests {
             ("mode", "sesion", "did you mean `session`?"),
             ("sslmode", "verify", "did you mean `verify-ca`?"),
             ("listen", "redis://h", "is neither `off` nor a URL"),
+            ("listen", "postgres://user@h", "is neither `off` nor a URL"),
             ("listen", "postgres://h/db?lease=1s", "is neither `off` nor a URL"),
             ("cert", "a.pem", "without `key`"),
         ] {

@@ -398,7 +398,8 @@ impl RedisConfig {
             "quorum" => "HOST:PORT,HOST:PORT,HOST:PORT",
             _ => return Err(url.invalid("has no scheme of Redis")),
         };
-        if !matches!(plain, "redis" | "rediss") {
+        // A socket is not encrypted.
+        if !matches!(plain, "redis" | "rediss") || (plain, topology) == ("rediss", "unix") {
             return Err(url.invalid("has no scheme of Redis"));
         }
         let syntax = format!("write `{}://{syntax}`", url.scheme);
@@ -1060,6 +1061,7 @@ mod tests {
             assert_eq!(encrypted.servers, plain.servers);
             assert_eq!(encrypted.connection.database, plain.connection.database);
         }
+        RedisConfig::from_url("rediss+unix:///run/redis.sock").unwrap_err();
     }
 
     #[test]

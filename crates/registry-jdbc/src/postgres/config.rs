@@ -580,6 +580,8 @@ fn parse_server(url: &UrlParts<'_>) -> Result<PgConnectOptions, BackendError> {
 fn parse_listen(url: &str) -> Option<PgConnectOptions> {
     let url = UrlParts::split(url).filter(|url| url.query.is_none())?;
     url.check().ok()?;
+    // In another database, the listener would receive no releases.
+    require_database(&url).ok()?;
     parse_server(&url).ok()
 }
 

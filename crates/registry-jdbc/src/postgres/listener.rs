@@ -163,6 +163,8 @@ impl PgReleaseListener {
     pub(super) fn close(&self) {
         self.shared.mark_disconnected();
         self.shared.waiters.close();
+        // The task may have connected between the two.
+        self.shared.mark_disconnected();
     }
 }
 
