@@ -57,7 +57,7 @@ pub fn line(content: &impl Serialize) -> String {
 /// Writes a line of the helper process. Ignores errors, because the reader may have ended.
 ///
 /// # Panics
-/// As [`line`].
+/// As [`line()`].
 pub fn print(content: &impl Serialize) {
     print_text(&line(content));
 }
