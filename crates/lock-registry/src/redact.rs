@@ -161,8 +161,8 @@ mod tests {
             ("redis://u:p@%2Frun%2Fredis.sock/0", "redis://***"),
             ("redis://u:p@/run/redis.sock", "redis://***@/run/redis.sock"),
             (
-                "redis+unix://u:p@h/run/redis.sock?fsync=p",
-                "redis+unix://***@h/run/redis.sock?fsync=***",
+                "redis+unix://u:p@h/run/redis.sock?renew=p",
+                "redis+unix://***@h/run/redis.sock?renew=***",
             ),
             ("redis+unix://u:p/run/redis.sock", "redis+unix://***"),
             ("redis+quorum://u:p@a,b:p,c", "redis+quorum://***"),
