@@ -12,14 +12,14 @@ use std::time::Duration;
 
 use crate::background::{BackgroundReleaser, Job};
 use crate::clock::sleep;
-use crate::watch::{Parked, Suspended, Suspension};
+use crate::watch::{SuspendedState, Suspension, SuspensionCell};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// Polls a call once, without a suspension. Returns the call if it is not ready.
 pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFuture<T>> {
     match poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
-        Poll::Ready(answer) => Ok(answer),
+        Poll::Ready(response) => Ok(response),
         Poll::Pending => Err(call),
     }
 }
@@ -29,17 +29,17 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 /// A future that is ready at its first poll needs no timer, which can cost as much as a request to
 /// a fast store. The future is polled once per wake-up, because a second poll costs as much again.
 pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) -> Option<F::Output> {
-    if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
-        return Some(answer);
+    if let Poll::Ready(response) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
+        return Some(response);
     }
     let mut end = pin!(sleep(limit));
     // This task has just polled the future.
     let mut polled = true;
     poll_fn(|cx| {
         if !mem::take(&mut polled)
-            && let Poll::Ready(answer) = Pin::new(&mut future).poll(cx)
+            && let Poll::Ready(response) = Pin::new(&mut future).poll(cx)
         {
-            return Poll::Ready(Some(answer));
+            return Poll::Ready(Some(response));
         }
         end.as_mut().poll(cx).map(|()| None)
     })
@@ -49,7 +49,7 @@ pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) ->
 pub(crate) struct Call<T: Send + 'static> {
     future: Option<CallFuture<T>>,
     /// The call was polled just before, so the next poll is skipped.
-    polled: bool,
+    skips_next_poll: bool,
     /// The call releases a claim.
     releases_claim: bool,
     background: BackgroundReleaser,
@@ -59,7 +59,7 @@ impl<T: Send + 'static> Call<T> {
     pub(crate) fn new(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
         Self {
             future: Some(future),
-            polled: false,
+            skips_next_poll: false,
             releases_claim: false,
             background: background.clone(),
         }
@@ -67,9 +67,9 @@ impl<T: Send + 'static> Call<T> {
 
     /// Creates a call that was not ready at its [first poll](first_poll). Its next poll must be
     /// within the same poll of the same task.
-    pub(crate) fn polled(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
+    pub(crate) fn after_first_poll(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
         let mut call = Self::new(background, future);
-        call.polled = true;
+        call.skips_next_poll = true;
         call
     }
 
@@ -81,8 +81,8 @@ impl<T: Send + 'static> Call<T> {
     }
 
     /// Creates a call whose response is known but not handled yet.
-    pub(crate) fn answered(background: &BackgroundReleaser, answer: T) -> Self {
-        Self::new(background, Box::pin(std::future::ready(answer)))
+    pub(crate) fn completed(background: &BackgroundReleaser, response: T) -> Self {
+        Self::new(background, Box::pin(std::future::ready(response)))
     }
 
     /// Takes the future of a call in flight. Returns `None` if the call is complete.
@@ -92,33 +92,33 @@ impl<T: Send + 'static> Call<T> {
 
     /// Waits for the response for at most `limit`. The call continues in any case. For callers that
     /// are polled until they are ready.
-    pub(crate) async fn answer_within(&mut self, limit: Duration) -> Option<T> {
+    pub(crate) async fn response_within(&mut self, limit: Duration) -> Option<T> {
         within(limit, self).await
     }
 
     /// Waits for the response for at most `limit`. The call continues in any case, even if the
-    /// caller is not polled any more. After `patience` without a poll, the background releaser
+    /// caller is not polled any more. After `unpolled_max` without a poll, the background releaser
     /// completes the call.
-    pub(crate) async fn answer_to_caller_within(
+    pub(crate) async fn response_to_caller_within(
         self,
         limit: Duration,
-        patience: Duration,
+        unpolled_max: Duration,
     ) -> Option<T> {
         let background = self.background.clone();
-        let mut suspension = Suspension::new(background.watch(), patience.min(limit));
-        let answer = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
-        within(limit, answer).await.map(|answer| match answer {
-            Ok((_, answer)) | Err(answer) => answer,
+        let mut suspension = Suspension::new(background.watch(), unpolled_max.min(limit));
+        let response = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
+        within(limit, response).await.map(|response| match response {
+            Ok((_, response)) | Err(response) => response,
         })
     }
 
-    fn go_on(mut self, then: impl FnOnce(T) + Send + 'static) {
+    fn complete_in_background(mut self, then: impl FnOnce(T) + Send + 'static) {
         if let Some(future) = self.future.take() {
-            self.leave(Box::pin(async move { then(future.await) }));
+            self.submit(Box::pin(async move { then(future.await) }));
         }
     }
 
-    fn leave(&self, job: Job) {
+    fn submit(&self, job: Job) {
         if self.releases_claim {
             self.background.submit_release(job);
         } else {
@@ -127,12 +127,12 @@ impl<T: Send + 'static> Call<T> {
     }
 }
 
-impl<T: Send + 'static> Parked for Call<T> {
+impl<T: Send + 'static> SuspendedState for Call<T> {
     type Replacement = T;
 
-    fn abandon(self, cell: &Arc<Suspended<Self>>) {
+    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
         let cell = Arc::clone(cell);
-        self.go_on(move |answer| cell.leave(answer));
+        self.complete_in_background(move |response| cell.resolve(response));
     }
 }
 
@@ -140,23 +140,23 @@ impl<T: Send + 'static> Future for Call<T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
-        if mem::take(&mut self.polled) {
+        if mem::take(&mut self.skips_next_poll) {
             return Poll::Pending;
         }
         let Some(future) = self.future.as_mut() else {
             // Already complete; returns `Pending` as a fused future may.
             return Poll::Pending;
         };
-        let answer = std::task::ready!(future.as_mut().poll(cx));
+        let response = std::task::ready!(future.as_mut().poll(cx));
         self.future = None;
-        Poll::Ready(answer)
+        Poll::Ready(response)
     }
 }
 
 impl<T: Send + 'static> Drop for Call<T> {
     fn drop(&mut self) {
         if let Some(future) = self.future.take() {
-            self.leave(Box::pin(async move {
+            self.submit(Box::pin(async move {
                 let _ = future.await;
             }));
         }
@@ -165,6 +165,6 @@ impl<T: Send + 'static> Drop for Call<T> {
 
 impl<T: Send + 'static> std::fmt::Debug for Call<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Call").field("answered", &self.future.is_none()).finish_non_exhaustive()
+        f.debug_struct("Call").field("completed", &self.future.is_none()).finish_non_exhaustive()
     }
 }

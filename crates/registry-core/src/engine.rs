@@ -161,7 +161,7 @@ impl Engine {
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
         let limit = self.defaults.operation_timeout;
-        let answer = self.call(future).answer_to_caller_within(limit, limit).await;
+        let answer = self.call(future).response_to_caller_within(limit, limit).await;
         answer
             .unwrap_or_else(|| Err(self.no_response_error()))
             .map_err(|source| store_error(operation, key, source))

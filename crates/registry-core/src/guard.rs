@@ -174,7 +174,7 @@ impl LockGuard {
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
-        let answer = engine.renew(claim).answer_to_caller_within(limit, lease).await;
+        let answer = engine.renew(claim).response_to_caller_within(limit, lease).await;
         match answer.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
@@ -334,8 +334,8 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return Ok(());
     }
     let release = match first {
-        Ok(answer) => Call::answered(&engine.background, answer),
-        Err(release) => Call::polled(&engine.background, release),
+        Ok(answer) => Call::completed(&engine.background, answer),
+        Err(release) => Call::after_first_poll(&engine.background, release),
     };
     // Boxed, because the futures of all waits are large, and the caller's future would contain
     // them even where the store responds at once.
@@ -402,7 +402,7 @@ async fn wait_for_outcome(
     unpolled_max: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.operation_timeout;
-    match job.answer_to_caller_within(limit, unpolled_max).await {
+    match job.response_to_caller_within(limit, unpolled_max).await {
         Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
         Some(ReleaseOutcome::NotHeld) => Err(lost_error(key, LostReason::Gone)),
@@ -424,7 +424,7 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
     let job = release_call(engine, release_grant(ending, context));
     tokio::select! {
         biased;
-        _ = job.answer_to_caller_within(limit, unpolled_max) => Ok(()),
+        _ = job.response_to_caller_within(limit, unpolled_max) => Ok(()),
         // A failed renewal is not returned: the background releaser repeats it while the lease
         // lasts.
         renewed = renewed => renewed.unwrap_or(Ok(())),

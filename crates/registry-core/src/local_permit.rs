@@ -13,7 +13,7 @@ use crate::lease::LeaseOptions;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::options::ClaimOptions;
 use crate::registry::Registry;
-use crate::watch::{Parked, Suspended, Suspension};
+use crate::watch::{SuspendedState, Suspension, SuspensionCell};
 
 impl Registry {
     /// Waits up to `wait` for the local permit of `key`, then runs `attempts`
@@ -98,11 +98,11 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
 }
 
 /// If the future is not polled, it loses the permit. At its next poll, `attempts` continues.
-impl Parked for LocalPermit {
+impl SuspendedState for LocalPermit {
     type Replacement = ();
 
-    fn abandon(self, cell: &Arc<Suspended<Self>>) {
+    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
         drop(self);
-        cell.leave(());
+        cell.resolve(());
     }
 }

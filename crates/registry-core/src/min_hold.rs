@@ -59,7 +59,7 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                 let (min, max) = (engine.capabilities.lease_min, engine.capabilities.lease_max);
                 let lease = lease_covering(end.since(now)).clamp(min, max);
                 let mut renewal = engine.renew(self.claim.clone().with_lease(lease));
-                let pause = match renewal.answer_within(engine.defaults.operation_timeout).await {
+                let pause = match renewal.response_within(engine.defaults.operation_timeout).await {
                     Some(Ok(Renewal::Renewed(granted))) => {
                         failures = 0;
                         until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));

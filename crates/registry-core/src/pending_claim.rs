@@ -26,7 +26,7 @@ use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::release::{PendingRelease, release_claim, release_in_background};
-use crate::watch::{Parked, Suspended, Suspension};
+use crate::watch::{SuspendedState, Suspension, SuspensionCell};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
@@ -107,7 +107,7 @@ impl PendingClaim {
         match first {
             Ok(response) => Some(self.record_response(response)),
             Err(request) => {
-                self.in_flight = Some(Call::polled(&engine.background, request));
+                self.in_flight = Some(Call::after_first_poll(&engine.background, request));
                 None
             }
         }
@@ -272,12 +272,12 @@ impl Drop for PendingClaim {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Abandoned;
 
-impl Parked for PendingClaim {
+impl SuspendedState for PendingClaim {
     type Replacement = Abandoned;
 
-    fn abandon(self, cell: &Arc<Suspended<Self>>) {
+    fn abandon(self, cell: &Arc<SuspensionCell<Self>>) {
         catch_panic(|| drop(self));
-        cell.leave(Abandoned);
+        cell.resolve(Abandoned);
     }
 }
 

@@ -603,7 +603,7 @@ async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
         // The renewer completes its calls first, so that the backend is not closed during a call.
         let _ = within(limit, renewer).await;
     }
-    engine.close_backend().answer_within(limit).await;
+    engine.close_backend().response_within(limit).await;
     engine.emit(|| LockEvent::Closed);
 }
 

@@ -102,7 +102,7 @@ async fn release_until_answered(pending: &mut PendingRelease) -> ReleaseOutcome 
     loop {
         let in_flight = pending.in_flight.take();
         let mut release = in_flight.unwrap_or_else(|| engine.release(&pending.claim));
-        let error = match release.answer_within(engine.defaults.operation_timeout).await {
+        let error = match release.response_within(engine.defaults.operation_timeout).await {
             Some(Ok(Release::Freed)) => return ReleaseOutcome::Freed,
             // An earlier release, whose reply was lost, has freed it.
             Some(Ok(Release::NotHeld)) if may_have_freed => return ReleaseOutcome::Freed,
@@ -151,7 +151,7 @@ async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
             }
         }
         if let Some(Ok(Release::Freed)) =
-            engine.release(&pending.claim).answer_within(engine.defaults.operation_timeout).await
+            engine.release(&pending.claim).response_within(engine.defaults.operation_timeout).await
         {
             freed += 1;
         }

@@ -18,7 +18,8 @@ static REGISTRIES: Mutex<Option<HashMap<usize, Arc<InvalidationSet>>>> = Mutex::
 #[derive(Debug)]
 pub(crate) struct Sibling {
     backend: usize,
-    registries: Arc<InvalidationSet>,
+    /// `None` once it is dropped.
+    registries: Option<Arc<InvalidationSet>>,
 }
 
 impl Sibling {
@@ -26,20 +27,23 @@ impl Sibling {
         let backend = Arc::as_ptr(backend).cast::<()>().addr();
         let registries = Arc::clone(all().get_or_insert_default().entry(backend).or_default());
         registries.subscribe(invalidations);
-        Self { backend, registries }
+        Self { backend, registries: Some(registries) }
     }
 
     /// Makes all registries over this backend verify their claims on `key`.
     pub(crate) fn verify(&self, key: &Key) {
-        self.registries.notify(key);
+        if let Some(registries) = &self.registries {
+            registries.notify(key);
+        }
     }
 }
 
 impl Drop for Sibling {
     fn drop(&mut self) {
         let mut all = all();
-        // The other owner is the table.
-        if Arc::strong_count(&self.registries) == 2 {
+        // Dropped under the lock, so that of two entries that end at once, the second one sees that
+        // only the table is left.
+        if self.registries.take().is_some_and(|registries| Arc::strong_count(&registries) == 2) {
             all.as_mut().and_then(|all| all.remove(&self.backend));
         }
     }

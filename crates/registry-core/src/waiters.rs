@@ -11,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
-use tokio::task::JoinHandle;
+use tokio::task::{self, JoinHandle};
 use tokio::time::timeout;
 
 use crate::contained::with_panic_safe_waker;
@@ -173,7 +173,8 @@ impl<K: Ord, W> Waiters<K, W> {
     pub fn try_stop(&self) -> bool {
         let mut table = self.table();
         let is_idle = table.entries.is_empty();
-        if is_idle {
+        // An aborted task that still runs its last poll must not detach its successor.
+        if is_idle && table.task.as_ref().map(JoinHandle::id) == task::try_id() {
             // Under the lock, so that no new waiter relies on the ending task.
             table.task = None;
         }
@@ -451,6 +452,18 @@ mod tests {
         let _waiter = waiters.register("a", 0);
         start(&waiters);
         settle().await;
+        assert!(waiters.has_task());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_aborted_task_does_not_detach_its_successor() {
+        let waiters = Arc::<TestWaiters>::default();
+        drop(waiters.register("a", 0));
+        start(&waiters);
+        // `close` has aborted this task during its last poll.
+        let predecessor = Arc::clone(&waiters);
+        let must_end = Handle::current().spawn(async move { predecessor.try_stop() });
+        assert!(must_end.await.unwrap());
         assert!(waiters.has_task());
     }
 }

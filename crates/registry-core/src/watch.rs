@@ -1,8 +1,8 @@
 //! Abandons acquisitions, and finishes calls to the store, of futures that are kept and not polled.
 //!
 //! A future that is not polled cannot release anything. Its state (a claim, a local permit, a call)
-//! is therefore in a [`Suspended`] cell while it waits. One task per registry checks these cells.
-//! Each future sets a *patience*, the time for which it may go without a poll. After half of it,
+//! is therefore in a [`SuspensionCell`] cell while it waits. One task per registry checks these cells.
+//! Each future sets a *unpolled_max*, the time for which it may go without a poll. After half of it,
 //! the task wakes the future once. After all of it, the task takes the state: it abandons an
 //! acquisition, and lets the background releaser complete a call to the store.
 
@@ -21,7 +21,7 @@ use crate::mutant::{Mutant, mutated};
 
 /// An object that the task checks.
 pub(crate) trait Watched: Send + Sync {
-    /// Called a few times per patience. Returns false if no further check is needed.
+    /// Called a few times per unpolled_max. Returns false if no further check is needed.
     fn check(self: Arc<Self>, now: Moment) -> bool;
 }
 
@@ -51,10 +51,10 @@ struct Registration {
 }
 
 impl Watch {
-    /// Registers `watched` to be checked four times per `patience`. Returns a ticket for
+    /// Registers `watched` to be checked four times per `unpolled_max`. Returns a ticket for
     /// [`deregister`](Self::deregister).
-    pub(crate) fn register(&self, watched: Weak<dyn Watched>, patience: Duration) -> u64 {
-        let every = patience / 4;
+    pub(crate) fn register(&self, watched: Weak<dyn Watched>, unpolled_max: Duration) -> u64 {
+        let every = unpolled_max / 4;
         let mut registrations = self.registrations();
         let ticket = registrations.next_ticket;
         registrations.next_ticket += 1;
@@ -63,12 +63,12 @@ impl Watch {
         registrations
             .by_ticket
             .insert(ticket, Registration { watched, every, next_at: Moment::PAST });
-        let is_news = registrations.round.is_none_or(|round| every < round);
-        if is_news {
+        let shortens_round = registrations.round.is_none_or(|round| every < round);
+        if shortens_round {
             registrations.round = Some(every);
         }
         drop(registrations);
-        if is_news {
+        if shortens_round {
             self.0.changed.notify_one();
         }
         ticket
@@ -133,8 +133,8 @@ async fn work(watch: Watch) {
         }
         let now = Moment::now();
         for (n, (ticket, watched)) in watch.due(now).into_iter().enumerate() {
-            let goes_on = watched.upgrade().and_then(|watched| catch_panic(|| watched.check(now)));
-            if goes_on != Some(true) {
+            let is_kept = watched.upgrade().and_then(|watched| catch_panic(|| watched.check(now)));
+            if is_kept != Some(true) {
                 watch.deregister(ticket);
             }
             if n % 256 == 255 {
@@ -145,20 +145,20 @@ async fn work(watch: Watch) {
 }
 
 /// The state of a future that waits.
-pub(crate) trait Parked: Send + Sized + 'static {
+pub(crate) trait SuspendedState: Send + Sized + 'static {
     /// What the future gets instead of its state when it is polled after the state was taken.
     type Replacement: Send + 'static;
 
-    /// Abandons or finishes the future's work, because the future was not polled for its patience.
-    /// The implementation passes a value for the future to [`Suspended::leave`] of `cell`.
-    fn abandon(self, cell: &Arc<Suspended<Self>>);
+    /// Abandons or finishes the future's work, because the future was not polled for its unpolled_max.
+    /// The implementation passes a value for the future to [`SuspensionCell::resolve`] of `cell`.
+    fn abandon(self, cell: &Arc<SuspensionCell<Self>>);
 }
 
 /// The cell that holds the state of a future, which the watch takes if the future is not polled.
-pub(crate) struct Suspended<P: Parked> {
-    patience: Duration,
+pub(crate) struct SuspensionCell<S: SuspendedState> {
+    unpolled_max: Duration,
     /// Locked while the future is polled, so that a poll need not move the state.
-    content: Mutex<Content<P>>,
+    content: Mutex<Content<S>>,
     polling: Mutex<Polling>,
 }
 
@@ -174,17 +174,17 @@ struct Polling {
     woken: bool,
 }
 
-enum Content<P: Parked> {
+enum Content<S: SuspendedState> {
     /// No future is running in the cell.
     Empty,
-    Here(P),
+    Here(S),
     /// The watch has taken the state. `Some` once there is a value for the future.
-    Abandoned(Option<P::Replacement>),
+    Abandoned(Option<S::Replacement>),
 }
 
-impl<P: Parked> Suspended<P> {
+impl<S: SuspendedState> SuspensionCell<S> {
     /// Stores a value for the future whose state was taken, and wakes the future.
-    pub(crate) fn leave(&self, replacement: P::Replacement) {
+    pub(crate) fn resolve(&self, replacement: S::Replacement) {
         *self.content() = Content::Abandoned(Some(replacement));
         let waker = self.polling().waker.take();
         if let Some(waker) = waker {
@@ -203,7 +203,7 @@ impl<P: Parked> Suspended<P> {
         }
     }
 
-    fn content(&self) -> MutexGuard<'_, Content<P>> {
+    fn content(&self) -> MutexGuard<'_, Content<S>> {
         self.content.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -212,7 +212,7 @@ impl<P: Parked> Suspended<P> {
     }
 }
 
-impl<P: Parked> Wake for Suspended<P> {
+impl<S: SuspendedState> Wake for SuspensionCell<S> {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
@@ -225,7 +225,7 @@ impl<P: Parked> Wake for Suspended<P> {
     }
 }
 
-impl<P: Parked> Watched for Suspended<P> {
+impl<S: SuspendedState> Watched for SuspensionCell<S> {
     fn check(self: Arc<Self>, now: Moment) -> bool {
         let mut content = match self.content.try_lock() {
             Ok(content) => content,
@@ -251,7 +251,7 @@ impl<P: Parked> Watched for Suspended<P> {
         if !polling.woken {
             // A future that waits for its store is not polled either, but a wake-up makes its task
             // poll it.
-            if unpolled >= self.patience / 2 {
+            if unpolled >= self.unpolled_max / 2 {
                 polling.woken = true;
                 let waker = polling.waker.clone();
                 drop(polling);
@@ -262,49 +262,49 @@ impl<P: Parked> Watched for Suspended<P> {
             }
             return true;
         }
-        if unpolled < self.patience || mutated(Mutant::UnpolledCallerKept) {
+        if unpolled < self.unpolled_max || mutated(Mutant::UnpolledCallerKept) {
             return true;
         }
         drop(polling);
         let taken = mem::replace(&mut *content, Content::Abandoned(None));
         drop(content);
-        if let Content::Here(parked) = taken {
-            parked.abandon(&self);
+        if let Content::Here(state) = taken {
+            state.abandon(&self);
         }
         false
     }
 }
 
-/// The future's handle of its [`Suspended`] cell. Dropping it drops the content of the cell.
-pub(crate) struct Suspension<'a, P: Parked> {
+/// The future's handle of its [`SuspensionCell`] cell. Dropping it drops the content of the cell.
+pub(crate) struct Suspension<'a, S: SuspendedState> {
     watch: &'a Watch,
-    patience: Duration,
-    cell: Option<(Arc<Suspended<P>>, u64)>,
+    unpolled_max: Duration,
+    cell: Option<(Arc<SuspensionCell<S>>, u64)>,
 }
 
-impl<'a, P: Parked> Suspension<'a, P> {
-    pub(crate) fn new(watch: &'a Watch, patience: Duration) -> Self {
-        Self { watch, patience, cell: None }
+impl<'a, S: SuspendedState> Suspension<'a, S> {
+    pub(crate) fn new(watch: &'a Watch, unpolled_max: Duration) -> Self {
+        Self { watch, unpolled_max, cell: None }
     }
 
-    /// Polls `step` until it is ready, and returns `parked` with the output. Meanwhile `parked` is
+    /// Polls `step` until it is ready, and returns `state` with the output. Meanwhile `state` is
     /// in the cell. If the watch took it from there, this returns the value that
-    /// [`Suspended::leave`] stored.
+    /// [`SuspensionCell::resolve`] stored.
     pub(crate) async fn run<T>(
         &mut self,
-        parked: P,
-        mut step: impl FnMut(&mut P, &mut Context<'_>) -> Poll<T>,
-    ) -> Result<(P, T), P::Replacement> {
+        state: S,
+        mut step: impl FnMut(&mut S, &mut Context<'_>) -> Poll<T>,
+    ) -> Result<(S, T), S::Replacement> {
         let cell = Arc::clone(self.cell());
-        *cell.content() = Content::Here(parked);
+        *cell.content() = Content::Here(state);
         poll_fn(|cx| {
             cell.set_waker(cx.waker());
             // The cell's waker passes wake-ups on to the task's, and contains its panics.
             let waker = Waker::from(Arc::clone(&cell));
             let mut content = cell.content();
             let output = match &mut *content {
-                Content::Here(parked) => {
-                    ready!(step(parked, &mut Context::from_waker(&waker)))
+                Content::Here(state) => {
+                    ready!(step(state, &mut Context::from_waker(&waker)))
                 }
                 Content::Abandoned(replacement) => {
                     return replacement.take().map_or(Poll::Pending, |it| Poll::Ready(Err(it)));
@@ -312,28 +312,28 @@ impl<'a, P: Parked> Suspension<'a, P> {
                 Content::Empty => return Poll::Pending,
             };
             match mem::replace(&mut *content, Content::Empty) {
-                Content::Here(parked) => Poll::Ready(Ok((parked, output))),
+                Content::Here(state) => Poll::Ready(Ok((state, output))),
                 Content::Empty | Content::Abandoned(_) => unreachable!("the content is locked"),
             }
         })
         .await
     }
 
-    /// Waits for `future`, which does not need `parked`, with `parked` in the cell.
+    /// Waits for `future`, which does not need `state`, with `state` in the cell.
     pub(crate) async fn during<F: Future>(
         &mut self,
-        parked: P,
+        state: S,
         future: F,
-    ) -> Result<(P, F::Output), P::Replacement> {
+    ) -> Result<(S, F::Output), S::Replacement> {
         let mut future = std::pin::pin!(future);
-        self.run(parked, |_, cx| future.as_mut().poll(cx)).await
+        self.run(state, |_, cx| future.as_mut().poll(cx)).await
     }
 
-    fn cell(&mut self) -> &Arc<Suspended<P>> {
-        let (watch, patience) = (self.watch, self.patience);
+    fn cell(&mut self) -> &Arc<SuspensionCell<S>> {
+        let (watch, unpolled_max) = (self.watch, self.unpolled_max);
         let (cell, _) = self.cell.get_or_insert_with(|| {
-            let cell = Arc::new(Suspended {
-                patience,
+            let cell = Arc::new(SuspensionCell {
+                unpolled_max,
                 content: Mutex::new(Content::Empty),
                 polling: Mutex::new(Polling {
                     waker: None,
@@ -342,15 +342,15 @@ impl<'a, P: Parked> Suspension<'a, P> {
                     woken: false,
                 }),
             });
-            let watched: Weak<Suspended<P>> = Arc::downgrade(&cell);
-            let ticket = watch.register(watched, patience);
+            let watched: Weak<SuspensionCell<S>> = Arc::downgrade(&cell);
+            let ticket = watch.register(watched, unpolled_max);
             (cell, ticket)
         });
         cell
     }
 }
 
-impl<P: Parked> Drop for Suspension<'_, P> {
+impl<S: SuspendedState> Drop for Suspension<'_, S> {
     fn drop(&mut self) {
         if let Some((cell, ticket)) = self.cell.take() {
             self.watch.deregister(ticket);
