@@ -49,8 +49,10 @@ impl BackendConfig for LocalConfig {
     }
 
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
-        if name == "namespace" {
-            self.namespace = Some(value.to_owned());
+        match name {
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "layout" => {}
+            _ => return Err(InvalidValue::unknown_option()),
         }
         Ok(())
     }

@@ -89,7 +89,8 @@ pub trait BackendConfig: OpenBackend {
     /// Sets an option to a value that its row accepts. Called by [`set`](Self::set).
     ///
     /// # Errors
-    /// [`InvalidValue`] if the value has a form that the row does not describe.
+    /// [`InvalidValue`] if the store does not have this option, or if the value has a form that the
+    /// row does not describe.
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue>;
 
     /// Checks all options together, without I/O.

@@ -305,7 +305,7 @@ impl BackendConfig for EtcdConfig {
             }
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         Ok(())
     }

@@ -814,7 +814,7 @@ impl BackendConfig for RedisConfig {
             "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
             "sentinel_password" => self.connection.sentinel_password = Some(Secret::new(value)),
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         self.derive_limits();
         Ok(())

@@ -568,7 +568,7 @@ impl BackendConfig for ZkConfig {
                 self.auth_option = Some(Auth { scheme: scheme.to_owned(), credentials });
             }
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         match (self.session, self.lease) {
             (Some(session), _) => self.session_timeout = session,

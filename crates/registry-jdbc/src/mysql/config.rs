@@ -305,6 +305,9 @@ impl BackendConfig for MySqlConfig {
             "pool" => self.connections = parse_count(value)?,
             "row_locks" => self.row_locks = parse_count(value)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            _ if STORE.option(name, self.scheme()).is_none() => {
+                return Err(InvalidValue::unknown_option());
+            }
             _ => {}
         }
         self.options.assign(name, value)?;

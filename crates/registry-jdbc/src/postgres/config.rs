@@ -487,6 +487,9 @@ impl BackendConfig for PostgresConfig {
                 })?;
                 self.listen = Listen::OtherServer(Box::new(with_fixed_options(server)));
             }
+            _ if STORE.option(name, self.scheme()).is_none() => {
+                return Err(InvalidValue::unknown_option());
+            }
             _ => {}
         }
         self.options.assign(name, value)?;

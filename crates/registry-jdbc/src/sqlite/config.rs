@@ -137,7 +137,7 @@ impl BackendConfig for SqliteConfig {
             "layout" => {}
             "busy_timeout" => self.busy_timeout_option = Some(parse_time(value)?),
             "purge_after" => self.purge_after = parse_time(value)?,
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         match (self.busy_timeout_option, self.timeout) {
             (Some(busy_timeout), _) => self.busy_timeout = busy_timeout,
