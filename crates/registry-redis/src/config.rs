@@ -311,20 +311,32 @@ pub enum Publish {
     Sharded,
 }
 
+/// Whether a grant or renewal must be on disk before it counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Fsync {
+    /// It counts as soon as the server has responded.
+    #[default]
+    NotRequired,
+    /// The server and as many replicas as [`with_replicas`](RedisConfig::with_replicas) sets must
+    /// have written it to disk. Requires Redis 7.2 with `appendonly yes`.
+    Required,
+}
+
 /// The durability that a grant needs before it counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Durability {
     /// The number of replicas that must have received it.
     pub(crate) replicas: u32,
     /// Whether the server and these replicas must have written it to disk.
-    pub(crate) fsync: bool,
+    pub(crate) fsync: Fsync,
     /// The time limit for both.
     pub(crate) limit: Duration,
 }
 
 impl Durability {
     pub(crate) const fn is_required(self) -> bool {
-        self.replicas > 0 || self.fsync
+        self.replicas > 0 || matches!(self.fsync, Fsync::Required)
     }
 }
 
@@ -482,7 +494,11 @@ impl RedisConfig {
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             token_memory: Duration::from_secs(24 * 60 * 60),
-            durability: Durability { replicas: 0, fsync: false, limit: REPLICA_TIMEOUT },
+            durability: Durability {
+                replicas: 0,
+                fsync: Fsync::NotRequired,
+                limit: REPLICA_TIMEOUT,
+            },
             restart_guard: Duration::ZERO,
             pem_files: PemFiles::default(),
             lease: None,
@@ -619,11 +635,10 @@ impl RedisConfig {
         self
     }
 
-    /// Sets whether a grant or renewal counts only once it is on disk. The server and as many
-    /// replicas as [`with_replicas`](Self::with_replicas) sets must have written it. The default is
-    /// `false`. Requires Redis 7.2 with `appendonly yes`.
+    /// Sets whether a grant or renewal must be on disk before it counts. The default is
+    /// [`Fsync::NotRequired`].
     #[must_use]
-    pub fn with_fsync(mut self, fsync: bool) -> Self {
+    pub fn with_fsync(mut self, fsync: Fsync) -> Self {
         self.durability.fsync = fsync;
         self
     }
@@ -801,7 +816,12 @@ impl BackendConfig for RedisConfig {
             "token_memory" => self.token_memory = parse_time(value)?,
             "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
             "replicas" => self.durability.replicas = parse_count(value)?,
-            "fsync" => self.durability.fsync = parse_switch(value)?,
+            "fsync" => {
+                self.durability.fsync = match parse_switch(value)? {
+                    true => Fsync::Required,
+                    false => Fsync::NotRequired,
+                };
+            }
             "replica_timeout" => {
                 self.durability.limit = parse_time(value)?;
                 self.replica_timeout = Some(self.durability.limit);

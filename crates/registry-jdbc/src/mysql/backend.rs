@@ -64,7 +64,7 @@ impl Dialect for MySql {
     fn settings(config: &MySqlConfig) -> StoreSettings {
         StoreSettings {
             namespace: config.namespace.clone(),
-            creates_tables: config.create_schema,
+            create_schema: config.create_schema,
             limits: PoolLimits {
                 connections: config.connections,
                 connect_timeout: config.connect_timeout,

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, StoreKind, UrlParts, display_host,
-    parse_count, parse_switch, parse_time,
+    parse_count, parse_time,
 };
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
@@ -16,7 +16,7 @@ use crate::server::config::{
     Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
     require_database,
 };
-use crate::server::{Encryption, ROW_LOCKS};
+use crate::server::{CreateSchema, Encryption, ROW_LOCKS};
 
 /// MariaDB and MySQL.
 pub static STORE: StoreKind = StoreKind::new("mysql", &[OPTIONS], |url| {
@@ -33,7 +33,7 @@ pub struct MySqlConfig {
     pub(super) encryption: Encryption,
     pub(super) namespace: String,
     pub(super) table_prefix: String,
-    pub(super) create_schema: bool,
+    pub(super) create_schema: CreateSchema,
     pub(super) connections: u32,
     pub(super) row_locks: u32,
     pub(super) connect_timeout: Duration,
@@ -91,7 +91,7 @@ impl MySqlConfig {
             encryption: Encryption::default(),
             namespace: "default".to_owned(),
             table_prefix: "lock_registry".to_owned(),
-            create_schema: true,
+            create_schema: CreateSchema::IfMissing,
             connections: 4,
             row_locks: ROW_LOCKS,
             connect_timeout: Duration::from_secs(2),
@@ -178,10 +178,10 @@ impl MySqlConfig {
         self
     }
 
-    /// Sets whether missing tables are created. Default: `true`.
+    /// Sets whether missing tables are created. Default: [`CreateSchema::IfMissing`].
     #[must_use]
-    pub fn with_create_schema(mut self, create: bool) -> Self {
-        self.create_schema = create;
+    pub fn with_create_schema(mut self, create_schema: CreateSchema) -> Self {
+        self.create_schema = create_schema;
         self
     }
 
@@ -301,7 +301,7 @@ impl BackendConfig for MySqlConfig {
         match name {
             "namespace" => self.namespace = value.to_owned(),
             "table_prefix" => self.table_prefix = value.to_owned(),
-            "create_schema" => self.create_schema = parse_switch(value)?,
+            "create_schema" => self.create_schema = CreateSchema::parse(value)?,
             "pool" => self.connections = parse_count(value)?,
             "row_locks" => self.row_locks = parse_count(value)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,

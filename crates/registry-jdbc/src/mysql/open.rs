@@ -12,7 +12,7 @@ use super::config::MySqlConfig;
 use super::error;
 use super::sql::{self, MySqlStatements};
 use super::statement::fetch;
-use crate::server::{RowStatements, ServerErrors as _, read_meta};
+use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on an exclusively used connection. Dropping the future closes it, and rolls back
 /// unfinished work.
@@ -36,7 +36,9 @@ async fn check_tables(
     let database = config.server.get_database().unwrap_or_default();
     let texts = MySqlStatements::new(database, &config.table_prefix);
     let mut meta = fetch_meta(&texts, connection).await;
-    if meta.as_ref().is_err_and(MySql::is_no_such_table) && config.create_schema {
+    if meta.as_ref().is_err_and(MySql::is_no_such_table)
+        && config.create_schema == CreateSchema::IfMissing
+    {
         set_schema_lock(connection, true).await;
         create_tables(config, connection).await?;
         meta = fetch_meta(&texts, connection).await;

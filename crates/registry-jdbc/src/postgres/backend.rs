@@ -63,7 +63,7 @@ impl Dialect for Postgres {
     fn settings(config: &PostgresConfig) -> StoreSettings {
         StoreSettings {
             namespace: config.namespace.clone(),
-            creates_tables: config.tables.create,
+            create_schema: config.tables.create,
             limits: PoolLimits {
                 connections: config.connections,
                 connect_timeout: config.connect_timeout,

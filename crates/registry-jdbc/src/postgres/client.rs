@@ -6,7 +6,7 @@ use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{AssertSqlSafe, Connection as _, Postgres, raw_sql};
 use tokio::time::timeout;
 
-use super::config::PostgresConfig;
+use super::config::{PostgresConfig, StatementMode};
 use super::error;
 use crate::server::{AfterConnect, ConnectionPool, Dialect as _, PoolError};
 
@@ -14,7 +14,10 @@ pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
     let pool = ConnectionPool::new(config.statement_options(), Postgres::settings(config).limits);
     // Not through a pooler, which may assign the connection to another client. There each statement
     // sets its own limit.
-    if config.prepared { pool.with_after_connect(set_lock_timeout(config)) } else { pool }
+    match config.statements {
+        StatementMode::Prepared => pool.with_after_connect(set_lock_timeout(config)),
+        StatementMode::Unprepared => pool,
+    }
 }
 
 /// Returns `HOST:PORT` of a server, or the directory of its socket.

@@ -18,7 +18,7 @@ use crate::server::config::{
     Limits, OPTIONS, PREFIX_BYTES_MAX, ServerAddress, ServerUrl, SharedFields, SqlOptions,
     require_database,
 };
-use crate::server::{Encryption, ROW_LOCKS};
+use crate::server::{CreateSchema, Encryption, ROW_LOCKS};
 
 /// PostgreSQL.
 pub static STORE: StoreKind = StoreKind::new("postgres", &[OPTIONS, POSTGRES_OPTIONS], |url| {
@@ -63,12 +63,27 @@ pub struct PostgresConfig {
     pub(super) tables: TableOptions,
     pub(super) connections: u32,
     pub(super) row_locks: u32,
-    pub(super) prepared: bool,
+    pub(super) statements: StatementMode,
     pub(super) connect_timeout: Duration,
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
     pub(super) options: SqlOptions,
+}
+
+/// Whether the server keeps statements prepared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum StatementMode {
+    /// Each connection prepares a statement once.
+    #[default]
+    Prepared,
+    /// Statements are sent as plain text.
+    ///
+    /// Use this mode behind a pooler that gives each transaction another connection, such as
+    /// `PgBouncer` with `pool_mode = transaction`. Then there is no listener unless
+    /// [`with_listen`](PostgresConfig::with_listen) sets its URL.
+    Unprepared,
 }
 
 /// Trusted certificates and the client's own certificate, all in PEM.
@@ -109,7 +124,7 @@ pub(super) enum Listen {
 pub(super) struct TableOptions {
     pub(super) schema: Option<String>,
     pub(super) prefix: String,
-    pub(super) create: bool,
+    pub(super) create: CreateSchema,
 }
 
 impl PostgresConfig {
@@ -153,10 +168,14 @@ impl PostgresConfig {
             tls_identity: TlsIdentity::default(),
             listen: Listen::SameServer,
             namespace: "default".to_owned(),
-            tables: TableOptions { schema: None, prefix: "lock_registry".to_owned(), create: true },
+            tables: TableOptions {
+                schema: None,
+                prefix: "lock_registry".to_owned(),
+                create: CreateSchema::IfMissing,
+            },
             connections: 4,
             row_locks: ROW_LOCKS,
-            prepared: true,
+            statements: StatementMode::Prepared,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             busy_timeout: Self::BUSY_TIMEOUT,
@@ -268,10 +287,10 @@ impl PostgresConfig {
         self
     }
 
-    /// Sets whether missing tables are created. Default: true.
+    /// Sets whether missing tables are created. Default: [`CreateSchema::IfMissing`].
     #[must_use]
-    pub fn with_create_schema(mut self, create: bool) -> Self {
-        self.tables.create = create;
+    pub fn with_create_schema(mut self, create_schema: CreateSchema) -> Self {
+        self.tables.create = create_schema;
         self
     }
 
@@ -295,14 +314,10 @@ impl PostgresConfig {
         self
     }
 
-    /// Sets whether the server keeps statements prepared. Default: true.
-    ///
-    /// Turn it off behind a pooler that gives each transaction another connection, such as
-    /// `PgBouncer` with `pool_mode = transaction`. Then there is no listener unless
-    /// [`with_listen`](Self::with_listen) sets its URL.
+    /// Sets whether the server keeps statements prepared. Default: [`StatementMode::Prepared`].
     #[must_use]
-    pub fn with_prepared(mut self, prepared: bool) -> Self {
-        self.prepared = prepared;
+    pub fn with_statements(mut self, statements: StatementMode) -> Self {
+        self.statements = statements;
         self
     }
 
@@ -344,7 +359,10 @@ impl PostgresConfig {
 
     /// Returns the mode in which statements are sent.
     pub(super) fn query_mode(&self) -> QueryMode {
-        if self.prepared { QueryMode::Prepared } else { self.simple_query_mode() }
+        match self.statements {
+            StatementMode::Prepared => QueryMode::Prepared,
+            StatementMode::Unprepared => self.simple_query_mode(),
+        }
     }
 
     /// Returns the mode that sends statements as plain text, whatever the configuration is.
@@ -366,7 +384,11 @@ impl PostgresConfig {
     /// Returns the client's options for the listener, or `None` if it is off.
     pub(super) fn listener_options(&self) -> Option<PgConnectOptions> {
         match &self.listen {
-            Listen::SameServer => self.prepared.then(|| self.statement_options()),
+            Listen::SameServer => match self.statements {
+                StatementMode::Prepared => Some(self.statement_options()),
+                // A pooler would not pass notifications on.
+                StatementMode::Unprepared => None,
+            },
             Listen::OtherServer(server) => {
                 let server = PgConnectOptions::clone(server).ssl_mode(self.server.get_ssl_mode());
                 Some(self.with_tls_identity(server))
@@ -472,11 +494,16 @@ impl BackendConfig for PostgresConfig {
             "namespace" => self.namespace = value.to_owned(),
             "schema" => self.tables.schema = Some(value.to_owned()),
             "table_prefix" => self.tables.prefix = value.to_owned(),
-            "create_schema" => self.tables.create = parse_switch(value)?,
+            "create_schema" => self.tables.create = CreateSchema::parse(value)?,
             "pool" => self.connections = parse_count(value)?,
             "row_locks" => self.row_locks = parse_count(value)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
-            "prepared" => self.prepared = parse_switch(value)?,
+            "prepared" => {
+                self.statements = match parse_switch(value)? {
+                    true => StatementMode::Prepared,
+                    false => StatementMode::Unprepared,
+                };
+            }
             "listen" if value == "off" => self.listen = Listen::Off,
             "listen" => {
                 let server = parse_listen(value).ok_or_else(|| {
@@ -643,7 +670,7 @@ impl fmt::Debug for PostgresConfig {
             .field("tables", &self.tables)
             .field("connections", &self.connections)
             .field("row_locks", &self.row_locks)
-            .field("prepared", &self.prepared)
+            .field("statements", &self.statements)
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
             .field("busy_timeout", &self.busy_timeout)

@@ -12,7 +12,7 @@ use super::config::{PostgresConfig, TableNames, misconfigured, quoted};
 use super::error;
 use super::sql::{self, PgStatements};
 use super::statement::fetch;
-use crate::server::{RowStatements, ServerErrors as _, read_meta};
+use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on a separate connection. Dropping the future closes that connection and undoes
 /// what is incomplete.
@@ -36,7 +36,7 @@ async fn check_tables(
     }
     let schema = match find_tables(config, connection).await? {
         Some(schema) => schema,
-        None if config.tables.create => {
+        None if config.tables.create == CreateSchema::IfMissing => {
             let created = create_tables(config, connection).await;
             match (find_tables(config, connection).await?, created) {
                 // Created by this call or concurrently by another process.

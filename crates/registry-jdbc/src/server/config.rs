@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use registry_core::config::{
     BackendConfig, Host, InvalidValue, Login, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
-    TIME_MAX, UrlParts, Values, format_time, parse_choice, parse_time,
+    TIME_MAX, UrlParts, Values, format_time, parse_choice, parse_switch, parse_time,
 };
 use registry_core::{BackendError, BackendErrorKind, RegistryBuilder};
 
@@ -96,6 +96,25 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
 const CONNECTIONS_MAX: u32 = 10_000;
 /// A table's name has at most 64 bytes; the longest derived name is that of a trigger.
 pub(crate) const PREFIX_BYTES_MAX: usize = 50;
+
+/// Whether opening a store creates missing tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum CreateSchema {
+    /// Missing tables are created. Existing ones are not changed.
+    #[default]
+    IfMissing,
+    /// The store cannot be opened if its tables are missing. `lockreg schema` prints the statements
+    /// that create them.
+    Never,
+}
+
+impl CreateSchema {
+    /// Parses the value of the option `create_schema`.
+    pub(crate) fn parse(value: &str) -> Result<Self, InvalidValue> {
+        Ok(if parse_switch(value)? { Self::IfMissing } else { Self::Never })
+    }
+}
 
 /// The values of options that depend on each other.
 #[derive(Clone, Default)]

@@ -35,6 +35,7 @@ pub(crate) mod error;
 
 pub use backend::{SqlBackend, SqlMode};
 pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
+pub use config::CreateSchema;
 pub(crate) use diagnose::{check_clock, check_row_locks, host_micros};
 pub use dialect::SqlServer;
 pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, Wakes};

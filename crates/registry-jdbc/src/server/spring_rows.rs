@@ -13,7 +13,9 @@ use super::dialect::{LeaseStore, SpringDialect, Wakes};
 use super::spring::{client_id, is_claim, lock_key};
 use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
 use super::store::Store;
-use super::{ConnectionUse, Resend, RowId, SpringTable, Statement, StatementText, Value};
+use super::{
+    ConnectionUse, CreateSchema, Resend, RowId, SpringTable, Statement, StatementText, Value,
+};
 
 /// The statements that all kinds of servers have. The numbers of their values are the same on all
 /// servers, except those of a notification, which come last.
@@ -244,7 +246,7 @@ async fn find_or_create_table<D: SpringDialect>(
     let name = D::table_name(&store.config, table);
     let mut found = D::find_table(store, table).await?;
     if found.is_none() {
-        if !store.settings.creates_tables {
+        if store.settings.create_schema == CreateSchema::Never {
             return Err(D::misconfigured(&format!(
                 "Spring's table {name} is missing; create it with Spring's {}, or let this program create it",
                 D::SCHEMA_FILE

@@ -7,7 +7,9 @@ use registry_core::{BackendError, Claim};
 
 use super::dialect::Dialect;
 use super::statement::{bytes, corrupt, flag};
-use super::{ConnectionUse, PoolLimits, SqlClient, Statement, StatementText, Value, purge};
+use super::{
+    ConnectionUse, CreateSchema, PoolLimits, SqlClient, Statement, StatementText, Value, purge,
+};
 
 pub(crate) struct Store<D: Dialect> {
     pub(crate) config: D::Config,
@@ -22,7 +24,7 @@ pub(crate) struct Store<D: Dialect> {
 #[derive(Debug, Clone)]
 pub(crate) struct StoreSettings {
     pub(crate) namespace: String,
-    pub(crate) creates_tables: bool,
+    pub(crate) create_schema: CreateSchema,
     pub(crate) limits: PoolLimits,
     pub(crate) row_locks: u32,
     pub(crate) purge_after: Duration,
