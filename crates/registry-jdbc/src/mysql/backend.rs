@@ -17,7 +17,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
 use tokio::time::{Instant, sleep};
 
-use super::config::{self, MySqlConfig};
+use super::config::MySqlConfig;
 use super::row::MySqlRowProtocol;
 use super::session::MySqlSessionProtocol;
 use super::sql::{self, MySqlStatements, SIZES};
@@ -26,11 +26,11 @@ use super::waiters::MySqlWaiters;
 use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
+use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, PoolLimits,
-    QueryMode, Resend, RowId, Rows, ServerErrors as _, SqlClient, Statement, Store, StoreSettings,
-    Value, Wakes,
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
+    RowId, Rows, ServerErrors as _, SqlClient, Statement, Store, Value, Wakes,
 };
 
 pub(super) type MySqlRows = Rows<MySql>;
@@ -49,32 +49,8 @@ impl Dialect for MySql {
     type Session = MySqlSessionProtocol;
     type RowLock = MySqlRowProtocol;
 
-    fn check(config: &MySqlConfig) -> Result<(), BackendError> {
-        config.check()
-    }
-
-    fn address(config: &MySqlConfig) -> String {
-        config.address()
-    }
-
-    fn misconfigured(message: &str) -> BackendError {
-        config::misconfigured(message)
-    }
-
-    fn settings(config: &MySqlConfig) -> StoreSettings {
-        StoreSettings {
-            namespace: config.namespace.clone(),
-            create_schema: config.create_schema,
-            limits: PoolLimits {
-                connections: config.connections,
-                connect_timeout: config.connect_timeout,
-                acquire_timeout: config.response_timeout,
-                response_timeout: config.response_timeout,
-                row_lock_timeout: config.busy_timeout,
-            },
-            row_locks: config.row_locks,
-            purge_after: config.purge_after,
-        }
+    fn settings(config: &MySqlConfig) -> &ServerSettings {
+        &config.settings
     }
 
     fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
@@ -213,7 +189,7 @@ impl Dialect for MySql {
     /// twice.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
-        let min_age = Value::Number(micros(store.settings.purge_after));
+        let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age.clone()];
         let rows = store.query(&texts.purge_candidates, values).await?;
         let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
@@ -451,7 +427,8 @@ const END_PAUSE: Duration = Duration::from_millis(2);
 #[async_trait]
 impl OpenBackend for MySqlConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone().with_encryption_options()?;
-        Ok(Arc::new(MySqlBackend::open_mode(config, self.options.mode()).await?))
+        let mut config = self.clone();
+        config.settings.encryption.apply_options(error::STORE)?;
+        Ok(Arc::new(MySqlBackend::open_mode(config, self.settings.mode()).await?))
     }
 }

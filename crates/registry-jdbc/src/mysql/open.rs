@@ -34,10 +34,10 @@ async fn check_tables(
     // Named in every statement, so that a fence finds the tables from any current database of the
     // caller's connection.
     let database = config.server.get_database().unwrap_or_default();
-    let texts = MySqlStatements::new(database, &config.table_prefix);
+    let texts = MySqlStatements::new(database, &config.settings.table_prefix);
     let mut meta = fetch_meta(&texts, connection).await;
     if meta.as_ref().is_err_and(MySql::is_no_such_table)
-        && config.create_schema == CreateSchema::IfMissing
+        && config.settings.create_schema == CreateSchema::IfMissing
     {
         set_schema_lock(connection, true).await;
         create_tables(config, connection).await?;
@@ -69,7 +69,8 @@ async fn create_tables(
     config: &MySqlConfig,
     connection: &mut MySqlConnection,
 ) -> Result<(), BackendError> {
-    let Err(error) = raw_sql(sql::schema(&config.table_prefix)).execute(connection).await else {
+    let Err(error) = raw_sql(sql::schema(&config.settings.table_prefix)).execute(connection).await
+    else {
         return Ok(());
     };
     if !error::is_denied(&error) {

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_core::config::BackendConfig as _;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder,
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
@@ -163,7 +164,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// As for [`open`](Self::open).
     pub async fn open_mode(config: D::Config, mode: SqlMode) -> Result<Self, BackendError> {
         Self::check(&config, &mode)?;
-        let address: Arc<str> = D::address(&config).into();
+        let address: Arc<str> = config.address().into();
         let opened = Self::open_locks(config, mode).await;
         let locks = opened.map_err(|error| error.with_address(Arc::clone(&address)))?;
         Ok(Self { locks, address })
@@ -194,7 +195,7 @@ impl<D: SpringDialect> SqlBackend<D> {
         if let SqlMode::Spring(table) = mode {
             table.check().map_err(|message| D::misconfigured(&message))?;
         }
-        D::check(config)
+        config.validate().map_err(|error| error.into_backend_error(D::STORE))
     }
 
     /// Returns the statements that create the tables, for installations where this program must not

@@ -7,16 +7,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use registry_core::config::BackendConfig;
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
-    WakeCheck,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Finding, Holder, Key,
+    Release, Renewal, WakeCheck,
 };
 
+use super::config::ServerSettings;
 use super::lock_in::LockableRows;
 use super::rows::{RowStatements, Rows};
 use super::spring::Generation;
 use super::spring_rows::{SpringRows, SpringStatements};
-use super::store::{Store, StoreSettings};
+use super::store::Store;
 use super::{
     Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
     Statement, StatementText, Value,
@@ -26,7 +28,7 @@ use crate::lock_in::{Deadline, LockInError};
 /// A kind of database server that can store locks, by the name that sqlx has for it.
 pub trait SqlServer: sqlx::Database {
     /// The configuration of a store.
-    type Config: fmt::Debug + Send + Sync + 'static;
+    type Config: BackendConfig + 'static;
 }
 
 /// What a server's errors mean.
@@ -35,6 +37,11 @@ pub(crate) trait ServerErrors {
     const STORE: &'static str;
 
     fn error_effect(error: &sqlx::Error) -> ErrorEffect;
+
+    fn misconfigured(message: &str) -> BackendError {
+        let message = format!("{}: {message}", Self::STORE);
+        BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
+    }
 
     /// Adds a kind and a hint to an error.
     fn explain(error: sqlx::Error) -> BackendError;
@@ -78,14 +85,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Locks with a connection each.
     type RowLock: SessionProtocol<Database = Self>;
 
-    fn check(config: &Self::Config) -> Result<(), BackendError>;
-
-    /// Returns `HOST:PORT` of the server, or the path of its socket, for errors.
-    fn address(config: &Self::Config) -> String;
-
-    fn misconfigured(message: &str) -> BackendError;
-
-    fn settings(config: &Self::Config) -> StoreSettings;
+    fn settings(config: &Self::Config) -> &ServerSettings;
 
     /// Creates the pool without connecting.
     fn pool(config: &Self::Config) -> ConnectionPool<Self::Connection>;

@@ -53,7 +53,7 @@ pub(crate) struct Rows<D: Dialect> {
 impl<D: Dialect> Rows<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
-        let wakes = D::wakes(&store, &store.settings.namespace);
+        let wakes = D::wakes(&store, &store.settings().namespace);
         let (recently_released, not_notified) = (RecentRows::default(), RecentRows::default());
         Ok(Self { store, wakes, recently_released, not_notified })
     }
@@ -63,7 +63,7 @@ impl<D: Dialect> Rows<D> {
     }
 
     pub(crate) fn row_id(&self, key: &Key) -> RowId {
-        RowId::new(&self.store.settings.namespace, key)
+        RowId::new(&self.store.settings().namespace, key)
     }
 
     pub(crate) fn id(&self, key: &Key) -> Value {
@@ -71,7 +71,7 @@ impl<D: Dialect> Rows<D> {
     }
 
     pub(crate) fn namespace_value(&self) -> Value {
-        Value::bytes(self.store.settings.namespace.as_bytes())
+        Value::bytes(self.store.settings().namespace.as_bytes())
     }
 
     /// Returns the statement of [`fence`](LeaseStore::fence) for a grant that ends with a
@@ -173,7 +173,7 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     fn namespace(&self) -> &str {
-        &self.store.settings.namespace
+        &self.store.settings().namespace
     }
 
     async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {

@@ -246,7 +246,7 @@ async fn find_or_create_table<D: SpringDialect>(
     let name = D::table_name(&store.config, table);
     let mut found = D::find_table(store, table).await?;
     if found.is_none() {
-        if store.settings.create_schema == CreateSchema::Never {
+        if store.settings().create_schema == CreateSchema::Never {
             return Err(D::misconfigured(&format!(
                 "Spring's table {name} is missing; create it with Spring's {}, or let this program create it",
                 D::SCHEMA_FILE

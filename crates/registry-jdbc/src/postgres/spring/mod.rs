@@ -29,7 +29,7 @@ impl SpringDialect for Postgres {
     /// Unquoted as in Spring's statements, so that the server converts the letters to lower case.
     fn table_name(config: &PostgresConfig, table: &SpringTable) -> String {
         let (schema, name) = table.name();
-        match schema.or(config.tables.schema.as_deref()) {
+        match schema.or(config.schema.as_deref()) {
             Some(schema) => format!("{schema}.{name}"),
             None => name,
         }
@@ -96,7 +96,7 @@ impl SpringDialect for Postgres {
         // transaction.
         let lock_timeout = match claim.is_fenced() {
             true => FENCED_ROW_TIMEOUT,
-            false => spring.store.config.busy_timeout,
+            false => spring.store.settings().busy_timeout,
         };
         let mut values = vec![
             Value::Word(lock_key.clone()),
