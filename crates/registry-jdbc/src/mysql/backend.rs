@@ -57,10 +57,6 @@ impl Dialect for MySql {
         client::pool(config)
     }
 
-    fn query_mode(_: &MySqlConfig) -> QueryMode {
-        QueryMode::Prepared
-    }
-
     async fn open_tables(
         config: &MySqlConfig,
         client: &SqlClient<Self>,
@@ -135,7 +131,7 @@ impl Dialect for MySql {
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
         let (limit, length) = (limit(claims), Value::Number(micros(lease)));
-        let values = [ids.clone(), claim_ids(claims), limit, length];
+        let values = [ids.clone(), Value::claims(claims), limit, length];
         let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has no further effect.
         let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
@@ -261,10 +257,6 @@ impl Wakes for MySqlWakes {
     }
 }
 
-pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
-    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
-}
-
 /// Returns the limit of a statement that renews these claims.
 pub(super) fn limit(claims: &[&Claim]) -> Value {
     Value::Number(i64::try_from(claims.len()).unwrap_or(i64::MAX))
@@ -355,9 +347,7 @@ async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError>
         return Ok(Release::NotHeld);
     }
     let statement = Statement::new(&rows.store.statements.force_release, [rows.id(key)]);
-    let client = &rows.store.client;
-    let done = client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
-    Ok(done.release_outcome())
+    Ok(rows.store.release(&statement).await?.release_outcome())
 }
 
 async fn end_connection(
@@ -366,7 +356,7 @@ async fn end_connection(
     holder: &HolderConnection,
 ) -> Result<Release, BackendError> {
     let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection)]);
-    let killed = rows.store.client.send(ConnectionUse::Release, Resend::Never, &kill).await;
+    let killed = rows.store.release(&kill).await;
     // A connection that has ended meanwhile is not an error.
     if let Err(error) = killed
         && !error::is_no_such_connection(&error)

@@ -131,7 +131,7 @@ impl Dialect for Postgres {
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
-        let values = [Value::ManyBytes(ids.collect()), claim_ids(claims), leases(claims)];
+        let values = [Value::ManyBytes(ids.collect()), Value::claims(claims), leases(claims)];
         renew(&rows.store, &rows.store.statements.renew, values, claims).await
     }
 
@@ -254,10 +254,6 @@ impl Wakes for PgWakes {
             listener.close();
         }
     }
-}
-
-pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
-    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
 }
 
 pub(super) fn leases(claims: &[&Claim]) -> Value {

@@ -9,8 +9,8 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use registry_core::config::BackendConfig;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Finding, Holder, Key,
-    Release, Renewal, WakeCheck,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Finding, Grant, Holder,
+    Key, Release, Renewal, WakeCheck,
 };
 
 use super::config::ServerSettings;
@@ -18,6 +18,7 @@ use super::lock_in::LockableRows;
 use super::rows::{RowStatements, Rows};
 use super::spring::Generation;
 use super::spring_rows::{SpringRows, SpringStatements};
+use super::statement::corrupt;
 use super::store::Store;
 use super::{
     Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
@@ -90,7 +91,9 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Creates the pool without connecting.
     fn pool(config: &Self::Config) -> ConnectionPool<Self::Connection>;
 
-    fn query_mode(config: &Self::Config) -> QueryMode;
+    fn query_mode(_config: &Self::Config) -> QueryMode {
+        QueryMode::Prepared
+    }
 
     /// Checks the tables, and creates them if they are missing. Returns the id that they received
     /// when they were created.
@@ -318,6 +321,28 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     /// and keeps its row from passing to another claim. The answer shows whether the transaction's
     /// snapshot contains the grant; it is empty if there is no such row.
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_>;
+}
+
+/// Returns the result of an attempt that has found this grant of the key, which may be the claim's
+/// own.
+pub(super) fn attempt_on_grant<D: Dialect>(
+    claim: &Claim,
+    is_own: bool,
+    grant: Holder,
+    mark: u64,
+) -> Result<Attempt, BackendError> {
+    let left = grant.lease_left.unwrap_or_default();
+    if is_own {
+        let token = grant.token.ok_or_else(|| corrupt::<D>("a grant has no row with a token"))?;
+        return Ok(Attempt::Granted(Grant::new(token, left.min(claim.lease()))));
+    }
+    Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(mark).with_holder(grant)))
+}
+
+/// Reads a key from a column.
+pub(super) fn key_of<D: Dialect>(text: Option<&str>) -> Result<Key, BackendError> {
+    let key = text.and_then(|text| Key::new(text).ok());
+    key.ok_or_else(|| corrupt::<D>("a row's key is invalid"))
 }
 
 /// Acquires a lease.

@@ -8,7 +8,7 @@ use registry_core::{BackendError, Claim};
 use super::config::ServerSettings;
 use super::dialect::Dialect;
 use super::statement::{bytes, corrupt, flag};
-use super::{ConnectionUse, SqlClient, Statement, StatementText, Value, purge};
+use super::{Answer, ConnectionUse, Resend, SqlClient, Statement, StatementText, Value, purge};
 
 pub(crate) struct Store<D: Dialect> {
     pub(crate) config: D::Config,
@@ -50,6 +50,15 @@ impl<D: Dialect> Store<D> {
         values: impl Into<Vec<Value>>,
     ) -> Result<Vec<D::Row>, BackendError> {
         self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
+    }
+
+    /// Sends a statement that ends a grant. It is not repeated: a second answer would be that the
+    /// claim held nothing. So the caller decides about a retry.
+    pub(crate) async fn release(
+        &self,
+        statement: &Statement<'_>,
+    ) -> Result<Answer<D::Row>, BackendError> {
+        self.client.send(ConnectionUse::Release, Resend::Never, statement).await
     }
 
     /// Checks the meta row after several attempts without an answer. Without that row, or on a
