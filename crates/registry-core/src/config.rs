@@ -99,6 +99,11 @@ pub trait BackendConfig: OpenBackend {
     /// [`OptionError`] for the first problem.
     fn validate(&self) -> Result<(), OptionError>;
 
+    /// Returns what a store of this configuration can do, without I/O.
+    ///
+    /// The backend returns the same, except for what the server has refused or limited.
+    fn capabilities(&self) -> Capabilities;
+
     /// Returns the hosts of the URL with their ports. Empty for a store without a host.
     fn hosts(&self) -> Vec<Host> {
         Vec::new()

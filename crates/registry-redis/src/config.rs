@@ -11,7 +11,9 @@ use registry_core::config::{
     Secret, StoreKind, TIME_MAX, UrlParts, Values, display_host, format_time, parse_choice,
     parse_count, parse_switch, parse_time,
 };
-use registry_core::{BackendError, RegistryBuilder};
+use registry_core::{
+    BackendError, Capabilities, GuaranteeClass, Reach, RegistryBuilder, RenewalPolicy,
+};
 
 /// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
@@ -862,6 +864,29 @@ impl BackendConfig for RedisConfig {
         self.check_servers()
     }
 
+    fn capabilities(&self) -> Capabilities {
+        let class = match self.servers {
+            ServerAddresses::Single(_) => GuaranteeClass::Volatile,
+            ServerAddresses::Sentinel { .. }
+            | ServerAddresses::Cluster(_)
+            | ServerAddresses::Quorum(_) => GuaranteeClass::BestEffort,
+        };
+        let mut capabilities = Capabilities::new("redis", class, Reach::Network)
+            .with_fencing()
+            .with_wakes()
+            .with_inspect()
+            .with_invalidations()
+            .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER));
+        if self.layout == Layout::Native {
+            capabilities = capabilities.with_labels();
+        }
+        if self.layout == Layout::Spring {
+            // The default pause between two attempts of `RedisLockRegistry`.
+            capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
+        }
+        capabilities
+    }
+
     fn hosts(&self) -> Vec<Host> {
         let host = |address: &ServerAddress| match address {
             ServerAddress::Tcp { host, port } => Some((host.clone(), *port)),
@@ -908,6 +933,10 @@ fn incomplete_login(url: &UrlParts<'_>) -> BackendError {
 fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
     all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
+
+/// How long a claim is held before its first verification, which also registers its key for client
+/// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
+const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// Redis's default port.
 const PORT: u16 = 6_379;

@@ -30,7 +30,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, ServerErrors as _, SqlClient, Statement, Store, Value, Wakes,
+    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, Wakes,
 };
 
 pub(super) type MySqlRows = Rows<MySql>;
@@ -93,6 +93,10 @@ impl Dialect for MySql {
 
     fn flag(row: &MySqlRow, index: usize) -> Result<bool, sqlx::Error> {
         Ok(row.try_get::<i64, _>(index)? != 0)
+    }
+
+    fn has_wakes(_: &MySqlConfig, mode: &SqlMode) -> bool {
+        !matches!(mode, SqlMode::Spring(_))
     }
 
     fn wakes(store: &Store<Self>, namespace: &str) -> MySqlWakes {
@@ -225,10 +229,6 @@ impl Dialect for MySql {
 pub(crate) struct MySqlWakes(pub(super) Option<MySqlWaiters>);
 
 impl Wakes for MySqlWakes {
-    fn is_active(&self) -> bool {
-        self.0.is_some()
-    }
-
     fn mark(&self, _: u64, token: FencingToken) -> u64 {
         token.get()
     }

@@ -4,17 +4,17 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
-use registry_core::BackendError;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, StoreKind, UrlParts,
 };
-use sqlx::ConnectOptions as _;
+use registry_core::{BackendError, Capabilities};
 use sqlx::mysql::{MySqlConnectOptions, MySqlSslMode};
+use sqlx::{ConnectOptions as _, MySql};
 
 use crate::server::config::{
     OPTIONS, ServerAddress, ServerSettings, ServerUrl, require_database, server_config,
 };
-use crate::server::{EncryptedOptions, Encryption};
+use crate::server::{EncryptedOptions, Encryption, capabilities};
 
 /// MariaDB and MySQL.
 pub static STORE: StoreKind = StoreKind::new("mysql", &[OPTIONS], |url| {
@@ -127,6 +127,10 @@ impl BackendConfig for MySqlConfig {
             ));
         }
         self.settings.validate(self)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        capabilities::<MySql>(self, &self.settings.mode())
     }
 
     fn hosts(&self) -> Vec<Host> {

@@ -28,7 +28,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, SqlClient, Statement, StatementText, Store, Value, Wakes,
+    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, Wakes,
 };
 
 pub(super) type PgRows = Rows<Postgres>;
@@ -104,6 +104,10 @@ impl Dialect for Postgres {
 
     fn flag(row: &PgRow, index: usize) -> Result<bool, sqlx::Error> {
         row.try_get(index)
+    }
+
+    fn has_wakes(config: &PostgresConfig, _: &SqlMode) -> bool {
+        config.listener_options().is_some()
     }
 
     fn wakes(store: &Store<Self>, namespace: &str) -> PgWakes {
@@ -219,10 +223,6 @@ impl PgWakes {
 }
 
 impl Wakes for PgWakes {
-    fn is_active(&self) -> bool {
-        self.listener.is_some()
-    }
-
     fn position(&self) -> u64 {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }

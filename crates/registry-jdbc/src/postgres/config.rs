@@ -5,11 +5,11 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
-use registry_core::BackendError;
 use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, StoreKind, UrlParts, Values,
     parse_switch,
 };
+use registry_core::{BackendError, Capabilities};
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 use sqlx::{ConnectOptions as _, Postgres};
 
@@ -17,7 +17,7 @@ use super::statement::QueryMode;
 use crate::server::config::{
     OPTIONS, ServerAddress, ServerSettings, ServerUrl, require_database, server_config,
 };
-use crate::server::{EncryptedOptions, Encryption, ServerErrors as _};
+use crate::server::{EncryptedOptions, Encryption, ServerErrors as _, capabilities};
 
 /// PostgreSQL.
 pub static STORE: StoreKind = StoreKind::new("postgres", &[OPTIONS, POSTGRES_OPTIONS], |url| {
@@ -288,6 +288,10 @@ impl BackendConfig for PostgresConfig {
             ));
         }
         self.settings.validate(self)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        capabilities::<Postgres>(self, &self.settings.mode())
     }
 
     fn hosts(&self) -> Vec<Host> {

@@ -22,7 +22,7 @@ use super::statement::corrupt;
 use super::store::Store;
 use super::{
     Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
-    Statement, StatementText, Value,
+    SqlMode, Statement, StatementText, Value,
 };
 use crate::lock_in::{Deadline, LockInError};
 
@@ -122,6 +122,9 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     fn text(row: &Self::Row, index: usize) -> Result<Option<String>, sqlx::Error>;
 
     fn flag(row: &Self::Row, index: usize) -> Result<bool, sqlx::Error>;
+
+    /// Returns whether releases wake waiting callers in this mode.
+    fn has_wakes(config: &Self::Config, mode: &SqlMode) -> bool;
 
     /// Returns how releases wake waiting callers in a namespace.
     fn wakes(store: &Store<Self>, namespace: &str) -> Self::Wakes;
@@ -244,9 +247,6 @@ pub(crate) trait SpringDialect: Dialect {
 
 /// How releases wake waiting callers.
 pub(crate) trait Wakes: Send + Sync + 'static {
-    /// Returns whether releases wake waiting callers.
-    fn is_active(&self) -> bool;
-
     /// Returns the current position in the server's notifications.
     fn position(&self) -> u64 {
         0

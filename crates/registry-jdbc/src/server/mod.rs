@@ -33,6 +33,7 @@ mod diagnose;
 // Errors of all servers.
 pub(crate) mod error;
 
+pub(crate) use backend::capabilities;
 pub use backend::{SqlBackend, SqlMode};
 pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
 pub use config::CreateSchema;
