@@ -1,5 +1,6 @@
-//! The tables of the documentation that are generated from the code: options, schemes, features and
-//! exit statuses. The program `book-tables` writes them, and a test fails if they are stale.
+//! The tables of the documentation that are generated from the code: options, schemes, features,
+//! capabilities and exit statuses. The program `book-tables` writes them, and a test fails if they
+//! are stale.
 //!
 //! A page marks a table with `<!-- generated: NAME -->` and `<!-- end -->`.
 
@@ -8,7 +9,9 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
+use lock_registry::RegistryConfig;
 use lock_registry::config::{OptionDescription, describe_options, describe_schemes};
+use registry_core::config::format_time;
 
 /// The pages with generated tables.
 const PAGES: &[&str] = &[
@@ -19,6 +22,31 @@ const PAGES: &[&str] = &[
     "book/src/stores.md",
     "crates/lock-registry/README.md",
     "crates/lock-registry/src/options.md",
+];
+
+/// One store for each row of the table of capabilities.
+const STORES: &[&str] = &[
+    "memory:",
+    "sqlite:locks.db",
+    "postgres://host/db",
+    "postgres://host/db?mode=session",
+    "postgres://host/db?mode=row",
+    "postgres://host/db?layout=spring",
+    "mysql://host/db",
+    "mysql://host/db?mode=session",
+    "mysql://host/db?mode=row",
+    "mysql://host/db?layout=spring",
+    "redis://host",
+    "redis://host?layout=spring",
+    "redis://host?layout=redisson",
+    "redis+sentinel://host/service",
+    "redis+cluster://host",
+    "redis+quorum://a,b,c",
+    "zk://host",
+    "zk://host?layout=curator",
+    "etcd://host",
+    "etcd://host?layout=etcdctl",
+    "pass-through:",
 ];
 
 const START: &str = "<!-- generated: ";
@@ -60,6 +88,7 @@ fn table(root: &Path, name: &str) -> io::Result<String> {
         None if name == "options" => all_options(),
         Some(("options", stores)) => options_of(&stores.split(' ').collect::<Vec<_>>()),
         None if name == "schemes" => schemes(),
+        None if name == "capabilities" => capabilities()?,
         None if name == "features" => features(root)?,
         Some(("exit", "statuses")) => exit_statuses(root)?,
         _ => return Err(io::Error::other(format!("no table is named {name:?}"))),
@@ -106,6 +135,26 @@ fn schemes() -> String {
         let _ = writeln!(table, "| `{scheme}:` | {feature} |");
     }
     table
+}
+
+fn capabilities() -> io::Result<String> {
+    let mut table = String::from(
+        "| store | `class` | `reach` | `fencing` | `fair` | `wakes` | `reports_invalidations` | `labels` | `inspect` | leases |\n|---|---|---|---|---|---|---|---|---|---|\n",
+    );
+    for url in STORES {
+        let config = RegistryConfig::from_url(url).map_err(io::Error::other)?;
+        let can = config.capabilities().map_err(io::Error::other)?;
+        let (scheme, _) = url.split_once(':').unwrap_or((url, ""));
+        let option = url.split_once('?').map_or_else(String::new, |(_, it)| format!(" `{it}`"));
+        let _ = write!(table, "| `{scheme}:`{option} | {} | {:?} |", can.class, can.reach);
+        let flags = [can.fencing, can.fair, can.wakes, can.reports_invalidations];
+        for flag in flags.into_iter().chain([can.labels, can.inspect]) {
+            let _ = write!(table, " {} |", if flag { "yes" } else { "no" });
+        }
+        let (min, max) = (format_time(can.lease_min), format_time(can.lease_max));
+        let _ = writeln!(table, " `{min}` to `{max}` |");
+    }
+    Ok(table)
 }
 
 /// Returns the features that `Cargo.toml` documents with `##`.

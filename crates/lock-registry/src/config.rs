@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::config::{BackendConfig, OptionError, Values, format_time, parse_time};
-use registry_core::{ConfigError, Observer, Registry};
+use registry_core::{Capabilities, ConfigError, Observer, Registry};
 
 use crate::connect;
 use crate::options::{self, Options};
@@ -183,6 +183,25 @@ impl RegistryConfig {
     /// [`ConfigError`] for the first problem found.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.resolve().map(drop)
+    }
+
+    /// Returns what the store of this configuration can do, without I/O.
+    ///
+    /// The opened store can do the same, except for what its server refuses or limits. For example,
+    /// ZooKeeper servers limit sessions, and with them leases.
+    ///
+    /// # Errors
+    /// As [`RegistryConfig::check`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use lock_registry::RegistryConfig;
+    /// let config = RegistryConfig::from_url("memory:")?;
+    /// assert!(config.capabilities()?.fencing);
+    /// # Ok::<(), lock_registry::ConfigError>(())
+    /// ```
+    pub fn capabilities(&self) -> Result<Capabilities, ConfigError> {
+        Ok(self.resolve()?.store.capabilities())
     }
 
     /// Opens the store. Everything is validated before any I/O.

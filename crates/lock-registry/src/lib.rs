@@ -62,8 +62,8 @@ pub mod etcd {
 #[cfg(feature = "mysql")]
 pub mod mysql {
     pub use registry_jdbc::{
-        Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend, MySqlConfig,
-        RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
+        CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, MySqlBackend,
+        MySqlConfig, RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
     };
 }
 
@@ -71,8 +71,9 @@ pub mod mysql {
 #[cfg(feature = "postgres")]
 pub mod postgres {
     pub use registry_jdbc::{
-        Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend, PostgresConfig,
-        RowLocksExhausted, SpringTable, SqlMode, TransactionLock, sqlx,
+        CreateSchema, Encryption, Fence, FenceError, LockIn, LockInError, PostgresBackend,
+        PostgresConfig, RowLocksExhausted, SpringTable, SqlMode, StatementMode, TransactionLock,
+        sqlx,
     };
 }
 
@@ -80,7 +81,8 @@ pub mod postgres {
 #[cfg(feature = "redis")]
 pub mod redis {
     pub use registry_redis::{
-        Fenced, FencedScript, FencedWrites, Layout, Publish, RedisBackend, RedisConfig, ScriptReply,
+        Fenced, FencedScript, FencedWrites, Fsync, Layout, Publish, RedisBackend, RedisConfig,
+        ScriptReply,
     };
 }
 

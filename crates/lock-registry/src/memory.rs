@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use registry_core::config::{
     BackendConfig, InvalidValue, OpenBackend, OptionError, OptionRow, StoreKind, UrlParts,
 };
-use registry_core::{BackendError, LockBackend, MemoryBackend, PassThroughBackend};
+use registry_core::{BackendError, Capabilities, LockBackend, MemoryBackend, PassThroughBackend};
 
 pub(crate) static MEMORY: StoreKind = StoreKind::new("memory", &[OPTIONS], |url| {
     if url.authority.is_some() {
@@ -49,14 +49,24 @@ impl BackendConfig for LocalConfig {
     }
 
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
-        if name == "namespace" {
-            self.namespace = Some(value.to_owned());
+        match name {
+            "namespace" => self.namespace = Some(value.to_owned()),
+            "layout" => {}
+            _ => return Err(InvalidValue::unknown_option()),
         }
         Ok(())
     }
 
     fn validate(&self) -> Result<(), OptionError> {
         Ok(())
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        if self.kind.name == PASS_THROUGH.name {
+            PassThroughBackend::new().capabilities()
+        } else {
+            MemoryBackend::new().capabilities()
+        }
     }
 }
 

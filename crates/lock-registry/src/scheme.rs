@@ -155,7 +155,58 @@ static ETCD: Option<&StoreKind> = store!("etcd", registry_etcd::STORE);
 
 #[cfg(test)]
 mod tests {
+    use registry_core::config::{BackendConfig, UrlParts, Values, format_time};
+
     use super::*;
+
+    /// Returns the configuration of a store of `scheme`.
+    fn config(scheme: &str) -> Box<dyn BackendConfig> {
+        let location = match scheme {
+            "memory" | "pass-through" => "",
+            "sqlite" => "locks.db",
+            "redis+unix" => "///redis.sock",
+            "redis+quorum" | "rediss+quorum" => "//a,b,c",
+            "postgres" | "postgresql" | "mysql" | "mariadb" => "//host/database",
+            "redis+sentinel" | "rediss+sentinel" => "//host/service",
+            _ => "//host",
+        };
+        let url = format!("{scheme}:{location}");
+        let parse = Scheme::find(scheme).expect("the store is built in").parse;
+        parse(&UrlParts::split(&url).expect("the URL has a scheme")).expect("the URL is valid")
+    }
+
+    fn built_in_schemes() -> impl Iterator<Item = &'static str> {
+        SCHEMES.iter().map(|scheme| scheme.name).filter(|name| Scheme::find(name).is_ok())
+    }
+
+    #[test]
+    fn a_store_assigns_every_option_that_it_declares() {
+        for scheme in built_in_schemes() {
+            let mut config = config(scheme);
+            let store = config.scheme();
+            for row in config.kind().rows().filter(|row| row.applies_to(store)) {
+                let value = match row.values {
+                    Values::Time { max, .. } => format_time(max),
+                    Values::Switch => "true".to_owned(),
+                    Values::Count { min, .. } => min.to_string(),
+                    Values::Choice { names, .. } => names[0].to_owned(),
+                    Values::Secret { shown: [name, ..], .. } => (*name).to_owned(),
+                    _ => "/text".to_owned(),
+                };
+                let assigned = config.set(row.name, &value);
+                assigned.unwrap_or_else(|error| panic!("{scheme}: {error}"));
+            }
+        }
+    }
+
+    #[test]
+    fn an_unknown_option_is_an_error() {
+        for scheme in built_in_schemes() {
+            let error = config(scheme).assign("unknown", "1").unwrap_err();
+            assert!(error.to_string().contains("not an option"), "{scheme}: {error}");
+            config(scheme).set("unknown", "1").unwrap_err();
+        }
+    }
 
     #[test]
     fn an_error_about_an_unknown_scheme_suggests_the_most_similar_and_lists_all() {

@@ -89,7 +89,8 @@ pub trait BackendConfig: OpenBackend {
     /// Sets an option to a value that its row accepts. Called by [`set`](Self::set).
     ///
     /// # Errors
-    /// [`InvalidValue`] if the value has a form that the row does not describe.
+    /// [`InvalidValue`] if the store does not have this option, or if the value has a form that the
+    /// row does not describe.
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue>;
 
     /// Checks all options together, without I/O.
@@ -97,6 +98,11 @@ pub trait BackendConfig: OpenBackend {
     /// # Errors
     /// [`OptionError`] for the first problem.
     fn validate(&self) -> Result<(), OptionError>;
+
+    /// Returns what a store of this configuration can do, without I/O.
+    ///
+    /// The backend returns the same, except for what the server has refused or limited.
+    fn capabilities(&self) -> Capabilities;
 
     /// Returns the hosts of the URL with their ports. Empty for a store without a host.
     fn hosts(&self) -> Vec<Host> {

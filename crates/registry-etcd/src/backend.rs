@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
-use registry_core::config::OpenBackend;
+use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
+    Key, LockAdmin, LockBackend, Release, Renewal,
 };
 
 use crate::claims::ClaimCache;
 use crate::client::EtcdClient;
-use crate::config::{EtcdConfig, LEASE_MIN};
+use crate::config::EtcdConfig;
 use crate::error::CallError;
 use crate::keep_alive::KeepAlive;
 use crate::names::{KeyNames, prefix_end};
@@ -148,15 +148,7 @@ impl EtcdBackend {
 #[async_trait]
 impl LockBackend for EtcdBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network)
-            .with_fencing()
-            .with_fair()
-            .with_wakes()
-            .with_invalidations()
-            .with_labels()
-            .with_inspect()
-            .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
-            .with_renewal(RenewalPolicy::new().with_verify_after(WATCH_AFTER))
+        self.config.capabilities()
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
@@ -279,9 +271,6 @@ impl fmt::Debug for EtcdBackend {
     }
 }
 
-/// The time after which a held lock is watched for losses. Shorter holds are not watched, because
-/// each watch costs the members resources.
-const WATCH_AFTER: Duration = Duration::from_millis(25);
 /// The number of operations per transaction. The members' default limit is 128.
 const BATCH_MAX: usize = 100;
 /// The number of keys per page.

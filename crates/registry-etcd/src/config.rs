@@ -8,7 +8,9 @@ use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
     StoreKind, UrlParts, display_host, format_time, parse_choice, parse_time,
 };
-use registry_core::{BackendError, RegistryBuilder};
+use registry_core::{
+    BackendError, Capabilities, GuaranteeClass, Reach, RegistryBuilder, RenewalPolicy,
+};
 use tonic::transport::Endpoint;
 #[cfg(feature = "tls")]
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
@@ -305,7 +307,7 @@ impl BackendConfig for EtcdConfig {
             }
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         Ok(())
     }
@@ -338,6 +340,18 @@ impl BackendConfig for EtcdConfig {
         Ok(())
     }
 
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network)
+            .with_fencing()
+            .with_fair()
+            .with_wakes()
+            .with_invalidations()
+            .with_labels()
+            .with_inspect()
+            .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
+            .with_renewal(RenewalPolicy::new().with_verify_after(WATCH_AFTER))
+    }
+
     fn hosts(&self) -> Vec<Host> {
         self.members.clone()
     }
@@ -345,6 +359,9 @@ impl BackendConfig for EtcdConfig {
 
 /// The shortest lease that members grant by default.
 pub(crate) const LEASE_MIN: Duration = Duration::from_secs(2);
+/// The time after which a held lock is watched for losses. Shorter holds are not watched, because
+/// each watch costs the members resources.
+const WATCH_AFTER: Duration = Duration::from_millis(25);
 const TIME_MAX: Duration = RegistryBuilder::TIMEOUT_MAX;
 const PING_INTERVAL: Duration = Duration::from_secs(6);
 const PING_TIMEOUT: Duration = Duration::from_secs(4);

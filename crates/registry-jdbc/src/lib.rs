@@ -75,9 +75,11 @@ pub use mutant::{Mutant, switch_mutant};
 #[cfg(feature = "mysql")]
 pub use mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "postgres")]
-pub use postgres::{PostgresBackend, PostgresConfig};
+pub use postgres::{PostgresBackend, PostgresConfig, StatementMode};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use server::{Encryption, RowLocksExhausted, SpringTable, SqlBackend, SqlMode, SqlServer};
+pub use server::{
+    CreateSchema, Encryption, RowLocksExhausted, SpringTable, SqlBackend, SqlMode, SqlServer,
+};
 #[cfg(feature = "sqlite")]
 pub use sqlite::{SqliteBackend, SqliteConfig};
 

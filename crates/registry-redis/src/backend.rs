@@ -2,14 +2,12 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::config::OpenBackend;
+use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, GuaranteeClass, Holder,
-    InvalidKey, Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
-    WakeCheck,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, Holder, InvalidKey,
+    Invalidations, Key, LockAdmin, LockBackend, Release, Renewal, RenewalPolicy, WakeCheck,
 };
 
 use crate::config::{Layout, RedisConfig, ServerAddresses};
@@ -99,26 +97,10 @@ impl RedisBackend {
 #[async_trait]
 impl LockBackend for RedisBackend {
     fn capabilities(&self) -> Capabilities {
-        let class = match self.config.servers {
-            ServerAddresses::Single(_) => GuaranteeClass::Volatile,
-            ServerAddresses::Sentinel { .. }
-            | ServerAddresses::Cluster(_)
-            | ServerAddresses::Quorum(_) => GuaranteeClass::BestEffort,
-        };
-        let mut capabilities = Capabilities::new("redis", class, Reach::Network)
-            .with_fencing()
-            .with_wakes()
-            .with_inspect();
-        if self.config.layout == Layout::Native {
-            capabilities = capabilities.with_labels();
-        }
-        if self.config.layout == Layout::Spring {
-            // The default pause between two attempts of `RedisLockRegistry`.
-            capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
-        }
-        if self.invalidations.is_tracking() {
-            let renewal = RenewalPolicy::new().with_verify_after(VERIFY_AFTER);
-            capabilities = capabilities.with_invalidations().with_renewal(renewal);
+        let mut capabilities = self.config.capabilities();
+        if !self.invalidations.is_tracking() {
+            capabilities.reports_invalidations = false;
+            capabilities.renewal = RenewalPolicy::new();
         }
         capabilities
     }
@@ -266,10 +248,6 @@ impl fmt::Debug for RedisBackend {
         f.debug_struct("RedisBackend").field("config", &self.config).finish_non_exhaustive()
     }
 }
-
-/// How long a claim is held before its first verification, which also registers its key for client
-/// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
-const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 #[async_trait]
 impl OpenBackend for RedisConfig {

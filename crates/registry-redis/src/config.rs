@@ -11,7 +11,9 @@ use registry_core::config::{
     Secret, StoreKind, TIME_MAX, UrlParts, Values, display_host, format_time, parse_choice,
     parse_count, parse_switch, parse_time,
 };
-use registry_core::{BackendError, RegistryBuilder};
+use registry_core::{
+    BackendError, Capabilities, GuaranteeClass, Reach, RegistryBuilder, RenewalPolicy,
+};
 
 /// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
@@ -311,20 +313,32 @@ pub enum Publish {
     Sharded,
 }
 
+/// Whether a grant or renewal must be on disk before it counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Fsync {
+    /// It counts as soon as the server has responded.
+    #[default]
+    NotRequired,
+    /// The server and as many replicas as [`with_replicas`](RedisConfig::with_replicas) sets must
+    /// have written it to disk. Requires Redis 7.2 with `appendonly yes`.
+    Required,
+}
+
 /// The durability that a grant needs before it counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Durability {
     /// The number of replicas that must have received it.
     pub(crate) replicas: u32,
     /// Whether the server and these replicas must have written it to disk.
-    pub(crate) fsync: bool,
+    pub(crate) fsync: Fsync,
     /// The time limit for both.
     pub(crate) limit: Duration,
 }
 
 impl Durability {
     pub(crate) const fn is_required(self) -> bool {
-        self.replicas > 0 || self.fsync
+        self.replicas > 0 || matches!(self.fsync, Fsync::Required)
     }
 }
 
@@ -482,7 +496,11 @@ impl RedisConfig {
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             token_memory: Duration::from_secs(24 * 60 * 60),
-            durability: Durability { replicas: 0, fsync: false, limit: REPLICA_TIMEOUT },
+            durability: Durability {
+                replicas: 0,
+                fsync: Fsync::NotRequired,
+                limit: REPLICA_TIMEOUT,
+            },
             restart_guard: Duration::ZERO,
             pem_files: PemFiles::default(),
             lease: None,
@@ -619,11 +637,10 @@ impl RedisConfig {
         self
     }
 
-    /// Sets whether a grant or renewal counts only once it is on disk. The server and as many
-    /// replicas as [`with_replicas`](Self::with_replicas) sets must have written it. The default is
-    /// `false`. Requires Redis 7.2 with `appendonly yes`.
+    /// Sets whether a grant or renewal must be on disk before it counts. The default is
+    /// [`Fsync::NotRequired`].
     #[must_use]
-    pub fn with_fsync(mut self, fsync: bool) -> Self {
+    pub fn with_fsync(mut self, fsync: Fsync) -> Self {
         self.durability.fsync = fsync;
         self
     }
@@ -801,7 +818,12 @@ impl BackendConfig for RedisConfig {
             "token_memory" => self.token_memory = parse_time(value)?,
             "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
             "replicas" => self.durability.replicas = parse_count(value)?,
-            "fsync" => self.durability.fsync = parse_switch(value)?,
+            "fsync" => {
+                self.durability.fsync = match parse_switch(value)? {
+                    true => Fsync::Required,
+                    false => Fsync::NotRequired,
+                };
+            }
             "replica_timeout" => {
                 self.durability.limit = parse_time(value)?;
                 self.replica_timeout = Some(self.durability.limit);
@@ -814,7 +836,7 @@ impl BackendConfig for RedisConfig {
             "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
             "sentinel_password" => self.connection.sentinel_password = Some(Secret::new(value)),
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         self.derive_limits();
         Ok(())
@@ -840,6 +862,29 @@ impl BackendConfig for RedisConfig {
         #[cfg(feature = "tls")]
         self.connection.check_certificates().map_err(OptionError::general)?;
         self.check_servers()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let class = match self.servers {
+            ServerAddresses::Single(_) => GuaranteeClass::Volatile,
+            ServerAddresses::Sentinel { .. }
+            | ServerAddresses::Cluster(_)
+            | ServerAddresses::Quorum(_) => GuaranteeClass::BestEffort,
+        };
+        let mut capabilities = Capabilities::new("redis", class, Reach::Network)
+            .with_fencing()
+            .with_wakes()
+            .with_inspect()
+            .with_invalidations()
+            .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER));
+        if self.layout == Layout::Native {
+            capabilities = capabilities.with_labels();
+        }
+        if self.layout == Layout::Spring {
+            // The default pause between two attempts of `RedisLockRegistry`.
+            capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
+        }
+        capabilities
     }
 
     fn hosts(&self) -> Vec<Host> {
@@ -888,6 +933,10 @@ fn incomplete_login(url: &UrlParts<'_>) -> BackendError {
 fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
     all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
+
+/// How long a claim is held before its first verification, which also registers its key for client
+/// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
+const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
 /// Redis's default port.
 const PORT: u16 = 6_379;

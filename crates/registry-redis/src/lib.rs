@@ -53,7 +53,7 @@ mod error;
 mod mutant;
 
 pub use backend::RedisBackend;
-pub use config::{Layout, Publish, RedisConfig, STORE};
+pub use config::{Fsync, Layout, Publish, RedisConfig, STORE};
 pub use fenced::{Fenced, FencedScript, FencedWrites, ScriptReply};
 #[cfg(lock_registry_mutants)]
 pub use mutant::{Mutant, switch_mutant};

@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use futures_util::future::join_all;
-use registry_core::config::{OpenBackend, format_time};
+use registry_core::config::{BackendConfig as _, OpenBackend, format_time};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy, WakeCheck,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
+    Key, LockAdmin, LockBackend, Release, Renewal, WakeCheck,
 };
 
-use crate::config::{ZkConfig, misconfigured};
+use crate::config::{ZkConfig, lease_max, misconfigured};
 use crate::path::Paths;
 use crate::recipe;
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
@@ -38,6 +38,7 @@ pub struct ZkBackend {
     sessions: Arc<SessionPool>,
     paths: Paths,
     timeout: Duration,
+    capabilities: Capabilities,
 }
 
 impl ZkBackend {
@@ -55,11 +56,13 @@ impl ZkBackend {
         config.check()?;
         let paths = Paths::new(&config);
         let addresses: Arc<str> = config.servers().into();
+        let capabilities = config.capabilities();
         let sessions = SessionPool::new(config);
         let session = sessions.get().await;
         let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
         let timeout = session.timeout();
-        Ok(Self { addresses, sessions, paths, timeout })
+        let capabilities = capabilities.with_leases(Capabilities::LEASE_MIN, lease_max(timeout));
+        Ok(Self { addresses, sessions, paths, timeout, capabilities })
     }
 
     /// Adds the addresses of the servers to an error.
@@ -145,22 +148,7 @@ impl ZkBackend {
 #[async_trait]
 impl LockBackend for ZkBackend {
     fn capabilities(&self) -> Capabilities {
-        // One request renews the session, and so all its claims.
-        let renewal = RenewalPolicy::new()
-            .with_batch_max(RENEWALS_MAX)
-            .with_whole_shard()
-            .with_verify_after(VERIFY_AFTER);
-        Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network)
-            .with_renewal(renewal)
-            .with_fencing()
-            .with_fair()
-            .with_wakes()
-            .with_invalidations()
-            .with_labels()
-            .with_inspect()
-            // With regular confirmations, more than half of a session's time-out is certain at any
-            // time; see `session_validity`.
-            .with_leases(Capabilities::LEASE_MIN, self.timeout / 2)
+        self.capabilities.clone()
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
@@ -265,12 +253,6 @@ impl fmt::Debug for ZkBackend {
     }
 }
 
-/// Only locks held longer than this are worth a request that sets a watch on their own node.
-const VERIFY_AFTER: Duration = Duration::from_millis(25);
-
-/// All renewals of a session share one request.
-const RENEWALS_MAX: usize = 10_000;
-
 #[async_trait]
 impl OpenBackend for ZkConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
@@ -278,7 +260,7 @@ impl OpenBackend for ZkConfig {
         #[cfg(feature = "tls")]
         let config = config.with_pem_files()?;
         let backend = ZkBackend::open(config).await?;
-        let lease_max = backend.session_timeout() / 2;
+        let lease_max = lease_max(backend.session_timeout());
         match self.lease {
             // Returned here, because the message must name the servers' limit; the engine would
             // name only its own.

@@ -8,7 +8,9 @@ use registry_core::config::{
     self, BackendConfig, Host, InvalidValue, OptionError, OptionRow, PemFiles, StoreKind, UrlParts,
     Values, display_host, format_time, parse_choice, parse_count, parse_time,
 };
-use registry_core::{BackendError, BackendErrorKind};
+use registry_core::{
+    BackendError, BackendErrorKind, Capabilities, GuaranteeClass, Reach, RenewalPolicy,
+};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
 use crate::path::{Paths, is_valid_path};
@@ -568,7 +570,7 @@ impl BackendConfig for ZkConfig {
                 self.auth_option = Some(Auth { scheme: scheme.to_owned(), credentials });
             }
             _ if self.pem_files.assign(name, value)? => {}
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         match (self.session, self.lease) {
             (Some(session), _) => self.session_timeout = session,
@@ -632,6 +634,23 @@ impl BackendConfig for ZkConfig {
         self.check_rights()
     }
 
+    fn capabilities(&self) -> Capabilities {
+        // One request renews the session, and so all its claims.
+        let renewal = RenewalPolicy::new()
+            .with_batch_max(RENEWALS_MAX)
+            .with_whole_shard()
+            .with_verify_after(VERIFY_AFTER);
+        Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network)
+            .with_renewal(renewal)
+            .with_fencing()
+            .with_fair()
+            .with_wakes()
+            .with_invalidations()
+            .with_labels()
+            .with_inspect()
+            .with_leases(Capabilities::LEASE_MIN, lease_max(self.session_timeout))
+    }
+
     fn hosts(&self) -> Vec<Host> {
         self.hosts.clone()
     }
@@ -641,6 +660,12 @@ impl BackendConfig for ZkConfig {
         // precaution.
         Some(POLL)
     }
+}
+
+/// Returns the longest lease in a session of this time-out. With regular confirmations, more than
+/// half of the time-out is certain at any time; see `session_validity`.
+pub(crate) fn lease_max(session_timeout: Duration) -> Duration {
+    session_timeout / 2
 }
 
 impl Acl {
@@ -744,6 +769,12 @@ impl fmt::Debug for Acl {
 const CONNECTION_TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
 const POLL: Duration = Duration::from_secs(2);
+
+/// Only locks held longer than this are worth a request that sets a watch on their own node.
+const VERIFY_AFTER: Duration = Duration::from_millis(25);
+
+/// All renewals of a session share one request.
+const RENEWALS_MAX: usize = 10_000;
 
 /// ZooKeeper's default port.
 const PORT: u16 = 2181;

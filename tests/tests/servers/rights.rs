@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt as _};
 use registry_core::{BackendErrorKind, FencingToken, LockGuard, Registry, Severity};
-use registry_redis::{FencedScript, FencedWrites, Layout, RedisBackend, RedisConfig};
+use registry_redis::{FencedScript, FencedWrites, Fsync, Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
 use tokio::sync::Mutex;
 use tokio::time::{sleep, timeout};
@@ -99,7 +99,7 @@ async fn a_quorum() {
 async fn what_must_be_on_disk() {
     let server = server().await;
     let known = server.send_command("COMMAND INFO waitaof").await.unwrap();
-    let config = RedisConfig::from_url(&server.url()).unwrap().with_fsync(true);
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_fsync(Fsync::Required);
     if known.starts_with("*1\r\n*-1") || known.starts_with("*1\r\n$-1") {
         let error = RedisBackend::open(config).await.unwrap_err();
         assert!(error.refused(), "{error:?}");

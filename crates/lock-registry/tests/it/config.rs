@@ -22,6 +22,20 @@ fn code_is_stronger_than_the_url() {
     assert_eq!(setting(&config, "renew"), None);
 }
 
+#[tokio::test]
+async fn an_opened_store_has_the_capabilities_of_its_configuration() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut urls = vec!["memory:".to_owned(), "pass-through:".to_owned()];
+    if cfg!(all(feature = "sqlite", target_os = "linux")) {
+        urls.push(format!("sqlite:{}", folder.path().join("locks.db").display()));
+    }
+    for url in urls {
+        let config = RegistryConfig::from_url(&url).unwrap();
+        let expected = config.capabilities().unwrap();
+        assert_eq!(config.connect().await.unwrap().capabilities(), expected, "{url}");
+    }
+}
+
 #[test]
 fn a_configuration_without_a_url_is_refused() {
     let error = RegistryConfig::new().check().unwrap_err();

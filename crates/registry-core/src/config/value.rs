@@ -16,6 +16,13 @@ impl InvalidValue {
     pub fn new(problem: impl Into<Cow<'static, str>>) -> Self {
         Self(problem.into())
     }
+
+    /// Creates the error of a name that the store does not have. The name is not shown: in a
+    /// malformed URL, it may be part of a password.
+    #[must_use]
+    pub fn unknown_option() -> Self {
+        Self::new("is not an option of this store")
+    }
 }
 
 impl fmt::Display for InvalidValue {

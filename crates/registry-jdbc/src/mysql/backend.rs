@@ -17,7 +17,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Decode, MySql, MySqlConnection, Row as _, Type};
 use tokio::time::{Instant, sleep};
 
-use super::config::{self, MySqlConfig};
+use super::config::MySqlConfig;
 use super::row::MySqlRowProtocol;
 use super::session::MySqlSessionProtocol;
 use super::sql::{self, MySqlStatements, SIZES};
@@ -26,11 +26,11 @@ use super::waiters::MySqlWaiters;
 use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
+use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, PoolLimits,
-    QueryMode, Resend, RowId, Rows, ServerErrors as _, SqlClient, Statement, Store, StoreSettings,
-    Value, Wakes,
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
+    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, Wakes,
 };
 
 pub(super) type MySqlRows = Rows<MySql>;
@@ -49,40 +49,12 @@ impl Dialect for MySql {
     type Session = MySqlSessionProtocol;
     type RowLock = MySqlRowProtocol;
 
-    fn check(config: &MySqlConfig) -> Result<(), BackendError> {
-        config.check()
-    }
-
-    fn address(config: &MySqlConfig) -> String {
-        config.address()
-    }
-
-    fn misconfigured(message: &str) -> BackendError {
-        config::misconfigured(message)
-    }
-
-    fn settings(config: &MySqlConfig) -> StoreSettings {
-        StoreSettings {
-            namespace: config.namespace.clone(),
-            creates_tables: config.create_schema,
-            limits: PoolLimits {
-                connections: config.connections,
-                connect_timeout: config.connect_timeout,
-                acquire_timeout: config.response_timeout,
-                response_timeout: config.response_timeout,
-                row_lock_timeout: config.busy_timeout,
-            },
-            row_locks: config.row_locks,
-            purge_after: config.purge_after,
-        }
+    fn settings(config: &MySqlConfig) -> &ServerSettings {
+        &config.settings
     }
 
     fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
         client::pool(config)
-    }
-
-    fn query_mode(_: &MySqlConfig) -> QueryMode {
-        QueryMode::Prepared
     }
 
     async fn open_tables(
@@ -123,6 +95,10 @@ impl Dialect for MySql {
         Ok(row.try_get::<i64, _>(index)? != 0)
     }
 
+    fn has_wakes(_: &MySqlConfig, mode: &SqlMode) -> bool {
+        !matches!(mode, SqlMode::Spring(_))
+    }
+
     fn wakes(store: &Store<Self>, namespace: &str) -> MySqlWakes {
         let statements = Arc::clone(&store.statements);
         let binder = StatementBinder { statements, namespace: namespace.to_owned() };
@@ -159,7 +135,7 @@ impl Dialect for MySql {
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
         let (limit, length) = (limit(claims), Value::Number(micros(lease)));
-        let values = [ids.clone(), claim_ids(claims), limit, length];
+        let values = [ids.clone(), Value::claims(claims), limit, length];
         let renewal = Statement::new(&texts.renew, values);
         // A repeated renewal has no further effect.
         let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
@@ -213,7 +189,7 @@ impl Dialect for MySql {
     /// twice.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
-        let min_age = Value::Number(micros(store.settings.purge_after));
+        let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age.clone()];
         let rows = store.query(&texts.purge_candidates, values).await?;
         let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
@@ -253,10 +229,6 @@ impl Dialect for MySql {
 pub(crate) struct MySqlWakes(pub(super) Option<MySqlWaiters>);
 
 impl Wakes for MySqlWakes {
-    fn is_active(&self) -> bool {
-        self.0.is_some()
-    }
-
     fn mark(&self, _: u64, token: FencingToken) -> u64 {
         token.get()
     }
@@ -283,10 +255,6 @@ impl Wakes for MySqlWakes {
             waiters.close();
         }
     }
-}
-
-pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
-    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
 }
 
 /// Returns the limit of a statement that renews these claims.
@@ -379,9 +347,7 @@ async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError>
         return Ok(Release::NotHeld);
     }
     let statement = Statement::new(&rows.store.statements.force_release, [rows.id(key)]);
-    let client = &rows.store.client;
-    let done = client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
-    Ok(done.release_outcome())
+    Ok(rows.store.release(&statement).await?.release_outcome())
 }
 
 async fn end_connection(
@@ -390,7 +356,7 @@ async fn end_connection(
     holder: &HolderConnection,
 ) -> Result<Release, BackendError> {
     let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection)]);
-    let killed = rows.store.client.send(ConnectionUse::Release, Resend::Never, &kill).await;
+    let killed = rows.store.release(&kill).await;
     // A connection that has ended meanwhile is not an error.
     if let Err(error) = killed
         && !error::is_no_such_connection(&error)
@@ -451,7 +417,8 @@ const END_PAUSE: Duration = Duration::from_millis(2);
 #[async_trait]
 impl OpenBackend for MySqlConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone().with_encryption_options()?;
-        Ok(Arc::new(MySqlBackend::open_mode(config, self.options.mode()).await?))
+        let mut config = self.clone();
+        config.settings.encryption.apply_options(error::STORE)?;
+        Ok(Arc::new(MySqlBackend::open_mode(config, self.settings.mode()).await?))
     }
 }

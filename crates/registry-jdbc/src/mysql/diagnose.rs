@@ -42,7 +42,7 @@ pub(super) async fn check_connection_limit(rows: &MySqlRows) -> Result<Vec<Findi
     let found = rows.store.query(&limit, []).await?;
     let connections_max = found.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
     let connections_max = connections_max.flatten().unwrap_or(i64::MAX);
-    Ok(Vec::from_iter(check_row_locks(rows.store.settings.row_locks, connections_max)))
+    Ok(Vec::from_iter(check_row_locks(rows.store.settings().row_locks, connections_max)))
 }
 
 /// Returns what the server's settings mean for locks.

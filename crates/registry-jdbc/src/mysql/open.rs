@@ -12,7 +12,7 @@ use super::config::MySqlConfig;
 use super::error;
 use super::sql::{self, MySqlStatements};
 use super::statement::fetch;
-use crate::server::{RowStatements, ServerErrors as _, read_meta};
+use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on an exclusively used connection. Dropping the future closes it, and rolls back
 /// unfinished work.
@@ -34,9 +34,11 @@ async fn check_tables(
     // Named in every statement, so that a fence finds the tables from any current database of the
     // caller's connection.
     let database = config.server.get_database().unwrap_or_default();
-    let texts = MySqlStatements::new(database, &config.table_prefix);
+    let texts = MySqlStatements::new(database, &config.settings.table_prefix);
     let mut meta = fetch_meta(&texts, connection).await;
-    if meta.as_ref().is_err_and(MySql::is_no_such_table) && config.create_schema {
+    if meta.as_ref().is_err_and(MySql::is_no_such_table)
+        && config.settings.create_schema == CreateSchema::IfMissing
+    {
         set_schema_lock(connection, true).await;
         create_tables(config, connection).await?;
         meta = fetch_meta(&texts, connection).await;
@@ -67,7 +69,8 @@ async fn create_tables(
     config: &MySqlConfig,
     connection: &mut MySqlConnection,
 ) -> Result<(), BackendError> {
-    let Err(error) = raw_sql(sql::schema(&config.table_prefix)).execute(connection).await else {
+    let Err(error) = raw_sql(sql::schema(&config.settings.table_prefix)).execute(connection).await
+    else {
         return Ok(());
     };
     if !error::is_denied(&error) {

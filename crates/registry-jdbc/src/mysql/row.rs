@@ -10,7 +10,6 @@ use tokio::time::{sleep, timeout};
 
 use super::backend::MySqlRows;
 use super::client::{read, send_once};
-use super::config::misconfigured;
 use super::error;
 use super::sql;
 use super::statement::{fetch, send};
@@ -137,7 +136,7 @@ impl SessionProtocol for MySqlRowProtocol {
     type Connection = MySqlRowConnection;
 
     async fn open(rows: Arc<MySqlRows>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(rows.store.settings.row_locks), rows })
+        Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
     }
 
     fn rows(&self) -> &MySqlRows {
@@ -151,9 +150,11 @@ impl SessionProtocol for MySqlRowProtocol {
             return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
         let connecting = super::session::connect(&self.rows.store.config, SILENCE);
-        let connected = timeout(self.rows.store.config.connect_timeout, connecting).await;
+        let connected = timeout(self.rows.store.settings().connect_timeout, connecting).await;
         let connection = connected
-            .map_err(|_| error::timed_out(error::STORE, self.rows.store.config.connect_timeout))?
+            .map_err(|_| {
+                error::timed_out(error::STORE, self.rows.store.settings().connect_timeout)
+            })?
             .map_err(MySql::explain)?;
         Ok(MySqlRowConnection { connection, permit, transaction: None })
     }
@@ -196,7 +197,7 @@ impl SessionProtocol for MySqlRowProtocol {
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
         if Some(read::<u64>(row, 0)?) != held_by {
-            return Err(SessionFailure::Broken(misconfigured(
+            return Err(SessionFailure::Broken(MySql::misconfigured(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
         }

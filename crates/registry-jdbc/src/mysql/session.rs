@@ -38,7 +38,7 @@ impl MySqlSessionConnection {
         if read::<u64>(row, 0)? == self.id {
             return Ok(());
         }
-        Err(SessionFailure::Broken(super::config::misconfigured(
+        Err(SessionFailure::Broken(MySql::misconfigured(
             "session locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
         )))
     }
@@ -159,9 +159,11 @@ impl SessionProtocol for MySqlSessionProtocol {
             let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
-        match timeout(self.rows.store.config.connect_timeout, connecting).await {
+        match timeout(self.rows.store.settings().connect_timeout, connecting).await {
             Ok(connected) => connected.map_err(MySql::explain),
-            Err(_) => Err(error::timed_out(error::STORE, self.rows.store.config.connect_timeout)),
+            Err(_) => {
+                Err(error::timed_out(error::STORE, self.rows.store.settings().connect_timeout))
+            }
         }
     }
 
@@ -252,7 +254,7 @@ pub(super) async fn connect(
     config: &MySqlConfig,
     silence: Duration,
 ) -> Result<MySqlConnection, sqlx::Error> {
-    let mut connection = MySqlConnection::connect_with(&config.server).await?;
+    let mut connection = MySqlConnection::connect_with(&config.statement_options()).await?;
     sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
     let silence = i64::try_from(silence.as_secs()).unwrap_or(i64::MAX);
     query("SET SESSION wait_timeout = ?").bind(silence).execute(&mut connection).await?;

@@ -14,7 +14,7 @@ use sqlx::postgres::{PgConnection, PgRow, PgValueFormat};
 use sqlx::{Postgres, Row as _};
 
 use super::client;
-use super::config::{self, PostgresConfig};
+use super::config::PostgresConfig;
 use super::error;
 use super::listener::{NotificationChannel, PgReleaseListener};
 use super::row::PgRowProtocol;
@@ -24,11 +24,11 @@ use super::statement;
 use super::{diagnose, lock_in, open};
 use crate::PostgresBackend;
 use crate::lock_in::{Deadline, LockInError};
+use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, PoolLimits,
-    QueryMode, Resend, RowId, Rows, SqlClient, Statement, StatementText, Store, StoreSettings,
-    Value, Wakes,
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
+    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, Wakes,
 };
 
 pub(super) type PgRows = Rows<Postgres>;
@@ -48,32 +48,8 @@ impl Dialect for Postgres {
     type Session = PgSessionProtocol;
     type RowLock = PgRowProtocol;
 
-    fn check(config: &PostgresConfig) -> Result<(), BackendError> {
-        config.check()
-    }
-
-    fn address(config: &PostgresConfig) -> String {
-        client::address(&config.statement_options())
-    }
-
-    fn misconfigured(message: &str) -> BackendError {
-        config::misconfigured(message)
-    }
-
-    fn settings(config: &PostgresConfig) -> StoreSettings {
-        StoreSettings {
-            namespace: config.namespace.clone(),
-            creates_tables: config.tables.create,
-            limits: PoolLimits {
-                connections: config.connections,
-                connect_timeout: config.connect_timeout,
-                acquire_timeout: config.response_timeout,
-                response_timeout: config.response_timeout,
-                row_lock_timeout: config.busy_timeout,
-            },
-            row_locks: config.row_locks,
-            purge_after: config.purge_after,
-        }
+    fn settings(config: &PostgresConfig) -> &ServerSettings {
+        &config.settings
     }
 
     fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
@@ -130,6 +106,10 @@ impl Dialect for Postgres {
         row.try_get(index)
     }
 
+    fn has_wakes(config: &PostgresConfig, _: &SqlMode) -> bool {
+        config.listener_options().is_some()
+    }
+
     fn wakes(store: &Store<Self>, namespace: &str) -> PgWakes {
         PgWakes::new(&store.config, namespace)
     }
@@ -155,7 +135,7 @@ impl Dialect for Postgres {
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
-        let values = [Value::ManyBytes(ids.collect()), claim_ids(claims), leases(claims)];
+        let values = [Value::ManyBytes(ids.collect()), Value::claims(claims), leases(claims)];
         renew(&rows.store, &rows.store.statements.renew, values, claims).await
     }
 
@@ -179,7 +159,7 @@ impl Dialect for Postgres {
         if released == Release::Freed {
             return Ok(Release::Freed);
         }
-        let end_wait = END_WAIT.min(store.settings.limits.response_timeout / 2);
+        let end_wait = END_WAIT.min(store.settings().response_timeout / 2);
         let values = vec![rows.id(key), Value::Number(micros(end_wait) / 1_000)];
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
@@ -198,7 +178,7 @@ impl Dialect for Postgres {
 
     /// A trigger of the tables keeps the largest of the deleted tokens in the same transaction.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
-        let min_age = Value::Number(micros(store.settings.purge_after));
+        let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age];
         let rows = store.query(&store.statements.purge, values).await?;
         let deleted = rows.first().map_or(Ok(0), |row| number::<Self>(row, 0))?;
@@ -243,10 +223,6 @@ impl PgWakes {
 }
 
 impl Wakes for PgWakes {
-    fn is_active(&self) -> bool {
-        self.listener.is_some()
-    }
-
     fn position(&self) -> u64 {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
@@ -278,10 +254,6 @@ impl Wakes for PgWakes {
             listener.close();
         }
     }
-}
-
-pub(super) fn claim_ids(claims: &[&Claim]) -> Value {
-    Value::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
 }
 
 pub(super) fn leases(claims: &[&Claim]) -> Value {
@@ -339,8 +311,9 @@ fn unescape_bytes(mut text: &[u8]) -> Vec<u8> {
 #[async_trait]
 impl OpenBackend for PostgresConfig {
     async fn open(&self) -> Result<Arc<dyn LockBackend>, BackendError> {
-        let config = self.clone().with_encryption_options()?;
-        Ok(Arc::new(PostgresBackend::open_mode(config, self.options.mode()).await?))
+        let mut config = self.clone();
+        config.settings.encryption.apply_options(error::STORE)?;
+        Ok(Arc::new(PostgresBackend::open_mode(config, self.settings.mode()).await?))
     }
 }
 

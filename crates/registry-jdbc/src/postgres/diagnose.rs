@@ -36,7 +36,7 @@ pub(super) async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>
     let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
     let (connections, old) = (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);
-    let row_locks = rows.store.settings.row_locks;
+    let row_locks = rows.store.settings().row_locks;
     let mut findings = Vec::from_iter(check_row_locks(row_locks, connections));
     if old > 0 {
         findings.push(Finding::warning(format!(

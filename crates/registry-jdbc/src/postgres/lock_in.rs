@@ -61,7 +61,7 @@ async fn attempt(
     key: &Key,
     wait: Duration,
 ) -> Result<LockInOutcome, LockInError> {
-    let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.rows.store.config.busy_timeout);
+    let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.rows.store.settings().busy_timeout);
     let text = statement(lockable, key, row_wait).inlined::<Postgres>();
     // Sent as one message of plain text, which is independent of prepared statements and of the
     // pooler's assignment of connections. The savepoint releases the locks of a failed attempt, and

@@ -25,7 +25,7 @@ mod spring;
 // Housekeeping.
 mod diagnose;
 
-pub use config::{PostgresConfig, STORE};
+pub use config::{PostgresConfig, STORE, StatementMode};
 
 use sqlx::Postgres;
 

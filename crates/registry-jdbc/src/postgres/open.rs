@@ -8,11 +8,11 @@ use sqlx::postgres::PgConnection;
 use sqlx::{AssertSqlSafe, Connection, Executor as _, Postgres, Row, raw_sql};
 use tokio::time::timeout;
 
-use super::config::{PostgresConfig, TableNames, misconfigured, quoted};
+use super::config::{PostgresConfig, TableNames, quoted};
 use super::error;
 use super::sql::{self, PgStatements};
 use super::statement::fetch;
-use crate::server::{RowStatements, ServerErrors as _, read_meta};
+use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
 /// Opens the store on a separate connection. Dropping the future closes that connection and undoes
 /// what is incomplete.
@@ -21,7 +21,7 @@ pub(super) async fn open(config: &PostgresConfig) -> Result<(PgStatements, Vec<u
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
     // Optional: the server would notice the end of the connection anyway.
-    let _ = timeout(config.connect_timeout, connection.close()).await;
+    let _ = timeout(config.settings.connect_timeout, connection.close()).await;
     Ok(opened)
 }
 
@@ -32,11 +32,11 @@ async fn check_tables(
     if let Some(version) = connection.server_version_num()
         && version < SERVER_VERSION_MIN
     {
-        return Err(misconfigured("the server is older than version 14; update it"));
+        return Err(Postgres::misconfigured("the server is older than version 14; update it"));
     }
     let schema = match find_tables(config, connection).await? {
         Some(schema) => schema,
-        None if config.tables.create => {
+        None if config.settings.create_schema == CreateSchema::IfMissing => {
             let created = create_tables(config, connection).await;
             match (find_tables(config, connection).await?, created) {
                 // Created by this call or concurrently by another process.
@@ -53,7 +53,7 @@ async fn check_tables(
         }
         None => return Err(tables_missing()),
     };
-    let tables = TableNames { schema, prefix: config.tables.prefix.clone() };
+    let tables = TableNames { schema, prefix: config.settings.table_prefix.clone() };
     let statements = PgStatements::new(tables);
     let meta: &RowStatements = statements.as_ref();
     let rows = fetch(connection, meta.meta.as_str().to_owned()).await.map_err(Postgres::explain)?;
@@ -66,8 +66,8 @@ async fn find_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
 ) -> Result<Option<String>, BackendError> {
-    let meta = format!("{}_meta", config.tables.prefix);
-    let named = match &config.tables.schema {
+    let meta = format!("{}_meta", config.settings.table_prefix);
+    let named = match &config.schema {
         Some(schema) => format!("{}.{meta}", quoted(schema)),
         None => meta,
     };
@@ -85,7 +85,7 @@ async fn create_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
 ) -> Result<(), sqlx::Error> {
-    let set_search_path = match &config.tables.schema {
+    let set_search_path = match &config.schema {
         Some(schema) => format!("SELECT set_config('search_path', '{}', true);", quoted(schema)),
         None => String::new(),
     };
@@ -94,7 +94,7 @@ async fn create_tables(
     // first eight bytes of the SHA-256 of "lock-registry schema".
     let text = format!(
         "SELECT set_config('client_min_messages', 'warning', true); SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {set_search_path} {}",
-        schema(&config.tables.prefix)
+        schema(&config.settings.table_prefix)
     );
     connection.execute(raw_sql(AssertSqlSafe(text))).await?;
     Ok(())
@@ -106,7 +106,7 @@ pub(super) fn schema(prefix: &str) -> String {
 }
 
 fn tables_missing() -> BackendError {
-    misconfigured(
+    Postgres::misconfigured(
         "the lock tables are missing; create them with the output of `lockreg schema postgres`, or let this program create them",
     )
 }

@@ -11,7 +11,6 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Postgres, Row as _};
 
 use super::backend::PgRows;
-use super::config::misconfigured;
 use super::error::{self, row_locked};
 use super::statement::{fetch, send};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
@@ -125,7 +124,7 @@ impl PgRowProtocol {
             ],
         );
         // Sent as one message. The settings end with the transaction.
-        let lock_timeout = self.rows.store.config.busy_timeout.as_millis().max(1);
+        let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
         let text = format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {lock_timeout}; {}",
             statement.inlined::<Postgres>()
@@ -158,7 +157,7 @@ impl SessionProtocol for PgRowProtocol {
     type Connection = PgRowConnection;
 
     async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
-        Ok(Self { connections: RowLockConnections::new(rows.store.settings.row_locks), rows })
+        Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
     }
 
     fn rows(&self) -> &PgRows {
@@ -265,7 +264,7 @@ fn broken(error: sqlx::Error) -> SessionFailure {
 }
 
 fn pooler_detected() -> BackendError {
-    misconfigured(
+    Postgres::misconfigured(
         "the row's transaction is no longer on this connection; a pooler may give each statement another connection",
     )
 }

@@ -12,7 +12,6 @@ use tokio::time::timeout;
 
 use super::backend::PgRows;
 use super::client;
-use super::config::misconfigured;
 use super::error::{self, corrupt};
 use super::statement::{fetch, send};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
@@ -68,10 +67,10 @@ impl PgSessionProtocol {
             two.fetch(CHECK_SESSION).await?;
             one.fetch(format!("{CHECK_SESSION}; ROLLBACK")).await
         };
-        let probed = timeout(self.rows.store.config.response_timeout, probe).await;
-        match probed
-            .map_err(|_| error::timed_out(error::STORE, self.rows.store.config.response_timeout))?
-        {
+        let probed = timeout(self.rows.store.settings().response_timeout, probe).await;
+        match probed.map_err(|_| {
+            error::timed_out(error::STORE, self.rows.store.settings().response_timeout)
+        })? {
             Ok(_) if are_two => {}
             Ok(_) => return Err(pooler_detected()),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
@@ -81,7 +80,8 @@ impl PgSessionProtocol {
         for connected in [one, two] {
             // Optional: the server would notice the end of the connection anyway.
             let _ =
-                timeout(self.rows.store.config.connect_timeout, connected.connection.close()).await;
+                timeout(self.rows.store.settings().connect_timeout, connected.connection.close())
+                    .await;
         }
         Ok(())
     }
@@ -89,7 +89,8 @@ impl PgSessionProtocol {
     async fn connect_unconfigured(&self) -> Result<PgSessionConnection, BackendError> {
         let config = &self.rows.store.config;
         let mut connection = client::connect(config).await?;
-        let query = timeout(config.connect_timeout, fetch(&mut connection, CHECK_SESSION.into()));
+        let query =
+            timeout(config.settings.connect_timeout, fetch(&mut connection, CHECK_SESSION.into()));
         let rows = query
             .await
             .map_err(|_| error::not_connected(PoolError::TimedOut))?
@@ -215,7 +216,7 @@ impl SessionProtocol for PgSessionProtocol {
             // The server checks the connection as well. On a Unix socket some of these settings
             // have no effect.
             let seconds = SILENCE.as_secs();
-            let lock_timeout = self.rows.store.config.busy_timeout.as_millis().max(1);
+            let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
                  SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {CHECK_SESSION}",
@@ -225,7 +226,7 @@ impl SessionProtocol for PgSessionProtocol {
             );
             connected.fetch(text).await
         };
-        let configured = timeout(self.rows.store.config.connect_timeout, configure).await;
+        let configured = timeout(self.rows.store.settings().connect_timeout, configure).await;
         match configured.map_err(|_| error::not_connected(PoolError::TimedOut))? {
             Ok(_) => Ok(connected),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => Err(error),
@@ -306,7 +307,7 @@ fn server_process(rows: &[PgRow]) -> Result<i32, BackendError> {
 }
 
 fn pooler_detected() -> BackendError {
-    misconfigured(
+    Postgres::misconfigured(
         "session locks do not work through a pooler that gives each transaction another connection; connect past it, or use leases",
     )
 }

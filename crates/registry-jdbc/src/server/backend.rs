@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_core::config::BackendConfig as _;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder,
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 
-use super::dialect::{self, LeaseStore, SpringDialect, Wakes as _};
+use super::dialect::{self, Dialect, LeaseStore, SpringDialect, Wakes as _};
 use super::rows::Rows;
 use super::spring::PEER_POLL;
 use super::spring_rows::SpringRows;
@@ -120,6 +121,7 @@ pub struct SqlBackend<D: SpringDialect> {
     pub(crate) locks: Locks<D>,
     /// The address of the server, for errors.
     address: Arc<str>,
+    capabilities: Capabilities,
 }
 
 /// The locks of a backend, by mode.
@@ -163,10 +165,11 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// As for [`open`](Self::open).
     pub async fn open_mode(config: D::Config, mode: SqlMode) -> Result<Self, BackendError> {
         Self::check(&config, &mode)?;
-        let address: Arc<str> = D::address(&config).into();
+        let address: Arc<str> = config.address().into();
+        let capabilities = capabilities::<D>(&config, &mode);
         let opened = Self::open_locks(config, mode).await;
         let locks = opened.map_err(|error| error.with_address(Arc::clone(&address)))?;
-        Ok(Self { locks, address })
+        Ok(Self { locks, address, capabilities })
     }
 
     async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
@@ -194,7 +197,7 @@ impl<D: SpringDialect> SqlBackend<D> {
         if let SqlMode::Spring(table) = mode {
             table.check().map_err(|message| D::misconfigured(&message))?;
         }
-        D::check(config)
+        config.validate().map_err(|error| error.into_backend_error(D::STORE))
     }
 
     /// Returns the statements that create the tables, for installations where this program must not
@@ -268,28 +271,35 @@ impl<D: SpringDialect> SqlBackend<D> {
     }
 }
 
+/// Returns what a store of this configuration can do in this mode.
+pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Capabilities {
+    let class = match mode {
+        SqlMode::Lease => GuaranteeClass::Durable,
+        SqlMode::Session | SqlMode::Row | SqlMode::Spring(_) => GuaranteeClass::BestEffort,
+    };
+    let capabilities = Capabilities::new(D::STORE, class, Reach::Network).with_fencing();
+    let capabilities = match mode {
+        SqlMode::Lease => {
+            let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
+            capabilities.with_labels().with_inspect().with_renewal(renewal)
+        }
+        SqlMode::Session => capabilities.with_invalidations(),
+        SqlMode::Row => capabilities.with_invalidations().with_labels().with_inspect(),
+        SqlMode::Spring(_) => capabilities.with_peer_poll(PEER_POLL).with_labels().with_inspect(),
+    };
+    let capabilities = match mode {
+        SqlMode::Session | SqlMode::Row => {
+            capabilities.with_leases(Capabilities::LEASE_MIN, super::SILENCE)
+        }
+        SqlMode::Lease | SqlMode::Spring(_) => capabilities,
+    };
+    if D::has_wakes(config, mode) { capabilities.with_wakes() } else { capabilities }
+}
+
 #[async_trait]
 impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     fn capabilities(&self) -> Capabilities {
-        let is_lease = matches!(self.locks, Locks::Lease(_));
-        let class = if is_lease { GuaranteeClass::Durable } else { GuaranteeClass::BestEffort };
-        let capabilities = Capabilities::new(D::STORE, class, Reach::Network).with_fencing();
-        let capabilities = match &self.locks {
-            Locks::Lease(_) => {
-                let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
-                capabilities.with_labels().with_inspect().with_renewal(renewal)
-            }
-            Locks::Session { .. } => capabilities.with_invalidations(),
-            Locks::Row { .. } => capabilities.with_invalidations().with_labels().with_inspect(),
-            Locks::Spring(_) => capabilities.with_peer_poll(PEER_POLL).with_labels().with_inspect(),
-        };
-        let capabilities = match &self.locks {
-            Locks::Session { .. } | Locks::Row { .. } => {
-                capabilities.with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
-            }
-            _ => capabilities,
-        };
-        if self.wakes().is_active() { capabilities.with_wakes() } else { capabilities }
+        self.capabilities.clone()
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {

@@ -6,14 +6,16 @@ use std::time::Duration;
 
 use registry_core::config::{
     BackendConfig, Host, InvalidValue, Login, OptionError, OptionRow, PemFiles, SERVER_TIME_MIN,
-    TIME_MAX, UrlParts, Values, format_time, parse_choice, parse_time,
+    TIME_MAX, UrlParts, Values, display_host, format_time, parse_choice, parse_count, parse_switch,
+    parse_time,
 };
-use registry_core::{BackendError, BackendErrorKind, RegistryBuilder};
+use registry_core::{BackendError, RegistryBuilder};
 
-use super::{Encryption, PURGE_AFTER_MIN, SILENCE, SpringTable, SqlMode};
+use super::encryption::EncryptionSettings;
+use super::{PURGE_AFTER_MIN, PoolLimits, SILENCE, SpringTable, SqlMode};
 
 /// The options of all database servers, in the order of the tables in the book.
-/// [`SqlOptions::assign`] or `assign` of the server's configuration sets their fields.
+/// [`ServerSettings::assign`] sets their fields.
 pub(crate) const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`default`"),
     OptionRow::LEASE.with_help(
@@ -78,15 +80,7 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
         "`INT_`",
         "with `layout=spring`: the prefix of `LOCK` in the table's name",
     ),
-    OptionRow::new(
-        "sslmode",
-        Values::Choice {
-            what: "TLS mode",
-            names: &["disable", "prefer", "require", "verify-ca", "verify-full"],
-        },
-        "`prefer`; with `ca` `verify-full`",
-        "whether connections are encrypted, and whether the server is verified",
-    ),
+    EncryptionSettings::SSLMODE,
     PemFiles::CA,
     PemFiles::CERT,
     PemFiles::KEY,
@@ -95,11 +89,40 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
 /// More connections than any server allows one program.
 const CONNECTIONS_MAX: u32 = 10_000;
 /// A table's name has at most 64 bytes; the longest derived name is that of a trigger.
-pub(crate) const PREFIX_BYTES_MAX: usize = 50;
+const PREFIX_BYTES_MAX: usize = 50;
+
+/// Whether opening a store creates missing tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum CreateSchema {
+    /// Missing tables are created. Existing ones are not changed.
+    #[default]
+    IfMissing,
+    /// The store cannot be opened if its tables are missing. `lockreg schema` prints the statements
+    /// that create them.
+    Never,
+}
+
+/// The settings that the configurations of all database servers contain.
+#[derive(Debug, Clone)]
+pub(crate) struct ServerSettings {
+    address: ServerAddress,
+    pub(crate) namespace: String,
+    pub(crate) table_prefix: String,
+    pub(crate) create_schema: CreateSchema,
+    pub(crate) connections: u32,
+    pub(crate) row_locks: u32,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) response_timeout: Duration,
+    pub(crate) busy_timeout: Duration,
+    pub(crate) purge_after: Duration,
+    pub(crate) encryption: EncryptionSettings,
+    options: GivenOptions,
+}
 
 /// The values of options that depend on each other.
-#[derive(Clone, Default)]
-pub(crate) struct SqlOptions {
+#[derive(Debug, Clone, Default)]
+struct GivenOptions {
     is_spring: bool,
     mode: Option<SqlMode>,
     version: Option<SpringVersion>,
@@ -111,67 +134,135 @@ pub(crate) struct SqlOptions {
     timeout: Option<Duration>,
     busy_timeout: Option<Duration>,
     purge_after: Option<Duration>,
-    encryption: Option<Encryption>,
-    pub(crate) pem_files: PemFiles,
 }
 
 /// The version of Spring Integration.
-#[derive(Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum SpringVersion {
     /// Version 6 and earlier.
     V6,
     V7,
 }
 
-/// The fields that the configurations of all database servers have.
-pub(crate) struct SharedFields<'a> {
-    pub(crate) namespace: &'a str,
-    pub(crate) connections: u32,
-    pub(crate) row_locks: u32,
-    pub(crate) connect_timeout: Duration,
-    pub(crate) limits: Limits,
-    pub(crate) encryption: Encryption,
-}
+impl ServerSettings {
+    // Longer than the engine's own time-out.
+    pub(crate) const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+    pub(crate) const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+    pub(crate) const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
 
-impl SharedFields<'_> {
-    /// Checks fields that may have been set by methods.
+    /// Returns the default settings of a store on this server.
+    pub(crate) fn new(address: ServerAddress) -> Self {
+        Self {
+            address,
+            namespace: "default".to_owned(),
+            table_prefix: "lock_registry".to_owned(),
+            create_schema: CreateSchema::IfMissing,
+            connections: 4,
+            row_locks: 16,
+            connect_timeout: Duration::from_secs(2),
+            response_timeout: Self::RESPONSE_TIMEOUT,
+            busy_timeout: Self::BUSY_TIMEOUT,
+            purge_after: Self::PURGE_AFTER,
+            encryption: EncryptionSettings::default(),
+            options: GivenOptions::default(),
+        }
+    }
+
+    /// Sets one of the [`OPTIONS`].
+    pub(crate) fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
+        let options = &mut self.options;
+        match name {
+            "namespace" => {
+                self.namespace = value.to_owned();
+                options.has_namespace = true;
+            }
+            "lease" => options.lease = Some(parse_time(value)?),
+            "poll" => {}
+            "timeout" => options.timeout = Some(parse_time(value)?),
+            "layout" => options.is_spring = value == "spring",
+            "connect_timeout" => self.connect_timeout = parse_time(value)?,
+            "busy_timeout" => options.busy_timeout = Some(parse_time(value)?),
+            "purge_after" => options.purge_after = Some(parse_time(value)?),
+            "pool" => self.connections = parse_count(value)?,
+            "mode" => {
+                let modes = [
+                    ("lease", SqlMode::Lease),
+                    ("session", SqlMode::Session),
+                    ("row", SqlMode::Row),
+                ];
+                options.mode = Some(parse_choice(value, &modes)?);
+            }
+            "row_locks" => {
+                self.row_locks = parse_count(value)?;
+                options.has_row_locks = true;
+            }
+            "table_prefix" => self.table_prefix = value.to_owned(),
+            "create_schema" => {
+                self.create_schema = match parse_switch(value)? {
+                    true => CreateSchema::IfMissing,
+                    false => CreateSchema::Never,
+                };
+            }
+            "spring" => {
+                let versions = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
+                options.version = Some(parse_choice(value, &versions)?);
+            }
+            "region" => options.region = Some(value.to_owned()),
+            "prefix" => options.prefix = Some(value.to_owned()),
+            _ if self.encryption.assign(name, value)? => {}
+            _ => return Err(InvalidValue::unknown_option()),
+        }
+        self.derive_limits();
+        Ok(())
+    }
+
+    /// Sets the limits if an option sets one of them.
+    fn derive_limits(&mut self) {
+        let GivenOptions { timeout, busy_timeout, purge_after, .. } = self.options;
+        if (timeout, busy_timeout, purge_after) == (None, None, None) {
+            return;
+        }
+        self.busy_timeout = match (busy_timeout, timeout) {
+            (Some(busy_timeout), _) => busy_timeout,
+            // The engine ignores the result of a statement that takes longer than its time-out.
+            (None, Some(timeout)) => Self::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN),
+            (None, None) => Self::BUSY_TIMEOUT,
+        };
+        // The connection must outlast the longest wait for a response.
+        let longest = self.busy_timeout.max(timeout.unwrap_or_default());
+        self.response_timeout = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+        // A row must be kept until every statement that could have read it has timed out.
+        let default = Self::PURGE_AFTER.max(self.response_timeout * 2);
+        self.purge_after = purge_after.unwrap_or(default);
+    }
+
+    /// Checks the settings of `config` together. Methods may have set them.
     pub(crate) fn validate(&self, config: &dyn BackendConfig) -> Result<(), OptionError> {
-        config.check_value("namespace", self.namespace)?;
+        self.options.validate()?;
+        if !is_table_prefix(&self.table_prefix) {
+            return Err(OptionError::new(
+                "table_prefix",
+                format!(
+                    "is {:?}; the tables' prefix must have at most {PREFIX_BYTES_MAX} lower-case letters, digits and underscores, and no leading digit",
+                    self.table_prefix
+                ),
+            ));
+        }
+        config.check_value("namespace", &self.namespace)?;
         config.check_value("pool", &self.connections.to_string())?;
         config.check_value("row_locks", &self.row_locks.to_string())?;
         for (option, value) in [
             ("connect_timeout", self.connect_timeout),
-            ("busy_timeout", self.limits.busy_timeout),
-            ("purge_after", self.limits.purge_after),
+            ("busy_timeout", self.busy_timeout),
+            ("purge_after", self.purge_after),
         ] {
             config.check_value(option, &format_time(value))?;
         }
-        self.limits.validate()?;
-        if !cfg!(feature = "tls")
-            && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
-        {
-            return Err(OptionError::general("encrypted connections need the feature `tls`"));
-        }
-        Ok(())
+        self.check_limits()?;
+        self.encryption.validate()
     }
-}
 
-/// Time limits that fit together.
-pub(crate) struct Limits {
-    pub(crate) busy_timeout: Duration,
-    pub(crate) response_timeout: Duration,
-    pub(crate) purge_after: Duration,
-}
-
-impl Limits {
-    pub(crate) const DEFAULT: Self = Self {
-        busy_timeout: Duration::from_secs(1),
-        // Longer than the engine's own time-out.
-        response_timeout: Duration::from_secs(10),
-        purge_after: Duration::from_secs(60 * 60),
-    };
-
-    fn validate(&self) -> Result<(), OptionError> {
+    fn check_limits(&self) -> Result<(), OptionError> {
         if !(SERVER_TIME_MIN..=TIME_MAX).contains(&self.response_timeout) {
             return Err(OptionError::new("response_timeout", "is not between 10ms and 366days"));
         }
@@ -190,73 +281,47 @@ impl Limits {
         }
         Ok(())
     }
+
+    /// Returns what a lock is, by the options.
+    pub(crate) fn mode(&self) -> SqlMode {
+        self.options.mode()
+    }
+
+    /// Returns the poll interval in Spring's table: its peers publish no release, and poll at the
+    /// default of Spring's `idleBetweenTries`.
+    pub(crate) fn poll(&self) -> Option<Duration> {
+        self.options.is_spring.then_some(Duration::from_millis(100))
+    }
+
+    pub(crate) fn hosts(&self) -> Vec<Host> {
+        match &self.address {
+            ServerAddress::Host(host) => vec![host.clone()],
+            ServerAddress::Socket(_) => Vec::new(),
+        }
+    }
+
+    /// Returns `HOST:PORT` of the server, or the path of its socket.
+    pub(crate) fn address(&self) -> String {
+        match &self.address {
+            ServerAddress::Host(host) => display_host(host),
+            ServerAddress::Socket(path) => path.display().to_string(),
+        }
+    }
+
+    pub(crate) fn pool_limits(&self) -> PoolLimits {
+        PoolLimits {
+            connections: self.connections,
+            connect_timeout: self.connect_timeout,
+            acquire_timeout: self.response_timeout,
+            response_timeout: self.response_timeout,
+            row_lock_timeout: self.busy_timeout,
+        }
+    }
 }
 
-impl SqlOptions {
-    /// Notes the value of an option. Ignores options that no other option depends on.
-    pub(crate) fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
-        match name {
-            "namespace" => self.has_namespace = true,
-            "row_locks" => self.has_row_locks = true,
-            "lease" => self.lease = Some(parse_time(value)?),
-            "timeout" => self.timeout = Some(parse_time(value)?),
-            "layout" => self.is_spring = value == "spring",
-            "busy_timeout" => self.busy_timeout = Some(parse_time(value)?),
-            "purge_after" => self.purge_after = Some(parse_time(value)?),
-            "mode" => {
-                let modes = [
-                    ("lease", SqlMode::Lease),
-                    ("session", SqlMode::Session),
-                    ("row", SqlMode::Row),
-                ];
-                self.mode = Some(parse_choice(value, &modes)?);
-            }
-            "spring" => {
-                let versions = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
-                self.version = Some(parse_choice(value, &versions)?);
-            }
-            "region" => self.region = Some(value.to_owned()),
-            "prefix" => self.prefix = Some(value.to_owned()),
-            "sslmode" => {
-                let modes = [
-                    ("disable", Encryption::Off),
-                    ("prefer", Encryption::Preferred),
-                    ("require", Encryption::Required),
-                    ("verify-ca", Encryption::VerifyAuthority),
-                    ("verify-full", Encryption::VerifyHost),
-                ];
-                self.encryption = Some(parse_choice(value, &modes)?);
-            }
-            _ => {
-                self.pem_files.assign(name, value)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// Returns the limits if an option sets one of them.
-    pub(crate) fn limits(&self) -> Option<Limits> {
-        if (self.timeout, self.busy_timeout, self.purge_after) == (None, None, None) {
-            return None;
-        }
-        let default = Limits::DEFAULT;
-        let busy_timeout = match (self.busy_timeout, self.timeout) {
-            (Some(busy_timeout), _) => busy_timeout,
-            // The engine ignores the result of a statement that takes longer than its time-out.
-            (None, Some(timeout)) => default.busy_timeout.min(timeout * 5 / 6).max(SERVER_TIME_MIN),
-            (None, None) => default.busy_timeout,
-        };
-        // The connection must outlast the longest wait for a response.
-        let longest = busy_timeout.max(self.timeout.unwrap_or_default());
-        let response_timeout = default.response_timeout.max(longest * 6 / 5);
-        // A row must be kept until every statement that could have read it has timed out.
-        let purge_after = default.purge_after.max(response_timeout * 2);
-        let purge_after = self.purge_after.unwrap_or(purge_after);
-        Some(Limits { busy_timeout, response_timeout, purge_after })
-    }
-
+impl GivenOptions {
     /// Returns what a lock is.
-    pub(crate) fn mode(&self) -> SqlMode {
+    fn mode(&self) -> SqlMode {
         if !self.is_spring {
             return self.mode.clone().unwrap_or(SqlMode::Lease);
         }
@@ -273,29 +338,8 @@ impl SqlOptions {
         SqlMode::Spring(table)
     }
 
-    /// Returns the poll interval in Spring's table: its peers publish no release, and poll at the
-    /// default of Spring's `idleBetweenTries`.
-    pub(crate) fn poll(&self) -> Option<Duration> {
-        self.is_spring.then_some(Duration::from_millis(100))
-    }
-
-    /// Returns the encryption, or an error if this build does not have it. `server` is the name of
-    /// the server's feature.
-    pub(crate) fn encryption(&self, server: &str) -> Result<Option<Encryption>, BackendError> {
-        let is_plain =
-            matches!(self.encryption, None | Some(Encryption::Off | Encryption::Preferred));
-        let needs_tls = !is_plain || !self.pem_files.is_empty();
-        if needs_tls && !cfg!(feature = "tls") {
-            let message = format!(
-                "{server}: encrypted connections are not built in; enable feature `{server}-tls` of lock-registry"
-            );
-            return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
-        }
-        Ok(self.encryption)
-    }
-
     /// Checks the options together.
-    pub(crate) fn validate(&self) -> Result<(), OptionError> {
+    fn validate(&self) -> Result<(), OptionError> {
         self.check_spring()?;
         if self.has_row_locks && !matches!(self.mode, Some(SqlMode::Row)) {
             return Err(OptionError::new(
@@ -303,17 +347,6 @@ impl SqlOptions {
                 "has no effect without `mode=row`; set `mode=row` or remove the option",
             ));
         }
-        let verifies = matches!(
-            self.encryption,
-            None | Some(Encryption::VerifyAuthority | Encryption::VerifyHost)
-        );
-        if self.pem_files.has_ca() && !verifies {
-            return Err(OptionError::new(
-                "ca",
-                "has no effect, because `sslmode` does not verify the server; write `sslmode=verify-full` or leave `sslmode` out",
-            ));
-        }
-        self.pem_files.validate()?;
         // The store has the same limit, but checks it only when it is open.
         match (self.lease, &self.mode) {
             (Some(lease), Some(SqlMode::Session | SqlMode::Row)) if lease > SILENCE => {
@@ -367,25 +400,189 @@ impl SqlOptions {
     }
 }
 
+/// Implements what the configurations of all database servers do alike. They have the fields
+/// `server`, which are the `$options` of the client, and `settings`.
+macro_rules! server_config {
+    ($config:ident, $options:ident) => {
+        impl $config {
+            /// The default time limit for a response. It is longer than the engine's own time-out.
+            pub const RESPONSE_TIMEOUT: Duration = ServerSettings::RESPONSE_TIMEOUT;
+
+            /// The default time for which rows of free keys are kept.
+            pub const PURGE_AFTER: Duration = ServerSettings::PURGE_AFTER;
+
+            /// The default time limit for waiting for a row that another transaction has locked.
+            pub const BUSY_TIMEOUT: Duration = ServerSettings::BUSY_TIMEOUT;
+
+            /// Sets the user, and the password that is sent if the server requests one.
+            #[must_use]
+            pub fn with_login(mut self, user: &str, password: Option<&str>) -> Self {
+                self.server = self.server.username(user);
+                if let Some(password) = password {
+                    self.server = self.server.password(password);
+                }
+                self
+            }
+
+            /// Sets how connections are encrypted. Default: [`Encryption::Preferred`].
+            ///
+            /// The default authentication of MySQL 8 sends the password itself at first. It needs
+            /// an encrypted connection, or a server that has authenticated the user since it was
+            /// started.
+            ///
+            /// [`Encryption::Preferred`]: crate::Encryption::Preferred
+            #[must_use]
+            pub fn with_encryption(mut self, encryption: crate::Encryption) -> Self {
+                self.settings.encryption.set(encryption);
+                self
+            }
+
+            /// Trusts these certificates (PEM) in addition to the host's authorities. Feature
+            /// `tls`.
+            ///
+            /// Also sets [`Encryption::VerifyHost`]; a later call of
+            /// [`with_encryption`](Self::with_encryption) overrides that.
+            ///
+            /// [`Encryption::VerifyHost`]: crate::Encryption::VerifyHost
+            #[cfg(feature = "tls")]
+            #[must_use]
+            pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
+                self.settings.encryption.set_authority(certificates.into());
+                self
+            }
+
+            /// Sets the client certificate (PEM) and its private key (PEM), which identify this
+            /// program to the server. Feature `tls`.
+            #[cfg(feature = "tls")]
+            #[must_use]
+            pub fn with_client_certificate(
+                mut self,
+                certificate: impl AsRef<[u8]>,
+                key: impl AsRef<[u8]>,
+            ) -> Self {
+                let client = (certificate.as_ref().to_vec(), key.as_ref().to_vec());
+                self.settings.encryption.client = Some(client);
+                self
+            }
+
+            /// Sets the namespace. Locks of different namespaces are independent, even if their
+            /// keys are equal. Default: `default`.
+            #[must_use]
+            pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
+                self.settings.namespace = namespace.into();
+                self
+            }
+
+            /// Sets the prefix of the table names. Default: `lock_registry`.
+            #[must_use]
+            pub fn with_table_prefix(mut self, prefix: impl Into<String>) -> Self {
+                self.settings.table_prefix = prefix.into();
+                self
+            }
+
+            /// Sets whether missing tables are created. Default: [`CreateSchema::IfMissing`].
+            ///
+            /// [`CreateSchema::IfMissing`]: crate::CreateSchema::IfMissing
+            #[must_use]
+            pub fn with_create_schema(mut self, create_schema: crate::CreateSchema) -> Self {
+                self.settings.create_schema = create_schema;
+                self
+            }
+
+            /// Sets the maximum number of connections for statements. Default: 4.
+            ///
+            /// More are opened on demand. Renewals and releases get one each when all connections
+            /// are busy, and PostgreSQL's listener has one. A connection that does not answer is
+            /// replaced before it is closed. So twice as many connections, plus two, may be open
+            /// for a short time.
+            #[must_use]
+            pub fn with_connections(mut self, connections: u32) -> Self {
+                self.settings.connections = connections;
+                self
+            }
+
+            /// Sets the maximum number of locks that are held at once in the mode
+            /// [`Row`](crate::SqlMode::Row). Each of them takes one more connection. Default: 16.
+            #[must_use]
+            pub fn with_row_locks(mut self, row_locks: u32) -> Self {
+                self.settings.row_locks = row_locks;
+                self
+            }
+
+            /// Sets the time limit for connecting. Default: 2 s.
+            #[must_use]
+            pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
+                self.settings.connect_timeout = connect_timeout;
+                self
+            }
+
+            /// Sets the time limit for a response, after which the connection counts as dead.
+            /// Default: 10 s, which is longer than the engine's own time-out.
+            #[must_use]
+            pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
+                self.settings.response_timeout = response_timeout;
+                self
+            }
+
+            /// Sets how long a statement waits for a row that another transaction has locked.
+            /// Default: 1 s. MariaDB and MySQL round up to whole seconds.
+            ///
+            /// After that the statement fails with a transient error. A transaction with a
+            /// [fence](crate::Fence) makes other statements wait in this way.
+            #[must_use]
+            pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
+                self.settings.busy_timeout = busy_timeout;
+                self
+            }
+
+            /// Sets how long rows of free keys are kept. Default: one hour.
+            ///
+            /// The minimum is one minute, and twice
+            /// [`response_timeout`](Self::with_response_timeout). Otherwise a statement could
+            /// outlast an acquisition, a release and the deletion of the row, and then issue a
+            /// smaller token.
+            #[must_use]
+            pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
+                self.settings.purge_after = purge_after;
+                self
+            }
+
+            /// Checks the configuration without I/O. Opening a store calls this first.
+            ///
+            /// # Errors
+            /// [`BackendError`], `Misconfigured`, for the first invalid setting.
+            pub fn check(&self) -> Result<(), BackendError> {
+                self.validate().map_err(|error| error.into_backend_error(STORE.name))
+            }
+
+            /// Returns the client's options for connections that send statements.
+            pub(crate) fn statement_options(&self) -> $options {
+                self.settings.encryption.apply_to(self.server.clone())
+            }
+        }
+    };
+}
+pub(crate) use server_config;
+
 /// The server of a URL.
 pub(crate) struct ServerUrl {
     pub(crate) address: ServerAddress,
+    /// The port, also of a socket.
+    #[cfg_attr(
+        not(feature = "postgres"),
+        expect(dead_code, reason = "only PostgreSQL's sockets have a port")
+    )]
+    pub(crate) port: u16,
     /// Empty if the URL names none.
     pub(crate) database: String,
     pub(crate) login: Option<Login>,
 }
 
+#[derive(Debug, Clone)]
 pub(crate) enum ServerAddress {
     Host(Host),
     /// On this host: PostgreSQL's socket directory, or the socket of MariaDB or MySQL.
-    Socket(
-        PathBuf,
-        #[cfg_attr(
-            not(feature = "postgres"),
-            expect(dead_code, reason = "only PostgreSQL's sockets have a port")
-        )]
-        u16,
-    ),
+    Socket(PathBuf),
 }
 
 impl ServerUrl {
@@ -405,21 +602,23 @@ impl ServerUrl {
         if database.contains('\0') {
             return Err(url.invalid("contains a NUL character in the name of the database"));
         }
-        let address = if host.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%2f")) {
-            let (socket, port) = match host.split_once(':') {
-                Some((socket, port)) => (socket, port.parse().ok().filter(|port| *port != 0)),
-                None => (host, Some(default_port)),
+        let (address, port) =
+            if host.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%2f")) {
+                let (socket, port) = match host.split_once(':') {
+                    Some((socket, port)) => (socket, port.parse().ok().filter(|port| *port != 0)),
+                    None => (host, Some(default_port)),
+                };
+                let port = port.ok_or_else(|| url.invalid_host())?;
+                (ServerAddress::Socket(url.file_path(socket, &syntax)?), port)
+            } else if host.contains(',') {
+                return Err(url.invalid(
+                    "contains several servers; write one host, such as a DNS name of the primary",
+                ));
+            } else {
+                let (name, port) = url.host(host, default_port)?;
+                (ServerAddress::Host((name, port)), port)
             };
-            let port = port.ok_or_else(|| url.invalid_host())?;
-            ServerAddress::Socket(url.file_path(socket, &syntax)?, port)
-        } else if host.contains(',') {
-            return Err(url.invalid(
-                "contains several servers; write one host, such as a DNS name of the primary",
-            ));
-        } else {
-            ServerAddress::Host(url.host(host, default_port)?)
-        };
-        Ok(Self { address, database, login })
+        Ok(Self { address, port, database, login })
     }
 }
 
@@ -435,6 +634,13 @@ fn no_database(url: &UrlParts<'_>) -> BackendError {
 /// Returns the expected form, for errors.
 fn syntax(url: &UrlParts<'_>) -> String {
     format!("write `{}://USER:PASSWORD@HOST:PORT/DATABASE`", url.scheme)
+}
+
+fn is_table_prefix(name: &str) -> bool {
+    name.len() <= PREFIX_BYTES_MAX
+        // Table names are not quoted, so a server may convert capital letters to lower case.
+        && name.starts_with(|c: char| c.is_ascii_lowercase() || c == '_')
+        && name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
 #[cfg(all(test, feature = "postgres", feature = "mysql"))]

@@ -7,26 +7,29 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use registry_core::config::BackendConfig;
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
-    WakeCheck,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Finding, Grant, Holder,
+    Key, Release, Renewal, WakeCheck,
 };
 
+use super::config::ServerSettings;
 use super::lock_in::LockableRows;
 use super::rows::{RowStatements, Rows};
 use super::spring::Generation;
 use super::spring_rows::{SpringRows, SpringStatements};
-use super::store::{Store, StoreSettings};
+use super::statement::corrupt;
+use super::store::Store;
 use super::{
     Answer, ConnectionPool, ErrorEffect, QueryMode, RowId, SessionProtocol, SpringTable, SqlClient,
-    Statement, StatementText, Value,
+    SqlMode, Statement, StatementText, Value,
 };
 use crate::lock_in::{Deadline, LockInError};
 
 /// A kind of database server that can store locks, by the name that sqlx has for it.
 pub trait SqlServer: sqlx::Database {
     /// The configuration of a store.
-    type Config: fmt::Debug + Send + Sync + 'static;
+    type Config: BackendConfig + 'static;
 }
 
 /// What a server's errors mean.
@@ -35,6 +38,11 @@ pub(crate) trait ServerErrors {
     const STORE: &'static str;
 
     fn error_effect(error: &sqlx::Error) -> ErrorEffect;
+
+    fn misconfigured(message: &str) -> BackendError {
+        let message = format!("{}: {message}", Self::STORE);
+        BackendError::new(BackendErrorKind::Misconfigured, message).as_refused()
+    }
 
     /// Adds a kind and a hint to an error.
     fn explain(error: sqlx::Error) -> BackendError;
@@ -78,19 +86,14 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Locks with a connection each.
     type RowLock: SessionProtocol<Database = Self>;
 
-    fn check(config: &Self::Config) -> Result<(), BackendError>;
-
-    /// Returns `HOST:PORT` of the server, or the path of its socket, for errors.
-    fn address(config: &Self::Config) -> String;
-
-    fn misconfigured(message: &str) -> BackendError;
-
-    fn settings(config: &Self::Config) -> StoreSettings;
+    fn settings(config: &Self::Config) -> &ServerSettings;
 
     /// Creates the pool without connecting.
     fn pool(config: &Self::Config) -> ConnectionPool<Self::Connection>;
 
-    fn query_mode(config: &Self::Config) -> QueryMode;
+    fn query_mode(_config: &Self::Config) -> QueryMode {
+        QueryMode::Prepared
+    }
 
     /// Checks the tables, and creates them if they are missing. Returns the id that they received
     /// when they were created.
@@ -119,6 +122,9 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     fn text(row: &Self::Row, index: usize) -> Result<Option<String>, sqlx::Error>;
 
     fn flag(row: &Self::Row, index: usize) -> Result<bool, sqlx::Error>;
+
+    /// Returns whether releases wake waiting callers in this mode.
+    fn has_wakes(config: &Self::Config, mode: &SqlMode) -> bool;
 
     /// Returns how releases wake waiting callers in a namespace.
     fn wakes(store: &Store<Self>, namespace: &str) -> Self::Wakes;
@@ -241,9 +247,6 @@ pub(crate) trait SpringDialect: Dialect {
 
 /// How releases wake waiting callers.
 pub(crate) trait Wakes: Send + Sync + 'static {
-    /// Returns whether releases wake waiting callers.
-    fn is_active(&self) -> bool;
-
     /// Returns the current position in the server's notifications.
     fn position(&self) -> u64 {
         0
@@ -318,6 +321,28 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     /// and keeps its row from passing to another claim. The answer shows whether the transaction's
     /// snapshot contains the grant; it is empty if there is no such row.
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_>;
+}
+
+/// Returns the result of an attempt that has found this grant of the key, which may be the claim's
+/// own.
+pub(super) fn attempt_on_grant<D: Dialect>(
+    claim: &Claim,
+    is_own: bool,
+    grant: Holder,
+    mark: u64,
+) -> Result<Attempt, BackendError> {
+    let left = grant.lease_left.unwrap_or_default();
+    if is_own {
+        let token = grant.token.ok_or_else(|| corrupt::<D>("a grant has no row with a token"))?;
+        return Ok(Attempt::Granted(Grant::new(token, left.min(claim.lease()))));
+    }
+    Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(mark).with_holder(grant)))
+}
+
+/// Reads a key from a column.
+pub(super) fn key_of<D: Dialect>(text: Option<&str>) -> Result<Key, BackendError> {
+    let key = text.and_then(|text| Key::new(text).ok());
+    key.ok_or_else(|| corrupt::<D>("a row's key is invalid"))
 }
 
 /// Acquires a lease.

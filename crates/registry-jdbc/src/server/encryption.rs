@@ -1,4 +1,9 @@
-//! The encryption of connections to servers.
+//! The encryption of connections to servers, by methods or by options.
+
+use std::fmt;
+
+use registry_core::config::{InvalidValue, OptionError, OptionRow, PemFiles, Values, parse_choice};
+use registry_core::{BackendError, BackendErrorKind};
 
 /// Whether connections are encrypted, and which servers are trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -20,4 +25,140 @@ pub enum Encryption {
     /// Connections are always encrypted. A trusted authority must have issued the server's
     /// certificate for the host's name. Feature `tls`.
     VerifyHost,
+}
+
+/// How connections of one store are encrypted.
+#[derive(Clone, Default)]
+pub(crate) struct EncryptionSettings {
+    encryption: Encryption,
+    /// Trusted certificates (PEM).
+    #[cfg(feature = "tls")]
+    pub(crate) authority: Option<Vec<u8>>,
+    /// The client's certificate and its private key (PEM).
+    #[cfg(feature = "tls")]
+    pub(crate) client: Option<(Vec<u8>, Vec<u8>)>,
+    /// The values of the options.
+    sslmode: Option<Encryption>,
+    pem_files: PemFiles,
+}
+
+/// The options of a connection, as the client of one kind of server has them.
+pub(crate) trait EncryptedOptions: Sized {
+    fn with_encryption(self, encryption: Encryption) -> Self;
+
+    #[cfg(feature = "tls")]
+    fn with_authority(self, certificates: Vec<u8>) -> Self;
+
+    #[cfg(feature = "tls")]
+    fn with_client(self, certificate: &[u8], key: &[u8]) -> Self;
+}
+
+impl EncryptionSettings {
+    pub(crate) const SSLMODE: OptionRow = OptionRow::new(
+        "sslmode",
+        Values::Choice {
+            what: "TLS mode",
+            names: &["disable", "prefer", "require", "verify-ca", "verify-full"],
+        },
+        "`prefer`; with `ca` `verify-full`",
+        "whether connections are encrypted, and whether the server is verified",
+    );
+
+    pub(crate) fn set(&mut self, encryption: Encryption) {
+        self.encryption = encryption;
+    }
+
+    #[cfg(feature = "tls")]
+    pub(crate) fn set_authority(&mut self, certificates: Vec<u8>) {
+        self.authority = Some(certificates);
+        self.encryption = Encryption::VerifyHost;
+    }
+
+    /// Sets one of the options of encryption. Returns whether `name` is one of them.
+    pub(super) fn assign(&mut self, name: &str, value: &str) -> Result<bool, InvalidValue> {
+        if name != "sslmode" {
+            return self.pem_files.assign(name, value);
+        }
+        let modes = [
+            ("disable", Encryption::Off),
+            ("prefer", Encryption::Preferred),
+            ("require", Encryption::Required),
+            ("verify-ca", Encryption::VerifyAuthority),
+            ("verify-full", Encryption::VerifyHost),
+        ];
+        self.sslmode = Some(parse_choice(value, &modes)?);
+        Ok(true)
+    }
+
+    pub(super) fn validate(&self) -> Result<(), OptionError> {
+        let verifies = matches!(
+            self.sslmode,
+            None | Some(Encryption::VerifyAuthority | Encryption::VerifyHost)
+        );
+        if self.pem_files.has_ca() && !verifies {
+            return Err(OptionError::new(
+                "ca",
+                "has no effect, because `sslmode` does not verify the server; write `sslmode=verify-full` or leave `sslmode` out",
+            ));
+        }
+        self.pem_files.validate()?;
+        if !cfg!(feature = "tls") && self.encryption.needs_tls() {
+            return Err(OptionError::general("encrypted connections need the feature `tls`"));
+        }
+        Ok(())
+    }
+
+    /// Reads the files of the options, and applies the options. `server` is the name of the
+    /// server's feature.
+    pub(crate) fn apply_options(&mut self, server: &str) -> Result<(), BackendError> {
+        let needs_tls =
+            self.sslmode.is_some_and(Encryption::needs_tls) || !self.pem_files.is_empty();
+        if needs_tls && !cfg!(feature = "tls") {
+            let message = format!(
+                "{server}: encrypted connections are not built in; enable feature `{server}-tls` of lock-registry"
+            );
+            return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
+        }
+        #[cfg(feature = "tls")]
+        {
+            let pem = self.pem_files.read(server)?;
+            if let Some(authority) = pem.ca {
+                self.set_authority(authority);
+            }
+            if pem.client.is_some() {
+                self.client = pem.client;
+            }
+        }
+        self.encryption = self.sslmode.unwrap_or(self.encryption);
+        Ok(())
+    }
+
+    /// Returns the options of a connection that is encrypted in this way.
+    pub(crate) fn apply_to<O: EncryptedOptions>(&self, options: O) -> O {
+        let options = options.with_encryption(self.encryption);
+        #[cfg(feature = "tls")]
+        let options = match &self.authority {
+            Some(authority) => options.with_authority(authority.clone()),
+            None => options,
+        };
+        #[cfg(feature = "tls")]
+        let options = match &self.client {
+            Some((certificate, key)) => options.with_client(certificate, key),
+            None => options,
+        };
+        options
+    }
+}
+
+impl Encryption {
+    fn needs_tls(self) -> bool {
+        !matches!(self, Self::Off | Self::Preferred)
+    }
+}
+
+// Implemented manually, because the fields include a private key.
+impl fmt::Debug for EncryptionSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.encryption.fmt(f)
+    }
 }

@@ -33,11 +33,14 @@ mod diagnose;
 // Errors of all servers.
 pub(crate) mod error;
 
+pub(crate) use backend::capabilities;
 pub use backend::{SqlBackend, SqlMode};
 pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
+pub use config::CreateSchema;
 pub(crate) use diagnose::{check_clock, check_row_locks, host_micros};
 pub use dialect::SqlServer;
 pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, Wakes};
+pub(crate) use encryption::EncryptedOptions;
 pub use encryption::Encryption;
 pub(crate) use lock_in::LockableRows;
 #[cfg(feature = "postgres")]
@@ -55,7 +58,7 @@ pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringRows, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};
-pub(crate) use store::{Store, StoreSettings, read_meta};
+pub(crate) use store::{Store, read_meta};
 #[cfg(feature = "mysql")]
 pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;
@@ -66,6 +69,3 @@ pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::fro
 
 /// The idle time after which a server ends the connection of a session or row lock.
 pub(crate) const SILENCE: std::time::Duration = std::time::Duration::from_secs(60);
-
-/// The default maximum number of row locks that are held at once.
-pub(crate) const ROW_LOCKS: u32 = 16;

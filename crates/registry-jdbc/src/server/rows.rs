@@ -6,8 +6,8 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
 };
 
-use super::dialect::{Dialect, LeaseStore, Wakes};
-use super::statement::{bytes, corrupt, decode_holder, fencing_token, number};
+use super::dialect::{Dialect, LeaseStore, Wakes, attempt_on_grant, key_of};
+use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
 
@@ -53,7 +53,7 @@ pub(crate) struct Rows<D: Dialect> {
 impl<D: Dialect> Rows<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
-        let wakes = D::wakes(&store, &store.settings.namespace);
+        let wakes = D::wakes(&store, &store.settings().namespace);
         let (recently_released, not_notified) = (RecentRows::default(), RecentRows::default());
         Ok(Self { store, wakes, recently_released, not_notified })
     }
@@ -63,7 +63,7 @@ impl<D: Dialect> Rows<D> {
     }
 
     pub(crate) fn row_id(&self, key: &Key) -> RowId {
-        RowId::new(&self.store.settings.namespace, key)
+        RowId::new(&self.store.settings().namespace, key)
     }
 
     pub(crate) fn id(&self, key: &Key) -> Value {
@@ -71,7 +71,7 @@ impl<D: Dialect> Rows<D> {
     }
 
     pub(crate) fn namespace_value(&self) -> Value {
-        Value::bytes(self.store.settings.namespace.as_bytes())
+        Value::bytes(self.store.settings().namespace.as_bytes())
     }
 
     /// Returns the statement of [`fence`](LeaseStore::fence) for a grant that ends with a
@@ -124,14 +124,9 @@ impl<D: Dialect> Rows<D> {
         let rows = self.current_grant(claim.key(), ConnectionUse::Acquire).await?;
         let Some(row) = rows.first() else { return Ok(None) };
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
-        let left = holder.lease_left.unwrap_or_default();
-        let token = fencing_token::<D>(number::<D>(row, 1)?)?;
-        if bytes::<D>(row, 0)?.as_deref() == Some(&claim.id().to_bytes()) {
-            return Ok(Some(Attempt::Granted(Grant::new(token, left.min(claim.lease())))));
-        }
-        let mark = self.wakes.mark(position, token);
-        let busy = Busy::new().with_retry_after(left).with_mark(mark).with_holder(holder);
-        Ok(Some(Attempt::Busy(busy)))
+        let is_own = bytes::<D>(row, 0)?.as_deref() == Some(&claim.id().to_bytes());
+        let mark = self.wakes.mark(position, fencing_token::<D>(number::<D>(row, 1)?)?);
+        attempt_on_grant::<D>(claim, is_own, holder, mark).map(Some)
     }
 
     /// Returns claim, token, label and times of the key's grant.
@@ -173,7 +168,7 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     fn namespace(&self) -> &str {
-        &self.store.settings.namespace
+        &self.store.settings().namespace
     }
 
     async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
@@ -205,10 +200,7 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::block(claim)];
         values.extend(self.wakes.notification(id));
         let statement = Statement::new(&self.statements().release, values).at_most_one();
-        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
-        let answer =
-            self.store.client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
-        let released = answer.release_outcome();
+        let released = self.store.release(&statement).await?.release_outcome();
         if released == Release::Freed {
             self.recently_released.insert(id);
         }
@@ -246,9 +238,7 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         let rows = self.query_holders(None).await?;
         let holder = |row: &D::Row| {
             let key = bytes::<D>(row, 0)?.and_then(|key| String::from_utf8(key).ok());
-            let key = key.and_then(|key| Key::new(&key).ok());
-            let key = key.ok_or_else(|| corrupt::<D>("a row's key is invalid"))?;
-            decode_holder::<D>(Holder::new(key), row, 1)
+            decode_holder::<D>(Holder::new(key_of::<D>(key.as_deref())?), row, 1)
         };
         rows.iter().map(holder).collect()
     }

@@ -109,7 +109,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
 
     /// Returns the time limit for an answer.
     fn response_timeout(&self) -> Duration {
-        self.rows().store.settings.limits.response_timeout
+        self.rows().store.settings().response_timeout
     }
 }
 

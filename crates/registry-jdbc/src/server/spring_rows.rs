@@ -6,14 +6,16 @@
 use std::fmt;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
+    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
 };
 
-use super::dialect::{LeaseStore, SpringDialect, Wakes};
+use super::dialect::{LeaseStore, SpringDialect, Wakes, attempt_on_grant, key_of};
 use super::spring::{client_id, is_claim, lock_key};
 use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
 use super::store::Store;
-use super::{ConnectionUse, Resend, RowId, SpringTable, Statement, StatementText, Value};
+use super::{
+    ConnectionUse, CreateSchema, Resend, RowId, SpringTable, Statement, StatementText, Value,
+};
 
 /// The statements that all kinds of servers have. The numbers of their values are the same on all
 /// servers, except those of a notification, which come last.
@@ -149,13 +151,8 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
         }
         let Some(row) = rows.first() else { return Ok(None) };
         let SpringGrant { client, holder } = self.decode(Holder::new(claim.key().clone()), row)?;
-        let left = holder.lease_left.unwrap_or_default();
-        if client == Some(client_id(claim.id())) {
-            let token = holder.token.ok_or_else(|| corrupt::<D>("a grant has no row with a token"));
-            return Ok(Some(Attempt::Granted(Grant::new(token?, left.min(claim.lease())))));
-        }
-        let busy = Busy::new().with_retry_after(left).with_mark(position).with_holder(holder);
-        Ok(Some(Attempt::Busy(busy)))
+        let is_own = client == Some(client_id(claim.id()));
+        attempt_on_grant::<D>(claim, is_own, holder, position).map(Some)
     }
 
     async fn renew_chunk(
@@ -194,8 +191,7 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
                 // keys.
                 None => text::<D>(row, 6)?.unwrap_or_default().trim_end().to_owned(),
             };
-            let key = Key::new(&key).map_err(|_| corrupt::<D>("a row's key is invalid"))?;
-            Ok(self.decode(Holder::new(key), row)?.holder)
+            Ok(self.decode(Holder::new(key_of::<D>(Some(&key))?), row)?.holder)
         };
         rows.iter().map(holder).collect()
     }
@@ -205,9 +201,7 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
         let mut values = vec![Value::Word(lock_key.clone())];
         values.extend(self.wakes.notification(self.row_id(&lock_key)));
         let statement = Statement::new(&self.statements().force_release, values);
-        let answer =
-            self.store.client.send(ConnectionUse::Release, Resend::Never, &statement).await?;
-        release_outcome::<D>(&answer)
+        release_outcome::<D>(&self.store.release(&statement).await?)
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -244,7 +238,7 @@ async fn find_or_create_table<D: SpringDialect>(
     let name = D::table_name(&store.config, table);
     let mut found = D::find_table(store, table).await?;
     if found.is_none() {
-        if !store.settings.creates_tables {
+        if store.settings().create_schema == CreateSchema::Never {
             return Err(D::misconfigured(&format!(
                 "Spring's table {name} is missing; create it with Spring's {}, or let this program create it",
                 D::SCHEMA_FILE

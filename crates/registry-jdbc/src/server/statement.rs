@@ -151,6 +151,10 @@ impl Value {
         Self::bytes(&claim.id().to_bytes())
     }
 
+    pub(crate) fn claims(claims: &[&Claim]) -> Self {
+        Self::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
+    }
+
     pub(crate) fn block(claim: &Claim) -> Self {
         Self::Number(i64::from(claim.token_block()))
     }

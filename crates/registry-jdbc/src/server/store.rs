@@ -1,13 +1,14 @@
 //! An opened store: its connections, its tables, and what both layouts do with them.
 
 use std::sync::Arc;
-use std::time::Duration;
 
+use registry_core::config::BackendConfig as _;
 use registry_core::{BackendError, Claim};
 
+use super::config::ServerSettings;
 use super::dialect::Dialect;
 use super::statement::{bytes, corrupt, flag};
-use super::{ConnectionUse, PoolLimits, SqlClient, Statement, StatementText, Value, purge};
+use super::{Answer, ConnectionUse, Resend, SqlClient, Statement, StatementText, Value, purge};
 
 pub(crate) struct Store<D: Dialect> {
     pub(crate) config: D::Config,
@@ -15,17 +16,6 @@ pub(crate) struct Store<D: Dialect> {
     pub(crate) id: Vec<u8>,
     pub(crate) client: Arc<SqlClient<D>>,
     pub(crate) statements: Arc<D::Statements>,
-    pub(crate) settings: StoreSettings,
-}
-
-/// The settings that all kinds of servers have.
-#[derive(Debug, Clone)]
-pub(crate) struct StoreSettings {
-    pub(crate) namespace: String,
-    pub(crate) creates_tables: bool,
-    pub(crate) limits: PoolLimits,
-    pub(crate) row_locks: u32,
-    pub(crate) purge_after: Duration,
 }
 
 /// The tables that a caller's transaction sees.
@@ -41,13 +31,16 @@ pub(crate) enum TransactionStore {
 
 impl<D: Dialect> Store<D> {
     pub(crate) async fn open(config: D::Config) -> Result<Self, BackendError> {
-        D::check(&config)?;
-        let settings = D::settings(&config);
-        let response_timeout = settings.limits.response_timeout;
+        config.validate().map_err(|error| error.into_backend_error(D::STORE))?;
+        let response_timeout = D::settings(&config).response_timeout;
         let client = SqlClient::new(D::pool(&config), response_timeout, D::query_mode(&config));
         let (statements, id) = D::open_tables(&config, &client).await?;
         let (client, statements) = (Arc::new(client), Arc::new(statements));
-        Ok(Self { config, id, client, statements, settings })
+        Ok(Self { config, id, client, statements })
+    }
+
+    pub(crate) fn settings(&self) -> &ServerSettings {
+        D::settings(&self.config)
     }
 
     /// Returns the rows of a query. Queries may be repeated.
@@ -57,6 +50,15 @@ impl<D: Dialect> Store<D> {
         values: impl Into<Vec<Value>>,
     ) -> Result<Vec<D::Row>, BackendError> {
         self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
+    }
+
+    /// Sends a statement that ends a grant. It is not repeated: a second answer would be that the
+    /// claim held nothing. So the caller decides about a retry.
+    pub(crate) async fn release(
+        &self,
+        statement: &Statement<'_>,
+    ) -> Result<Answer<D::Row>, BackendError> {
+        self.client.send(ConnectionUse::Release, Resend::Never, statement).await
     }
 
     /// Checks the meta row after several attempts without an answer. Without that row, or on a

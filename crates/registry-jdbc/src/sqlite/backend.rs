@@ -7,10 +7,10 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::config::OpenBackend;
+use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
-    Grant, GuaranteeClass, Holder, Key, LockAdmin, LockBackend, Reach, Release, Renewal,
+    Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -271,11 +271,7 @@ impl SqliteGrant {
 #[async_trait]
 impl LockBackend for SqliteBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("sqlite", GuaranteeClass::Durable, Reach::Host)
-            .with_fencing()
-            .with_wakes()
-            .with_labels()
-            .with_inspect()
+        self.config.capabilities()
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {

@@ -8,7 +8,7 @@ use registry_core::config::{
     self, BackendConfig, InvalidValue, OptionError, OptionRow, StoreKind, TIME_MAX, UrlParts,
     parse_time,
 };
-use registry_core::{BackendError, RegistryBuilder};
+use registry_core::{BackendError, Capabilities, GuaranteeClass, Reach, RegistryBuilder};
 
 /// SQLite.
 pub static STORE: StoreKind = StoreKind::new("sqlite", &[OPTIONS], |url| {
@@ -137,7 +137,7 @@ impl BackendConfig for SqliteConfig {
             "layout" => {}
             "busy_timeout" => self.busy_timeout_option = Some(parse_time(value)?),
             "purge_after" => self.purge_after = parse_time(value)?,
-            _ => unreachable!("no row declares this option"),
+            _ => return Err(InvalidValue::unknown_option()),
         }
         match (self.busy_timeout_option, self.timeout) {
             (Some(busy_timeout), _) => self.busy_timeout = busy_timeout,
@@ -150,6 +150,14 @@ impl BackendConfig for SqliteConfig {
 
     fn validate(&self) -> Result<(), OptionError> {
         self.check_value("namespace", &self.namespace)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("sqlite", GuaranteeClass::Durable, Reach::Host)
+            .with_fencing()
+            .with_wakes()
+            .with_labels()
+            .with_inspect()
     }
 
     fn address(&self) -> String {

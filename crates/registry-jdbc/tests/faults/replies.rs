@@ -2,9 +2,12 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, Claim, Key, LockError, Release};
+use registry_core::{Attempt, Claim, Key, Release};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::{error_text, eventually, within};
+use registry_testkit::workload::{
+    assert_releases_without_reply_free_their_keys, end_acquisition_without_reply,
+};
+use registry_testkit::{error_text, eventually};
 
 use crate::server::{ServerKind, TEST_TIMEOUT, backend, registry};
 use crate::workload::{LEASE, Workload};
@@ -27,23 +30,14 @@ async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
         first_registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
         let lock = first_registry.obtain(&key);
-        let taking = tokio::spawn(async move { lock.lock().await });
+        let acquiring = tokio::spawn(async move { lock.lock().await });
         // The server has granted the claim, but the reply was lost.
-        let key = Key::new(&key).unwrap();
+        let stored_key = Key::new(&key).unwrap();
         eventually(TEST_TIMEOUT, async || {
-            watcher.admin().unwrap().inspect(&key).await.unwrap().is_some()
+            watcher.admin().unwrap().inspect(&stored_key).await.unwrap().is_some()
         })
         .await;
-        if round % 2 == 0 {
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-            let guard = within(TEST_TIMEOUT, taking).await.unwrap().unwrap();
-            guard.unlock().await.unwrap();
-        } else {
-            taking.abort();
-            proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        }
-        let next = within(TEST_TIMEOUT, second_registry.obtain(key.as_str()).lock()).await.unwrap();
-        next.unlock().await.unwrap();
+        end_acquisition_without_reply(round, &proxy, acquiring, &second_registry, &key).await;
     }
 }
 
@@ -73,25 +67,13 @@ async fn a_release_with_a_lost_reply_frees_the_key_and_is_no_loss(kind: ServerKi
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let first_registry = registry(&server.url_via(proxy.addr()), ENDLESS).await;
     let second_registry = registry(&server.url(), ENDLESS).await;
-    first_registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
-    for round in 0..ROUNDS {
-        let key = format!("reply/{round}");
-        let guard = first_registry.obtain(&key).lock().await.unwrap();
-        let token = guard.fencing_token();
-        proxy.set_mode(ProxyMode::ResetAfterRequest).await.unwrap();
-        let releasing = tokio::spawn(async move { guard.unlock().await });
-        let next = within(TEST_TIMEOUT, second_registry.obtain(&key).lock()).await.unwrap();
-        assert!(next.fencing_token() > token);
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        // Either the store has verified that the key is free, or the outcome is unknown. It never
-        // reports a loss.
-        let released = within(TEST_TIMEOUT, releasing).await.unwrap();
-        assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
-        first_registry.idle().await;
-        assert!(next.is_held());
-        next.extend(ENDLESS).await.unwrap();
-        next.unlock().await.unwrap();
-    }
+    assert_releases_without_reply_free_their_keys(
+        ROUNDS,
+        &proxy,
+        &first_registry,
+        &second_registry,
+    )
+    .await;
 }
 
 async fn lost_truncated_or_late_replies_violate_no_property(kind: ServerKind) {
@@ -99,26 +81,7 @@ async fn lost_truncated_or_late_replies_violate_no_property(kind: ServerKind) {
     let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
     let urls: Vec<_> = proxies.iter().map(|proxy| server.url_via(proxy.addr())).collect();
     let workload = Workload::begin_with_urls(&urls, LEASE).await;
-    let faults = [
-        ProxyMode::ResetAfterRequest,
-        ProxyMode::CutAfter { reply_bytes: 40 },
-        ProxyMode::DropReplies,
-        ProxyMode::HoldReplies,
-        ProxyMode::BlackHole,
-        ProxyMode::HalfClose,
-        ProxyMode::Refuse,
-        ProxyMode::Delay(Duration::from_millis(100)),
-    ];
-    for (number, fault) in faults.into_iter().enumerate() {
-        let proxy = &proxies[number % proxies.len()];
-        proxy.set_mode(fault).await.unwrap();
-        if fault == ProxyMode::Refuse {
-            proxy.cut_all().await;
-        }
-        workload.wait_for_progress().await;
-        proxy.set_mode(ProxyMode::Pass).await.unwrap();
-        workload.wait_for_progress().await;
-    }
+    workload.disturb_connections(&proxies, Duration::ZERO).await;
     workload.end(&server).await.assert_guarantees();
 }
 

@@ -1,7 +1,7 @@
 //! Connecting to a store and creating its schema.
 
 use registry_core::BackendErrorKind;
-use registry_jdbc::MySqlConfig;
+use registry_jdbc::{CreateSchema, MySqlConfig};
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 
 use crate::common::{backend, claim, config, error_chain, grant, server};
@@ -33,8 +33,10 @@ async fn table_names_are_configurable() {
         let error = open_refused(config(&server).with_table_prefix(name)).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
     }
-    let error =
-        open_refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+    let error = open_refused(
+        config(&server).with_table_prefix("absent").with_create_schema(CreateSchema::Never),
+    )
+    .await;
     assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
     // A database may have any name.
     server.sql("CREATE DATABASE `a``b c`").await.unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{LockAdmin, LockBackend, Release};
-use registry_jdbc::PostgresConfig;
+use registry_jdbc::{PostgresConfig, StatementMode};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
@@ -22,7 +22,9 @@ use crate::servers::failures::*;
 async fn an_attempt_that_a_pooler_lost_has_an_unknown_outcome() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
-    let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let config = PostgresConfig::from_url(&bouncer.url())
+        .unwrap()
+        .with_statements(StatementMode::Unprepared);
     let backend = backend(config.with_busy_timeout(Duration::from_secs(9))).await;
     let held = claim("k");
     grant(&backend, &held).await;

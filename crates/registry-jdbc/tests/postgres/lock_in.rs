@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Attempt, LockBackend, Registry};
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
-use registry_jdbc::{LockIn, LockInError, PostgresConfig};
+use registry_jdbc::{LockIn, LockInError, PostgresConfig, StatementMode};
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::timeout;
 
@@ -105,7 +105,9 @@ async fn a_deadlock_of_two_transactions_is_returned_as_a_conflict() {
 async fn lock_in_works_through_a_pooler_in_transaction_mode() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
-    let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let config = PostgresConfig::from_url(&bouncer.url())
+        .unwrap()
+        .with_statements(StatementMode::Unprepared);
     let registry = registry(config).await;
     let connect = async || PgConnection::connect(&bouncer.url()).await.unwrap();
     let (mut one, mut two) = (connect().await, connect().await);

@@ -1,7 +1,7 @@
 //! Connecting to a store and creating its schema.
 
 use registry_core::BackendErrorKind;
-use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_jdbc::{CreateSchema, PostgresBackend, PostgresConfig, StatementMode};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
 use crate::common::{backend, busy, claim, config, error_chain, grant, server};
@@ -31,8 +31,10 @@ async fn schema_and_table_names_are_configurable() {
         open_refused(config(&server).with_table_prefix(name)).await;
     }
     open_refused(config(&server).with_table_prefix("Capital")).await;
-    let error =
-        open_refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+    let error = open_refused(
+        config(&server).with_table_prefix("absent").with_create_schema(CreateSchema::Never),
+    )
+    .await;
     assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
 }
 
@@ -42,7 +44,7 @@ async fn a_schema_of_the_search_path_may_contain_quotes_and_dollar_signs() {
     server.sql("CREATE SCHEMA \"o'b$1\"").await.unwrap();
     server.sql("ALTER ROLE postgres SET search_path = \"o'b$1\"").await.unwrap();
     let prepared = backend(config(&server)).await;
-    let plain = backend(config(&server).with_prepared(false)).await;
+    let plain = backend(config(&server).with_statements(StatementMode::Unprepared)).await;
     grant(&prepared, &claim("a")).await;
     busy(&plain, &claim("a")).await;
     grant(&plain, &claim("b")).await;
@@ -54,7 +56,7 @@ async fn a_server_may_send_bytes_in_the_escape_format() {
     let server = server().await;
     server.sql("ALTER ROLE postgres SET bytea_output = 'escape'").await.unwrap();
     grant(&backend(config(&server)).await, &claim("a")).await;
-    let plain = backend(config(&server).with_prepared(false)).await;
+    let plain = backend(config(&server).with_statements(StatementMode::Unprepared)).await;
     busy(&plain, &claim("a")).await;
     grant(&plain, &claim("b")).await;
     busy(&backend(config(&server)).await, &claim("b")).await;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use registry_jdbc::sqlx::Connection as _;
-use registry_jdbc::{Fence, FenceError, LockIn, PostgresConfig};
+use registry_jdbc::{Fence, FenceError, LockIn, PostgresConfig, StatementMode};
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::timeout;
 
@@ -68,7 +68,9 @@ async fn the_servers_idle_timeout_does_not_end_a_held_lock() {
 async fn row_locks_work_through_a_pooler_whose_end_notifies_the_holders() {
     let server = server().await;
     let mut bouncer = PgBouncer::start_with(&server, &["default_pool_size = 3"]).await.unwrap();
-    let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let through = PostgresConfig::from_url(&bouncer.url())
+        .unwrap()
+        .with_statements(StatementMode::Unprepared);
     let through = through.with_listen(&server.url()).unwrap();
     let (a, b) = (registry_over(row(through).await), registry(&server).await);
     let guards = [lock(&a, "orders/42").await, lock(&a, "orders/43").await];

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use registry_core::{Attempt, LockAdmin, LockBackend, Release, Renewal};
-use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode, StatementMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use tokio::time::{Instant, timeout};
@@ -71,7 +71,9 @@ async fn tokens_increase_after_rows_are_deleted_by_any_client() {
 async fn locked_tables_are_an_error_and_grant_nothing_afterwards() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
-    let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let through = PostgresConfig::from_url(&bouncer.url())
+        .unwrap()
+        .with_statements(StatementMode::Unprepared);
     let mut data = data(&server).await;
     for (mode, config) in [("direct", config(&server)), ("pooled", through)] {
         let config = config.with_namespace(mode).with_busy_timeout(Duration::from_millis(200));

@@ -3,11 +3,11 @@
 use std::io;
 
 use registry_core::{Attempt, BackendError, Claim};
-use registry_jdbc::SqlMode;
 pub(crate) use registry_jdbc::sqlx::postgres::{
     PgConnectOptions as DataOptions, PgConnection as Connection, PgPoolOptions as PoolOptions,
 };
 pub(crate) use registry_jdbc::{PostgresBackend as Backend, PostgresConfig as Config};
+use registry_jdbc::{SqlMode, StatementMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 pub(crate) use registry_testkit::postgres::{PostgresOptions as Options, PostgresServer as Server};
@@ -128,7 +128,7 @@ impl TestServer {
             return Config::from_url(&self.server.url()).unwrap();
         };
         let config = Config::from_url(&bouncer.url()).unwrap();
-        config.with_prepared(false).with_listen(&self.server.url()).unwrap()
+        config.with_statements(StatementMode::Unprepared).with_listen(&self.server.url()).unwrap()
     }
 
     /// An orderly stop: a crash may lose the last releases, whose keys then stay locked until the

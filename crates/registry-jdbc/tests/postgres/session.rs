@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use registry_core::{Attempt, Claim, GuaranteeClass, LockBackend, Registry, Release};
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
-use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode};
+use registry_jdbc::{PostgresBackend, PostgresConfig, SqlMode, StatementMode};
 use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
@@ -209,7 +209,9 @@ async fn a_failed_release_ends_the_session() {
 async fn a_pooler_in_transaction_mode_is_refused() {
     let server = server().await;
     let bouncer = PgBouncer::start(&server).await.unwrap();
-    let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let config = PostgresConfig::from_url(&bouncer.url())
+        .unwrap()
+        .with_statements(StatementMode::Unprepared);
     let error = PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap_err();
     assert!(
         !error.is_retryable() && error.to_string().contains("pooler"),

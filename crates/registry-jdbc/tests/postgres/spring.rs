@@ -1,7 +1,7 @@
 //! Locks in Spring's table: their rows, and the effects of Spring's own operations on them.
 
 use registry_core::{LockAdmin, LockBackend, Release, Renewal};
-use registry_jdbc::{PostgresBackend, SpringTable, SqlMode};
+use registry_jdbc::{PostgresBackend, SpringTable, SqlMode, StatementMode};
 
 use crate::common::{config, server};
 use crate::servers::spring::*;
@@ -11,7 +11,7 @@ async fn unprepared_statements_have_the_same_effect() {
     let server = server().await;
     for (table, prefix) in [(SpringTable::v7(), "INT_"), (SpringTable::v6(TTL), "OLD_")] {
         let table = table.with_prefix(prefix).with_region("eu/west-1");
-        let config = config(&server).with_prepared(false);
+        let config = config(&server).with_statements(StatementMode::Unprepared);
         let backend = PostgresBackend::open_mode(config, SqlMode::Spring(table)).await.unwrap();
         let claim = claim("it's a $1 {key}").with_label(Some("x'; --".into()));
         let granted = token(&backend, &claim).await;

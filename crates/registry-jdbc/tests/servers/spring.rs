@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Attempt, Claim, LockAdmin, LockBackend, Release, Renewal};
 use registry_jdbc::sqlx::{Connection as _, Executor};
-use registry_jdbc::{Fence, FenceError, SpringTable, SqlMode};
+use registry_jdbc::{CreateSchema, Fence, FenceError, SpringTable, SqlMode};
 use registry_testkit::eventually;
 
 use super::common::{LEASE, TEST_TIMEOUT, config, data, error_chain, key, lock, run, server};
@@ -139,7 +139,7 @@ async fn a_table_of_another_generation_is_refused() {
         assert!(error_chain(&error).contains(fragment), "{error}");
     }
     let absent = SpringTable::v7().with_prefix("ABSENT_");
-    let strict = config(&server).with_create_schema(false);
+    let strict = config(&server).with_create_schema(CreateSchema::Never);
     let error = Backend::open_mode(strict, SqlMode::Spring(absent)).await.unwrap_err();
     let text = error_chain(&error);
     assert!(text.contains("ABSENT_LOCK") && text.contains("is missing"), "{text}");

@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep};
 use super::command_connection::{
     ClosedFlag, CommandConnection, ConnectFuture, is_connection_error, is_noscript_error,
 };
-use crate::config::{Durability, RedisConfig};
+use crate::config::{Durability, Fsync, RedisConfig};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, ReleaseListener};
 use crate::script::ScriptCall;
@@ -233,20 +233,19 @@ impl RedisNode {
         if !self.durability.is_required() {
             return Ok(());
         }
-        let command = if self.durability.fsync {
-            redis::cmd("WAITAOF").arg(1).arg(0).arg(1).to_owned()
-        } else {
-            redis::cmd("WAIT").arg(0).arg(1).to_owned()
+        let command = match self.durability.fsync {
+            Fsync::Required => redis::cmd("WAITAOF").arg(1).arg(0).arg(1).to_owned(),
+            Fsync::NotRequired => redis::cmd("WAIT").arg(0).arg(1).to_owned(),
         };
         self.commands.send(&command).await.map(drop)
     }
 
     fn wait_command(&self) -> Cmd {
         let limit = u64::try_from(self.durability.limit.as_millis()).unwrap_or(u64::MAX);
-        let mut command = redis::cmd(if self.durability.fsync { "WAITAOF" } else { "WAIT" });
-        if self.durability.fsync {
-            command.arg(1);
-        }
+        let mut command = match self.durability.fsync {
+            Fsync::Required => redis::cmd("WAITAOF").arg(1).to_owned(),
+            Fsync::NotRequired => redis::cmd("WAIT"),
+        };
         command.arg(self.durability.replicas).arg(limit);
         command
     }

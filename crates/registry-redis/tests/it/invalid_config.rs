@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use registry_core::{BackendError, BackendErrorKind};
-use registry_redis::{RedisBackend, RedisConfig};
+use registry_redis::{Fsync, RedisBackend, RedisConfig};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::redis::{RedisServer, SentinelOptions, SentinelSetup};
 use registry_testkit::{error_text, eventually};
@@ -106,7 +106,7 @@ async fn a_server_that_is_no_sentinel_or_cluster_member_is_reported() {
 #[tokio::test]
 async fn a_server_without_waitaof_is_refused_at_once() {
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
-    let config = config(&server.url()).with_fsync(true);
+    let config = config(&server.url()).with_fsync(Fsync::Required);
     assert_refused(config, BackendErrorKind::Misconfigured, "").await;
 }
 

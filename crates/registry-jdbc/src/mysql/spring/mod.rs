@@ -7,7 +7,7 @@ use registry_core::{BackendError, Claim, Release, Renewal};
 use sqlx::MySql;
 use tokio::time::Instant;
 
-use super::backend::{MySqlWakes, SentRenewal, claim_ids, limit, wait_for_fence};
+use super::backend::{MySqlWakes, SentRenewal, limit, wait_for_fence};
 use super::config::MySqlConfig;
 use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
@@ -93,7 +93,7 @@ impl SpringDialect for MySql {
         // The grants are renewed. The native rows matter only for the purge, so an error is
         // ignored.
         let length = Value::Number(micros(lease));
-        let values = [Value::ManyBytes(ids), claim_ids(claims), limit(claims), length];
+        let values = [Value::ManyBytes(ids), Value::claims(claims), limit(claims), length];
         let _ = change(&texts.renew_native, values).await;
         let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
@@ -117,16 +117,12 @@ impl SpringDialect for MySql {
             .await?;
         }
         let values = [Value::Word(lock_key.clone()), Value::Word(client_id(claim.id()))];
-        let change = async |text: &StatementText, resend| {
-            let statement = Statement::new(text, values.clone());
-            client.send(ConnectionUse::Release, resend, &statement).await
-        };
-        // Not repeated: the second result would be that the claim held nothing. The caller decides
-        // about a retry.
-        let released = change(&spring.statements().release, Resend::Never).await?.release_outcome();
+        let release = Statement::new(&spring.statements().release, values.clone());
+        let released = spring.store.release(&release).await?.release_outcome();
         if released == Release::NotHeld {
             // The grant has expired. Its row is deleted so that peers do not find it.
-            change(&spring.statements.clear, Resend::Allowed).await?;
+            let clear = Statement::new(&spring.statements.clear, values);
+            client.send(ConnectionUse::Release, Resend::Allowed, &clear).await?;
         }
         Ok(released)
     }

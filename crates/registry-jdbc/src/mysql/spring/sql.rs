@@ -57,7 +57,7 @@ impl MySqlSpringStatements {
             Generation::V6 { ttl } => ttl,
         };
         let database = quoted(config.server.get_database().unwrap_or_default());
-        let prefix = &config.table_prefix;
+        let prefix = &config.settings.table_prefix;
         let text = |template: &str| {
             let text = template
                 .replace("{dates}", dates)

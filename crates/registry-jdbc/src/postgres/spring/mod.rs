@@ -15,8 +15,8 @@ use crate::server::spring::{Generation, client_id, lock_key};
 use crate::server::spring_rows::release_outcome;
 use crate::server::statement::{flag, text};
 use crate::server::{
-    ConnectionUse, Resend, ServerErrors as _, SpringDialect, SpringRows, SpringTable, Statement,
-    StatementText, Store, Value, Wakes as _,
+    ServerErrors as _, SpringDialect, SpringRows, SpringTable, Statement, StatementText, Store,
+    Value, Wakes as _,
 };
 use sql::PgSpringStatements;
 
@@ -29,7 +29,7 @@ impl SpringDialect for Postgres {
     /// Unquoted as in Spring's statements, so that the server converts the letters to lower case.
     fn table_name(config: &PostgresConfig, table: &SpringTable) -> String {
         let (schema, name) = table.name();
-        match schema.or(config.tables.schema.as_deref()) {
+        match schema.or(config.schema.as_deref()) {
             Some(schema) => format!("{schema}.{name}"),
             None => name,
         }
@@ -81,7 +81,7 @@ impl SpringDialect for Postgres {
             Value::ManyWords(keys),
             Value::ManyWords(clients),
             Value::ManyBytes(ids),
-            backend::claim_ids(claims),
+            Value::claims(claims),
             backend::leases(claims),
         ];
         backend::renew(&spring.store, &spring.statements.renew, values, claims).await
@@ -96,7 +96,7 @@ impl SpringDialect for Postgres {
         // transaction.
         let lock_timeout = match claim.is_fenced() {
             true => FENCED_ROW_TIMEOUT,
-            false => spring.store.config.busy_timeout,
+            false => spring.store.settings().busy_timeout,
         };
         let mut values = vec![
             Value::Word(lock_key.clone()),
@@ -105,10 +105,7 @@ impl SpringDialect for Postgres {
         ];
         values.extend(spring.wakes.notification(spring.row_id(&lock_key)));
         let statement = Statement::new(&spring.statements().release, values);
-        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
-        let answer =
-            spring.store.client.send(ConnectionUse::Release, Resend::Never, &statement).await;
-        let answer = answer.map_err(|error| {
+        let answer = spring.store.release(&statement).await.map_err(|error| {
             let is_fence = claim.is_fenced() && Self::is_row_lock_error(&error);
             if is_fence { fenced_transaction_open(STORE).with_source(error) } else { error }
         })?;
