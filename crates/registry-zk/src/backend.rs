@@ -53,7 +53,7 @@ impl ZkBackend {
     /// Dropping the future ends the session if one was opened.
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
-        let paths = Paths::new(&config);
+        let paths = config.paths();
         let addresses: Arc<str> = config.servers().into();
         let sessions = SessionPool::new(config);
         let session = sessions.get().await;

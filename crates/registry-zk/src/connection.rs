@@ -19,7 +19,7 @@ use zookeeper_client::{CheckWriteError, Client, Error, SessionInfo, SessionState
 
 use crate::config::ZkConfig;
 use crate::error::to_backend_error;
-use crate::session::lock;
+use crate::mutex::lock;
 
 /// A client of the library that can be stopped.
 pub(crate) struct StoppableClient {

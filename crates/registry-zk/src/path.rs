@@ -4,7 +4,7 @@
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use registry_core::{InvalidKey, Key};
 
-use crate::config::{Layout, ZkConfig};
+use crate::layout::Layout;
 
 /// The node paths of all keys of one backend.
 #[derive(Debug)]
@@ -15,21 +15,8 @@ pub(crate) struct Paths {
 }
 
 impl Paths {
-    pub(crate) fn new(config: &ZkConfig) -> Self {
-        let chroot = config.chroot.as_deref().unwrap_or_default();
-        let root = config.root();
-        let root = if root == "/" { "" } else { root };
-        let base = match config.layout {
-            Layout::Native => {
-                format!("{chroot}{root}/{}", encode(config.namespace()))
-            }
-            // Curator also places its namespaces above the root path.
-            Layout::Curator => match &config.namespace {
-                Some(namespace) => format!("{chroot}/{}{root}", encode(namespace)),
-                None => format!("{chroot}{root}"),
-            },
-        };
-        Self { base, layout: config.layout }
+    pub(crate) fn new(base: String, layout: Layout) -> Self {
+        Self { base, layout }
     }
 
     /// Returns the parent of all keys.
@@ -144,13 +131,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::ZkConfig;
 
     fn key(text: &str) -> Key {
         Key::new(text).unwrap()
     }
 
     fn paths(layout: Layout) -> Paths {
-        Paths::new(&ZkConfig::new("h/app").unwrap().with_layout(layout))
+        ZkConfig::new("h/app").unwrap().with_layout(layout).paths()
     }
 
     #[test]

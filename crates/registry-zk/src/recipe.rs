@@ -18,12 +18,13 @@ use tokio::sync::OwnedMutexGuard;
 use zookeeper_client::{CreateMode, Error, Stat};
 
 use crate::error::{is_refused, to_backend_error};
-use crate::node_data::{create_parents, decode_label, encode_node_data};
+use crate::mutex::lock;
+use crate::node_data::{decode_label, encode_node_data};
 use crate::queue::{ContenderQueue, QueuePosition, claim_nodes, node_prefix};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedPredecessor,
 };
-use crate::session::{ConfirmedBy, SessionPool, ZkSession, lock};
+use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued, and returns whether it is at the head.
 pub(crate) async fn try_acquire(
@@ -204,6 +205,28 @@ async fn create_node(
         Ok(children) => Ok(Some(children)),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
+}
+
+/// Creates `path` and its parents as containers: nodes that the servers delete after they have been
+/// empty for a while.
+async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
+    let acls = session.config().acls();
+    for mode in [CreateMode::Container, CreateMode::Persistent] {
+        // `NoNode` means that a parent was deleted during the call.
+        for _ in 0..MKDIR_ATTEMPTS_MAX {
+            match session
+                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
+                .await?
+            {
+                Ok(()) => return Ok(()),
+                Err(Error::NoNode) => {}
+                // Servers before 3.5 do not support containers.
+                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
+                Err(error) => return Err(to_backend_error(&error)),
+            }
+        }
+    }
+    Err(to_backend_error(&Error::NoNode))
 }
 
 /// Determines whether a request whose response was lost created a node for `claim`.
@@ -641,6 +664,9 @@ async fn release_abandoned_claim(
 
 /// Attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
+
+/// Attempts to create the parents of a node while the servers delete empty ones.
+const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
 /// After this multiple of the session time-out, at most `RELIST_AFTER_MAX`, a waiter lists the
 /// whole queue even if its watch has not fired: its own node may have been deleted.
