@@ -164,7 +164,7 @@ impl LockBackend for ZkBackend {
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        self.paths.validate_key(key)
+        self.paths.check_key(key)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {

@@ -37,12 +37,11 @@ use crate::session_validity::SessionValidity;
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
     registries: InvalidationSet,
-    /// Oldest first. A new claim goes to the first session with capacity for its
-    /// node.
+    /// Oldest first. A new claim goes to the first session with capacity for its node.
     live: Mutex<Vec<Arc<ZkSession>>>,
     /// Locked while a session is being opened.
     opening: tokio::sync::Mutex<ConnectBackoff>,
-    /// Until this time, no session is opened only to watch more nodes.
+    /// Before this time, no session is opened only to watch more nodes.
     extra_session_allowed_at: Mutex<Moment>,
     /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
@@ -688,8 +687,8 @@ impl ZkSession {
         self.is_connected() && self.remaining_validity() > self.timeout() / 2
     }
 
-    /// Commits a write through a majority that changes nothing. The response extends the session's
-    /// validity even if it arrives after the request time-out, for example on slow disks.
+    /// Commits a write that changes nothing, which requires a majority. The response extends the
+    /// session's validity even if it arrives after the request time-out, for example on slow disks.
     async fn confirm_by_write(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.majority_requested_at) = sent_at;
@@ -869,8 +868,8 @@ const LEADER_PAUSE: Duration = Duration::from_millis(100);
 /// How long the end of a claim's session is remembered.
 const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// Writes to a majority per session time-out. This replaces the client's own pings, which are about
-/// as frequent.
+/// The number of writes to a majority per session time-out. They replace the client's own pings,
+/// which are about as frequent.
 const CONFIRMATIONS_PER_TIMEOUT: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
