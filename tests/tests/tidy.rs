@@ -328,13 +328,13 @@ fn comments_have_at_most_100_columns() {
     assert!(found.is_empty(), "comments of more than 100 columns:\n{}", found.join("\n"));
 }
 
-/// Files that import each other in a circle can only be read together.
+/// Files that import each other in a circle can only be read together. A folder counts as one file.
 #[test]
 fn at_most_three_files_of_a_crate_import_each_other_in_a_circle() {
     const CIRCLE_MAX: usize = 3;
-    for package in ["registry-core", "registry-etcd", "registry-redis"] {
+    for package in BACKENDS.iter().chain(&["registry-core"]) {
         let imports = imports(&root().join("crates").join(package).join("src"));
-        assert!(imports.len() > 10, "{package}: not all files are found: {imports:?}");
+        assert!(imports.len() > 5, "{package}: not all files are found: {imports:?}");
         for file in imports.keys() {
             let imported = reachable(&imports, file);
             let is_in_circle = |other: &&&String| reachable(&imports, other).contains(file);

@@ -130,14 +130,14 @@ impl EtcdBackend {
         Ok(record::decode_holder(key, first, remaining))
     }
 
-    /// Returns a range request for the keys of this namespace from `after` on. It requests no sort
-    /// order: members return keys in order anyway, but read all keys for each page of a sorted
-    /// request.
-    fn namespace_range(&self, after: Vec<u8>) -> RangeRequest {
+    /// Returns a range request for the keys of this namespace from `start_key` on; if that is
+    /// empty, for all of them. It requests no sort order: members return keys in order anyway, but
+    /// read all keys for each page of a sorted request.
+    fn namespace_range(&self, start_key: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
-        let start = if prefix.is_empty() { b"\0" } else { prefix };
+        let first_key = if prefix.is_empty() { b"\0" } else { prefix };
         RangeRequest {
-            key: if after.is_empty() { start.to_vec() } else { after },
+            key: if start_key.is_empty() { first_key.to_vec() } else { start_key },
             range_end: prefix_end(prefix),
             limit: PAGE_SIZE,
             ..RangeRequest::default()
@@ -207,13 +207,14 @@ impl LockAdmin for EtcdBackend {
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         // The keys of a queue are contiguous, so one pass over the pages finds each first entry.
         let mut first_entries: Vec<(Key, KeyValue)> = Vec::new();
-        let mut after = Vec::new();
+        let mut start_key = Vec::new();
         loop {
             // Each page reads the current revision: the members may have compacted that of the
             // first page.
-            let page = self.range(self.namespace_range(after)).await?;
-            after = page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
-            let has_more = page.more && !after.is_empty();
+            let page = self.range(self.namespace_range(start_key)).await?;
+            start_key =
+                page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
+            let has_more = page.more && !start_key.is_empty();
             for found in page.kvs {
                 // Keys without a lease belong to other programs.
                 let Some(key) = self.names.parse_key(&found.key).filter(|_| found.lease != 0)

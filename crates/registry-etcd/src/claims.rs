@@ -78,14 +78,15 @@ impl ClaimEntry {
         now.since(self.lease.last_extended()) >= ttl * 2
     }
 
-    /// Creates the entry for a key that was found in the queue.
-    pub(crate) fn found(key: KeyValue, lease: EtcdLease, is_first: bool) -> Self {
+    /// Creates the entry for a key that was found in the queue, with an unknown position and an
+    /// unknown remaining time of its lease.
+    pub(crate) fn found(key: KeyValue) -> Self {
         Self {
             name: key.key,
-            lease,
+            lease: EtcdLease::new(key.lease, Duration::ZERO, Moment::now()),
             ttl_seconds: None,
             create_revision: Some(key.create_revision),
-            is_granted: is_first,
+            is_granted: false,
             delayed_since: None,
             is_unresolved: false,
             predecessor: None,

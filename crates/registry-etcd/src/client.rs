@@ -38,9 +38,9 @@ struct ClientState {
     /// The member for the next connection.
     next_member: AtomicUsize,
     connection: Mutex<Option<MemberConnection>>,
-    /// Held while a caller connects, so that other callers wait for the same connection. Contains
-    /// the last error.
-    connect_lock: tokio::sync::Mutex<Option<BackendError>>,
+    /// The last error of connecting. Locked while a caller connects, so that other callers wait for
+    /// the same connection.
+    last_connect_error: tokio::sync::Mutex<Option<BackendError>>,
     /// The number of failed attempts to connect.
     failed_attempts: AtomicU64,
     /// The number of the last connection that was dropped, because of a fault or for a new login.
@@ -59,6 +59,13 @@ pub(crate) struct MemberConnection {
     opened: Instant,
     /// When data last arrived, in milliseconds after `opened`.
     last_received_ms: Arc<AtomicU64>,
+}
+
+/// The member for the connection that replaces a dropped one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reconnect {
+    SameMember,
+    NextMember,
 }
 
 /// The time limits of a request.
@@ -121,7 +128,7 @@ impl EtcdClient {
             response_timeout: config.response_timeout,
             next_member: next_member.into(),
             connection: Mutex::default(),
-            connect_lock: tokio::sync::Mutex::default(),
+            last_connect_error: tokio::sync::Mutex::default(),
             failed_attempts: 0.into(),
             last_disconnected: watch::Sender::default(),
             next_number: 1.into(),
@@ -173,10 +180,10 @@ impl EtcdClient {
             match failure.with_address(&connection.address) {
                 CallError::Unauthenticated if !has_new_login && self.0.credentials.is_some() => {
                     has_new_login = true;
-                    self.disconnect(connection.number, false);
+                    self.disconnect(connection.number, Reconnect::SameMember);
                 }
                 CallError::MemberFailed(error) => {
-                    self.disconnect(connection.number, true);
+                    self.disconnect(connection.number, Reconnect::NextMember);
                     return Err(CallError::MemberFailed(error));
                 }
                 failure => return Err(failure),
@@ -239,13 +246,13 @@ impl EtcdClient {
             return Ok(connection.clone());
         }
         let failed_attempts = self.0.failed_attempts.load(Ordering::Acquire);
-        let mut connect_lock = self.0.connect_lock.lock().await;
+        let mut last_connect_error = self.0.last_connect_error.lock().await;
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
         }
         // Another caller has tried all members meanwhile. If every queued caller tried them again,
         // the last one would wait for a multiple of the time limit.
-        if let Some(error) = &*connect_lock
+        if let Some(error) = &*last_connect_error
             && self.0.failed_attempts.load(Ordering::Acquire) != failed_attempts
         {
             return Err(error.clone());
@@ -271,18 +278,17 @@ impl EtcdClient {
             }
         }
         let error = last_error.unwrap_or_else(protocol_error);
-        *connect_lock = Some(error.clone());
+        *last_connect_error = Some(error.clone());
         self.0.failed_attempts.fetch_add(1, Ordering::Release);
         Err(error)
     }
 
-    /// Stops using the connection of this number. With `try_next_member`, the next connection goes
-    /// to the next member.
-    pub(crate) fn disconnect(&self, number: u64, try_next_member: bool) {
+    /// Stops using the connection of this number.
+    pub(crate) fn disconnect(&self, number: u64, reconnect: Reconnect) {
         let mut current_connection = self.current_connection();
         if current_connection.as_ref().is_some_and(|connection| connection.number == number) {
             *current_connection = None;
-            if try_next_member {
+            if reconnect == Reconnect::NextMember {
                 self.0.next_member.fetch_add(1, Ordering::Relaxed);
             }
             // Sent under the lock, so that the numbers only grow.
@@ -299,7 +305,7 @@ impl EtcdClient {
     pub(crate) fn close(&self) {
         let number = self.current_connection().as_ref().map(|connection| connection.number);
         if let Some(number) = number {
-            self.disconnect(number, false);
+            self.disconnect(number, Reconnect::SameMember);
         }
     }
 
@@ -380,7 +386,7 @@ fn address(endpoint: &Endpoint) -> &str {
     endpoint.uri().authority().map_or("", |authority| authority.as_str())
 }
 
-/// Classifies a failure to connect to `address`. No request was sent.
+/// Classifies a failure to connect. No request was sent.
 fn connect_error(error: &tonic::transport::Error) -> BackendError {
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     let mut causes: Vec<String> = causes.map(ToString::to_string).collect();

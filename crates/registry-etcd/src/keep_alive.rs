@@ -3,7 +3,7 @@
 //!
 //! A follower forwards each request to the leader before it reads the next one of that stream. One
 //! stream therefore carries one request per round trip between the members, and a long queue is
-//! distributed over further streams. The request for the lease that expires first is sent first.
+//! distributed over additional streams. The request for the lease that expires first is sent first.
 //! The extension counts from the time of sending, however long the request was queued.
 
 use std::collections::hash_map::Entry;
@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tonic::Streaming;
 
-use crate::client::{EtcdClient, MemberConnection, RequestLimits};
+use crate::client::{EtcdClient, MemberConnection, Reconnect, RequestLimits};
 use crate::lease::EtcdLease;
 use crate::proto::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
 
@@ -34,7 +34,7 @@ pub(crate) struct KeepAlive {
 pub(crate) enum LeaseStatus {
     Alive,
     /// The member does not know the lease. A member that lags behind may not know it yet.
-    Unknown,
+    NotFound,
 }
 
 /// A response, and the time at which its request was sent.
@@ -78,7 +78,7 @@ impl KeepAlive {
             .as_refused()
         })?;
         let Ok(ttl_seconds @ 1..) = u64::try_from(response.ttl) else {
-            return Ok(LeaseStatus::Unknown);
+            return Ok(LeaseStatus::NotFound);
         };
         lease.record_extension(response.sent_at, Duration::from_secs(ttl_seconds), response.term);
         Ok(LeaseStatus::Alive)
@@ -147,7 +147,7 @@ struct PendingRequests {
     by_lease: HashMap<i64, QueuedRequest>,
     /// The time since which the queue has not been empty.
     backlog_since: Option<Instant>,
-    /// The further stream that is notified next.
+    /// The number of the additional stream that is notified next.
     next_stream: usize,
 }
 
@@ -169,9 +169,9 @@ impl PendingRequests {
         self.backlog_since.get_or_insert_with(Instant::now);
     }
 
-    /// Returns how many further streams are needed: none until the first one has been too slow for
-    /// `BACKLOG_AGE_MIN`.
-    fn further_streams(&self) -> usize {
+    /// Returns how many additional streams are needed: none until the first one has been too slow
+    /// for `BACKLOG_AGE_MIN`.
+    fn additional_streams(&self) -> usize {
         let is_slow = self.backlog_since.is_some_and(|since| since.elapsed() > BACKLOG_AGE_MIN);
         if is_slow { (self.unsent.len() / IN_FLIGHT_MAX).min(STREAMS_MAX - 1) } else { 0 }
     }
@@ -209,11 +209,11 @@ impl RequestQueue {
         receiver
     }
 
-    /// Takes the next request for the stream `number`. The first stream takes any request. A
-    /// further stream takes requests only if the queue is too long for the streams before it.
+    /// Takes the next request for the stream `number`. The first stream takes any request. An
+    /// additional stream takes requests only if the queue is too long for the streams before it.
     fn next(&self, number: usize) -> Option<SentRequest> {
         let mut requests = self.requests();
-        while number == 0 || number <= requests.further_streams() {
+        while number == 0 || number <= requests.additional_streams() {
             let Some((_, lease)) = requests.unsent.pop_first() else {
                 requests.backlog_since = None;
                 break;
@@ -223,9 +223,9 @@ impl RequestQueue {
                 requests.by_lease.remove(&lease);
                 continue;
             };
-            let further = requests.further_streams();
-            if further > 0 {
-                requests.next_stream = requests.next_stream % further + 1;
+            let additional = requests.additional_streams();
+            if additional > 0 {
+                requests.next_stream = requests.next_stream % additional + 1;
                 self.ready[requests.next_stream].notify_one();
             }
             return Some(SentRequest { lease, sent_at: Moment::now(), idle_timeout });
@@ -355,7 +355,7 @@ async fn serve_stream(
     let idle_timeout = in_flight.idle_timeout().unwrap_or_else(|| client.response_timeout());
     let opened = timeout(idle_timeout, client.open_stream(connection, KEEP_ALIVE, outgoing)).await;
     let Ok(Ok(responses)) = opened else {
-        client.disconnect(connection.number, true);
+        client.disconnect(connection.number, Reconnect::NextMember);
         return false;
     };
     let mut has_response = false;
@@ -385,7 +385,7 @@ async fn serve_stream(
             biased;
             response = responses.message() => {
                 let Ok(Some(response)) = response else {
-                    client.disconnect(connection.number, true);
+                    client.disconnect(connection.number, Reconnect::NextMember);
                     return has_response;
                 };
                 has_response = true;
@@ -404,7 +404,7 @@ async fn serve_stream(
                     .idle_timeout()
                     .is_some_and(|idle_timeout| connection.has_received_within(idle_timeout))
                 {
-                    client.disconnect(connection.number, true);
+                    client.disconnect(connection.number, Reconnect::NextMember);
                 }
                 return has_response;
             }
@@ -418,7 +418,7 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// The maximum number of streams. A leader processes thousands of requests per second on the first
 /// one.
 const STREAMS_MAX: usize = 16;
-/// How long the queue must be continuously non-empty before further streams are opened.
+/// How long the queue must be continuously non-empty before additional streams are opened.
 const BACKLOG_AGE_MIN: Duration = Duration::from_millis(200);
 /// The maximum number of unanswered requests per stream.
 const IN_FLIGHT_MAX: usize = 8;

@@ -21,18 +21,24 @@ pub(crate) struct LeasePool {
     client: EtcdClient,
     /// Unused leases by their requested duration in seconds.
     idle: Mutex<HashMap<i64, Vec<EtcdLease>>>,
-    // Unbounded: the items are small, and most claims return their lease to the pool.
-    cleanup: mpsc::UnboundedSender<CleanupItem>,
+    // Unbounded: the commands are small, and most claims return their lease to the pool.
+    cleanup: mpsc::UnboundedSender<CleanupCommand>,
     task: JoinHandle<()>,
 }
 
-/// A command for the background task. Its failure is harmless, because every key has a lease.
-enum CleanupItem {
+/// A command for the background task. Its failure is harmless: every key expires with its lease.
+enum CleanupCommand {
     RevokeLease(i64),
-    /// Deletes the tombstone if it was created in that revision.
-    DeleteTombstone(Vec<u8>, i64),
-    /// Deletes the tombstone of a lost entry at that time.
-    DeleteLostTombstone(Vec<u8>, Instant),
+    /// Deletes the tombstone if it was created in the revision `create_revision`.
+    DeleteTombstone {
+        name: Vec<u8>,
+        create_revision: i64,
+    },
+    /// Deletes the tombstone of a lost entry at the time `at`.
+    DeleteLostTombstone {
+        name: Vec<u8>,
+        at: Instant,
+    },
 }
 
 impl LeasePool {
@@ -91,21 +97,20 @@ impl LeasePool {
 
     /// Revokes a lease in the background, which deletes all its keys.
     pub(crate) fn revoke_later(&self, lease: i64) {
-        _ = self.cleanup.send(CleanupItem::RevokeLease(lease));
+        _ = self.cleanup.send(CleanupCommand::RevokeLease(lease));
     }
 
     /// Deletes the tombstone `name` in the background, if it was created in the revision
     /// `create_revision`.
-    pub(crate) fn delete_tombstone(&self, name: Vec<u8>, create_revision: i64) {
-        _ = self.cleanup.send(CleanupItem::DeleteTombstone(name, create_revision));
+    pub(crate) fn delete_tombstone_later(&self, name: Vec<u8>, create_revision: i64) {
+        _ = self.cleanup.send(CleanupCommand::DeleteTombstone { name, create_revision });
     }
 
     /// Deletes the tombstone `name` of a lost entry in the background, after
     /// [`LOSS_NOTIFICATION_MAX`]. The holder is notified of its loss only after this call.
-    pub(crate) fn delete_tombstone_later(&self, name: Vec<u8>) {
-        _ = self
-            .cleanup
-            .send(CleanupItem::DeleteLostTombstone(name, Instant::now() + LOSS_NOTIFICATION_MAX));
+    pub(crate) fn delete_lost_tombstone_later(&self, name: Vec<u8>) {
+        let at = Instant::now() + LOSS_NOTIFICATION_MAX;
+        _ = self.cleanup.send(CleanupCommand::DeleteLostTombstone { name, at });
     }
 
     /// Revokes a lease, which deletes all its keys and fails every request for it that arrives
@@ -159,7 +164,7 @@ fn decode_lease(granted: &LeaseGrantResponse, sent_at: Moment) -> Option<EtcdLea
     is_valid.then(|| EtcdLease::new(granted.id, Duration::from_secs(ttl), sent_at))
 }
 
-async fn run_cleanup(client: EtcdClient, mut items: mpsc::UnboundedReceiver<CleanupItem>) {
+async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<CleanupCommand>) {
     // Ordered by time.
     let mut delayed: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
     loop {
@@ -170,7 +175,6 @@ async fn run_cleanup(client: EtcdClient, mut items: mpsc::UnboundedReceiver<Clea
                 None => std::future::pending().await,
             }
         };
-        // Failures are ignored: each item expires with its lease.
         tokio::select! {
             biased;
             () = timer => if let Some((name, _)) = delayed.pop_front() {
@@ -178,14 +182,14 @@ async fn run_cleanup(client: EtcdClient, mut items: mpsc::UnboundedReceiver<Clea
                 // has its lease.
                 _ = client.call(txn::delete_any_revision(&name)).await;
             },
-            item = items.recv() => match item {
-                Some(CleanupItem::RevokeLease(id)) => {
+            command = commands.recv() => match command {
+                Some(CleanupCommand::RevokeLease(id)) => {
                     _ = client.call(LeaseRevokeRequest { id }).await;
                 }
-                Some(CleanupItem::DeleteTombstone(name, create_revision)) => {
+                Some(CleanupCommand::DeleteTombstone { name, create_revision }) => {
                     _ = client.call(txn::delete(&name, create_revision)).await;
                 }
-                Some(CleanupItem::DeleteLostTombstone(name, at)) => delayed.push_back((name, at)),
+                Some(CleanupCommand::DeleteLostTombstone { name, at }) => delayed.push_back((name, at)),
                 None => return,
             },
         }

@@ -28,6 +28,14 @@ enum QueueStep {
     Retry,
 }
 
+/// The result of a check of an entry and its predecessor.
+enum PredecessorCheck {
+    /// The last `Busy` is still valid.
+    Unchanged(Busy),
+    /// The caller must read the whole queue.
+    MayHaveChanged(Predecessor),
+}
+
 impl EtcdBackend {
     /// Adds the claim to the queue unless it has an entry, and returns whether that entry is first.
     pub(crate) async fn enqueue(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -66,7 +74,7 @@ impl EtcdBackend {
         };
         match self.ensure_lease(claim, &mut entry.lease).await {
             Ok(LeaseStatus::Alive) => {}
-            Ok(LeaseStatus::Unknown) => {
+            Ok(LeaseStatus::NotFound) => {
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
@@ -153,7 +161,7 @@ impl EtcdBackend {
         let create_revision = entry.create_revision.unwrap_or_default();
         match self.ensure_lease(claim, &mut entry.lease).await {
             Ok(LeaseStatus::Alive) => {}
-            Ok(LeaseStatus::Unknown) => {
+            Ok(LeaseStatus::NotFound) => {
                 // The next entry may hold the lock by now, so the claim must enqueue behind it.
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
@@ -165,11 +173,11 @@ impl EtcdBackend {
         }
         let mut old_predecessor = match entry.predecessor.take() {
             Some(predecessor) => match self.check_predecessor(&mut entry, predecessor).await {
-                Ok(Ok(attempt)) => {
+                Ok(PredecessorCheck::Unchanged(busy)) => {
                     **entry_guard = Some(entry);
-                    return Ok(QueueStep::Done(attempt));
+                    return Ok(QueueStep::Done(Attempt::Busy(busy)));
                 }
-                Ok(Err(predecessor)) => Some(predecessor),
+                Ok(PredecessorCheck::MayHaveChanged(predecessor)) => Some(predecessor),
                 Err(error) => {
                     **entry_guard = Some(entry);
                     return Err(error.as_unknown());
@@ -260,18 +268,17 @@ impl EtcdBackend {
         self.grant_or_busy(claim, entry_guard, entry, first.as_ref())
     }
 
-    /// Returns `Busy` if the entry and its `predecessor` are unchanged. Otherwise returns
-    /// `predecessor`, and the caller must read the whole queue.
+    /// Checks whether the entry and its `predecessor` are unchanged.
     async fn check_predecessor(
         &self,
         entry: &mut ClaimEntry,
         predecessor: Predecessor,
-    ) -> Result<Result<Attempt, Predecessor>, BackendError> {
+    ) -> Result<PredecessorCheck, BackendError> {
         let is_recent = |(_, at): &&(Busy, Moment)| Moment::now().since(*at) < QUEUE_READ_INTERVAL;
         let Some((busy, _)) =
             predecessor.last_busy.as_ref().filter(is_recent).filter(|_| !predecessor.is_deleted)
         else {
-            return Ok(Err(predecessor));
+            return Ok(PredecessorCheck::MayHaveChanged(predecessor));
         };
         let (busy, read) =
             (busy.clone(), txn::read_entry_and_predecessor(&entry.name, &predecessor.name));
@@ -289,12 +296,12 @@ impl EtcdBackend {
         if !is_same(own, entry.create_revision.unwrap_or_default())
             || !is_same(other, predecessor.create_revision)
         {
-            return Ok(Err(predecessor));
+            return Ok(PredecessorCheck::MayHaveChanged(predecessor));
         }
         entry.lease.confirm(results.header.raft_term);
         entry.predecessor =
             Some(Predecessor { seen_revision: results.header.revision, ..predecessor });
-        Ok(Ok(Attempt::Busy(busy)))
+        Ok(PredecessorCheck::Unchanged(busy))
     }
 
     /// Creates a tombstone for an entry that is not in the queue yet.
@@ -337,7 +344,7 @@ impl EtcdBackend {
         **entry_guard = Some(entry);
         sleep(GRANT_DELAY.saturating_sub(Moment::now().since(since))).await;
         for tombstone in tombstones {
-            self.pool.delete_tombstone(tombstone.key, tombstone.create_revision);
+            self.pool.delete_tombstone_later(tombstone.key, tombstone.create_revision);
         }
         QueueStep::Retry
     }
@@ -347,11 +354,12 @@ impl EtcdBackend {
         matches!(self.client.call(request).await, Ok(response) if response.ttl > 0)
     }
 
-    /// Returns whether the deleted predecessor released its lock. For a layout without tombstones.
+    /// Returns whether the deleted predecessor released its lock. Always true in a layout with
+    /// tombstones, which does not need this check.
     ///
-    /// After a release, the predecessor's lease still exists; after a loss, it does not. A peer
-    /// revokes its lease at a release too, and a delay would not help it to detect a loss.
-    /// Therefore a peer always counts as released.
+    /// Without tombstones, the predecessor's lease decides: after a release it still exists, after
+    /// a loss it does not. A peer revokes its lease at a release too, and a delay would not help it
+    /// to detect a loss. Therefore a peer always counts as released.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -398,8 +406,7 @@ impl EtcdBackend {
         entry_guard: &mut EntryGuard<'_>,
         first: KeyValue,
     ) -> Result<QueueStep, BackendError> {
-        let lease = EtcdLease::new(first.lease, Duration::ZERO, Moment::now());
-        **entry_guard = Some(ClaimEntry::found(first, lease, true));
+        **entry_guard = Some(ClaimEntry { is_granted: true, ..ClaimEntry::found(first) });
         self.poll_entry(claim, entry_guard).await
     }
 
@@ -423,7 +430,7 @@ impl EtcdBackend {
             self.pool.revoke_later(entry.lease.id);
         }
         if let Some(tombstone) = self.names.tombstone(&entry.name) {
-            self.pool.delete_tombstone_later(tombstone);
+            self.pool.delete_lost_tombstone_later(tombstone);
         }
     }
 
@@ -535,8 +542,7 @@ impl EtcdBackend {
         let position = all.iter().position(|entry| record::belongs_to(&entry.value, claim.id()));
         Ok(position.and_then(|position| {
             let found = all.into_iter().nth(position)?;
-            let lease = EtcdLease::new(found.lease, Duration::ZERO, Moment::now());
-            Some(ClaimEntry::found(found, lease, position == 0))
+            Some(ClaimEntry { is_granted: position == 0, ..ClaimEntry::found(found) })
         }))
     }
 
@@ -623,7 +629,7 @@ impl EtcdBackend {
             let next = match self.extend_waiter_lease(claim, interval / 4).await {
                 Ok(LeaseStatus::Alive) => interval,
                 // The entry may be lost, so the caller must read the queue.
-                Ok(LeaseStatus::Unknown) => return,
+                Ok(LeaseStatus::NotFound) => return,
                 Err(_) => (interval / 8).max(EXTENSION_RETRY_MIN),
             };
             extend_at = Some(Instant::now() + next);
@@ -650,12 +656,12 @@ impl EtcdBackend {
         limit: Duration,
     ) -> Result<LeaseStatus, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
-        let Some(entry) = &mut *entry_guard else { return Ok(LeaseStatus::Unknown) };
+        let Some(entry) = &mut *entry_guard else { return Ok(LeaseStatus::NotFound) };
         let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
         self.tombstone_lease(entry.ttl_seconds);
         let limits = RequestLimits { idle_timeout: limit, total: limit };
         let status = self.keep_alive.keep_alive(&mut entry.lease, limits).await?;
-        if status == LeaseStatus::Unknown
+        if status == LeaseStatus::NotFound
             && let Some(predecessor) = &mut entry.predecessor
         {
             // The next poll must not return the cached `Busy`.

@@ -229,7 +229,7 @@ impl EtcdBackend {
                 "etcd: the key is attached to another lease; the renewal is repeated",
             ));
         }
-        if renewal.lease_status == LeaseStatus::Unknown {
+        if renewal.lease_status == LeaseStatus::NotFound {
             // A member that lags behind may not know a lease that the majority knows.
             return Err(BackendError::transient(
                 "etcd: the member does not know the lease; the renewal is repeated",

@@ -94,8 +94,8 @@ impl TombstoneLeases {
         };
         let age = now.since(tombstone_lease.extended_at);
         if has_ended || age >= entry_ttl * 2 {
-            // The lease has ended, or a tombstone written now could end before its entry: less than
-            // one of the lease's `TTL_FACTOR` entry durations is left.
+            // The lease has ended, or less than one entry duration of it is left. A tombstone
+            // written now could then end before its entry.
             all.remove(&ttl_seconds);
             return None;
         }

@@ -13,7 +13,7 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
-use crate::client::EtcdClient;
+use crate::client::{EtcdClient, Reconnect};
 use crate::proto::{
     NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
     WatchResponse, WatchUnion,
@@ -244,15 +244,15 @@ async fn serve_stream(
     let mut disconnects = client.disconnects();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let Ok(mut responses) = client.open_stream(&connection, WATCH, outgoing).await else {
-        client.disconnect(connection.number, true);
+        client.disconnect(connection.number, Reconnect::NextMember);
         return;
     };
     connection.record_receive();
     // The time of the unanswered progress request, if there is one.
-    let mut progress_requested: Option<Instant> = None;
+    let mut progress_requested_at: Option<Instant> = None;
     loop {
         let has_watches = !watches.0.is_empty();
-        let check_at = progress_requested.unwrap_or_else(|| connection.last_received())
+        let check_at = progress_requested_at.unwrap_or_else(|| connection.last_received())
             + client.response_timeout();
         tokio::select! {
             command = commands.recv() => {
@@ -262,11 +262,11 @@ async fn serve_stream(
             }
             response = responses.message() => {
                 let Ok(Some(response)) = response else {
-                    client.disconnect(connection.number, true);
+                    client.disconnect(connection.number, Reconnect::NextMember);
                     return;
                 };
                 connection.record_receive();
-                progress_requested = None;
+                progress_requested_at = None;
                 let WatchResponse { watch_id, created, canceled, events } = response;
                 if canceled && watch_id < 0 {
                     // A watch that the member could not create has no id. The stream ends, because
@@ -290,13 +290,13 @@ async fn serve_stream(
             }
             () = sleep_until(check_at), if has_watches => {
                 if connection.has_received_within(client.response_timeout()) {
-                    progress_requested = None;
-                } else if progress_requested.is_some() {
-                    client.disconnect(connection.number, true);
+                    progress_requested_at = None;
+                } else if progress_requested_at.is_some() {
+                    client.disconnect(connection.number, Reconnect::NextMember);
                     return;
                 } else {
                     // A stream without events is normal, so a dead stream needs a separate check.
-                    progress_requested = Some(Instant::now());
+                    progress_requested_at = Some(Instant::now());
                     let progress = WatchUnion::Progress(WatchProgressRequest {});
                     _ = requests.send(WatchRequest { request: Some(progress) });
                 }

@@ -14,7 +14,7 @@ use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
-use crate::store::{AcquireResult, RedisStore, names};
+use crate::store::{AcquireResult, RedisStore, key_names};
 
 /// A lock store on Redis or Valkey servers.
 ///
@@ -71,7 +71,7 @@ impl RedisBackend {
         config.check()?;
         let addresses: Arc<str> = all_addresses(&config.servers).into();
         let with_address = |error: BackendError| error.with_address(Arc::clone(&addresses));
-        let invalidations = InvalidationForwarder::new(names(&config));
+        let invalidations = InvalidationForwarder::new(key_names(&config));
         let storage = match &config.servers {
             ServerAddresses::Quorum(masters) => Storage::Quorum(
                 Quorum::open(masters, &config, &invalidations).await.map_err(with_address)?,
@@ -107,7 +107,7 @@ impl LockBackend for RedisBackend {
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         match &*self.storage {
-            Storage::Single(store) => store.names.check(key),
+            Storage::Single(store) => store.names.check_key(key),
             Storage::Quorum(_) => Ok(()),
         }
     }

@@ -256,14 +256,12 @@ impl ConnectionSettings {
 impl ConnectionSettings {
     /// Refuses unreadable certificates, because the client library would silently ignore them.
     fn check_certificates(&self) -> Result<(), &'static str> {
-        // The client library uses the process-wide provider, and panics if there is none and
-        // several are compiled in. If another thread installs one first, that one is used.
-        if self.encrypted && rustls::crypto::CryptoProvider::get_default().is_none() {
-            let _ = rustls::crypto::ring::default_provider().install_default();
-        }
         use rustls::pki_types::pem::PemObject as _;
         use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
+        if self.encrypted {
+            install_crypto_provider();
+        }
         let Some(certificates) = &self.certificates else { return Ok(()) };
         let is_pem = |pem: &[u8]| {
             let mut read = CertificateDer::pem_slice_iter(pem).peekable();
@@ -403,7 +401,7 @@ impl RedisConfig {
     }
 
     fn parse(url: &UrlParts<'_>) -> Result<Self, BackendError> {
-        let (plain, topology) = url.scheme.split_once('+').unwrap_or((&url.scheme, ""));
+        let (base_scheme, topology) = url.scheme.split_once('+').unwrap_or((&url.scheme, ""));
         let syntax = match topology {
             "" => "HOST:PORT",
             "unix" => "/PATH",
@@ -413,7 +411,9 @@ impl RedisConfig {
             _ => return Err(url.invalid("has no scheme of Redis")),
         };
         // A socket is not encrypted.
-        if !matches!(plain, "redis" | "rediss") || (plain, topology) == ("rediss", "unix") {
+        if !matches!(base_scheme, "redis" | "rediss")
+            || (base_scheme, topology) == ("rediss", "unix")
+        {
             return Err(url.invalid("has no scheme of Redis"));
         }
         let syntax = format!("write `{}://{syntax}`", url.scheme);
@@ -421,7 +421,7 @@ impl RedisConfig {
         let (servers, database) = match topology {
             "" if hosts.contains(',') => {
                 return Err(url.invalid(&format!(
-                    "contains several servers; write one, or use `{plain}+sentinel:`, `{plain}+cluster:` or `{plain}+quorum:`"
+                    "contains several servers; write one, or use `{base_scheme}+sentinel:`, `{base_scheme}+cluster:` or `{base_scheme}+quorum:`"
                 )));
             }
             "" => {
@@ -480,7 +480,7 @@ impl RedisConfig {
             let user = Some(user.expose()).filter(|user| !user.is_empty());
             config = config.with_login(user, password.expose());
         }
-        if plain == "rediss" {
+        if base_scheme == "rediss" {
             config.encrypt();
         }
         Ok(config)
@@ -916,10 +916,10 @@ const PUBLISH_COMMANDS: [(&str, Publish); 3] =
 
 fn parse_database(path: &str, url: &UrlParts<'_>) -> Result<u32, BackendError> {
     let number = path.strip_prefix('/').unwrap_or(path);
-    let plain = number.bytes().all(|byte| byte.is_ascii_digit());
+    let is_decimal = number.bytes().all(|byte| byte.is_ascii_digit());
     match number.parse() {
         Err(_) if number.is_empty() => Ok(0),
-        Ok(number) if plain => Ok(number),
+        Ok(number) if is_decimal => Ok(number),
         _ => Err(url.invalid("contains a path that is not a database number, such as `/0`")),
     }
 }

@@ -55,6 +55,15 @@ pub(crate) enum ErrorAction {
     },
 }
 
+/// When the run of a script is complete.
+#[derive(Clone, Copy)]
+enum Completion {
+    /// The server has executed it.
+    Executed,
+    /// Its writes also have the configured durability, or the wait for that is over.
+    Durable,
+}
+
 /// The connections of one [`RedisBackend`](crate::RedisBackend), or of one master of its quorum.
 pub(crate) struct RedisConnections {
     topology: Box<dyn Topology>,
@@ -140,7 +149,7 @@ impl RedisConnections {
         slot: u16,
         call: &ScriptCall<'_>,
     ) -> Result<Value, BackendError> {
-        Ok(self.run_with_redirects(slot, call, false).await?.response)
+        Ok(self.run_with_redirects(slot, call, Completion::Executed).await?.response)
     }
 
     /// Runs a script on the server that has `slot`, and waits until its writes have the configured
@@ -150,14 +159,14 @@ impl RedisConnections {
         slot: u16,
         call: &ScriptCall<'_>,
     ) -> Result<DurableResponse, BackendError> {
-        self.run_with_redirects(slot, call, true).await
+        self.run_with_redirects(slot, call, Completion::Durable).await
     }
 
     async fn run_with_redirects(
         &self,
         slot: u16,
         call: &ScriptCall<'_>,
-        durably: bool,
+        completion: Completion,
     ) -> Result<DurableResponse, BackendError> {
         let mut node = match self.topology.known_node(slot) {
             Some(node) => node,
@@ -168,12 +177,12 @@ impl RedisConnections {
         };
         let mut is_asking = false;
         for _ in 0..REDIRECTIONS_MAX {
-            let response = if durably {
-                node.run_durably(call, is_asking).await
-            } else {
-                node.run(call, is_asking)
+            let response = match completion {
+                Completion::Durable => node.run_durably(call, is_asking).await,
+                Completion::Executed => node
+                    .run(call, is_asking)
                     .await
-                    .map(|response| DurableResponse { response, shortfall: None })
+                    .map(|response| DurableResponse { response, shortfall: None }),
             };
             let error = match response {
                 Ok(response) => return Ok(response),

@@ -139,11 +139,11 @@ impl RedisStore {
         id.map(|id| id.trim().to_owned()).ok_or_else(unexpected_response)
     }
 
-    /// Returns for how long another client has observed the process `run_id` of a single server, at
-    /// minimum.
-    pub(crate) async fn load_uptime(&self, run_id: &str) -> Result<Duration, BackendError> {
+    /// Returns the minimum time for which another client has observed the process `run_id` of a
+    /// single server.
+    pub(crate) async fn load_process_age(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(Duration::ZERO) };
-        let command = redis::cmd("GETEX").arg(self.names.age_key()).to_owned();
+        let command = redis::cmd("GETEX").arg(self.names.process_age_key()).to_owned();
         let text: Option<String> =
             parse_response(self.connections.send_command(&node, &command).await?)?;
         let age_ms = text.as_deref().and_then(|text| {
@@ -154,7 +154,7 @@ impl RedisStore {
     }
 
     /// Stores that this client has observed the process `run_id` of a single server for `age`.
-    pub(crate) async fn save_uptime(
+    pub(crate) async fn save_process_age(
         &self,
         run_id: &str,
         age: Duration,
@@ -162,7 +162,11 @@ impl RedisStore {
         let Some(node) = self.connections.known_node(0) else { return Ok(()) };
         let value = format!("{run_id} {}", age.as_millis());
         let mut command = redis::cmd("SET");
-        command.arg(self.names.age_key()).arg(value).arg("PX").arg(ceil_millis(self.token_memory));
+        command
+            .arg(self.names.process_age_key())
+            .arg(value)
+            .arg("PX")
+            .arg(ceil_millis(self.token_memory));
         self.connections.send_command(&node, &command).await.map(drop)
     }
 }

@@ -12,7 +12,7 @@ use crate::invalidations::InvalidationForwarder;
 use crate::names::{FENCE_PREFIX, tagged_name};
 use crate::script::Script;
 use crate::slot::hash_slot;
-use crate::store::{channel_scheme, names, unexpected_response};
+use crate::store::{channel_scheme, key_names, unexpected_response};
 
 /// Writes to Redis that succeed only if no larger fencing token has written to the resource.
 ///
@@ -141,7 +141,7 @@ impl FencedWrites {
         let connections = RedisConnections::new(
             &config,
             channel_scheme(&config),
-            &InvalidationForwarder::new(names(&config)),
+            &InvalidationForwarder::new(key_names(&config)),
         )
         .await?;
         connections.connect().await?;

@@ -38,7 +38,7 @@ impl InvalidationForwarder {
         }))
     }
 
-    /// The subscribed registries.
+    /// Returns the subscribed registries.
     pub(crate) fn registries(&self) -> &InvalidationSet {
         &self.0.registries
     }
@@ -86,7 +86,7 @@ impl InvalidationForwarder {
     }
 
     fn parse_key(&self, name: &[u8]) -> Option<Key> {
-        self.0.names.key(std::str::from_utf8(name).ok()?)
+        self.0.names.parse_key(std::str::from_utf8(name).ok()?)
     }
 }
 

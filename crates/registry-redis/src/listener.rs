@@ -33,7 +33,7 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 pub(crate) struct ChannelScheme {
     pub(crate) names: RedisKeyNames,
     /// Sharded Pub/Sub: each channel belongs to a hash slot.
-    pub(crate) sharded: bool,
+    pub(crate) is_sharded: bool,
 }
 
 /// All subscribed channels of one server.
@@ -53,24 +53,24 @@ struct ChannelTable {
 /// One channel.
 #[derive(Default)]
 struct ReleaseChannel {
-    /// The value of [`CHANGES`] at the last change; zero until the server confirms the
-    /// subscription.
-    changed_at: u64,
+    /// The position of the last change; zero until the server confirms the subscription.
+    last_change: u64,
     /// The server has confirmed the subscription on the current connection.
     is_subscribed: bool,
     /// A caller has waited since the last search for idle channels. A waiter that is between two
     /// attempts waits again soon.
-    is_recent: bool,
+    was_awaited: bool,
 }
 
-/// Numbers the changes of all channels of all servers. A channel that was dropped and subscribed
-/// again, or that moved to another server, therefore never counts as unchanged.
-static CHANGES: AtomicU64 = AtomicU64::new(1);
+/// The position of the last change in the sequence of all changes, of all channels of all servers.
+/// Therefore a channel that was dropped and subscribed again, or that moved to another server,
+/// never counts as unchanged.
+static LAST_POSITION: AtomicU64 = AtomicU64::new(1);
 
-/// Returns the current change number, for [`ReleaseListener::wait`]. Read it before a
-/// request whose response a later change may make obsolete.
+/// Returns the position of the last change, for [`ReleaseListener::wait`]. Read it before a request
+/// whose response a later change may make obsolete.
 pub(crate) fn current_position() -> u64 {
-    CHANGES.load(Ordering::Acquire)
+    LAST_POSITION.load(Ordering::Acquire)
 }
 
 impl ReleaseListener {
@@ -98,7 +98,8 @@ impl ReleaseListener {
         }
     }
 
-    /// Returns the number of the last change of the channel `name`. Subscribes it if it is unknown.
+    /// Returns the position of the last change of the channel `name`. Subscribes it if it is
+    /// unknown.
     fn last_change(&self, name: Arc<str>) -> u64 {
         let mut channels = self.table.channels();
         let channel = channels.entry(Arc::clone(&name)).or_insert_with(|| {
@@ -106,8 +107,8 @@ impl ReleaseListener {
             let _ = self.subscribe_requests.send(name);
             ReleaseChannel::default()
         });
-        channel.is_recent = true;
-        channel.changed_at
+        channel.was_awaited = true;
+        channel.last_change
     }
 
     /// Returns whether a message on this channel would arrive: the subscription is confirmed on a
@@ -163,7 +164,7 @@ impl ChannelTable {
             let mut channels = self.channels();
             let Some(channel) = channels.get_mut(name) else { return };
             update(channel);
-            channel.changed_at = CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
+            channel.last_change = LAST_POSITION.fetch_add(1, Ordering::AcqRel) + 1;
         }
         self.waiters.wake(&name.into());
     }
@@ -187,8 +188,8 @@ impl ChannelTable {
     fn remove_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = channels.extract_if(|name, channel| {
-            let is_recent = std::mem::take(&mut channel.is_recent);
-            !is_recent && !self.waiters.contains(name)
+            let was_awaited = std::mem::take(&mut channel.was_awaited);
+            !was_awaited && !self.waiters.contains(name)
         });
         idle.map(|(name, _)| name).collect()
     }
@@ -276,7 +277,7 @@ async fn serve(
             _ = cleanup.tick() => {
                 ticks = ticks.wrapping_add(1);
                 let idle = table.remove_idle();
-                let verb = if table.scheme.sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
+                let verb = if table.scheme.is_sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
                 let is_sent = send_for_all(&mut connection, verb, &idle).await;
                 // A connection that died without a reset does not respond to PING.
                 is_sent && (!ticks.is_multiple_of(PING_TICKS) || ping_succeeds(&mut connection).await)
@@ -328,7 +329,7 @@ async fn subscribe(
     connection: &mut MultiplexedConnection,
     names: &[Arc<str>],
 ) -> bool {
-    let verb = if table.scheme.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
+    let verb = if table.scheme.is_sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
     for names in names.chunks(CHANNELS_PER_PIPELINE) {
         let Some(responses) = pipeline(connection, verb, names).await else { return false };
         for (name, response) in names.iter().zip(responses) {

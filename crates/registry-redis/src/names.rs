@@ -35,11 +35,11 @@ pub(crate) struct RedisKeyNames {
     /// The prefix of all other channels.
     channel_prefix: String,
     /// The keys of one lock must share a slot.
-    sharded: bool,
+    is_cluster: bool,
 }
 
 impl RedisKeyNames {
-    pub(crate) fn new(layout: Layout, namespace: &str, sharded: bool) -> Self {
+    pub(crate) fn new(layout: Layout, namespace: &str, is_cluster: bool) -> Self {
         let (prefix, channel_prefix, common_channel) = match layout {
             Layout::Native => (escaped(namespace) + ":{", String::new(), None),
             Layout::Spring => (
@@ -52,11 +52,11 @@ impl RedisKeyNames {
             }
             Layout::Redisson => (format!("{namespace}:"), REDISSON_CHANNEL.to_owned(), None),
         };
-        Self { layout, prefix, common_channel, channel_prefix, sharded }
+        Self { layout, prefix, common_channel, channel_prefix, is_cluster }
     }
 
     /// Returns the Redis key that stores the lock of `key`.
-    pub(crate) fn lock(&self, key: &Key) -> String {
+    pub(crate) fn lock_name(&self, key: &Key) -> String {
         match self.layout {
             Layout::Native => {
                 let capacity = self.prefix.len() + key.as_str().len() + "}".len();
@@ -112,7 +112,7 @@ impl RedisKeyNames {
 
     /// Returns the Redis key that stores how long clients have observed the server's current
     /// process. It belongs to no lock.
-    pub(crate) fn age_key(&self) -> String {
+    pub(crate) fn process_age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
 
@@ -132,15 +132,15 @@ impl RedisKeyNames {
     }
 
     /// Refuses a key that collides with a token key, or whose names would not share a slot.
-    pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
+    pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Native {
             return Ok(());
         }
-        let lock = self.lock(key);
+        let lock = self.lock_name(key);
         if lock.starts_with(TOKEN_PREFIX) || lock.starts_with(FENCE_PREFIX) {
             return Err(InvalidKey::layout("it collides with the token key of another lock"));
         }
-        if !self.sharded {
+        if !self.is_cluster {
             return Ok(());
         }
         let channel_differs =
@@ -154,7 +154,7 @@ impl RedisKeyNames {
     }
 
     /// Returns the lock's key if `name` is the Redis key of a lock in this namespace.
-    pub(crate) fn key(&self, name: &str) -> Option<Key> {
+    pub(crate) fn parse_key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {
             return Key::new(key)
@@ -163,12 +163,12 @@ impl RedisKeyNames {
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
-        // Accept only the spelling that `lock` produces.
-        (self.lock(&key) == name).then_some(key)
+        // Accept only the spelling that `lock_name` produces.
+        (self.lock_name(&key) == name).then_some(key)
     }
 
     /// Returns a SCAN pattern that matches all locks of this namespace and possibly other keys.
-    pub(crate) fn pattern(&self) -> String {
+    pub(crate) fn scan_pattern(&self) -> String {
         let mut pattern = String::new();
         for character in self.prefix.chars() {
             if matches!(character, '*' | '?' | '[' | ']' | '\\' | '^' | '-') {
@@ -267,18 +267,18 @@ mod tests {
             ("a\0\n", "lock-registry:{a%00%0A}"),
             ("Schlüssel 🔑", "lock-registry:{Schlüssel 🔑}"),
         ] {
-            assert_eq!(names.lock(&key(text)), name);
-            assert_eq!(names.token_key(&names.lock(&key(text))), format!("{name}:token"));
+            assert_eq!(names.lock_name(&key(text)), name);
+            assert_eq!(names.token_key(&names.lock_name(&key(text))), format!("{name}:token"));
         }
-        assert_eq!(native("a{b}:*").lock(&key("k")), "a%7Bb%7D:*:{k}");
-        assert_eq!(native("a*b").pattern(), r"a\*b:{*}");
+        assert_eq!(native("a{b}:*").lock_name(&key("k")), "a%7Bb%7D:*:{k}");
+        assert_eq!(native("a*b").scan_pattern(), r"a\*b:{*}");
     }
 
     #[test]
     fn only_lock_names_are_parsed_as_locks() {
         let names = native("n");
         for name in ["n:{k}:token", "n:{k", "m:{k}", "n:{}", "n:{%6B}", "n:{a{b}", "k"] {
-            assert_eq!(names.key(name), None, "{name}");
+            assert_eq!(names.parse_key(name), None, "{name}");
         }
     }
 
@@ -286,8 +286,8 @@ mod tests {
         #[test]
         fn a_lock_name_maps_back_to_its_key(text in ".{1,40}", namespace in ".{1,10}") {
             let names = native(&namespace);
-            let name = names.lock(&key(&text));
-            prop_assert_eq!(names.key(&name), Some(key(&text)));
+            let name = names.lock_name(&key(&text));
+            prop_assert_eq!(names.parse_key(&name), Some(key(&text)));
             // The cluster's rule: the tag is the text between the first `{` and the next `}`.
             let tag = name.split_once('{').and_then(|(_, rest)| rest.split_once('}')).unwrap();
             prop_assert!(!tag.0.is_empty() && tag.1.is_empty());
@@ -298,7 +298,7 @@ mod tests {
             a in ".{1,10}", b in ".{1,10}", key_a in ".{1,10}", key_b in ".{1,10}",
         ) {
             let same = a == b && key_a == key_b;
-            let (one, other) = (native(&a).lock(&key(&key_a)), native(&b).lock(&key(&key_b)));
+            let (one, other) = (native(&a).lock_name(&key(&key_a)), native(&b).lock_name(&key(&key_b)));
             prop_assert_eq!(one == other, same);
         }
     }

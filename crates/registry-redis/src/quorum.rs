@@ -209,10 +209,10 @@ impl Quorum {
         let attempt_lock = self.attempt_lock(claim);
         let _guard = attempt_lock.mutex.lock().await;
         let started_at = Instant::now();
-        let mut split = None;
+        let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
             // The engine calls again after its own time limit.
-            if split.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
+            if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
             let mut round = QuorumRound::new(self, claim);
@@ -222,12 +222,12 @@ impl Quorum {
                     return Ok(AcquireResult::Granted { token, lease, is_confirmed: true });
                 }
                 RoundOutcome::Busy(busy) => return Ok(busy),
-                RoundOutcome::Split(busy) => split = busy.or(split),
+                RoundOutcome::Split(busy) => split_result = busy.or(split_result),
             }
             drop(round);
             sleep(jitter()).await;
         }
-        split.map_or_else(|| Err(self.no_majority(None)), Ok)
+        split_result.map_or_else(|| Err(self.no_majority(None)), Ok)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -237,11 +237,11 @@ impl Quorum {
             async move { Ok(master.store.renew(&claims).await) }
         });
         let mut votes: Vec<Votes> = claims.iter().map(|_| Votes::default()).collect();
-        let mut is_shortened = false;
+        let mut is_deadline_shortened = false;
         loop {
             let responses = match requests.next().await {
                 ResponseEvent::Response(responses) => responses,
-                ResponseEvent::DeadlineReached if is_shortened => break,
+                ResponseEvent::DeadlineReached if is_deadline_shortened => break,
                 ResponseEvent::DeadlineReached => continue,
                 ResponseEvent::AllReceived => break,
             };
@@ -253,10 +253,10 @@ impl Quorum {
             if decided == claims.len() {
                 break;
             }
-            if !is_shortened && decided > 0 {
+            if !is_deadline_shortened && decided > 0 {
                 // A claim that depends on an unresponsive master must not delay the others until
                 // their leases end.
-                is_shortened = true;
+                is_deadline_shortened = true;
                 let lease = claims.iter().map(Claim::lease).min().unwrap_or_default();
                 requests.set_deadline(RENEWAL_WAIT_MAX.min(lease / 10));
             }
@@ -342,7 +342,7 @@ impl Quorum {
             let ((), _, others) = select_all(waits).await;
             waits = others;
         }
-        if position == NOT_WOKEN {
+        if position == NEVER_WOKEN {
             std::future::pending::<()>().await;
         }
     }
@@ -438,9 +438,9 @@ impl Quorum {
 
     /// Returns a finding if the masters' clocks differ too much.
     async fn clock_skew(&self) -> Option<Finding> {
-        let times = join_all(self.masters.iter().map(|master| master.store.clock_offset())).await;
-        let ahead: Vec<i64> = times.into_iter().filter_map(Result::ok).collect();
-        let skew = ahead.iter().max()? - ahead.iter().min()?;
+        let offsets = join_all(self.masters.iter().map(|master| master.store.clock_offset())).await;
+        let offsets: Vec<i64> = offsets.into_iter().filter_map(Result::ok).collect();
+        let skew = offsets.iter().max()? - offsets.iter().min()?;
         (skew > CLOCK_SKEW_MAX_US).then(|| {
             Finding::warning(format!(
                 "the masters' clocks are {} ms apart: tokens may not grow after a master has lost its data; synchronise them",
@@ -534,8 +534,8 @@ impl QuorumMaster {
         if age >= self.restart_guard || self.was_past_restart_guard(&run_id) {
             // For other clients. If this user may not write it, they measure the full time
             // themselves.
-            let _ = self.store.save_uptime(&run_id, self.restart_guard).await;
-        } else if self.store.load_uptime(&run_id).await? < self.restart_guard {
+            let _ = self.store.save_process_age(&run_id, self.restart_guard).await;
+        } else if self.store.load_process_age(&run_id).await? < self.restart_guard {
             return Ok(false);
         }
         if let Some(process) =
@@ -595,11 +595,11 @@ impl QuorumMaster {
         loop {
             let is_grant_possible = may_be_granted();
             let response = self.store.release(claim).await;
-            let repeats = match &response {
+            let must_retry = match &response {
                 Ok(outcome) => *outcome == Release::NotHeld && is_grant_possible,
                 Err(_) => true,
             };
-            if !repeats || Instant::now() + pause >= until {
+            if !must_retry || Instant::now() + pause >= until {
                 return response;
             }
             if retry_permit.is_none() {
@@ -725,7 +725,7 @@ impl<'a> QuorumRound<'a> {
         let mut granted: Vec<MasterGrant> = Vec::new();
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut first_error: Option<BackendError> = None;
-        let (mut failed, mut is_shortened) = (0, false);
+        let (mut failed, mut is_deadline_shortened) = (0, false);
         while failed <= quorum.failures_max() {
             if granted.len() >= quorum.majority()
                 && !(requests.is_before_deadline && is_disputed(&granted, quorum.majority()))
@@ -750,7 +750,7 @@ impl<'a> QuorumRound<'a> {
                     lease,
                     is_confirmed,
                 })) => {
-                    granted.push((is_confirmed, token, lease));
+                    granted.push(MasterGrant { token, is_confirmed, lease });
                 }
                 ResponseEvent::Response(Ok(AcquireResult::Busy { remaining, holder, .. })) => {
                     busy.push((remaining, holder));
@@ -763,8 +763,8 @@ impl<'a> QuorumRound<'a> {
                 ResponseEvent::AllReceived => break,
             }
             let responses = granted.len() + busy.len();
-            if !is_shortened && responses >= quorum.majority() {
-                is_shortened = true;
+            if !is_deadline_shortened && responses >= quorum.majority() {
+                is_deadline_shortened = true;
                 if is_disputed(&granted, quorum.majority()) {
                     requests.set_deadline(EXTRA_WAIT_MAX);
                 } else {
@@ -774,12 +774,12 @@ impl<'a> QuorumRound<'a> {
         }
         // The claim may have been granted by an earlier attempt, which a failure now must not
         // withdraw.
-        let confirmed = granted.iter().filter(|(is_confirmed, ..)| *is_confirmed).count();
+        let confirmed = granted.iter().filter(|grant| grant.is_confirmed).count();
         let missing = quorum.masters.len() - granted.len() - busy.len();
         self.is_kept = confirmed > 0 && confirmed + missing >= quorum.majority();
-        let largest = granted.iter().map(|(_, token, _)| *token).max();
+        let largest = granted.iter().map(|grant| grant.token).max();
         let token = agreed_token(&granted, quorum.majority()).or(largest);
-        let lease = granted.iter().map(|(.., lease)| *lease).min();
+        let lease = granted.iter().map(|grant| grant.lease).min();
         let (Some(token), Some(lease)) = (token, lease) else {
             return quorum.not_granted(0, first_error, busy, position);
         };
@@ -805,12 +805,12 @@ impl<'a> QuorumRound<'a> {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
             async move { master.store.store_token(&claim, &state.round_id, token).await }
         });
-        let (mut held, mut others, mut failed) = (0, 0, 0);
-        let (mut first_error, mut is_shortened) = (None, false);
-        while others + failed <= quorum.failures_max() {
+        let (mut stored, mut not_held, mut failed) = (0, 0, 0);
+        let (mut first_error, mut is_deadline_shortened) = (None, false);
+        while not_held + failed <= quorum.failures_max() {
             match requests.next().await {
-                ResponseEvent::Response(Ok(true)) => held += 1,
-                ResponseEvent::Response(Ok(false)) => others += 1,
+                ResponseEvent::Response(Ok(true)) => stored += 1,
+                ResponseEvent::Response(Ok(false)) => not_held += 1,
                 ResponseEvent::Response(Err(error)) => {
                     failed += 1;
                     first_error.get_or_insert(error);
@@ -818,14 +818,14 @@ impl<'a> QuorumRound<'a> {
                 ResponseEvent::DeadlineReached => {}
                 ResponseEvent::AllReceived => break,
             }
-            if held >= quorum.majority() {
+            if stored >= quorum.majority() {
                 return Ok(true);
             }
-            if !is_shortened && held + others >= quorum.majority() {
-                is_shortened = true;
+            if !is_deadline_shortened && stored + not_held >= quorum.majority() {
+                is_deadline_shortened = true;
                 requests.shorten_deadline();
             }
-            if !requests.is_before_deadline && held + others >= quorum.majority() {
+            if !requests.is_before_deadline && stored + not_held >= quorum.majority() {
                 break;
             }
         }
@@ -936,30 +936,33 @@ fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOu
         Some((_, holder)) => RoundOutcome::Split(Some(AcquireResult::Busy {
             remaining: Some(jitter()),
             holder,
-            position: NOT_WOKEN,
+            position: NEVER_WOKEN,
         })),
         None => RoundOutcome::Split(None),
     }
 }
 
 /// The position of a wait that no release message ends.
-const NOT_WOKEN: u64 = u64::MAX;
+const NEVER_WOKEN: u64 = u64::MAX;
 
-/// One master's grant: whether its token is confirmed, the token, and the lease.
-type MasterGrant = (bool, FencingToken, Duration);
+/// One master's grant.
+struct MasterGrant {
+    token: FencingToken,
+    /// A majority has stored the token.
+    is_confirmed: bool,
+    lease: Duration,
+}
 
 /// Returns whether some master reports a confirmed token but no majority reports the same one.
 /// Further responses may decide.
 fn is_disputed(granted: &[MasterGrant], majority: usize) -> bool {
-    granted.iter().any(|(is_confirmed, ..)| *is_confirmed)
-        && agreed_token(granted, majority).is_none()
+    granted.iter().any(|grant| grant.is_confirmed) && agreed_token(granted, majority).is_none()
 }
 
 /// Returns the confirmed token that a majority reports. A minority's token may come from an
 /// unfinished round, after which other claims may have received larger tokens.
 fn agreed_token(granted: &[MasterGrant], majority: usize) -> Option<FencingToken> {
-    let tokens =
-        granted.iter().filter(|(is_confirmed, ..)| *is_confirmed).map(|(_, token, _)| *token);
+    let tokens = granted.iter().filter(|grant| grant.is_confirmed).map(|grant| grant.token);
     let votes = |token: &FencingToken| tokens.clone().filter(|other| other == token).count();
     tokens.clone().find(|token| votes(token) >= majority)
 }
@@ -1049,9 +1052,9 @@ const RESULT_GRANTED: u8 = 2;
 const RELEASE_RETRIES_MAX: usize = 256;
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(20);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// How long more responses than necessary are awaited.
+/// The maximum wait for responses beyond a majority.
 const EXTRA_WAIT_MAX: Duration = Duration::from_millis(100);
-/// The minimum of that time once a majority has responded.
+/// The minimum of that wait once a majority has responded.
 const EXTRA_WAIT_MIN: Duration = Duration::from_millis(5);
 /// How long a majority of responses is awaited once the lock can no longer be acquired.
 const MAJORITY_WAIT: Duration = Duration::from_millis(500);
@@ -1066,24 +1069,29 @@ const CLOCK_SKEW_MAX_US: i64 = 500_000;
 mod tests {
     use super::*;
 
-    fn grant(is_confirmed: bool, token: u64) -> MasterGrant {
-        (is_confirmed, FencingToken::new(token).unwrap(), Duration::from_secs(1))
+    fn confirmed(token: u64) -> MasterGrant {
+        MasterGrant { is_confirmed: true, ..provisional(token) }
+    }
+
+    fn provisional(token: u64) -> MasterGrant {
+        let token = FencingToken::new(token).unwrap();
+        MasterGrant { token, is_confirmed: false, lease: Duration::from_secs(1) }
     }
 
     /// A round that did not finish leaves its token on a minority; other claims may have received
     /// larger tokens since.
     #[test]
     fn the_token_of_a_minority_is_ignored() {
-        let granted = [grant(true, 5), grant(false, 9), grant(false, 8)];
+        let granted = [confirmed(5), provisional(9), provisional(8)];
         assert_eq!(agreed_token(&granted, 3), None);
         assert!(is_disputed(&granted, 3), "a later response may decide");
-        assert!(!is_disputed(&[grant(false, 9), grant(false, 8), grant(false, 7)], 3));
+        assert!(!is_disputed(&[provisional(9), provisional(8), provisional(7)], 3));
     }
 
     /// The claim was granted before, and its holder has this token.
     #[test]
     fn the_token_of_a_majority_is_used() {
-        let granted = [grant(true, 5), grant(false, 9), grant(true, 5), grant(true, 5)];
+        let granted = [confirmed(5), provisional(9), confirmed(5), confirmed(5)];
         assert_eq!(agreed_token(&granted, 3), FencingToken::new(5));
         assert!(!is_disputed(&granted, 3));
     }

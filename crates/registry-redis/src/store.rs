@@ -92,7 +92,7 @@ impl RedisStore {
             scripts: Scripts::of(config.layout),
             is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
             is_single: matches!(config.servers, ServerAddresses::Single(_)),
-            publish_command: if scheme.sharded { "SPUBLISH" } else { "PUBLISH" },
+            publish_command: if scheme.is_sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
             durability: config.durability,
             names: scheme.names,
@@ -109,7 +109,7 @@ impl RedisStore {
         if !self.is_cluster {
             return 0;
         }
-        let node = self.connections.known_node(hash_slot(&self.names.lock(key)));
+        let node = self.connections.known_node(hash_slot(&self.names.lock_name(key)));
         node.map_or(0, |node| {
             node.name()
                 .bytes()
@@ -123,7 +123,7 @@ impl RedisStore {
         claim: &Claim,
         attempt: Option<&str>,
     ) -> Result<AcquireResult, BackendError> {
-        let lock = self.names.lock(claim.key());
+        let lock = self.names.lock_name(claim.key());
         // Read before the request: a later message may make the response obsolete.
         let position = current_position();
         let mut call = self
@@ -164,14 +164,14 @@ impl RedisStore {
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let mut by_slot: BTreeMap<u16, Vec<(usize, String)>> = BTreeMap::new();
-        for (at, claim) in claims.iter().enumerate() {
-            let lock = self.names.lock(claim.key());
-            by_slot.entry(self.slot(&lock)).or_default().push((at, lock));
+        for (index, claim) in claims.iter().enumerate() {
+            let lock = self.names.lock_name(claim.key());
+            by_slot.entry(self.slot(&lock)).or_default().push((index, lock));
         }
         let mut results = vec![Err(unexpected_response()); claims.len()];
         let calls = by_slot.iter().map(async |(slot, locks)| {
             let mut call = self.scripts.renew.call(locks.iter().map(|(_, lock)| lock.as_str()));
-            for claim in locks.iter().filter_map(|(at, _)| claims.get(*at)) {
+            for claim in locks.iter().filter_map(|(index, _)| claims.get(*index)) {
                 call = call.arg(self.names.holder_id(claim.id())).arg(ceil_millis(claim.lease()));
             }
             let renewed = self.run_renewal(*slot, &call.with_tracking()).await;
@@ -182,18 +182,17 @@ impl RedisStore {
                 // While a slot migrates, its keys are spread over two servers.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
-            let renewed_lease = |index| {
+            let renewed_lease = |position| {
                 renewed
                     .as_ref()
                     .map_err(Clone::clone)
-                    .map(|remaining| remaining.get(index).copied())
+                    .map(|remaining| remaining.get(position).copied())
             };
             (locks, (0..locks.len()).map(renewed_lease).collect::<Vec<_>>())
         });
         for (locks, renewed) in join_all(calls).await {
-            for (index, (at, _)) in locks.iter().enumerate() {
-                let remaining = renewed.get(index).cloned().unwrap_or(Ok(None));
-                results[*at] = remaining.and_then(|remaining| {
+            for ((index, _), remaining) in locks.iter().zip(renewed) {
+                results[*index] = remaining.and_then(|remaining| {
                     let remaining = remaining.ok_or_else(unexpected_response)?;
                     Ok(parse_pttl(remaining).map_or(Renewal::Gone, Renewal::Renewed))
                 });
@@ -208,8 +207,8 @@ impl RedisStore {
         claims: &[Claim],
         locks: &[(usize, String)],
     ) -> Vec<Result<Option<i64>, BackendError>> {
-        let calls = locks.iter().map(async |(at, lock)| {
-            let Some(claim) = claims.get(*at) else { return Ok(None) };
+        let calls = locks.iter().map(async |(index, lock)| {
+            let Some(claim) = claims.get(*index) else { return Ok(None) };
             let call = self.scripts.renew.call([lock.as_str()]);
             let call = call.arg(self.names.holder_id(claim.id())).arg(ceil_millis(claim.lease()));
             Ok(self.run_renewal(slot, &call.with_tracking()).await?.first().copied())
@@ -234,7 +233,7 @@ impl RedisStore {
     }
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let lock = self.names.lock(claim.key());
+        let lock = self.names.lock_name(claim.key());
         let keys = [lock.as_str(), &self.names.token_key(&lock)];
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
@@ -247,14 +246,14 @@ impl RedisStore {
         claim: &Claim,
         attempt: &str,
     ) -> Result<Release, BackendError> {
-        let lock = self.names.lock(claim.key());
+        let lock = self.names.lock_name(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
         let call = call.arg(self.names.holder_id(claim.id())).arg(attempt);
         self.run_release(&lock, call).await
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        let lock = self.names.lock(key);
+        let lock = self.names.lock_name(key);
         let call = self.scripts.force_release.call([lock.as_str()]);
         self.run_release(&lock, call).await
     }
@@ -279,7 +278,7 @@ impl RedisStore {
         attempt: &str,
         token: FencingToken,
     ) -> Result<bool, BackendError> {
-        let lock = self.names.lock(claim.key());
+        let lock = self.names.lock_name(claim.key());
         let call = self
             .scripts
             .store_token
@@ -295,7 +294,7 @@ impl RedisStore {
 
     /// Waits until `key` may have been released after `position`.
     pub(crate) async fn wait(&self, key: &Key, position: u64) {
-        let lock = self.names.lock(key);
+        let lock = self.names.lock_name(key);
         match self.connections.known_node(self.slot(&lock)) {
             Some(node) => node.listener.wait(&self.names.channel(&lock), position).await,
             // No server is known for the slot; the engine polls.
@@ -305,7 +304,7 @@ impl RedisStore {
 
     /// Returns whether a release message for `key` would arrive.
     pub(crate) fn is_wake_confirmed(&self, key: &Key) -> bool {
-        let lock = self.names.lock(key);
+        let lock = self.names.lock_name(key);
         let node = self.connections.known_node(self.slot(&lock));
         node.is_some_and(|node| node.listener.is_confirmed(&self.names.channel(&lock)))
     }
@@ -317,7 +316,7 @@ impl RedisStore {
     ) -> Result<Vec<ClaimHolder>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
         for key in keys {
-            let lock = self.names.lock(key);
+            let lock = self.names.lock_name(key);
             by_slot.entry(self.slot(&lock)).or_default().push((key, lock));
         }
         let chunks_of_slots = by_slot.iter().flat_map(|(slot, locks)| {
@@ -373,17 +372,17 @@ impl RedisStore {
             let scan = redis::cmd("SCAN")
                 .arg(cursor)
                 .arg("MATCH")
-                .arg(self.names.pattern())
+                .arg(self.names.scan_pattern())
                 .arg("COUNT")
                 .arg(SCAN_COUNT)
                 .arg("TYPE")
                 .arg(self.names.value_type())
                 .to_owned();
-            let (next, names): (u64, Vec<Vec<u8>>) =
+            let (next_cursor, names): (u64, Vec<Vec<u8>>) =
                 parse_response(self.connections.send_command(node, &scan).await?)?;
-            let name = |name: Vec<u8>| self.names.key(std::str::from_utf8(&name).ok()?);
-            keys.extend(names.into_iter().filter_map(name));
-            cursor = next;
+            let parse_key = |name: Vec<u8>| self.names.parse_key(std::str::from_utf8(&name).ok()?);
+            keys.extend(names.into_iter().filter_map(parse_key));
+            cursor = next_cursor;
             if cursor == 0 {
                 return Ok(keys);
             }
@@ -419,16 +418,16 @@ impl fmt::Debug for RedisStore {
 /// Returns the channel scheme for release messages.
 pub(crate) fn channel_scheme(config: &RedisConfig) -> ChannelScheme {
     let is_cluster = matches!(config.servers, ServerAddresses::Cluster(_));
-    let sharded = match config.publish {
+    let is_sharded = match config.publish {
         Publish::Sharded => true,
         Publish::Plain => false,
         Publish::Auto => is_cluster && config.layout != Layout::Spring,
     };
-    ChannelScheme { names: names(config), sharded }
+    ChannelScheme { names: key_names(config), is_sharded }
 }
 
 /// Returns the key names of this configuration.
-pub(crate) fn names(config: &RedisConfig) -> RedisKeyNames {
+pub(crate) fn key_names(config: &RedisConfig) -> RedisKeyNames {
     let is_cluster = matches!(config.servers, ServerAddresses::Cluster(_));
     RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }

@@ -54,7 +54,7 @@ impl ZkBackend {
     /// Dropping the future ends the session if one was opened.
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
-        let paths = Paths::new(&config);
+        let paths = config.paths();
         let addresses: Arc<str> = config.servers().into();
         let capabilities = config.capabilities();
         let sessions = SessionPool::new(config);
@@ -152,7 +152,7 @@ impl LockBackend for ZkBackend {
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
-        self.paths.validate_key(key)
+        self.paths.check_key(key)
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {

@@ -13,7 +13,8 @@ use registry_core::{
 };
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::path::{Paths, is_valid_path};
+use crate::layout::{Layout, Naming};
+use crate::path::{Paths, encode, is_valid_path};
 
 /// Configuration of a [`ZkBackend`](crate::ZkBackend).
 #[derive(Clone)]
@@ -22,8 +23,8 @@ pub struct ZkConfig {
     hosts: Vec<Host>,
     pub(crate) chroot: Option<String>,
     root: Option<String>,
-    pub(crate) namespace: Option<String>,
-    pub(crate) layout: Layout,
+    namespace: Option<String>,
+    layout: Layout,
     pub(crate) naming: Naming,
     pub(crate) session_timeout: Duration,
     pub(crate) sessions_max: u32,
@@ -101,32 +102,6 @@ fn is_encrypted(scheme: &str) -> bool {
     scheme == "zks"
 }
 
-/// Placement of the lock nodes. Programs share locks only if their layouts agree.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Layout {
-    /// This library's own layout: `/lock-registry/NAMESPACE/KEY`. Characters of the key that could
-    /// conflict with other paths are percent-encoded.
-    #[default]
-    Native,
-    /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
-    /// `ZookeeperLockRegistry` uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid
-    /// paths, or that would contend for another key's lock, are refused.
-    Curator,
-}
-
-/// Name of a contender's node.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum Naming {
-    /// `_c_UUID-lock-NUMBER`, as in Apache Curator. Programs with kazoo wait for such nodes only if
-    /// they set `extra_lock_patterns=["-lock-"]`.
-    #[default]
-    Curator,
-    /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
-    Kazoo,
-}
-
 /// Access rights of created nodes.
 #[derive(Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -162,8 +137,8 @@ impl ZkConfig {
     pub const SESSIONS_MAX: u32 = 32;
     /// Maximum bytes of node paths in one session. The end of a session is one transaction with all
     /// these paths. Servers stop at a transaction of more than twice their `jute.maxbuffer` (1 MiB
-    /// by default) and cannot start again.
-    pub const NODE_BYTES_MAX: usize = crate::session::NODE_BYTES_MAX;
+    /// by default) and cannot start again. This limit is a quarter of that.
+    pub const NODE_BYTES_MAX: usize = 512 * 1024;
     /// Default time limit for opening a session.
     pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
     /// Default time limit for the response to one request.
@@ -391,7 +366,7 @@ impl ZkConfig {
     }
 
     /// Returns the parent node of all keys, relative to the chroot.
-    pub(crate) fn root(&self) -> &str {
+    fn root(&self) -> &str {
         match (&self.root, self.layout) {
             (Some(root), _) => root,
             (None, Layout::Native) => Self::NATIVE_ROOT,
@@ -399,8 +374,21 @@ impl ZkConfig {
         }
     }
 
-    pub(crate) fn namespace(&self) -> &str {
-        self.namespace.as_deref().unwrap_or(Self::NAMESPACE)
+    /// Returns the paths of the lock nodes.
+    pub(crate) fn paths(&self) -> Paths {
+        let chroot = self.chroot.as_deref().unwrap_or_default();
+        let root = self.root();
+        let root = if root == "/" { "" } else { root };
+        let base = match (self.layout, &self.namespace) {
+            (Layout::Native, namespace) => {
+                let namespace = namespace.as_deref().unwrap_or(Self::NAMESPACE);
+                format!("{chroot}{root}/{}", encode(namespace))
+            }
+            // Curator also places its namespaces above the root path.
+            (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
+            (Layout::Curator, None) => format!("{chroot}{root}"),
+        };
+        Paths::new(base, self.layout)
     }
 
     pub(crate) fn has_login(&self) -> bool {
@@ -437,7 +425,7 @@ impl ZkConfig {
             let problem = "is empty; leave it out for the default";
             return Err(OptionError::new("namespace", problem));
         }
-        if Paths::new(self).is_reserved() {
+        if self.paths().is_reserved() {
             return Err(OptionError::general(
                 "keys would be below `/zookeeper`, which is reserved for the servers",
             ));

@@ -2,7 +2,7 @@
 //! Called by `session`, which decides when.
 //!
 //! After a lost connection, the client library doubles its pause between attempts without a limit.
-//! For example, it reconnects to a server that was away for 7 s up to 7 s late. A client that stays
+//! For example, it reconnects up to 7 s late if the server was down for 7 s. A client that stays
 //! disconnected is therefore stopped, and its session is attached to a new one.
 
 use std::future::{Future, poll_fn};
@@ -19,7 +19,7 @@ use zookeeper_client::{CheckWriteError, Client, Error, SessionInfo, SessionState
 
 use crate::config::ZkConfig;
 use crate::error::to_backend_error;
-use crate::session::lock;
+use crate::mutex::lock;
 
 /// A client of the library that can be stopped.
 pub(crate) struct StoppableClient {

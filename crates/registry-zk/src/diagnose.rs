@@ -38,8 +38,8 @@ impl ZkBackend {
         Ok(findings)
     }
 
-    /// Checks whether the parent of all keys is readable, is not a lock itself, and has more than
-    /// one server.
+    /// Checks that the parent of all keys is readable and not a lock itself, and that the ensemble
+    /// has more than one server.
     async fn check_base(
         &self,
         session: &std::sync::Arc<ZkSession>,

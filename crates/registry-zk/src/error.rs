@@ -9,7 +9,7 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Classifies an error and adds a message with the remedy.
 pub(crate) fn to_backend_error(error: &Error) -> BackendError {
-    let (kind, message, refused) = classify(error);
+    let ErrorClass { kind, message, refused } = classify(error);
     // The client library's errors contain no credentials and no data.
     let converted =
         BackendError::new(kind, format!("zookeeper: {message}")).with_source(error.clone());
@@ -33,73 +33,82 @@ pub(crate) fn not_connected() -> BackendError {
 
 /// Returns whether the servers certainly did not execute the request.
 pub(crate) fn is_refused(error: &Error) -> bool {
-    classify(error).2
+    classify(error).refused
 }
 
-const fn classify(error: &Error) -> (BackendErrorKind, &'static str, bool) {
+struct ErrorClass {
+    kind: BackendErrorKind,
+    message: &'static str,
+    /// The servers did not execute the request.
+    refused: bool,
+}
+
+const fn refused(kind: BackendErrorKind, message: &'static str) -> ErrorClass {
+    ErrorClass { kind, message, refused: true }
+}
+
+const fn unknown_outcome(kind: BackendErrorKind, message: &'static str) -> ErrorClass {
+    ErrorClass { kind, message, refused: false }
+}
+
+const fn classify(error: &Error) -> ErrorClass {
     match error {
-        Error::ConnectionLoss | Error::Custom(_) => {
-            (Transient, "the connection was lost; check the network and the server's log", false)
-        }
-        Error::Timeout => (
+        Error::ConnectionLoss | Error::Custom(_) => unknown_outcome(
+            Transient,
+            "the connection was lost; check the network and the server's log",
+        ),
+        Error::Timeout => unknown_outcome(
             Transient,
             "none of the servers could be reached in time; check their addresses and the network",
-            false,
         ),
-        Error::NoHosts => (
+        Error::NoHosts => refused(
             Transient,
             "none of the servers can be reached; check that they run at these addresses",
-            true,
         ),
-        Error::SessionExpired => (Transient, "the session has expired; retry", false),
+        Error::SessionExpired => unknown_outcome(Transient, "the session has expired; retry"),
         Error::SessionMoved => {
-            (Transient, "the session has moved to another connection; retry", false)
+            unknown_outcome(Transient, "the session has moved to another connection; retry")
         }
-        Error::ClientClosed => (Transient, "the session was closed; retry", false),
-        Error::NotReadOnly => (
+        Error::ClientClosed => unknown_outcome(Transient, "the session was closed; retry"),
+        Error::NotReadOnly => refused(
             Transient,
             "the server has lost the majority and is read-only; check the other servers",
-            true,
         ),
-        Error::Throttled => (Transient, "the server is overloaded; reduce its load", true),
+        Error::Throttled => refused(Transient, "the server is overloaded; reduce its load"),
         Error::NoAuth => {
-            (Denied, "this login may not do that; the book lists the required rights", true)
+            refused(Denied, "this login may not do that; the book lists the required rights")
         }
         Error::AuthFailed => {
-            (Denied, "the servers rejected the login; check its scheme and credentials", true)
+            refused(Denied, "the servers rejected the login; check its scheme and credentials")
         }
         Error::InvalidAcl => {
-            (Misconfigured, "the servers rejected the ACL for new nodes; check option `acl`", true)
+            refused(Misconfigured, "the servers rejected the ACL for new nodes; check option `acl`")
         }
         Error::QuotaExceeded => {
-            (Misconfigured, "the quota of nodes is exceeded; raise it or use another root", true)
+            refused(Misconfigured, "the quota of nodes is exceeded; raise it or use another root")
         }
-        Error::NoChildrenForEphemerals => (
+        Error::NoChildrenForEphemerals => refused(
             Misconfigured,
             "a lock's node cannot be created below an ephemeral node; use another root",
-            true,
         ),
-        Error::Unimplemented => (
+        Error::Unimplemented => refused(
             Misconfigured,
             "the server is too old for this request; ZooKeeper 3.5 or later is required",
-            true,
         ),
-        Error::NoNode => (
+        Error::NoNode => refused(
             Protocol,
             "a node that was just created does not exist; check for programs that delete nodes",
-            true,
         ),
         Error::BadArguments(_) | Error::MarshallingError => {
-            (Protocol, "the request cannot be encoded; see the source of this error", true)
+            refused(Protocol, "the request cannot be encoded; see the source of this error")
         }
         Error::BadVersion | Error::NodeExists | Error::NotEmpty => {
-            (Protocol, "the servers refused the request; see the source of this error", true)
+            refused(Protocol, "the servers refused the request; see the source of this error")
         }
         // Variants that the library may add: the outcome is unknown, and a retry may not help.
-        _ => (
+        _ => unknown_outcome(
             Protocol,
             "the servers sent an unexpected response; see the source of this error",
-            false,
         ),
     }
 }

@@ -47,7 +47,9 @@ impl ZkBackend {
         session: &Arc<ZkSession>,
         relative_path: &str,
     ) -> Result<(Option<Holder>, Vec<String>), BackendError> {
-        let Some(key) = self.paths().key_of(relative_path) else { return Ok((None, Vec::new())) };
+        let Some(key) = self.paths().parse_key(relative_path) else {
+            return Ok((None, Vec::new()));
+        };
         let dir = self.paths().node_path(&key);
         let held = match read_holder(session, &key, &dir).await {
             // Rights to this key are missing; the other keys must still be listed.

@@ -35,6 +35,7 @@
 //! ```
 
 mod config;
+mod layout;
 mod backend;
 mod recipe;
 mod queue_entry;
@@ -49,10 +50,12 @@ mod inspect;
 mod fence;
 mod diagnose;
 mod error;
+mod mutex;
 
 pub use backend::ZkBackend;
-pub use config::{Acl, Layout, Naming, STORE, ZkConfig};
+pub use config::{Acl, STORE, ZkConfig};
 pub use fence::{FenceError, FencedMulti, Multi, Written};
+pub use layout::{Layout, Naming};
 pub use session::SessionsExhausted;
 
 // The example of the README is compiled.

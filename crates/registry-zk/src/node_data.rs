@@ -1,11 +1,7 @@
 //! The data of a lock's node: a JSON object for operators. No decision depends on it.
 
-use registry_core::{BackendError, Claim};
+use registry_core::Claim;
 use serde::{Deserialize, Serialize};
-use zookeeper_client::{CreateMode, Error};
-
-use crate::error::to_backend_error;
-use crate::session::ZkSession;
 
 #[derive(Serialize, Deserialize)]
 struct NodeData<'a> {
@@ -37,28 +33,6 @@ pub(crate) fn decode_label(data: &[u8]) -> Option<String> {
     is_label.then(|| text.to_owned())
 }
 
-/// Creates `path` and its parents as containers: nodes that the servers delete after they have been
-/// empty for a while.
-pub(crate) async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
-    let acls = session.config().acls();
-    for mode in [CreateMode::Container, CreateMode::Persistent] {
-        // `NoNode` means that a parent was deleted during the call.
-        for _ in 0..ATTEMPTS_MAX {
-            match session
-                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
-                .await?
-            {
-                Ok(()) => return Ok(()),
-                Err(Error::NoNode) => {}
-                // Servers before 3.5 do not support containers.
-                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
-                Err(error) => return Err(to_backend_error(&error)),
-            }
-        }
-    }
-    Err(to_backend_error(&Error::NoNode))
-}
-
 #[cfg(unix)]
 fn host() -> String {
     nix::unistd::gethostname().map_or_else(|_| String::new(), |name| name.to_string_lossy().into())
@@ -71,7 +45,6 @@ fn host() -> String {
 
 /// Longer data of other programs is not used as a label.
 const LABEL_MAX: usize = 1024;
-const ATTEMPTS_MAX: u32 = 4;
 
 #[cfg(test)]
 mod tests {

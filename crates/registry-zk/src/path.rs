@@ -4,7 +4,7 @@
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use registry_core::{InvalidKey, Key};
 
-use crate::config::{Layout, ZkConfig};
+use crate::layout::Layout;
 
 /// The node paths of all keys of one backend.
 #[derive(Debug)]
@@ -15,21 +15,8 @@ pub(crate) struct Paths {
 }
 
 impl Paths {
-    pub(crate) fn new(config: &ZkConfig) -> Self {
-        let chroot = config.chroot.as_deref().unwrap_or_default();
-        let root = config.root();
-        let root = if root == "/" { "" } else { root };
-        let base = match config.layout {
-            Layout::Native => {
-                format!("{chroot}{root}/{}", encode(config.namespace()))
-            }
-            // Curator also places its namespaces above the root path.
-            Layout::Curator => match &config.namespace {
-                Some(namespace) => format!("{chroot}/{}{root}", encode(namespace)),
-                None => format!("{chroot}{root}"),
-            },
-        };
-        Self { base, layout: config.layout }
+    pub(crate) fn new(base: String, layout: Layout) -> Self {
+        Self { base, layout }
     }
 
     /// Returns the parent of all keys.
@@ -51,7 +38,7 @@ impl Paths {
     }
 
     /// Returns the key of a node, from its path relative to the base.
-    pub(crate) fn key_of(&self, relative_path: &str) -> Option<Key> {
+    pub(crate) fn parse_key(&self, relative_path: &str) -> Option<Key> {
         let key = match self.layout {
             Layout::Native => {
                 let key = percent_decode_str(relative_path).decode_utf8().ok()?.into_owned();
@@ -69,15 +56,15 @@ impl Paths {
     }
 
     /// Refuses keys that are not valid paths, or that would contend for another key's lock.
-    pub(crate) fn validate_key(&self, key: &Key) -> Result<(), InvalidKey> {
+    pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         match self.layout {
             Layout::Native => Ok(()),
-            Layout::Curator => validate_curator_key(key.as_str(), self.base.is_empty()),
+            Layout::Curator => check_curator_key(key.as_str(), self.base.is_empty()),
         }
     }
 }
 
-fn validate_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
+fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
     if key.chars().any(|c| !is_path_char(c)) {
         return Err(InvalidKey::layout(
             "it contains a character that ZooKeeper does not allow in paths",
@@ -144,13 +131,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::config::ZkConfig;
 
     fn key(text: &str) -> Key {
         Key::new(text).unwrap()
     }
 
     fn paths(layout: Layout) -> Paths {
-        Paths::new(&ZkConfig::new("h/app").unwrap().with_layout(layout))
+        ZkConfig::new("h/app").unwrap().with_layout(layout).paths()
     }
 
     #[test]
@@ -165,10 +153,10 @@ mod tests {
             ("\0", "%00"),
         ] {
             assert_eq!(paths.node_path(&key(text)), format!("/app/lock-registry/default/{path}"));
-            assert_eq!(paths.key_of(path), Some(key(text)));
+            assert_eq!(paths.parse_key(path), Some(key(text)));
         }
-        assert_eq!(paths.key_of("a b"), None, "not an encoded name");
-        assert_eq!(paths.key_of("%2f"), None, "not an encoded name");
+        assert_eq!(paths.parse_key("a b"), None, "not an encoded name");
+        assert_eq!(paths.parse_key("%2f"), None, "not an encoded name");
     }
 
     #[test]
@@ -176,7 +164,7 @@ mod tests {
         let paths = paths(Layout::Curator);
         assert_eq!(paths.node_path(&key("a/b")), "/app/SpringIntegration-LockRegistry/a/b");
         for valid in ["a", "0", "-foo", "a/b", "a/ä", "a/42", "lock-1", "a b", "zookeeper"] {
-            assert_eq!(paths.validate_key(&key(valid)), Ok(()), "{valid:?}");
+            assert_eq!(paths.check_key(&key(valid)), Ok(()), "{valid:?}");
             assert!(is_valid_path(&paths.node_path(&key(valid))), "{valid:?}");
         }
         for invalid in [
@@ -199,7 +187,7 @@ mod tests {
             "🔒",
             "\u{f000}",
         ] {
-            assert!(paths.validate_key(&key(invalid)).is_err(), "{invalid:?}");
+            assert!(paths.check_key(&key(invalid)).is_err(), "{invalid:?}");
         }
     }
 
@@ -211,7 +199,7 @@ mod tests {
             prop_assert!(is_valid_path(&path), "{path:?}");
             prop_assert_eq!(path == paths.node_path(&key(&other)), one == other);
             let name = path.rsplit('/').next().unwrap();
-            prop_assert_eq!(paths.key_of(name), Some(key(&one)));
+            prop_assert_eq!(paths.parse_key(name), Some(key(&one)));
         }
     }
 }

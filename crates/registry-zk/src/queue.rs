@@ -8,7 +8,7 @@
 
 use registry_core::ClaimId;
 
-use crate::config::Naming;
+use crate::layout::Naming;
 
 /// Returns the name of a claim's node without its number.
 pub(crate) fn node_prefix(claim: ClaimId, naming: Naming) -> String {

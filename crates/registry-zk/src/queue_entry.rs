@@ -10,10 +10,10 @@ use registry_core::{Claim, Key, Moment};
 use tokio::sync::Mutex;
 use zookeeper_client::OneshotWatcher;
 
-use crate::config::Naming;
 use crate::connection::StoppableClient;
+use crate::layout::Naming;
+use crate::mutex::lock;
 use crate::queue::node_bytes;
-use crate::session::lock;
 
 /// The queue entry of a claim in one session. It never outlives that session, and no other session
 /// uses it.

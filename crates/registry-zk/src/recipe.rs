@@ -18,12 +18,13 @@ use tokio::sync::OwnedMutexGuard;
 use zookeeper_client::{CreateMode, Error, Stat};
 
 use crate::error::{is_refused, to_backend_error};
-use crate::node_data::{create_parents, decode_label, encode_node_data};
+use crate::mutex::lock;
+use crate::node_data::{decode_label, encode_node_data};
 use crate::queue::{ContenderQueue, QueuePosition, claim_nodes, node_prefix};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedPredecessor,
 };
-use crate::session::{ConfirmedBy, SessionPool, ZkSession, lock};
+use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued, and returns whether it is at the head.
 pub(crate) async fn try_acquire(
@@ -104,7 +105,7 @@ async fn run_attempt(
         };
         let path = format!("{}/{predecessor_name}", entry.dir);
         if is_predecessor_head
-            && is_phantom_head(session, &entry.dir, predecessor_name, &path).await?
+            && is_unconfirmed_head(session, &entry.dir, predecessor_name, &path).await?
         {
             state.unconfirmed_nodes.push(predecessor_name.to_owned());
             (state.predecessor, saw_predecessor_vanish) = (None, true);
@@ -206,6 +207,28 @@ async fn create_node(
     }
 }
 
+/// Creates `path` and its parents as containers: nodes that the servers delete after they have been
+/// empty for a while.
+async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
+    let acls = session.config().acls();
+    for mode in [CreateMode::Container, CreateMode::Persistent] {
+        // `NoNode` means that a parent was deleted during the call.
+        for _ in 0..MKDIR_ATTEMPTS_MAX {
+            match session
+                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
+                .await?
+            {
+                Ok(()) => return Ok(()),
+                Err(Error::NoNode) => {}
+                // Servers before 3.5 do not support containers.
+                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
+                Err(error) => return Err(to_backend_error(&error)),
+            }
+        }
+    }
+    Err(to_backend_error(&Error::NoNode))
+}
+
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
 /// Requests of a session run in order, and a leader that knows a later connection rejects those of
@@ -282,7 +305,7 @@ pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
 ///
 /// A waiter would wait forever for a node that the other servers have deleted. If the same node is
 /// the head for one session time-out, this therefore checks with a majority of the servers.
-async fn is_phantom_head(
+async fn is_unconfirmed_head(
     session: &ZkSession,
     dir: &str,
     name: &str,
@@ -641,6 +664,9 @@ async fn release_abandoned_claim(
 
 /// Attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
+
+/// Attempts to create the parents of a node while the servers delete empty ones.
+const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
 /// After this multiple of the session time-out, at most `RELIST_AFTER_MAX`, a waiter lists the
 /// whole queue even if its watch has not fired: its own node may have been deleted.

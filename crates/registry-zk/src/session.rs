@@ -5,7 +5,7 @@
 //!
 //! The end of a session is one transaction with the paths of all its nodes. A server that cannot
 //! read a transaction of that size stops, and so do all other members. A session therefore has at
-//! most [`NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer: nodes beyond
+//! most [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer: nodes beyond
 //! [`WATCHED_BYTES_MAX`] go to further sessions. At the limit of sessions, they go to a session
 //! with capacity for unwatched nodes. When all sessions are full, attempts are refused.
 
@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
@@ -28,6 +28,7 @@ use crate::config::ZkConfig;
 use crate::connection::StoppableClient;
 use crate::error::{not_connected, timed_out, to_backend_error};
 use crate::head_cache::HeadCache;
+use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
 use crate::recipe::release_abandoned;
 use crate::session_validity::SessionValidity;
@@ -36,12 +37,11 @@ use crate::session_validity::SessionValidity;
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
     registries: InvalidationSet,
-    /// Oldest first. A new claim goes to the first session with capacity for its
-    /// node.
+    /// Oldest first. A new claim goes to the first session with capacity for its node.
     live: Mutex<Vec<Arc<ZkSession>>>,
     /// Locked while a session is being opened.
     opening: tokio::sync::Mutex<ConnectBackoff>,
-    /// Until this time, no session is opened only to watch more nodes.
+    /// Before this time, no session is opened only to watch more nodes.
     extra_session_allowed_at: Mutex<Moment>,
     /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
@@ -145,9 +145,9 @@ impl SessionPool {
         if self.may_open_extra_session() {
             return None;
         }
-        let session = self.find_with_capacity(entry, NODE_BYTES_MAX)?;
+        let session = self.find_with_capacity(entry, ZkConfig::NODE_BYTES_MAX)?;
         let can_watch = lock(&session.entries).has_capacity(entry.node_bytes, WATCHED_BYTES_MAX);
-        Some((session, if can_watch { WATCHED_BYTES_MAX } else { NODE_BYTES_MAX }))
+        Some((session, if can_watch { WATCHED_BYTES_MAX } else { ZkConfig::NODE_BYTES_MAX }))
     }
 
     fn find_with_capacity(&self, entry: &QueueEntry, bytes_max: usize) -> Option<Arc<ZkSession>> {
@@ -172,14 +172,14 @@ impl SessionPool {
         self: &Arc<Self>,
         entry: &QueueEntry,
     ) -> Result<(Arc<ZkSession>, usize), BackendError> {
-        let Some(unwatched) = self.find_with_capacity(entry, NODE_BYTES_MAX) else {
-            return self.open(Some(entry)).await.map(|session| (session, NODE_BYTES_MAX));
+        let Some(unwatched) = self.find_with_capacity(entry, ZkConfig::NODE_BYTES_MAX) else {
+            return self.open(Some(entry)).await.map(|session| (session, ZkConfig::NODE_BYTES_MAX));
         };
         match timeout(EXTRA_SESSION_TIMEOUT, self.open(Some(entry))).await {
             Ok(Ok(session)) => Ok((session, WATCHED_BYTES_MAX)),
             Ok(Err(_)) | Err(_) => {
                 *lock(&self.extra_session_allowed_at) = Moment::now().after(EXTRA_SESSION_PAUSE);
-                Ok((unwatched, NODE_BYTES_MAX))
+                Ok((unwatched, ZkConfig::NODE_BYTES_MAX))
             }
         }
     }
@@ -218,7 +218,7 @@ impl SessionPool {
                 return Err(SessionsExhausted {
                     key: entry.key.as_str().to_owned(),
                     bytes,
-                    bytes_max: NODE_BYTES_MAX * live.len(),
+                    bytes_max: ZkConfig::NODE_BYTES_MAX * live.len(),
                     sessions_max: self.config.sessions_max,
                 }
                 .into_backend_error());
@@ -687,8 +687,8 @@ impl ZkSession {
         self.is_connected() && self.remaining_validity() > self.timeout() / 2
     }
 
-    /// Commits a write through a majority that changes nothing. The response extends the session's
-    /// validity even if it arrives after the request time-out, for example on slow disks.
+    /// Commits a write that changes nothing, which requires a majority. The response extends the
+    /// session's validity even if it arrives after the request time-out, for example on slow disks.
     async fn confirm_by_write(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.majority_requested_at) = sent_at;
@@ -853,17 +853,9 @@ async fn keep_alive(
     }
 }
 
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The limit of path bytes in one session: 512 KiB. This is half of the default `jute.maxbuffer` (1
-/// MiB), and a quarter of the largest transaction that servers with that setting can read.
-pub(crate) const NODE_BYTES_MAX: usize = 512 * 1024;
-
 /// Up to this many path bytes, a session watches the node of every held lock and the predecessor of
 /// every waiter; see [`WatchBudget`].
-pub(crate) const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
+const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
 
 /// How long an acquisition waits for a session that is opened only to watch more nodes.
 const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);
@@ -876,8 +868,8 @@ const LEADER_PAUSE: Duration = Duration::from_millis(100);
 /// How long the end of a claim's session is remembered.
 const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// Writes to a majority per session time-out. This replaces the client's own pings, which are about
-/// as frequent.
+/// The number of writes to a majority per session time-out. They replace the client's own pings,
+/// which are about as frequent.
 const CONFIRMATIONS_PER_TIMEOUT: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 

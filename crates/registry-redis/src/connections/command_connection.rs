@@ -141,8 +141,8 @@ impl CommandConnection {
         if let Err(error) = &response
             && (!is_connected || is_connection_error(error))
         {
-            let is_unreported = is_connected && !used.closed.load(Ordering::Acquire);
-            if self.replace(&used, || start_connecting(&self.connect_fn)) && is_unreported {
+            let is_loss_unreported = is_connected && !used.closed.load(Ordering::Acquire);
+            if self.replace(&used, || start_connecting(&self.connect_fn)) && is_loss_unreported {
                 (self.on_replaced)();
             }
         }

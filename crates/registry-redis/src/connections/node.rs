@@ -167,24 +167,24 @@ impl RedisNode {
         prefix: Option<Prefix>,
         suffix: Option<Cmd>,
     ) -> RedisResult<Vec<Value>> {
-        let all = |command: &Cmd| {
-            let mut all = redis::pipe();
+        let pipeline = |command: &Cmd| {
+            let mut pipeline = redis::pipe();
             match prefix {
-                Some(Prefix::Asking) => drop(all.cmd("ASKING")),
-                Some(Prefix::Caching) => drop(all.cmd("CLIENT").arg("CACHING").arg("YES")),
+                Some(Prefix::Asking) => drop(pipeline.cmd("ASKING")),
+                Some(Prefix::Caching) => drop(pipeline.cmd("CLIENT").arg("CACHING").arg("YES")),
                 None => {}
             }
-            all.add_command(command.clone());
+            pipeline.add_command(command.clone());
             if let Some(suffix) = &suffix {
-                all.add_command(suffix.clone());
+                pipeline.add_command(suffix.clone());
             }
-            all
+            pipeline
         };
-        let at = usize::from(prefix.is_some());
-        let count = at + 1 + usize::from(suffix.is_some());
-        let mut responses = connection.send_all(&all(call.evalsha())).await?;
-        if responses.get(at).is_some_and(is_noscript_response) {
-            responses = connection.send_all(&all(&call.eval())).await?;
+        let script_index = usize::from(prefix.is_some());
+        let count = script_index + 1 + usize::from(suffix.is_some());
+        let mut responses = connection.send_all(&pipeline(call.evalsha())).await?;
+        if responses.get(script_index).is_some_and(is_noscript_response) {
+            responses = connection.send_all(&pipeline(&call.eval())).await?;
         }
         if responses.len() != count {
             return Err((redis::ErrorKind::UnexpectedReturnType, "a response is missing").into());

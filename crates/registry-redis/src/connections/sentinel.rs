@@ -177,9 +177,9 @@ impl SentinelState {
     /// Records the master and returns whether it replaces another one.
     fn set_master(&self, address: &ServerAddress) -> bool {
         let mut master = self.master();
-        let other = master.as_ref().is_some_and(|master| master != address);
+        let replaces_other = master.as_ref().is_some_and(|master| master != address);
         *master = Some(address.clone());
-        other
+        replaces_other
     }
 
     fn master(&self) -> std::sync::MutexGuard<'_, Option<ServerAddress>> {

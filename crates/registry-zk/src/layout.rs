@@ -1,0 +1,28 @@
+//! The layouts and node names that programs must agree on to share locks. Data only: `path` and
+//! `queue` encode them.
+
+/// Placement of the lock nodes. Programs share locks only if their layouts agree.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Layout {
+    /// This library's own layout: `/lock-registry/NAMESPACE/KEY`. Characters of the key that could
+    /// conflict with other paths are percent-encoded.
+    #[default]
+    Native,
+    /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
+    /// `ZookeeperLockRegistry` uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid
+    /// paths, or that would contend for another key's lock, are refused.
+    Curator,
+}
+
+/// Name of a contender's node.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Naming {
+    /// `_c_UUID-lock-NUMBER`, as in Apache Curator. Programs with kazoo wait for such nodes only if
+    /// they set `extra_lock_patterns=["-lock-"]`.
+    #[default]
+    Curator,
+    /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
+    Kazoo,
+}
