@@ -13,7 +13,7 @@ use registry_conformance::{Harness, SharedServers, Store, assert_conformance_on_
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelSetup, ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelSetup,
 };
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
@@ -136,7 +136,7 @@ impl ServerSet for RedisCluster {
     /// No clause tests the loss of a node, and on a busy machine nodes with a short time-out would
     /// suspect each other.
     async fn begin() -> Self {
-        let patient = ServerOptions::new().args(&["--cluster-node-timeout", "10000"]);
+        let patient = RedisOptions::new().args(&["--cluster-node-timeout", "10000"]);
         Self::start_with(&patient).await.unwrap()
     }
 
@@ -207,7 +207,7 @@ struct TlsServer {
 impl ServerSet for TlsServer {
     async fn begin() -> Self {
         let certificates = TlsFolder::new().unwrap();
-        let options = ServerOptions::new().tls(&certificates).login("worker", "opensesame");
+        let options = RedisOptions::new().tls(&certificates).login("worker", "opensesame");
         let server = RedisServer::start_with(options).await.unwrap();
         Self { server, certificates }
     }

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
 use super::retry::{RetryDeadline, not_yet};
@@ -76,11 +76,11 @@ impl RedisCluster {
     /// Starts the nodes and returns once all of them report a healthy cluster and all replicas are
     /// synchronized.
     pub async fn start() -> io::Result<Self> {
-        Self::start_with(&ServerOptions::new()).await
+        Self::start_with(&RedisOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options for each node.
-    pub async fn start_with(options: &ServerOptions) -> io::Result<Self> {
+    pub async fn start_with(options: &RedisOptions) -> io::Result<Self> {
         let launch = |_| ClusterNode::launch(options);
         let mut nodes = (0..2 * MASTERS).map(launch).collect::<io::Result<Vec<_>>>()?;
         for node in &mut nodes {
@@ -432,7 +432,7 @@ impl RedisCluster {
 }
 
 impl ClusterNode {
-    fn launch(options: &ServerOptions) -> io::Result<Self> {
+    fn launch(options: &RedisOptions) -> io::Result<Self> {
         let bus = Port::reserve()?;
         let number = bus.number().to_string();
         let mut options = options.clone();

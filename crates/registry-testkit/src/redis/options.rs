@@ -3,7 +3,7 @@
 use std::env;
 use std::path::PathBuf;
 
-use crate::server_options::{self, StoreOptions};
+use crate::server_options::{ServerOptions, StoreOptions};
 
 /// The environment variable that names a program to use instead of `redis-server`, such as
 /// `valkey-server`. Ignored by servers whose options name a program.
@@ -12,7 +12,7 @@ pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";
 /// The options of a [`RedisServer`](super::RedisServer). By default, the program is the one named
 /// by [`SERVER_VARIABLE`], or else the `redis-server` on `PATH`. The server flushes each command to
 /// its file before it replies.
-pub type ServerOptions = server_options::ServerOptions<Redis>;
+pub type RedisOptions = ServerOptions<Redis>;
 
 /// The options that only Redis has.
 #[derive(Debug, Clone, Default)]
@@ -28,7 +28,7 @@ impl StoreOptions for Redis {
     }
 }
 
-impl ServerOptions {
+impl RedisOptions {
     /// Admits only this user, with all permissions. The testkit's own commands use this login. If
     /// the user is `default`, clients may omit the user name.
     #[must_use]

@@ -3,7 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
 use super::retry::{RetryDeadline, not_yet};
@@ -20,8 +20,8 @@ const QUORUM: usize = 2;
 /// The options of a [`SentinelSetup`].
 #[derive(Debug, Clone, Default)]
 pub struct SentinelOptions {
-    servers: ServerOptions,
-    sentinels: ServerOptions,
+    servers: RedisOptions,
+    sentinels: RedisOptions,
     sentinel_lines: Vec<String>,
 }
 
@@ -33,9 +33,9 @@ impl SentinelOptions {
     }
 
     /// Sets the options of the master and its replicas. The sentinels and the replicas use their
-    /// [login](ServerOptions::login). If the servers use TLS, the sentinels use it as well.
+    /// [login](RedisOptions::login). If the servers use TLS, the sentinels use it as well.
     #[must_use]
-    pub fn servers(mut self, options: ServerOptions) -> Self {
+    pub fn servers(mut self, options: RedisOptions) -> Self {
         self.servers = options;
         self
     }
@@ -56,7 +56,7 @@ impl SentinelOptions {
     }
 
     /// Returns the options of a sentinel, with its initial configuration.
-    fn sentinel(&self, master: SocketAddr) -> ServerOptions {
+    fn sentinel(&self, master: SocketAddr) -> RedisOptions {
         let (host, port) = (master.ip(), master.port());
         let mut lines = vec![
             format!("sentinel monitor {NAME} {host} {port} {QUORUM}"),
@@ -83,7 +83,7 @@ impl SentinelOptions {
     }
 
     /// Returns the options of a server that may be a master or a replica.
-    fn server(&self) -> ServerOptions {
+    fn server(&self) -> RedisOptions {
         let mut options = self.servers.clone();
         // By default, a master waits five seconds for further replicas before it synchronizes the
         // first one. Until then, a failover would find no replica.

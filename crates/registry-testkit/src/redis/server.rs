@@ -7,7 +7,7 @@ use nix::sys::signal::Signal;
 use tokio::net::{TcpStream, UnixStream};
 
 use super::connection::RedisConnection;
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::reply::RedisReply;
 use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server, wait_until_ready};
 use crate::ports::Port;
@@ -26,31 +26,31 @@ const PROGRAM: ServerProgram = ServerProgram {
 #[derive(Debug)]
 pub struct RedisServer {
     server: ManagedServer,
-    options: ServerOptions,
+    options: RedisOptions,
 }
 
 impl RedisServer {
     /// Starts a server. `options` are configuration lines as arguments, such as
     /// `["--maxmemory", "3mb"]`.
     pub async fn start(options: &[&str]) -> io::Result<Self> {
-        Self::start_with(ServerOptions::new().args(options)).await
+        Self::start_with(RedisOptions::new().args(options)).await
     }
 
     /// Like [`start`](Self::start), with the given options.
-    pub async fn start_with(options: ServerOptions) -> io::Result<Self> {
+    pub async fn start_with(options: RedisOptions) -> io::Result<Self> {
         let mut server = Self::launch(Port::reserve()?, options)?;
         server.wait_until_ready().await?;
         Ok(server)
     }
 
-    /// Like [`start`](Self::start), with TLS connections only. See [`ServerOptions::tls`].
+    /// Like [`start`](Self::start), with TLS connections only. See [`RedisOptions::tls`].
     pub async fn start_tls(folder: &TlsFolder, options: &[&str]) -> io::Result<Self> {
-        Self::start_with(ServerOptions::new().tls(folder).args(options)).await
+        Self::start_with(RedisOptions::new().tls(folder).args(options)).await
     }
 
     /// Starts a server on `port` without [waiting until it is ready](Self::wait_until_ready), so
     /// that several servers can start concurrently.
-    pub(super) fn launch(port: Port, options: ServerOptions) -> io::Result<Self> {
+    pub(super) fn launch(port: Port, options: RedisOptions) -> io::Result<Self> {
         let mut server = Self { server: ManagedServer::on_port(port, &PROGRAM)?, options };
         server.launch_again()?;
         Ok(server)
@@ -175,7 +175,7 @@ impl RedisServer {
     }
 
     /// Opens a connection, for commands that must come from the same client. It authenticates with
-    /// the [login](ServerOptions::login) of the options.
+    /// the [login](RedisOptions::login) of the options.
     pub async fn connect(&self) -> io::Result<RedisConnection> {
         let mut connection = if self.options.tls.is_some() {
             RedisConnection::new(UnixStream::connect(self.unix_socket()).await?)
