@@ -14,8 +14,6 @@ mod cluster;
 mod quorum;
 mod sentinel;
 
-mod retry;
-
 pub use cluster::{Migration, RedisCluster};
 pub use connection::RedisConnection;
 pub use options::{Redis, RedisOptions, SERVER_VARIABLE};

@@ -1,9 +1,6 @@
 //! The options with which a server starts.
 
-use std::env;
-use std::path::PathBuf;
-
-use crate::server_options::{ServerOptions, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names a program to use instead of `redis-server`, such as
 /// `valkey-server`. Ignored by servers whose options name a program.
@@ -20,12 +17,6 @@ pub struct Redis {
     pub(super) login: Option<(String, String)>,
     /// The initial configuration file of a sentinel, without the lines common to all servers.
     pub(super) sentinel: Option<String>,
-}
-
-impl StoreOptions for Redis {
-    fn program() -> PathBuf {
-        env::var_os(SERVER_VARIABLE).map_or_else(|| "redis-server".into(), PathBuf::from)
-    }
 }
 
 impl RedisOptions {

@@ -4,7 +4,6 @@ use std::io;
 
 use super::options::RedisOptions;
 use super::server::RedisServer;
-use crate::ports::Port;
 
 /// Independent masters. Dropping this handle kills them.
 #[derive(Debug)]
@@ -20,10 +19,10 @@ impl RedisQuorum {
 
     /// Like [`start`](Self::start), with options for each server.
     pub async fn start_with(servers: usize, options: &RedisOptions) -> io::Result<Self> {
-        let launch = |_| RedisServer::launch(Port::reserve()?, options.clone());
+        let launch = |_| RedisServer::launch_with(options.clone());
         let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;
         for server in &mut servers {
-            server.wait_until_ready().await?;
+            server.wait_until_serving().await?;
         }
         Ok(Self { servers })
     }

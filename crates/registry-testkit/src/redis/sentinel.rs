@@ -6,9 +6,8 @@ use std::net::SocketAddr;
 use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
-use super::retry::{RetryDeadline, not_yet};
 use super::server::RedisServer;
-use crate::ports::Port;
+use crate::retry::{not_yet, retry};
 
 /// The name of the master in the sentinels' configuration.
 const NAME: &str = "mymaster";
@@ -123,22 +122,19 @@ impl SentinelSetup {
         for _ in 0..REPLICAS {
             let port = addr.port().to_string();
             let replica = options.server().args(&["--replicaof", "127.0.0.1", &port]);
-            servers.push(RedisServer::launch(Port::reserve()?, replica)?);
+            servers.push(RedisServer::launch_with(replica)?);
         }
         for replica in &mut servers[1..] {
-            replica.wait_until_ready().await?;
+            replica.wait_until_serving().await?;
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
         // A sentinel that starts earlier discovers the replicas only ten seconds later.
-        let retry = RetryDeadline::new("the replicas are synchronized");
-        while let Err(why) = setup.check_replicas(addr).await {
-            retry.pause_or_fail(why).await?;
-        }
+        retry("the replicas are synchronized", || setup.check_replicas(addr)).await?;
         for _ in 0..SENTINELS {
-            setup.sentinels.push(RedisServer::launch(Port::reserve()?, options.sentinel(addr))?);
+            setup.sentinels.push(RedisServer::launch_with(options.sentinel(addr))?);
         }
         for sentinel in &mut setup.sentinels {
-            sentinel.wait_until_ready().await?;
+            sentinel.wait_until_serving().await?;
         }
         setup.wait_until_consistent().await?;
         Ok(setup)
@@ -212,10 +208,7 @@ impl SentinelSetup {
     /// old master continues as a master for about ten seconds, until the sentinels reconfigure it.
     pub async fn failover(&self) -> io::Result<SocketAddr> {
         let old = self.master().await?;
-        let retry = RetryDeadline::new("a failover begins");
-        while let Err(why) = self.request_failover().await {
-            retry.pause_or_fail(why).await?;
-        }
+        retry("a failover begins", || self.request_failover()).await?;
         self.wait_for_new_master(old).await
     }
 
@@ -286,14 +279,10 @@ impl SentinelSetup {
     /// Waits until all responding sentinels name the same master other than `old`, and that server
     /// reports that it is a master. Returns its address.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
-        let retry = RetryDeadline::new("all nodes know a new master");
-        loop {
-            match self.confirmed_master().await {
-                Ok(master) if master != old => return Ok(master),
-                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
-                Err(why) => retry.pause_or_fail(why).await?,
-            }
-        }
+        retry("all nodes know a new master", || async {
+            other_than(old, self.confirmed_master().await?)
+        })
+        .await
     }
 
     /// Waits until all running sentinels and servers are consistent. The sentinels agree on the
@@ -301,11 +290,7 @@ impl SentinelSetup {
     /// this takes ten to twenty seconds, because sentinels wait that long before they turn the old
     /// master into a replica.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
-        let retry = RetryDeadline::new("sentinels and servers agree");
-        while let Err(why) = self.check_consistency().await {
-            retry.pause_or_fail(why).await?;
-        }
-        Ok(())
+        retry("sentinels and servers agree", || self.check_consistency()).await
     }
 
     /// Returns the master if all responding sentinels agree on it.
@@ -359,6 +344,11 @@ impl SentinelSetup {
         }
         Ok(())
     }
+}
+
+/// Returns `master`, or an error if it is still `old`.
+pub(super) fn other_than(old: SocketAddr, master: SocketAddr) -> io::Result<SocketAddr> {
+    if master == old { Err(not_yet("it is still the old master")) } else { Ok(master) }
 }
 
 /// Returns the address of the master according to this sentinel.
