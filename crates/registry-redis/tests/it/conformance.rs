@@ -1,15 +1,14 @@
 //! The conformance suite over all kinds of Redis servers.
 //!
-//! Over a single server, each clause is a test with its own server. The other kinds take seconds to
-//! start. Their clauses share one set of servers, each clause in its own namespace. Only clauses
-//! that restart or empty the servers get their own set.
+//! The clauses share one set of servers, each clause in its own namespace. Only clauses that
+//! restart or empty the servers get their own set.
 #![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use registry_conformance::{Harness, SharedServers, Store, assert_conformance_on_shared_servers};
+use registry_conformance::{SharedServers, assert_conformance_on_shared_servers};
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{
@@ -17,60 +16,6 @@ use registry_testkit::redis::{
 };
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use tokio::sync::Mutex;
-
-#[derive(Debug)]
-struct SingleServerHarness;
-
-#[async_trait]
-impl Harness for SingleServerHarness {
-    async fn store(&self) -> Box<dyn Store> {
-        Box::new(SingleServer(Mutex::new(RedisServer::start(&[]).await.unwrap())))
-    }
-}
-
-#[derive(Debug)]
-struct SingleServer(Mutex<RedisServer>);
-
-impl SingleServer {
-    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
-        let config = RedisConfig::from_url(&self.0.lock().await.url()).unwrap();
-        Arc::new(RedisBackend::open(config.with_namespace(namespace)).await.unwrap())
-    }
-}
-
-#[async_trait]
-impl Store for SingleServer {
-    async fn client(&self) -> Arc<dyn LockBackend> {
-        self.open("lock-registry").await
-    }
-
-    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
-        Some(self.open("other").await)
-    }
-
-    async fn restart(&self) -> bool {
-        let mut server = self.0.lock().await;
-        server.kill();
-        server.start_again().await.unwrap();
-        true
-    }
-
-    async fn wipe(&self) -> bool {
-        let mut server = self.0.lock().await;
-        server.kill();
-        server.delete_data().unwrap();
-        server.start_again().await.unwrap();
-        true
-    }
-}
-
-registry_conformance::conformance! {
-    harness = SingleServerHarness,
-    runs = 224,
-    skips = 8,
-    without = [fair, remote],
-}
 
 /// A set of servers of one kind.
 #[async_trait]
@@ -103,6 +48,32 @@ impl<S: ServerSet> SharedServers for Shared<S> {
 fn run_all_clauses<S: ServerSet>(runs: usize, skips: usize) {
     let start = || async { Shared(S::begin().await) };
     assert_conformance_on_shared_servers(start, runs, skips);
+}
+
+#[async_trait]
+impl ServerSet for RedisServer {
+    async fn begin() -> Self {
+        Self::start(&[]).await.unwrap()
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.url()).unwrap()
+    }
+
+    async fn restart(&mut self) {
+        self.start_again().await.unwrap();
+    }
+
+    async fn wipe(&mut self) {
+        self.kill();
+        self.delete_data().unwrap();
+        self.start_again().await.unwrap();
+    }
+}
+
+#[test]
+fn a_server_passes_all_clauses() {
+    run_all_clauses::<RedisServer>(224, 8);
 }
 
 #[async_trait]
@@ -175,16 +146,13 @@ impl ServerSet for RedisQuorum {
 
     async fn restart(&mut self) {
         for server in self.servers_mut() {
-            server.kill();
-            server.start_again().await.unwrap();
+            server.restart().await;
         }
     }
 
     async fn wipe(&mut self) {
         for server in self.servers_mut() {
-            server.kill();
-            server.delete_data().unwrap();
-            server.start_again().await.unwrap();
+            server.wipe().await;
         }
     }
 }
@@ -220,14 +188,11 @@ impl ServerSet for TlsServer {
     }
 
     async fn restart(&mut self) {
-        self.server.kill();
-        self.server.start_again().await.unwrap();
+        self.server.restart().await;
     }
 
     async fn wipe(&mut self) {
-        self.server.kill();
-        self.server.delete_data().unwrap();
-        self.server.start_again().await.unwrap();
+        self.server.wipe().await;
     }
 }
 
@@ -258,14 +223,11 @@ macro_rules! layout {
             }
 
             async fn restart(&mut self) {
-                self.0.kill();
-                self.0.start_again().await.unwrap();
+                self.0.restart().await;
             }
 
             async fn wipe(&mut self) {
-                self.0.kill();
-                self.0.delete_data().unwrap();
-                self.0.start_again().await.unwrap();
+                self.0.wipe().await;
             }
         }
     };
