@@ -328,6 +328,27 @@ fn comments_have_at_most_100_columns() {
     assert!(found.is_empty(), "comments of more than 100 columns:\n{}", found.join("\n"));
 }
 
+#[test]
+fn unit_tests_are_at_the_end_of_their_file() {
+    let mut found = Vec::new();
+    for file in files() {
+        let path = relative(&file);
+        if !(path.starts_with("crates/") && path.contains("/src/") && path.ends_with(".rs")) {
+            continue;
+        }
+        let text = read(&file);
+        let module = text.split_once("\nmod tests").map(|(_, module)| module);
+        let is_last = |module: &str| {
+            module.starts_with(" {\n")
+                && module.split_once("\n}\n").is_some_and(|(_, rest)| rest.is_empty())
+        };
+        if path.contains("/tests/") || module.is_some_and(|module| !is_last(module)) {
+            found.push(path);
+        }
+    }
+    assert!(found.is_empty(), "unit tests in a place of their own: {found:#?}");
+}
+
 /// Files that import each other in a circle can only be read together. A folder counts as one file.
 #[test]
 fn at_most_three_files_of_a_crate_import_each_other_in_a_circle() {

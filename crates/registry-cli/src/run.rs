@@ -17,7 +17,7 @@ use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
 
-use self::child::{CommandExit, RunningCommand, StateChange};
+use self::child::{CommandExit, CommandProcess, StateChange};
 use self::command::Program;
 use self::terminal::{AfterStop, Terminal};
 use self::watchdog::Watchdog;
@@ -152,7 +152,7 @@ impl LockedRun<'_> {
     }
 
     /// Starts the command under the watchdog.
-    async fn start(&self) -> Result<(RunningCommand, Watchdog, Terminal), CliError> {
+    async fn start(&self) -> Result<(CommandProcess, Watchdog, Terminal), CliError> {
         // This process may have been stopped since the lock was granted.
         self.guard.protect(std::future::ready(())).await?;
         let terminal = Terminal::open();
@@ -163,7 +163,7 @@ impl LockedRun<'_> {
             // be wrong.
             ("LOCKREG_FENCING_TOKEN", self.fences.then(|| self.guard.fencing_token().to_string())),
         ];
-        match RunningCommand::start(self.program, environment, terminal.is_foreground_job()).await {
+        match CommandProcess::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {
                 watchdog.watch_group(running.group(), self.grace);
                 watchdog.extend_lease(self.guard.valid_for());
@@ -187,7 +187,7 @@ impl LockedRun<'_> {
 /// Handles all events of a command that runs under a lock, until its end.
 struct Supervisor<'a> {
     guard: &'a LockGuard,
-    running: RunningCommand,
+    running: CommandProcess,
     watchdog: Watchdog,
     terminal: Terminal,
     grace: Duration,

@@ -169,7 +169,7 @@ struct WaitQueue {
     reentrant_hold: Weak<Hold>,
     next_ticket: u64,
     /// By ticket, so that the first entry has waited longest and any entry is removed cheaply.
-    waiters: BTreeMap<u64, Waiter>,
+    waiters: BTreeMap<u64, LocalWaiter>,
     /// An index of the waiters by owner.
     by_owner: BTreeSet<(Owner, u64)>,
     /// The last local permit or claim sent to a waiter, until a check finds it received.
@@ -182,7 +182,7 @@ struct WaitQueue {
     closed: bool,
 }
 
-struct Waiter {
+struct LocalWaiter {
     owner: Option<Owner>,
     /// `None` for the registry's defaults. A shared `Arc` would make all waiters of all keys write
     /// the same reference count.
@@ -386,7 +386,7 @@ impl LocalLock {
             wait_queue.next_ticket += 1;
             let delivery = Delivery::new();
             let is_default = Arc::ptr_eq(options, &self.engine.default_options);
-            let waiter = Waiter {
+            let waiter = LocalWaiter {
                 owner: owner.cloned(),
                 options: (!is_default).then(|| Arc::clone(options)),
                 delivery: Arc::clone(&delivery),
@@ -597,20 +597,20 @@ impl WaitQueue {
         reentries
     }
 
-    fn push(&mut self, ticket: u64, waiter: Waiter) {
+    fn push(&mut self, ticket: u64, waiter: LocalWaiter) {
         if let Some(owner) = &waiter.owner {
             self.by_owner.insert((owner.clone(), ticket));
         }
         self.waiters.insert(ticket, waiter);
     }
 
-    fn remove(&mut self, ticket: u64) -> Option<Waiter> {
+    fn remove(&mut self, ticket: u64) -> Option<LocalWaiter> {
         let waiter = self.waiters.remove(&ticket)?;
         self.remove_from_index(ticket, &waiter);
         Some(waiter)
     }
 
-    fn remove_from_index(&mut self, ticket: u64, waiter: &Waiter) {
+    fn remove_from_index(&mut self, ticket: u64, waiter: &LocalWaiter) {
         if let Some(owner) = &waiter.owner {
             self.by_owner.remove(&(owner.clone(), ticket));
         }
@@ -618,7 +618,7 @@ impl WaitQueue {
 
     /// Records that the local permit or the claim is sent to `waiter`, which was just removed from
     /// the queue. Returns the waiter's delivery.
-    fn record_sent(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
+    fn record_sent(&mut self, ticket: u64, waiter: LocalWaiter, engine: &Engine) -> Arc<Delivery> {
         self.remove_from_index(ticket, &waiter);
         self.unreceived = Some(waiter.sent(engine));
         waiter.delivery
@@ -631,7 +631,7 @@ impl WaitQueue {
     }
 }
 
-impl Waiter {
+impl LocalWaiter {
     fn sent(&self, engine: &Engine) -> SentAdmission {
         let options = self.options.as_ref().unwrap_or(&engine.default_options);
         SentAdmission {

@@ -411,7 +411,7 @@ mod tests {
     /// Lets the task run until it waits.
     async fn settle() {
         for _ in 0..10 {
-            tokio::task::yield_now().await;
+            task::yield_now().await;
         }
     }
 

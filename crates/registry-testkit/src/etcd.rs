@@ -12,4 +12,4 @@ mod cluster;
 
 pub use cluster::EtcdCluster;
 pub use options::{CTL_VARIABLE, Etcd, EtcdOptions, SERVER_VARIABLE};
-pub use server::EtcdServer;
+pub use server::{EtcdMember, EtcdServer};

@@ -31,9 +31,9 @@ pub mod process;
 #[cfg(unix)]
 mod managed_process;
 #[cfg(unix)]
-mod managed_server;
-#[cfg(unix)]
 mod server_options;
+#[cfg(unix)]
+mod managed_server;
 #[cfg(unix)]
 mod server_user;
 #[cfg(unix)]
@@ -71,14 +71,16 @@ pub mod workload;
 pub mod seed;
 
 mod eventually;
+#[cfg(unix)]
+mod retry;
 mod error_text;
 
 pub use error_text::{cause_of_failed_acquire, error_text};
 pub use eventually::{PollResult, TimeoutError, eventually, within};
 #[cfg(unix)]
-pub use managed_server::ManagedServer;
+pub use managed_server::{ManagedServer, ServerDescription, ServerProgram};
 #[cfg(unix)]
-pub use server_options::{ServerOptions, StoreOptions};
+pub use server_options::ServerOptions;
 
 // The examples of the README are compiled and run.
 #[cfg(all(doctest, unix))]

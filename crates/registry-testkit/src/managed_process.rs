@@ -12,7 +12,6 @@ use std::{fs, io};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::eventually::TimeoutError;
 use crate::process::HelperProcess;
 
 /// The maximum time until a server is ready. A typical start takes 50 ms.
@@ -76,14 +75,6 @@ impl ManagedProcess {
             self.supervisor.expect_map(number, START_LIMIT).await.map_err(io::Error::other)?;
         self.pid = Some(Pid::from_raw(pid));
         Ok(())
-    }
-
-    /// Waits until the server has printed a line for which `predicate` returns true.
-    pub(crate) async fn expect(
-        &mut self,
-        predicate: impl Fn(&str) -> bool,
-    ) -> Result<(), TimeoutError> {
-        self.supervisor.expect_line(predicate, START_LIMIT).await.map(|_| ())
     }
 
     /// Waits for the remaining output of a server that has ended.

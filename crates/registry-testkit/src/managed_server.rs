@@ -1,11 +1,12 @@
-//! What the servers of all stores have in common: a process with its port, its folder and its
-//! account. How a server is configured and queried is in the modules of the stores.
+//! The servers of all stores: a process with its port, its folder and its account. A store
+//! describes its servers with [`ServerDescription`]; how they are queried is in the modules of the
+//! stores.
 
 use std::ffi::OsStr;
+use std::fmt::Debug;
 use std::fs::{self, Permissions};
 use std::io;
 use std::net::SocketAddr;
-use std::ops::DerefMut;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -17,14 +18,39 @@ use tokio::time::{Instant, sleep};
 
 use crate::managed_process::{ManagedProcess, START_LIMIT, down_error};
 use crate::ports::Port;
+use crate::server_options::ServerOptions;
 use crate::server_user::ServerUser;
 
-/// The pause between two checks of whether a server is ready.
+/// The pause between two checks of whether a server serves.
 const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What differs between the server programs.
+/// What differs between the servers of the stores. The implementing type has the options that only
+/// the servers of this store have.
+pub trait ServerDescription: Debug + Clone + Default + Send + Sync {
+    /// What a server has besides its options, such as further ports.
+    type State: Debug + Send + Sync;
+
+    /// The program's name, and how it is stopped.
+    const PROGRAM: ServerProgram;
+
+    /// Returns the server program if the options name none.
+    fn program() -> PathBuf;
+
+    /// Returns the command that starts the server. It must stay in the foreground.
+    fn command(server: &ManagedServer<Self>) -> io::Result<Command>;
+
+    /// Returns whether a started server serves.
+    fn is_serving(server: &ManagedServer<Self>) -> impl Future<Output = bool> + Send;
+
+    /// Returns the port for clients.
+    fn client_port(server: &ManagedServer<Self>) -> &Port {
+        &server.port
+    }
+}
+
+/// The name of a server program, and how it is stopped.
 #[derive(Debug)]
-pub(crate) struct ServerProgram {
+pub struct ServerProgram {
     /// The name in error messages.
     pub(crate) name: &'static str,
     /// Debian's package.
@@ -39,41 +65,49 @@ pub(crate) struct ServerProgram {
 }
 
 /// A server process that can be killed, paused and started again. Dropping this handle kills it.
-/// Each store has a type for its servers that dereferences to this one.
+/// Each store has an alias for its servers.
 #[derive(Debug)]
-pub struct ManagedServer {
-    program: &'static ServerProgram,
+pub struct ManagedServer<S: ServerDescription> {
+    pub(crate) options: ServerOptions<S>,
+    pub(crate) state: S::State,
     account: ServerUser,
     port: Port,
     folder: TempDir,
     running: Option<ManagedProcess>,
 }
 
-impl ManagedServer {
+impl<S: ServerDescription> ManagedServer<S> {
     /// Creates a server that is down, with an empty folder.
-    pub(crate) fn new(program: &'static ServerProgram) -> io::Result<Self> {
-        Self::on_port(Port::reserve()?, program)
-    }
-
-    /// Like [`new`](Self::new), on this port.
-    pub(crate) fn on_port(port: Port, program: &'static ServerProgram) -> io::Result<Self> {
-        let account = ServerUser::for_root(program.account)?;
+    pub(crate) fn new(options: ServerOptions<S>, state: S::State) -> io::Result<Self> {
+        let account = ServerUser::for_root(S::PROGRAM.account)?;
         let folder = tempfile::tempdir()?;
         account.chown(folder.path())?;
-        Ok(Self { program, account, port, folder, running: None })
+        Ok(Self { options, state, account, port: Port::reserve()?, folder, running: None })
     }
 
     /// Creates a command that runs `program` under the server's account.
-    pub(crate) fn command(&self, program: impl AsRef<OsStr>) -> Command {
+    pub(crate) fn tool(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = self.account.command(program);
         // The account may have no access to the working directory of the test.
         command.current_dir(self.folder());
         command
     }
 
-    /// Copies a file into the server's folder, readable only by the server's account.
-    pub(crate) fn install_file(&self, file: &Path, name: &str) -> io::Result<()> {
-        self.write_file(name, fs::read(file)?)
+    /// Creates a command that runs the server program with the environment of the options.
+    pub(crate) fn server_program(&self) -> Command {
+        let mut command = self.tool(&self.options.program);
+        self.options.set_environment(&mut command);
+        command
+    }
+
+    /// Copies the authority's certificate, the server's certificate and its key into the server's
+    /// folder, as `ca.pem`, `server.pem` and `server.key`, if the options enable TLS.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn install_certificates(&self) -> io::Result<()> {
+        let Some(tls) = &self.options.tls else { return Ok(()) };
+        self.write_file("ca.pem", fs::read(tls.ca_file())?)?;
+        self.write_file("server.pem", fs::read(tls.server_cert_file())?)?;
+        self.write_file("server.key", fs::read(tls.server_key_file())?)
     }
 
     /// Writes a file in the server's folder, readable only by the server's account.
@@ -89,35 +123,62 @@ impl ManagedServer {
         self.folder().join(name)
     }
 
+    /// Returns the folder of the server's data.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn data(&self) -> PathBuf {
+        self.file("data")
+    }
+
     pub(crate) fn port(&self) -> &Port {
         &self.port
     }
 
-    /// Kills the server if it runs, and launches `command`, which must stay in the foreground.
-    pub(crate) fn launch(&mut self, command: &Command) -> io::Result<()> {
+    /// Kills the server if it runs, and starts it with its previous data. Unlike
+    /// [`launch_again`](Self::launch_again), returns before the server can be paused.
+    pub(crate) fn launch(&mut self) -> io::Result<()> {
+        // Before the command is created, because the server may write its configuration file.
         self.kill();
-        self.running = Some(ManagedProcess::launch(command)?);
+        self.running = Some(ManagedProcess::launch(&S::command(self)?)?);
         Ok(())
+    }
+
+    /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
+    /// until it serves. A member of several servers may serve only while there is a majority.
+    pub async fn start_again(&mut self) -> io::Result<()> {
+        self.launch()?;
+        self.wait_until_serving().await
+    }
+
+    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
+    pub async fn launch_again(&mut self) -> io::Result<()> {
+        self.launch()?;
+        self.wait_until_started().await
     }
 
     /// Waits until a launched server has a process id, so that it can be paused and killed.
-    pub(crate) async fn wait_until_started(&mut self) -> io::Result<()> {
+    async fn wait_until_started(&mut self) -> io::Result<()> {
         self.running.as_mut().ok_or_else(down_error)?.wait_until_started().await
     }
 
-    /// Waits until a launched server has printed a line that contains `ready`.
-    pub(crate) async fn wait_until_printed(&mut self, ready: &str) -> io::Result<()> {
+    /// Waits until a launched server serves.
+    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         self.wait_until_started().await?;
-        let running = self.running.as_mut().ok_or_else(down_error)?;
-        if running.expect(|line| line.contains(ready)).await.is_err() {
-            return Err(self.not_started(&self.output_text()));
+        let deadline = Instant::now() + START_LIMIT;
+        while Instant::now() < deadline && self.is_up() {
+            if S::is_serving(self).await {
+                return Ok(());
+            }
+            sleep(CHECK_INTERVAL).await;
         }
-        Ok(())
+        if let Some(running) = &mut self.running {
+            running.wait_for_remaining_output().await;
+        }
+        Err(self.not_started(&self.output_text()))
     }
 
     /// Returns the error of a server that does not start.
     pub(crate) fn not_started(&self, output: &str) -> io::Error {
-        let ServerProgram { name, package, .. } = self.program;
+        let ServerProgram { name, package, .. } = S::PROGRAM;
         io::Error::other(format!(
             "{name} does not start; is it installed (apt-get install {package})? Its output:\n{output}"
         ))
@@ -143,7 +204,7 @@ impl ManagedServer {
 
     /// Shuts the server down. It aborts what it executes and leaves consistent data.
     pub async fn stop(&mut self) -> io::Result<()> {
-        self.running()?.stop(self.program.stop).await?;
+        self.running()?.stop(S::PROGRAM.stop).await?;
         self.running = None;
         Ok(())
     }
@@ -171,10 +232,15 @@ impl ManagedServer {
         self.running.as_ref().is_some_and(ManagedProcess::is_paused)
     }
 
+    /// Returns whether the server can respond: it runs and is not paused.
+    pub(crate) fn is_responsive(&self) -> bool {
+        self.is_up() && !self.is_paused()
+    }
+
     /// Returns the server's address for clients.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
-        self.port.addr()
+        S::client_port(self).addr()
     }
 
     /// Returns the folder of the server's files.
@@ -184,52 +250,13 @@ impl ManagedServer {
     }
 }
 
-/// Waits until `is_ready` returns true for a launched server.
-pub(crate) async fn wait_until_ready<S: DerefMut<Target = ManagedServer>>(
-    server: &mut S,
-    is_ready: impl AsyncFn(&S) -> bool,
-) -> io::Result<()> {
-    server.wait_until_started().await?;
-    let deadline = Instant::now() + START_LIMIT;
-    while Instant::now() < deadline && server.is_up() {
-        if is_ready(server).await {
-            return Ok(());
-        }
-        sleep(CHECK_INTERVAL).await;
-    }
-    if let Some(running) = &mut server.running {
-        running.wait_for_remaining_output().await;
-    }
-    Err(server.not_started(&server.output_text()))
-}
-
-impl Drop for ManagedServer {
+impl<S: ServerDescription> Drop for ManagedServer<S> {
     fn drop(&mut self) {
-        // The process must end before the folder and the port are dropped.
-        match (self.running.take(), self.program.reap) {
+        // The process must end before the folder and the ports are dropped.
+        match (self.running.take(), S::PROGRAM.reap) {
             (Some(running), Some(signal)) => running.kill_and_reap(signal),
             (Some(running), None) => running.kill(),
             (None, _) => {}
         }
     }
 }
-
-/// Lets a store's server dereference to its field `server`.
-macro_rules! impl_managed_server {
-    ($server:ty) => {
-        impl std::ops::Deref for $server {
-            type Target = $crate::managed_server::ManagedServer;
-
-            fn deref(&self) -> &Self::Target {
-                &self.server
-            }
-        }
-
-        impl std::ops::DerefMut for $server {
-            fn deref_mut(&mut self) -> &mut Self::Target {
-                &mut self.server
-            }
-        }
-    };
-}
-pub(crate) use impl_managed_server;

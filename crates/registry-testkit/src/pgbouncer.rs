@@ -2,32 +2,53 @@
 //! reassigned after each transaction.
 
 use std::io;
+use std::path::PathBuf;
 use std::process::Command;
 
 use nix::sys::signal::Signal;
 
-use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server};
+use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
 use crate::postgres::{self, PostgresServer};
-use crate::programs;
-use crate::run_command;
+use crate::server_options::ServerOptions;
+use crate::{programs, run_command};
 
 /// The environment variable that names a program to use instead of `pgbouncer`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_PGBOUNCER_SERVER";
 
-const PROGRAM: ServerProgram = ServerProgram {
-    name: "pgbouncer",
-    package: "pgbouncer",
-    account: Some("postgres"),
-    stop: Signal::SIGTERM,
-    reap: None,
-};
-
 /// A PgBouncer in transaction mode. Dropping this handle kills it. It requires the same password as
 /// its server.
-#[derive(Debug)]
-pub struct PgBouncer {
-    server: ManagedServer,
+pub type PgBouncer = ManagedServer<Pooler>;
+
+/// The options that only PgBouncer has.
+#[derive(Debug, Clone, Default)]
+pub struct Pooler {
     password: Option<String>,
+}
+
+impl ServerDescription for Pooler {
+    type State = ();
+
+    const PROGRAM: ServerProgram = ServerProgram {
+        name: "pgbouncer",
+        package: "pgbouncer",
+        account: Some("postgres"),
+        stop: Signal::SIGTERM,
+        reap: None,
+    };
+
+    fn program() -> PathBuf {
+        programs::server(SERVER_VARIABLE, "pgbouncer")
+    }
+
+    fn command(server: &PgBouncer) -> io::Result<Command> {
+        let mut command = server.server_program();
+        command.arg(server.file("settings"));
+        Ok(command)
+    }
+
+    async fn is_serving(server: &PgBouncer) -> bool {
+        server.output_text().contains("process up")
+    }
 }
 
 impl PgBouncer {
@@ -39,12 +60,13 @@ impl PgBouncer {
     /// Like [`start`](Self::start), with additional configuration lines, such as
     /// `["default_pool_size = 2"]`. A later line overrides an earlier one.
     pub async fn start_with(server: &PostgresServer, lines: &[&str]) -> io::Result<Self> {
-        let password = server.password().map(ToOwned::to_owned);
-        let bouncer = ManagedServer::new(&PROGRAM)?;
-        let login = format!("\"postgres\" \"{}\"\n", password.as_deref().unwrap_or(""));
+        let mut options = ServerOptions::<Pooler>::new().args(lines);
+        options.store.password = server.password().map(ToOwned::to_owned);
+        let mut bouncer = Self::new(options, ())?;
+        let login = format!("\"postgres\" \"{}\"\n", server.password().unwrap_or(""));
         bouncer.write_file("users", login)?;
         let (server_port, here) = (server.addr().port(), bouncer.port().number());
-        let auth_method = if password.is_some() { "scram-sha-256" } else { "trust" };
+        let auth_method = if server.password().is_some() { "scram-sha-256" } else { "trust" };
         let encryption = if server.is_encrypted() { "require" } else { "disable" };
         bouncer.write_file(
             "settings",
@@ -59,27 +81,17 @@ impl PgBouncer {
                 lines.join("\n")
             ),
         )?;
-        let mut bouncer = Self { server: bouncer, password };
         bouncer.start_again().await?;
         Ok(bouncer)
-    }
-
-    /// Kills PgBouncer if it runs, and starts it on the same port.
-    pub async fn start_again(&mut self) -> io::Result<()> {
-        let program = programs::server(SERVER_VARIABLE, "pgbouncer");
-        let mut command = self.command(program);
-        command.arg(self.file("settings"));
-        self.launch(&command)?;
-        self.wait_until_printed("process up").await
     }
 
     /// Runs statements in `database` and returns the rows, one for each line, with `|` between
     /// columns. The database `pgbouncer` is PgBouncer's console.
     pub async fn sql(&self, database: &str, statements: &str) -> io::Result<String> {
-        let mut psql = Command::new("psql");
-        psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-h", "127.0.0.1"]);
-        psql.args(["-U", "postgres", "-d", database, "-p"]).arg(self.port().number().to_string());
-        if let Some(password) = &self.password {
+        let mut psql = postgres::psql(database);
+        psql.args(["-h", "127.0.0.1", "-U", "postgres", "-p"]);
+        psql.arg(self.port().number().to_string());
+        if let Some(password) = &self.options.store.password {
             psql.env("PGPASSWORD", password);
         }
         run_command::run(psql, statements).await
@@ -88,8 +100,6 @@ impl PgBouncer {
     /// Returns PgBouncer's URL, with the password if there is one.
     #[must_use]
     pub fn url(&self) -> String {
-        postgres::url(self.password.as_deref(), self.addr())
+        postgres::url(self.options.store.password.as_deref(), self.addr())
     }
 }
-
-impl_managed_server!(PgBouncer);

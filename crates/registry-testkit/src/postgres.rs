@@ -10,4 +10,4 @@ mod server;
 pub use options::{Postgres, PostgresOptions, SERVER_VARIABLE};
 pub use server::PostgresServer;
 
-pub(crate) use server::url;
+pub(crate) use server::{psql, url};

@@ -27,10 +27,11 @@ pub(crate) fn postgres(variable: &str) -> PathBuf {
     named.or_else(installed).or_else(newest_postgres).unwrap_or_else(|| "postgres".into())
 }
 
-fn on_path(name: &str) -> Option<PathBuf> {
+/// Returns the installed program `name`. An absolute path is its own result.
+pub(crate) fn on_path(name: impl AsRef<Path>) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let folders = env::split_paths(&path).chain([PathBuf::from(ADMINISTRATOR)]);
-    folders.map(|folder| folder.join(name)).find(|program| program.is_file())
+    folders.map(|folder| folder.join(&name)).find(|program| program.is_file())
 }
 
 fn newest_postgres() -> Option<PathBuf> {

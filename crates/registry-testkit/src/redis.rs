@@ -14,11 +14,9 @@ mod cluster;
 mod quorum;
 mod sentinel;
 
-mod retry;
-
 pub use cluster::{Migration, RedisCluster};
 pub use connection::RedisConnection;
-pub use options::{Redis, SERVER_VARIABLE, ServerOptions};
+pub use options::{Redis, RedisOptions, SERVER_VARIABLE};
 pub use quorum::RedisQuorum;
 pub use reply::RedisReply;
 pub use sentinel::{SentinelOptions, SentinelSetup};

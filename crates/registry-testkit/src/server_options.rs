@@ -2,19 +2,13 @@
 //! of its own.
 
 use std::ffi::OsString;
-use std::fmt::Debug;
 use std::path::PathBuf;
 use std::process::Command;
 
 #[cfg(target_os = "linux")]
 use crate::clock::ClockShim;
+use crate::managed_server::ServerDescription;
 use crate::tls::TlsFolder;
-
-/// The options of one store's servers.
-pub trait StoreOptions: Debug + Clone + Default {
-    /// Returns the server program if the options name none.
-    fn program() -> PathBuf;
-}
 
 /// The options with which a server starts. By default, acknowledged writes are on disk.
 #[derive(Debug, Clone)]
@@ -26,7 +20,7 @@ pub struct ServerOptions<S> {
     pub(crate) store: S,
 }
 
-impl<S: StoreOptions> Default for ServerOptions<S> {
+impl<S: ServerDescription> Default for ServerOptions<S> {
     fn default() -> Self {
         Self {
             program: S::program(),
@@ -38,7 +32,7 @@ impl<S: StoreOptions> Default for ServerOptions<S> {
     }
 }
 
-impl<S: StoreOptions> ServerOptions<S> {
+impl<S: ServerDescription> ServerOptions<S> {
     /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
@@ -46,7 +40,7 @@ impl<S: StoreOptions> ServerOptions<S> {
     }
 
     /// Adds arguments of the server program. A later argument overrides an earlier one. For
-    /// PostgreSQL and ZooKeeper, adds settings.
+    /// PostgreSQL, PgBouncer and ZooKeeper, adds settings.
     #[must_use]
     pub fn args(mut self, args: &[&str]) -> Self {
         self.args.extend(args.iter().map(|&arg| arg.to_owned()));

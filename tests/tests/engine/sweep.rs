@@ -38,13 +38,18 @@ macro_rules! swept {
         }
 
         mod over_sqlite {
+            use futures_util::stream::{self, StreamExt as _};
+
             $($(#[doc = $doc])+
             #[tokio::test]
             async fn $scenario() {
                 let folder = tempfile::tempdir().unwrap();
-                for environment in super::environments::sqlite(&folder) {
-                    environment.sweep(super::$scenario).await;
-                }
+                // Concurrent, because they spend most of their time waiting. Each has its own file.
+                stream::iter(super::environments::sqlite(&folder))
+                    .for_each_concurrent(None, async |environment| {
+                        environment.sweep(super::$scenario).await;
+                    })
+                    .await;
             })+
         }
     };

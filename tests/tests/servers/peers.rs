@@ -19,7 +19,7 @@ use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
 use registry_testkit::process::HelperProcess;
-use registry_testkit::redis::{RedisCluster, RedisConnection, RedisServer, ServerOptions};
+use registry_testkit::redis::{RedisCluster, RedisConnection, RedisOptions, RedisServer};
 use registry_testkit::{eventually, within};
 use tempfile::TempDir;
 use tokio::time::{Instant, sleep};
@@ -493,7 +493,7 @@ impl RedisServers {
     }
 
     async fn cluster() -> Self {
-        let options = ServerOptions::new().args(WITHOUT_PERSISTENCE);
+        let options = RedisOptions::new().args(WITHOUT_PERSISTENCE);
         Self::Cluster(RedisCluster::start_with(&options).await.unwrap())
     }
 

@@ -192,10 +192,8 @@ async fn an_unreachable_server_is_a_transient_error() {
     let url = format!("redis://worker:canary@{}", server.addr());
     server.kill();
     assert_eq!(refused(&url).await, BackendErrorKind::Transient);
-    assert_eq!(
-        refused("redis://worker:canary@no-such-host.invalid?connect_timeout=20s").await,
-        BackendErrorKind::Transient
-    );
+    let unknown_host = "redis://worker:canary@no-such-host.invalid";
+    assert_eq!(refused(unknown_host).await, BackendErrorKind::Transient);
 }
 
 #[tokio::test]

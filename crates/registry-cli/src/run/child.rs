@@ -19,7 +19,7 @@ use crate::exit::status_of_signal;
 
 /// A started command, which is the leader of its own process group.
 #[derive(Debug)]
-pub(crate) struct RunningCommand {
+pub(crate) struct CommandProcess {
     pid: Pid,
     /// The command starts after a message on this pipe.
     gate: Option<PipeWriter>,
@@ -59,9 +59,9 @@ impl std::fmt::Display for CommandExit {
     }
 }
 
-impl RunningCommand {
+impl CommandProcess {
     /// Starts `program` with these changes to its environment, and with the terminal if
-    /// `foreground`. The command does not run before [`RunningCommand::open_gate`], and never if
+    /// `foreground`. The command does not run before [`CommandProcess::open_gate`], and never if
     /// that is not called.
     pub(crate) async fn start(
         program: &Program,

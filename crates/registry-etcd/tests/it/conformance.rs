@@ -1,17 +1,14 @@
 //! The conformance suite over one member and over a cluster.
 //!
-//! Over one member, each clause is a test with its own server. Otherwise the clauses share one set
-//! of servers, each clause in its own namespace. Only clauses that restart the servers get their
-//! own set.
+//! The clauses share one set of servers, each clause in its own namespace. Only clauses that
+//! restart the servers get their own set.
 #![expect(clippy::unwrap_used, reason = "test helpers may unwrap")]
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use registry_conformance::{
-    Harness, Need, SharedServers, Store, assert_conformance_on_shared_servers,
-};
+use registry_conformance::{Need, SharedServers, assert_conformance_on_shared_servers};
 use registry_core::LockBackend;
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
 #[cfg(feature = "tls")]
@@ -19,55 +16,9 @@ use registry_testkit::etcd::EtcdOptions;
 use registry_testkit::etcd::{EtcdCluster, EtcdServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use tokio::sync::Mutex;
-
-#[derive(Debug)]
-struct SingleMemberHarness;
-
-#[async_trait]
-impl Harness for SingleMemberHarness {
-    async fn store(&self) -> Box<dyn Store> {
-        Box::new(SingleMemberStore(Mutex::new(EtcdServer::start().await.unwrap())))
-    }
-}
-
-#[derive(Debug)]
-struct SingleMemberStore(Mutex<EtcdServer>);
-
-impl SingleMemberStore {
-    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
-        let config = config_of(&*self.0.lock().await);
-        Arc::new(EtcdBackend::open(config.with_namespace(namespace)).await.unwrap())
-    }
-}
 
 fn config_of(server: &EtcdServer) -> EtcdConfig {
     EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())])
-}
-
-#[async_trait]
-impl Store for SingleMemberStore {
-    async fn client(&self) -> Arc<dyn LockBackend> {
-        self.open("lock-registry").await
-    }
-
-    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
-        Some(self.open("other").await)
-    }
-
-    async fn restart(&self) -> bool {
-        let mut server = self.0.lock().await;
-        server.kill();
-        server.start_again().await.unwrap();
-        true
-    }
-}
-
-registry_conformance::conformance! {
-    harness = SingleMemberHarness,
-    runs = 216,
-    skips = 16,
-    without = [handoff, wipe, remote],
 }
 
 /// A set of servers of one kind.
@@ -101,6 +52,26 @@ impl<S: Servers> SharedServers for Shared<S> {
 fn assert_conformance<S: Servers>(runs: usize, skips: usize) {
     let start = || async { Shared(S::begin().await) };
     assert_conformance_on_shared_servers(start, runs, skips);
+}
+
+#[async_trait]
+impl Servers for EtcdServer {
+    async fn begin() -> Self {
+        Self::start().await.unwrap()
+    }
+
+    fn config(&self) -> EtcdConfig {
+        config_of(self)
+    }
+
+    async fn restart(&mut self) {
+        self.start_again().await.unwrap();
+    }
+}
+
+#[test]
+fn a_member_passes_all_clauses() {
+    assert_conformance::<EtcdServer>(216, 16);
 }
 
 #[async_trait]
@@ -146,7 +117,6 @@ impl Servers for EtcdctlLayout {
     }
 
     async fn restart(&mut self) {
-        self.0.kill();
         self.0.start_again().await.unwrap();
     }
 }
@@ -185,7 +155,6 @@ impl Servers for AuthenticatedServer {
     }
 
     async fn restart(&mut self) {
-        self.server.kill();
         self.server.start_again().await.unwrap();
     }
 }

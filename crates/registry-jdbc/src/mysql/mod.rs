@@ -75,4 +75,119 @@ impl SqlServer for MySql {
 }
 
 #[cfg(test)]
-mod tests;
+#[cfg(all(target_os = "linux", feature = "server-tests"))]
+mod tests {
+    use std::time::Duration;
+
+    use registry_core::{Attempt, Claim, Key, LockAdmin, LockBackend};
+    use registry_testkit::clock::ClockShim;
+    use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+    use sqlx::{Connection as _, Executor as _, MySql, MySqlConnection, Row as _};
+
+    use super::statement::send;
+    use super::{MySqlBackend, MySqlConfig, session};
+    use crate::server::{Dialect as _, QueryMode, Statement};
+
+    const HOUR: i64 = 3_600;
+
+    /// The start of the first batch.
+    const START: [u8; 32] = [0; 32];
+
+    async fn lock_and_release(backend: &MySqlBackend, key: &str) -> u64 {
+        let claim = Claim::new(Key::new(key).unwrap(), Duration::from_secs(60));
+        let Attempt::Granted(grant) = backend.try_acquire(&claim).await.unwrap() else {
+            panic!("{key} is held")
+        };
+        backend.release(&claim).await.unwrap();
+        grant.token.get()
+    }
+
+    #[tokio::test]
+    async fn tokens_increase_after_a_purge_even_if_the_clock_is_set_back() {
+        let clock = ClockShim::new().unwrap();
+        let options = MariaDbOptions::new().without_fsync().clock(&clock);
+        let server = MariaDbServer::start_with(options).await.unwrap();
+        let config = MySqlConfig::from_url(&server.url()).unwrap();
+        let backend =
+            MySqlBackend::open(config.with_purge_after(Duration::from_secs(60))).await.unwrap();
+        let held = Claim::new(Key::new("held").unwrap(), Duration::from_secs(86_400));
+        assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
+        let mut last = 0;
+        for _ in 0..3 {
+            let token = lock_and_release(&backend, "k").await;
+            assert!(token > last, "{token} is not above {last}");
+            last = token;
+            lock_and_release(&backend, "other").await;
+            let purge = || MySql::purge_batch(backend.store(), START);
+            assert_eq!(purge().await.unwrap(), 0, "the rows are not old enough");
+            clock.jump_wall(HOUR).unwrap();
+            assert_eq!(purge().await.unwrap(), 2);
+            assert_eq!(backend.list().await.unwrap().len(), 1, "the held row is kept");
+            clock.jump_wall(-3 * HOUR).unwrap();
+        }
+    }
+
+    /// The statement waits for the lock here, so that the row can change before the lock is
+    /// granted.
+    #[tokio::test]
+    async fn a_session_reads_the_row_after_it_has_the_lock() {
+        let server =
+            MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
+        let config = MySqlConfig::from_url(&server.url()).unwrap();
+        let backend = MySqlBackend::open(config.clone()).await.unwrap();
+        let row_claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
+        // Many rows, so that the server might choose among query plans.
+        for n in 0..200 {
+            lock_and_release(&backend, &format!("other/{n}")).await;
+        }
+        lock_and_release(&backend, "orders/42").await;
+        let rows = backend.rows().unwrap();
+        let id: String = rows.row_id(row_claim.key()).hex();
+        let mut others = MySqlConnection::connect_with(&config.statement_options()).await.unwrap();
+        let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
+        let mut query_number = async |text: String| {
+            let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();
+            rows.first().map(|row| row.get::<i64, _>(0))
+        };
+        for (then, is_mine) in [
+            (row_claim.id(), true),
+            (Claim::new(row_claim.key().clone(), Duration::from_secs(1)).id(), false),
+            (row_claim.id(), true),
+        ] {
+            // A premature read would find the opposite.
+            let before = if is_mine { "NULL".to_owned() } else { format!("x'{}'", row_claim.id()) };
+            query_number(format!(
+                "UPDATE lock_registry_locks SET claim = {before} WHERE id = x'{id}'"
+            ))
+            .await;
+            assert_eq!(
+                query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
+                Some(1)
+            );
+            let values = session::try_lock_values(rows, row_claim.key(), row_claim.id(), 60);
+            let statement = Statement::new(&rows.store.statements.session_try_lock, values);
+            let reading = async {
+                let answer = send(&mut connection, &statement, QueryMode::Prepared).await.unwrap();
+                let row = &answer.rows[0];
+                (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())
+            };
+            let changing = async {
+                let waits =
+                    "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'";
+                while query_number(waits.to_owned()).await != Some(1) {}
+                query_number(format!(
+                    "UPDATE lock_registry_locks SET claim = x'{then}' WHERE id = x'{id}'"
+                ))
+                .await;
+                query_number(format!("SELECT CAST(RELEASE_LOCK('{id}') AS SIGNED)")).await;
+            };
+            let (result, ()) = tokio::join!(reading, changing);
+            assert_eq!(result, (1, is_mine));
+            // Taken once, although the query uses its result several times.
+            let unlock = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
+            assert_eq!(unlock.fetch_one(&mut connection).await.unwrap().get::<i64, _>(0), 1);
+            let free = format!("SELECT CAST(IS_FREE_LOCK('{id}') AS SIGNED)");
+            assert_eq!(query_number(free).await, Some(1));
+        }
+    }
+}

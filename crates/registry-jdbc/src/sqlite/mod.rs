@@ -31,4 +31,85 @@ pub use backend::SqliteBackend;
 pub use config::{STORE, SqliteConfig};
 
 #[cfg(test)]
-mod tests;
+mod tests {
+    //! A database for the tests of this module's files.
+
+    use std::path::{Path, PathBuf};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    use registry_core::{Attempt, Busy, Claim, Grant, Key, LockBackend};
+    use sqlx::{ConnectOptions, Executor, SqliteConnection};
+    use tempfile::TempDir;
+
+    use super::backend::SqliteBackend;
+    use super::clock::{ManualClock, StoreClock};
+    use super::config::SqliteConfig;
+    use super::connection;
+
+    pub(super) const LEASE: Duration = Duration::from_secs(30);
+
+    /// A folder with a database. Dropping it deletes both.
+    pub(super) struct TestFolder(pub(super) TempDir);
+
+    impl TestFolder {
+        pub(super) fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        pub(super) fn file(&self) -> PathBuf {
+            self.0.path().join("locks.db")
+        }
+
+        pub(super) fn config(&self) -> SqliteConfig {
+            SqliteConfig::new(self.file())
+        }
+
+        /// Opens the store as one process. Two backends act as two processes.
+        pub(super) async fn process(&self) -> SqliteBackend {
+            SqliteBackend::open(self.config()).await.unwrap()
+        }
+
+        pub(super) async fn process_with_clock(&self, clock: &Arc<ManualClock>) -> SqliteBackend {
+            let clock: Arc<dyn StoreClock> = Arc::<ManualClock>::clone(clock);
+            SqliteBackend::open_with_clock(self.config(), clock).await.unwrap()
+        }
+    }
+
+    pub(super) fn key(text: &str) -> Key {
+        Key::new(text).unwrap()
+    }
+
+    pub(super) fn claim(text: &str) -> Claim {
+        Claim::new(key(text), LEASE)
+    }
+
+    pub(super) async fn grant(backend: &SqliteBackend, claim: &Claim) -> Grant {
+        match backend.try_acquire(claim).await.unwrap() {
+            Attempt::Granted(grant) => grant,
+            Attempt::Busy(busy) => panic!("busy: {busy:?}"),
+        }
+    }
+
+    pub(super) async fn token(backend: &SqliteBackend, claim: &Claim) -> u64 {
+        grant(backend, claim).await.token.get()
+    }
+
+    pub(super) async fn busy(backend: &SqliteBackend, claim: &Claim) -> Busy {
+        match backend.try_acquire(claim).await.unwrap() {
+            Attempt::Busy(busy) => busy,
+            Attempt::Granted(grant) => panic!("granted: {grant:?}"),
+        }
+    }
+
+    /// Another connection with an open write transaction.
+    pub(super) async fn begin_write(path: &Path) -> SqliteConnection {
+        let mut connection = connection::options(path).connect().await.unwrap();
+        connection.execute("BEGIN IMMEDIATE").await.unwrap();
+        connection
+    }
+
+    pub(super) async fn rollback(connection: &mut SqliteConnection) {
+        connection.execute("ROLLBACK").await.unwrap();
+    }
+}

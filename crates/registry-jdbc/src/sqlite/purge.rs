@@ -68,3 +68,142 @@ impl SqliteBackend {
         self.writer.execute(move || statements.purge(&start, &end, free_since)).await
     }
 }
+
+#[cfg(test)]
+mod tests {
+    //! Purged rows are deleted, and tokens still grow.
+
+    use std::time::Duration;
+
+    use registry_core::LockBackend;
+    use sqlx::Row;
+
+    use crate::sqlite::backend::SqliteBackend;
+    use crate::sqlite::clock::ManualClock;
+    use crate::sqlite::tests::{TestFolder, busy, claim, grant, token};
+
+    async fn row_count(backend: &SqliteBackend) -> i64 {
+        let count = || sqlx::query("SELECT count(*) FROM lock_registry_locks");
+        backend.reader.fetch_all(count).await.unwrap()[0].get(0)
+    }
+
+    async fn purge_ranges(backend: &SqliteBackend, ranges: usize) -> u64 {
+        let mut purged = 0;
+        for _ in 0..ranges {
+            purged += backend.purge_next_range().await.unwrap();
+        }
+        purged
+    }
+
+    #[tokio::test]
+    async fn rows_of_free_keys_are_purged_and_their_tokens_are_never_granted_again() {
+        let folder = TestFolder::new();
+        let clock = ManualClock::booted(1);
+        let backend = folder.process_with_clock(&clock).await;
+        let released = claim("released").with_token_block(1_000);
+        let newest = token(&backend, &released).await;
+        backend.release(&released).await.unwrap();
+        let expired = claim("expired").with_lease(Duration::from_secs(1));
+        token(&backend, &expired).await;
+
+        clock.advance(backend.config.purge_after);
+        let held = claim("held");
+        grant(&backend, &held).await;
+        // The expired lease ended a second later.
+        assert_eq!(purge_ranges(&backend, 1).await, 1);
+        clock.advance(Duration::from_secs(1));
+        assert_eq!(purge_ranges(&backend, 1).await, 1);
+        assert_eq!(row_count(&backend).await, 1);
+        busy(&backend, &claim("held")).await;
+
+        clock.set_wall(0);
+        assert_eq!(token(&backend, &claim("released")).await, newest + 1_000);
+        // Every key starts above all purged tokens, so no purged key needs a row.
+        assert!(token(&backend, &claim("new")).await >= newest + 1_000);
+    }
+
+    #[tokio::test]
+    async fn rows_of_an_earlier_boot_are_purged_at_once() {
+        let folder = TestFolder::new();
+        let first = {
+            let backend = folder.process_with_clock(&ManualClock::booted(1)).await;
+            let first = token(&backend, &claim("k")).await;
+            backend.close().await;
+            first
+        };
+        let clock = ManualClock::booted(2);
+        clock.set_wall(0);
+        let backend = folder.process_with_clock(&clock).await;
+        assert_eq!(purge_ranges(&backend, 1).await, 1);
+        assert!(token(&backend, &claim("k")).await > first);
+    }
+
+    #[tokio::test]
+    async fn a_process_of_an_earlier_boot_purges_nothing() {
+        let folder = TestFolder::new();
+        let (old, new) = (ManualClock::booted(1), ManualClock::booted(2));
+        let stale = folder.process_with_clock(&old).await;
+        let live = folder.process_with_clock(&new).await;
+        grant(&live, &claim("k")).await;
+        assert_eq!(purge_ranges(&stale, 2).await, 0);
+        busy(&live, &claim("k")).await;
+    }
+
+    #[tokio::test]
+    async fn a_manually_deleted_row_keeps_its_tokens_reserved() {
+        let folder = TestFolder::new();
+        let clock = ManualClock::booted(1);
+        let backend = folder.process_with_clock(&clock).await;
+        let first = token(&backend, &claim("k")).await;
+        clock.set_wall(0);
+        backend.writer.execute(|| sqlx::query("DELETE FROM lock_registry_locks")).await.unwrap();
+        assert_eq!(token(&backend, &claim("k")).await, first + 1);
+    }
+
+    #[tokio::test]
+    async fn the_purge_covers_a_large_table_of_several_namespaces_in_ranges() {
+        let folder = TestFolder::new();
+        let clock = ManualClock::booted(1);
+        let backend = folder.process_with_clock(&clock).await;
+        let insert = |namespace: &'static str| {
+            move || {
+                sqlx::query(
+                    "WITH RECURSIVE n(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM n WHERE n < 700) \
+                     INSERT INTO lock_registry_locks SELECT ?1, CAST(n AS BLOB), NULL, n, 1, NULL, 0, 0, ?2 FROM n",
+                )
+                .bind(namespace)
+                .bind([1_u8; 16].to_vec())
+            }
+        };
+        backend.writer.execute(insert("default")).await.unwrap();
+        backend.writer.execute(insert("elsewhere")).await.unwrap();
+        grant(&backend, &claim("held")).await;
+        clock.advance(backend.config.purge_after);
+        // 1,401 rows, 512 at a time. Another process continues where this one stopped.
+        assert_eq!(purge_ranges(&backend, 1).await, 512);
+        backend.close().await;
+        let backend = folder.process_with_clock(&clock).await;
+        assert_eq!(purge_ranges(&backend, 2).await, 1_400 - 512);
+        assert_eq!(row_count(&backend).await, 1);
+        assert_eq!(purge_ranges(&backend, 2).await, 0);
+    }
+
+    #[tokio::test]
+    async fn a_release_purges_rows_at_random() {
+        let folder = TestFolder::new();
+        let clock = ManualClock::booted(1);
+        let backend = folder.process_with_clock(&clock).await;
+        // One release in 256 purges, by the claim's random id. 20,000 releases without a purge are
+        // less likely than a disk failure.
+        for n in 0..20_000 {
+            let claim = claim(&format!("k{n}"));
+            grant(&backend, &claim).await;
+            backend.release(&claim).await.unwrap();
+            clock.advance(backend.config.purge_after);
+            if n > 0 && row_count(&backend).await <= 1 {
+                return;
+            }
+        }
+        panic!("nothing was purged");
+    }
+}

@@ -1,5 +1,6 @@
 //! The texts of errors: operation, key, address, cause and hint.
 
+use futures_util::future::join_all;
 use registry_core::Registry;
 use registry_testkit::{cause_of_failed_acquire, within};
 
@@ -14,7 +15,7 @@ async fn an_error_names_operation_key_and_address(kind: ServerKind) {
         registries.push((format!("{mode:?}"), registry));
     }
     let spring = spring_with_long_timeouts(&server.url()).await;
-    registries.push(("Spring".to_owned(), Registry::builder(spring).build().unwrap()));
+    registries.push(("Spring".to_owned(), Registry::builder(spring).lease(LEASE).build().unwrap()));
     server.kill();
     let name = match kind {
         ServerKind::Postgres => "postgres",
@@ -22,11 +23,13 @@ async fn an_error_names_operation_key_and_address(kind: ServerKind) {
     };
     let refused =
         format!("{name}: the connection was refused; check that the server runs at this address");
-    for (mode, registry) in registries {
+    // Concurrent, because each call retries for the length of a lease.
+    let calls = registries.iter().map(async |(mode, registry)| {
         let error = within(TEST_TIMEOUT, registry.obtain("orders/42").lock()).await.unwrap_err();
         let cause = cause_of_failed_acquire(&error, "orders/42", &server.addr().to_string());
         assert_eq!(cause, refused, "{mode}");
-    }
+    });
+    join_all(calls).await;
 }
 
 on_both_servers! {

@@ -1,76 +1,21 @@
 //! The conformance suite over all kinds of Redis servers.
 //!
-//! Over a single server, each clause is a test with its own server. The other kinds take seconds to
-//! start. Their clauses share one set of servers, each clause in its own namespace. Only clauses
-//! that restart or empty the servers get their own set.
+//! The clauses share one set of servers, each clause in its own namespace. Only clauses that
+//! restart or empty the servers get their own set.
 #![expect(clippy::unwrap_used, reason = "test helpers may panic")]
 
 use std::fmt::Debug;
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use registry_conformance::{Harness, SharedServers, Store, assert_conformance_on_shared_servers};
+use registry_conformance::{SharedServers, assert_conformance_on_shared_servers};
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelSetup, ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelSetup,
 };
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
-use tokio::sync::Mutex;
-
-#[derive(Debug)]
-struct SingleServerHarness;
-
-#[async_trait]
-impl Harness for SingleServerHarness {
-    async fn store(&self) -> Box<dyn Store> {
-        Box::new(SingleServer(Mutex::new(RedisServer::start(&[]).await.unwrap())))
-    }
-}
-
-#[derive(Debug)]
-struct SingleServer(Mutex<RedisServer>);
-
-impl SingleServer {
-    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
-        let config = RedisConfig::from_url(&self.0.lock().await.url()).unwrap();
-        Arc::new(RedisBackend::open(config.with_namespace(namespace)).await.unwrap())
-    }
-}
-
-#[async_trait]
-impl Store for SingleServer {
-    async fn client(&self) -> Arc<dyn LockBackend> {
-        self.open("lock-registry").await
-    }
-
-    async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
-        Some(self.open("other").await)
-    }
-
-    async fn restart(&self) -> bool {
-        let mut server = self.0.lock().await;
-        server.kill();
-        server.start_again().await.unwrap();
-        true
-    }
-
-    async fn wipe(&self) -> bool {
-        let mut server = self.0.lock().await;
-        server.kill();
-        server.delete_data().unwrap();
-        server.start_again().await.unwrap();
-        true
-    }
-}
-
-registry_conformance::conformance! {
-    harness = SingleServerHarness,
-    runs = 224,
-    skips = 8,
-    without = [fair, remote],
-}
 
 /// A set of servers of one kind.
 #[async_trait]
@@ -106,6 +51,32 @@ fn run_all_clauses<S: ServerSet>(runs: usize, skips: usize) {
 }
 
 #[async_trait]
+impl ServerSet for RedisServer {
+    async fn begin() -> Self {
+        Self::start(&[]).await.unwrap()
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.url()).unwrap()
+    }
+
+    async fn restart(&mut self) {
+        self.start_again().await.unwrap();
+    }
+
+    async fn wipe(&mut self) {
+        self.kill();
+        self.delete_data().unwrap();
+        self.start_again().await.unwrap();
+    }
+}
+
+#[test]
+fn a_server_passes_all_clauses() {
+    run_all_clauses::<RedisServer>(224, 8);
+}
+
+#[async_trait]
 impl ServerSet for SentinelSetup {
     async fn begin() -> Self {
         Self::start().await.unwrap()
@@ -136,7 +107,7 @@ impl ServerSet for RedisCluster {
     /// No clause tests the loss of a node, and on a busy machine nodes with a short time-out would
     /// suspect each other.
     async fn begin() -> Self {
-        let patient = ServerOptions::new().args(&["--cluster-node-timeout", "10000"]);
+        let patient = RedisOptions::new().args(&["--cluster-node-timeout", "10000"]);
         Self::start_with(&patient).await.unwrap()
     }
 
@@ -175,16 +146,13 @@ impl ServerSet for RedisQuorum {
 
     async fn restart(&mut self) {
         for server in self.servers_mut() {
-            server.kill();
-            server.start_again().await.unwrap();
+            server.restart().await;
         }
     }
 
     async fn wipe(&mut self) {
         for server in self.servers_mut() {
-            server.kill();
-            server.delete_data().unwrap();
-            server.start_again().await.unwrap();
+            server.wipe().await;
         }
     }
 }
@@ -207,7 +175,7 @@ struct TlsServer {
 impl ServerSet for TlsServer {
     async fn begin() -> Self {
         let certificates = TlsFolder::new().unwrap();
-        let options = ServerOptions::new().tls(&certificates).login("worker", "opensesame");
+        let options = RedisOptions::new().tls(&certificates).login("worker", "opensesame");
         let server = RedisServer::start_with(options).await.unwrap();
         Self { server, certificates }
     }
@@ -220,14 +188,11 @@ impl ServerSet for TlsServer {
     }
 
     async fn restart(&mut self) {
-        self.server.kill();
-        self.server.start_again().await.unwrap();
+        self.server.restart().await;
     }
 
     async fn wipe(&mut self) {
-        self.server.kill();
-        self.server.delete_data().unwrap();
-        self.server.start_again().await.unwrap();
+        self.server.wipe().await;
     }
 }
 
@@ -258,14 +223,11 @@ macro_rules! layout {
             }
 
             async fn restart(&mut self) {
-                self.0.kill();
-                self.0.start_again().await.unwrap();
+                self.0.restart().await;
             }
 
             async fn wipe(&mut self) {
-                self.0.kill();
-                self.0.delete_data().unwrap();
-                self.0.start_again().await.unwrap();
+                self.0.wipe().await;
             }
         }
     };

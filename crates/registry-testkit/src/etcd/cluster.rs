@@ -2,14 +2,10 @@
 
 use std::io;
 
-use serde::Deserialize;
-use tokio::time::{Duration, Instant, sleep};
-
 use super::options::EtcdOptions;
 use super::server::EtcdServer;
-
-/// The maximum time for the members to elect a leader.
-const LEADER_LIMIT: Duration = Duration::from_secs(60);
+use crate::retry::{not_yet, retry};
+use serde::Deserialize;
 
 /// The members of one cluster. Dropping this handle kills all of them.
 #[derive(Debug)]
@@ -71,11 +67,10 @@ impl EtcdCluster {
 
     /// Waits until the members have a leader, and returns its number.
     pub async fn leader(&self) -> io::Result<usize> {
-        let deadline = Instant::now() + LEADER_LIMIT;
-        while Instant::now() < deadline {
+        retry("the members have a leader", || async {
             let mut statuses = Vec::new();
             for (number, member) in self.members.iter().enumerate() {
-                if member.is_up() && !member.is_paused() {
+                if member.is_responsive() {
                     let status = ["--command-timeout", "2s", "endpoint", "status", "-w", "json"];
                     if let Ok(status) = member.ctl(&status).await {
                         statuses.push((number, read(&status)?));
@@ -84,16 +79,15 @@ impl EtcdCluster {
             }
             let leader =
                 statuses.iter().find(|(_, status)| status.leader == status.header.member_id);
+            let (number, leader) = leader.ok_or_else(|| not_yet("no member leads"))?;
             // A replaced leader may still claim to lead, so a majority must agree.
-            if let Some((number, leader)) = leader {
-                let agree = statuses.iter().filter(|(_, status)| status.leader == leader.leader);
-                if agree.count() > self.members.len() / 2 {
-                    return Ok(*number);
-                }
+            let agree = statuses.iter().filter(|(_, status)| status.leader == leader.leader);
+            if agree.count() > self.members.len() / 2 {
+                return Ok(*number);
             }
-            sleep(Duration::from_millis(50)).await;
-        }
-        Err(io::Error::other("the members have no leader"))
+            Err(not_yet("no majority has this leader"))
+        })
+        .await
     }
 
     /// Returns the store's URL: `etcd://HOST:PORT,…`, or `etcds` for TLS connections.

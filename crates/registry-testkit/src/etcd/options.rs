@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::programs;
-use crate::server_options::{ServerOptions, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names a program to use instead of `etcd`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_ETCD_SERVER";
@@ -26,12 +26,6 @@ pub struct Etcd {
 impl Default for Etcd {
     fn default() -> Self {
         Self { ctl: programs::server(CTL_VARIABLE, "etcdctl"), login: None, peer_delay: None }
-    }
-}
-
-impl StoreOptions for Etcd {
-    fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "etcd")
     }
 }
 

@@ -1,6 +1,7 @@
 //! One server process: starts, kills, pauses and queries it.
 
 use std::io;
+use std::path::PathBuf;
 use std::process::Command;
 use std::time::Duration;
 
@@ -9,37 +10,71 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::options::EtcdOptions;
-use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server, wait_until_ready};
+use super::options::{Etcd, EtcdOptions, SERVER_VARIABLE};
+use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, ProxyMode};
-
-const PROGRAM: ServerProgram = ServerProgram {
-    name: "etcd",
-    package: "etcd-server",
-    account: None,
-    stop: Signal::SIGTERM,
-    reap: None,
-};
+use crate::{programs, run_command};
 
 /// The maximum time for a server to report its health.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
 /// A server. Dropping this handle kills it. Acknowledged writes are on disk, so the server keeps
-/// its data when it is killed and started again.
+/// its data when it is killed and started again. A member of a cluster serves only while there is a
+/// majority.
+pub type EtcdServer = ManagedServer<Etcd>;
+
+/// The name, the further ports and the cluster of a server.
 #[derive(Debug)]
-pub struct EtcdServer {
-    /// The first field, because the process must end before the ports are dropped.
-    server: ManagedServer,
+pub struct EtcdMember {
     name: String,
     peer_port: Port,
     /// Delays the traffic from the other members to this one.
     peer_proxy: Option<FaultProxy>,
     /// Serves `/health` and `/metrics` without authentication.
     health_port: Port,
-    options: EtcdOptions,
     /// All members of its cluster, in the format of `--initial-cluster`.
     members: String,
+}
+
+impl ServerDescription for Etcd {
+    type State = EtcdMember;
+
+    const PROGRAM: ServerProgram = ServerProgram {
+        name: "etcd",
+        package: "etcd-server",
+        account: None,
+        stop: Signal::SIGTERM,
+        reap: None,
+    };
+
+    fn program() -> PathBuf {
+        programs::server(SERVER_VARIABLE, "etcd")
+    }
+
+    fn command(server: &EtcdServer) -> io::Result<Command> {
+        let EtcdMember { name, peer_port, health_port, members, .. } = &server.state;
+        let (own, peer) = (server.url(), format!("http://{peer_port}"));
+        let mut command = server.server_program();
+        command.args(["--name", name, "--logger", "zap", "--log-level", "warn"]);
+        command.arg("--data-dir").arg(server.data());
+        command.args(["--listen-client-urls", &own, "--advertise-client-urls", &own]);
+        command.args(["--listen-peer-urls", &peer]);
+        command.args(["--initial-advertise-peer-urls", &server.peer_url()]);
+        command.args(["--initial-cluster", members, "--initial-cluster-state", "new"]);
+        command.args(["--listen-metrics-urls", &format!("http://{health_port}")]);
+        if let Some(tls) = &server.options.tls {
+            command.arg("--cert-file").arg(tls.server_cert_file());
+            command.arg("--key-file").arg(tls.server_key_file());
+            command.arg("--trusted-ca-file").arg(tls.ca_file()).arg("--client-cert-auth");
+        }
+        command.args(&server.options.args);
+        Ok(command)
+    }
+
+    async fn is_serving(server: &EtcdServer) -> bool {
+        server.is_healthy().await
+    }
 }
 
 impl EtcdServer {
@@ -51,7 +86,7 @@ impl EtcdServer {
     /// Like [`start`](Self::start), with the given options.
     pub async fn start_with(options: EtcdOptions) -> io::Result<Self> {
         let mut server = Self::prepare("m0".to_owned(), options)?;
-        server.members = server.initial_cluster_entry();
+        server.state.members = server.initial_cluster_entry();
         server.start_again().await?;
         server.enable_auth().await?;
         Ok(server)
@@ -59,74 +94,34 @@ impl EtcdServer {
 
     /// Creates a server that is down and whose cluster is not set yet.
     pub(super) fn prepare(name: String, options: EtcdOptions) -> io::Result<Self> {
-        Ok(Self {
-            server: ManagedServer::new(&PROGRAM)?,
-            name,
-            peer_port: Port::reserve()?,
-            peer_proxy: None,
-            health_port: Port::reserve()?,
-            options,
-            members: String::new(),
-        })
+        let (peer_port, health_port) = (Port::reserve()?, Port::reserve()?);
+        let members = String::new();
+        Self::new(options, EtcdMember { name, peer_port, peer_proxy: None, health_port, members })
     }
 
     /// Returns this server's entry in `--initial-cluster`.
     pub(super) fn initial_cluster_entry(&self) -> String {
-        format!("{}={}", self.name, self.peer_url())
+        format!("{}={}", self.state.name, self.peer_url())
     }
 
     /// Returns the URL to which other members connect.
     fn peer_url(&self) -> String {
-        let proxied = self.peer_proxy.as_ref().map(FaultProxy::addr);
-        format!("http://{}", proxied.unwrap_or_else(|| self.peer_port.addr()))
+        let proxied = self.state.peer_proxy.as_ref().map(FaultProxy::addr);
+        format!("http://{}", proxied.unwrap_or_else(|| self.state.peer_port.addr()))
     }
 
     /// Delays all bytes between this member and those that connect to it by `delay`, in each
     /// direction. Call it while the server is down.
     pub(super) async fn delay_peers(&mut self, delay: Duration) -> io::Result<()> {
-        let proxy = FaultProxy::start(self.peer_port.addr())?;
+        let proxy = FaultProxy::start(self.state.peer_port.addr())?;
         proxy.set_mode(ProxyMode::Delay(delay)).await?;
-        self.peer_proxy = Some(proxy);
+        self.state.peer_proxy = Some(proxy);
         Ok(())
     }
 
     /// Sets the members of the server's cluster.
     pub(super) fn join(&mut self, members: &str) {
-        members.clone_into(&mut self.members);
-    }
-
-    /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
-    /// until it serves. A member of a cluster serves only while there is a majority.
-    pub async fn start_again(&mut self) -> io::Result<()> {
-        self.launch_again().await?;
-        self.wait_until_serving().await
-    }
-
-    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
-    pub async fn launch_again(&mut self) -> io::Result<()> {
-        let (own, peer) = (self.url(), format!("http://{}", self.peer_port));
-        let mut command = self.command(&self.options.program);
-        self.options.set_environment(&mut command);
-        command.args(["--name", &self.name, "--logger", "zap", "--log-level", "warn"]);
-        command.arg("--data-dir").arg(self.file("data"));
-        command.args(["--listen-client-urls", &own, "--advertise-client-urls", &own]);
-        command.args(["--listen-peer-urls", &peer]);
-        command.args(["--initial-advertise-peer-urls", &self.peer_url()]);
-        command.args(["--initial-cluster", &self.members, "--initial-cluster-state", "new"]);
-        command.args(["--listen-metrics-urls", &format!("http://{}", self.health_port)]);
-        if let Some(tls) = &self.options.tls {
-            command.arg("--cert-file").arg(tls.server_cert_file());
-            command.arg("--key-file").arg(tls.server_key_file());
-            command.arg("--trusted-ca-file").arg(tls.ca_file()).arg("--client-cert-auth");
-        }
-        command.args(&self.options.args);
-        self.launch(&command)?;
-        self.wait_until_started().await
-    }
-
-    /// Waits until the server serves. A member of a cluster serves only while there is a majority.
-    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
-        wait_until_ready(self, Self::is_healthy).await
+        members.clone_into(&mut self.state.members);
     }
 
     /// Returns whether the server reports that it is healthy.
@@ -144,7 +139,7 @@ impl EtcdServer {
     }
 
     async fn http_get(&self, name: &str) -> io::Result<String> {
-        let mut connection = TcpStream::connect(self.health_port.addr()).await?;
+        let mut connection = TcpStream::connect(self.state.health_port.addr()).await?;
         let request = format!("GET /{name} HTTP/1.0\r\n\r\n");
         connection.write_all(request.as_bytes()).await?;
         let mut answer = String::new();
@@ -185,7 +180,7 @@ impl EtcdServer {
             command.args(["--user", login]);
         }
         command.args(args);
-        crate::run_command::run(command, "").await
+        run_command::run(command, "").await
     }
 
     /// Returns an `etcdctl` command with the server's address and certificates.
@@ -208,5 +203,3 @@ impl EtcdServer {
         format!("{scheme}://{}", self.addr())
     }
 }
-
-impl_managed_server!(EtcdServer);

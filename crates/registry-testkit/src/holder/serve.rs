@@ -77,11 +77,11 @@ struct HolderServer {
     registry: Arc<dyn LockRegistry>,
     client: RecordingClient,
     writer: Option<Arc<dyn FencedWriter>>,
-    locks: Mutex<HashMap<String, Arc<HeldLock>>>,
+    locks: Mutex<HashMap<String, Arc<RequestedLock>>>,
 }
 
 #[derive(Debug)]
-struct HeldLock {
+struct RequestedLock {
     /// `None` once it is released.
     guard: tokio::sync::Mutex<Option<RecordedGuard>>,
     /// Records the loss of the lock. Ends with this lock.
@@ -110,15 +110,15 @@ impl HolderServer {
         }
     }
 
-    fn locks(&self) -> MutexGuard<'_, HashMap<String, Arc<HeldLock>>> {
+    fn locks(&self) -> MutexGuard<'_, HashMap<String, Arc<RequestedLock>>> {
         self.locks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn get(&self, key: &str) -> Result<Arc<HeldLock>, String> {
+    fn get(&self, key: &str) -> Result<Arc<RequestedLock>, String> {
         self.locks().get(key).cloned().ok_or_else(not_requested)
     }
 
-    fn remove(&self, key: &str) -> Result<Arc<HeldLock>, String> {
+    fn remove(&self, key: &str) -> Result<Arc<RequestedLock>, String> {
         self.locks().remove(key).ok_or_else(not_requested)
     }
 
@@ -133,7 +133,7 @@ impl HolderServer {
         let acquired = self.client.lock_with(&self.registry.obtain(key), options).await?;
         let Some(guard) = acquired else { return Ok(None) };
         let (held, lost) = (HolderLock::of(&guard), guard.lost());
-        let lock = Arc::new_cyclic(|lock: &Weak<HeldLock>| {
+        let lock = Arc::new_cyclic(|lock: &Weak<RequestedLock>| {
             let lock = Weak::clone(lock);
             let mut loss_recorder = JoinSet::new();
             loss_recorder.spawn(async move {
@@ -143,7 +143,7 @@ impl HolderServer {
                     guard.record_state();
                 }
             });
-            HeldLock { guard: Some(guard).into(), _loss_recorder: loss_recorder }
+            RequestedLock { guard: Some(guard).into(), _loss_recorder: loss_recorder }
         });
         self.locks().insert(key.into(), lock);
         Ok(Some(held))

@@ -1,9 +1,6 @@
 //! The options with which a server starts.
 
-use std::path::PathBuf;
-
-use crate::programs;
-use crate::server_options::{ServerOptions, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names a program to use instead of `mariadbd`. Ignored by servers
 /// whose options name a program.
@@ -19,12 +16,6 @@ pub type MariaDbOptions = ServerOptions<MariaDb>;
 pub struct MariaDb {
     pub(super) password: Option<String>,
     pub(super) is_galera_node: bool,
-}
-
-impl StoreOptions for MariaDb {
-    fn program() -> PathBuf {
-        programs::server(SERVER_VARIABLE, "mariadbd")
-    }
 }
 
 impl MariaDbOptions {

@@ -1,9 +1,6 @@
 //! The options with which a server starts.
 
-use std::path::PathBuf;
-
-use crate::programs;
-use crate::server_options::{ServerOptions, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names another `postgres` program. Ignored by servers whose options
 /// name a program. The companion programs (`initdb`, `pg_basebackup`) must be in the same folder.
@@ -21,12 +18,6 @@ pub type PostgresOptions = ServerOptions<Postgres>;
 #[derive(Debug, Clone, Default)]
 pub struct Postgres {
     pub(super) password: Option<String>,
-}
-
-impl StoreOptions for Postgres {
-    fn program() -> PathBuf {
-        programs::postgres(SERVER_VARIABLE)
-    }
 }
 
 impl PostgresOptions {

@@ -7,26 +7,56 @@ use std::{fs, io};
 
 use nix::sys::signal::Signal;
 
-use super::options::PostgresOptions;
+use super::options::{Postgres, PostgresOptions, SERVER_VARIABLE};
 use crate::data_cache;
-use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server};
-use crate::run_command;
-
-const PROGRAM: ServerProgram = ServerProgram {
-    name: "PostgreSQL",
-    package: "postgresql",
-    account: Some("postgres"),
-    stop: Signal::SIGINT,
-    reap: Some(Signal::SIGQUIT),
-};
+use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
+use crate::{programs, run_command};
 
 /// A server with all its processes. Dropping this handle kills it. Committed data is on disk, so
 /// the server keeps its data when it is killed and started again. It has one user and one database,
 /// both named `postgres`.
-#[derive(Debug)]
-pub struct PostgresServer {
-    server: ManagedServer,
-    options: PostgresOptions,
+pub type PostgresServer = ManagedServer<Postgres>;
+
+impl ServerDescription for Postgres {
+    type State = ();
+
+    const PROGRAM: ServerProgram = ServerProgram {
+        name: "PostgreSQL",
+        package: "postgresql",
+        account: Some("postgres"),
+        stop: Signal::SIGINT,
+        reap: Some(Signal::SIGQUIT),
+    };
+
+    fn program() -> PathBuf {
+        programs::postgres(SERVER_VARIABLE)
+    }
+
+    fn command(server: &PostgresServer) -> io::Result<Command> {
+        let mut command = server.server_program();
+        command.env("LC_ALL", "C");
+        command.arg("-D").arg(server.data()).arg("-p").arg(server.port().number().to_string());
+        let folder = server.folder().display();
+        let mut settings = vec![
+            "listen_addresses=127.0.0.1".to_owned(),
+            format!("unix_socket_directories={folder}"),
+            "shared_buffers=32MB".to_owned(),
+        ];
+        if server.is_encrypted() {
+            settings.push("ssl=on".to_owned());
+            settings.push(format!("ssl_cert_file={folder}/server.pem"));
+            settings.push(format!("ssl_key_file={folder}/server.key"));
+        }
+        for setting in settings.iter().chain(&server.options.args) {
+            command.args(["-c", setting]);
+        }
+        Ok(command)
+    }
+
+    async fn is_serving(server: &PostgresServer) -> bool {
+        // Omits the end of the message: a standby is ready to accept read-only connections.
+        server.output_text().contains("database system is ready to accept")
+    }
 }
 
 impl PostgresServer {
@@ -37,70 +67,25 @@ impl PostgresServer {
 
     /// Like [`start`](Self::start), with the given options.
     pub async fn start_with(options: PostgresOptions) -> io::Result<Self> {
-        let mut server = Self::empty(options)?;
+        let mut server = Self::new(options, ())?;
+        server.install_certificates()?;
         server.create_data().await?;
         server.start_again().await?;
         Ok(server)
     }
 
-    /// Creates a server without a data folder.
-    fn empty(options: PostgresOptions) -> io::Result<Self> {
-        let server = Self { server: ManagedServer::new(&PROGRAM)?, options };
-        if let Some(tls) = &server.options.tls {
-            server.install_file(&tls.server_cert_file(), "server.pem")?;
-            server.install_file(&tls.server_key_file(), "server.key")?;
-        }
-        Ok(server)
-    }
-
     async fn create_data(&self) -> io::Result<()> {
-        if self.options.store.password.is_some() {
-            self.initialise().await?;
-        } else {
-            data_cache::fill(&self.data(), self.options.program.as_os_str(), self.initialise())
-                .await?;
-        }
-        let pg_hba_lines = self.data().join("pg_hba.conf");
-        fs::write(pg_hba_lines, self.options.pg_hba_lines())
-    }
-
-    async fn initialise(&self) -> io::Result<()> {
         let mut initdb = self.client_program("initdb");
         initdb.args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]);
         initdb.arg("-D").arg(self.data());
-        if let Some(password) = &self.options.store.password {
+        if let Some(password) = self.password() {
             self.write_file("password", password)?;
             initdb.arg("--pwfile").arg(self.file("password"));
+            data_cache::install(self, initdb).await?;
+        } else {
+            data_cache::fill(self, initdb).await?;
         }
-        run_command::run(initdb, "")
-            .await
-            .map(drop)
-            .map_err(|error| self.not_started(&error.to_string()))
-    }
-
-    /// Kills the server if it runs, and starts it on the same port with its previous data.
-    pub async fn start_again(&mut self) -> io::Result<()> {
-        let mut command = self.command(&self.options.program);
-        command.env("LC_ALL", "C");
-        self.options.set_environment(&mut command);
-        command.arg("-D").arg(self.data()).arg("-p").arg(self.port().number().to_string());
-        let folder = self.folder().display();
-        let mut settings = vec![
-            "listen_addresses=127.0.0.1".to_owned(),
-            format!("unix_socket_directories={folder}"),
-            "shared_buffers=32MB".to_owned(),
-        ];
-        if self.options.tls.is_some() {
-            settings.push("ssl=on".to_owned());
-            settings.push(format!("ssl_cert_file={folder}/server.pem"));
-            settings.push(format!("ssl_key_file={folder}/server.key"));
-        }
-        for setting in settings.iter().chain(&self.options.args) {
-            command.args(["-c", setting]);
-        }
-        self.launch(&command)?;
-        // Omits the end of the message: a standby is ready to accept read-only connections.
-        self.wait_until_printed("database system is ready to accept").await
+        fs::write(self.data().join("pg_hba.conf"), self.options.pg_hba_lines())
     }
 
     /// Stops one process of the server (SIGSTOP), such as the backend of a connection
@@ -122,7 +107,8 @@ impl PostgresServer {
     /// Starts an asynchronous standby of this server: a commit does not wait for it. The standby
     /// has the same options, and its own port and folder.
     pub async fn standby(&self) -> io::Result<Self> {
-        let mut standby = Self::empty(self.options.clone())?;
+        let mut standby = Self::new(self.options.clone(), ())?;
+        standby.install_certificates()?;
         let mut copy = standby.client_program("pg_basebackup");
         copy.args(["-R", "-X", "stream", "-c", "fast", "--no-sync"]).arg("-D").arg(standby.data());
         self.add_connection_args(&mut copy);
@@ -142,8 +128,7 @@ impl PostgresServer {
     /// Runs statements and returns the rows, one for each line, with `|` between columns. Each
     /// statement runs in its own transaction, unless the statements contain explicit transactions.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
-        let mut psql = Command::new("psql");
-        psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", "postgres"]);
+        let mut psql = psql("postgres");
         self.add_connection_args(&mut psql);
         run_command::run(psql, statements).await
     }
@@ -170,17 +155,18 @@ impl PostgresServer {
 
     /// Creates a command for a program of the same installation, under the server's account.
     fn client_program(&self, name: &str) -> Command {
-        let mut command = self.command(self.options.program.with_file_name(name));
+        let mut command = self.tool(self.options.program.with_file_name(name));
         command.env("LC_ALL", "C");
         command
     }
-
-    fn data(&self) -> PathBuf {
-        self.file("data")
-    }
 }
 
-impl_managed_server!(PostgresServer);
+/// Creates a `psql` command that prints rows without decoration and ends at the first error.
+pub(crate) fn psql(database: &str) -> Command {
+    let mut psql = Command::new("psql");
+    psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", database]);
+    psql
+}
 
 /// Returns the URL of a server with the user and the database `postgres`.
 pub(crate) fn url(password: Option<&str>, addr: SocketAddr) -> String {

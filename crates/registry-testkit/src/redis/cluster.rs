@@ -6,14 +6,15 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::timeout;
 
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
-use super::retry::{RetryDeadline, not_yet};
+use super::sentinel::other_than;
 use super::server::RedisServer;
 use crate::ports::Port;
+use crate::retry::{not_yet, retry};
 use view::{ClusterView, NodeInfo, slot_of};
 
 /// The number of slots that the masters share.
@@ -26,6 +27,8 @@ const MOVE_LIMIT_MS: &str = "10000";
 /// The time after which `CLUSTER FAILOVER` is repeated. A replica abandons a manual failover after
 /// five seconds if its master responds too slowly.
 const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
+/// The maximum number of requests for one failover.
+const FAILOVERS_MAX: u32 = 15;
 
 /// Three masters with one replica each. Dropping this handle kills all of them.
 ///
@@ -76,15 +79,15 @@ impl RedisCluster {
     /// Starts the nodes and returns once all of them report a healthy cluster and all replicas are
     /// synchronized.
     pub async fn start() -> io::Result<Self> {
-        Self::start_with(&ServerOptions::new()).await
+        Self::start_with(&RedisOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options for each node.
-    pub async fn start_with(options: &ServerOptions) -> io::Result<Self> {
+    pub async fn start_with(options: &RedisOptions) -> io::Result<Self> {
         let launch = |_| ClusterNode::launch(options);
         let mut nodes = (0..2 * MASTERS).map(launch).collect::<io::Result<Vec<_>>>()?;
         for node in &mut nodes {
-            node.server.wait_until_ready().await?;
+            node.server.wait_until_serving().await?;
             node.id = text(&node.server, &["CLUSTER", "MYID"]).await?;
         }
         let cluster = Self { nodes };
@@ -122,11 +125,7 @@ impl RedisCluster {
             let bus = node.bus.number().to_string();
             execute(&first.server, &["CLUSTER", "MEET", &host, &port, &bus]).await?;
         }
-        let retry = RetryDeadline::new("all nodes have met");
-        while let Err(why) = self.check_nodes_have_met().await {
-            retry.pause_or_fail(why).await?;
-        }
-        Ok(())
+        retry("all nodes have met", || self.check_nodes_have_met()).await
     }
 
     async fn check_nodes_have_met(&self) -> io::Result<()> {
@@ -223,19 +222,14 @@ impl RedisCluster {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
         let replica = replicas.first().ok_or_else(|| not_yet("there is no replica"))?;
-        let retry = RetryDeadline::new("a replica takes over");
-        let mut requested_at: Option<Instant> = None;
-        loop {
-            if requested_at.is_none_or(|requested_at| requested_at.elapsed() > FAILOVER_LIMIT) {
-                requested_at = Some(Instant::now());
-                execute(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
-            }
-            match self.confirmed_master_of(slot).await {
-                Ok(master) if master != old => return Ok(master),
-                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
-                Err(why) => retry.pause_or_fail(why).await?,
+        for _ in 0..FAILOVERS_MAX {
+            execute(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
+            let new = self.wait_for_new_master_of(slot, old);
+            if let Ok(result) = timeout(FAILOVER_LIMIT, new).await {
+                return result;
             }
         }
+        Err(not_yet("no replica takes over"))
     }
 
     /// Kills the master of `slot` and returns its address.
@@ -289,24 +283,16 @@ impl RedisCluster {
         slot: u16,
         old: SocketAddr,
     ) -> io::Result<SocketAddr> {
-        let retry = RetryDeadline::new("all nodes know a new master");
-        loop {
-            match self.confirmed_master_of(slot).await {
-                Ok(master) if master != old => return Ok(master),
-                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
-                Err(why) => retry.pause_or_fail(why).await?,
-            }
-        }
+        retry("all nodes know a new master", || async {
+            other_than(old, self.confirmed_master_of(slot).await?)
+        })
+        .await
     }
 
     /// Waits until all responding nodes report a healthy cluster and agree on the slot owners, and
     /// their replicas are synchronized.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
-        let retry = RetryDeadline::new("the nodes agree");
-        while let Err(why) = self.check_consistency().await {
-            retry.pause_or_fail(why).await?;
-        }
-        Ok(())
+        retry("the nodes agree", || self.check_consistency()).await
     }
 
     /// Moves `slot` with its keys to the master at `to`, while clients use it. Returns once all
@@ -355,8 +341,7 @@ impl RedisCluster {
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();
-        let retry = RetryDeadline::new("the slot is empty");
-        loop {
+        retry("the slot is empty", || async {
             let command = ["CLUSTER", "GETKEYSINSLOT", &number, KEYS_AT_ONCE];
             let keys = self.node(from).send_command_args(&command).await?.into_result()?;
             let values = keys.items().iter().map(|key| match key {
@@ -365,25 +350,25 @@ impl RedisCluster {
             });
             let keys: Vec<Vec<u8>> = values.collect();
             if keys.is_empty() {
-                break;
+                return Ok(());
             }
             self.migrate_keys(&migration, &keys).await?;
             // Clients can no longer create keys here, but keys can expire before they are moved.
-            retry.pause_or_fail(not_yet("keys remain in the slot")).await?;
-        }
+            Err(not_yet("keys remain in the slot"))
+        })
+        .await?;
         // The new owner first: in the reverse order, the slot would briefly have no owner.
         for addr in [to, from] {
             let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.node_at(to).id];
             execute(self.node(addr), &words).await?;
         }
-        let retry = RetryDeadline::new("all nodes know the slot's new master");
-        loop {
-            match self.confirmed_master_of(slot).await {
-                Ok(master) if master == to => return Ok(()),
-                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
-                Err(why) => retry.pause_or_fail(why).await?,
+        retry("all nodes know the slot's new master", || async {
+            match self.confirmed_master_of(slot).await? {
+                master if master == to => Ok(()),
+                _ => Err(not_yet("it is still the old master")),
             }
-        }
+        })
+        .await
     }
 
     /// Returns the master of `slot` if all responding nodes agree on it.
@@ -432,7 +417,7 @@ impl RedisCluster {
 }
 
 impl ClusterNode {
-    fn launch(options: &ServerOptions) -> io::Result<Self> {
+    fn launch(options: &RedisOptions) -> io::Result<Self> {
         let bus = Port::reserve()?;
         let number = bus.number().to_string();
         let mut options = options.clone();
@@ -456,7 +441,7 @@ impl ClusterNode {
         }
         args.append(&mut options.args);
         options.args = args;
-        let server = RedisServer::launch(Port::reserve()?, options)?;
+        let server = RedisServer::launch_with(options)?;
         Ok(Self { server, bus, id: String::new() })
     }
 }

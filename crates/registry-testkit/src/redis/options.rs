@@ -1,9 +1,6 @@
 //! The options with which a server starts.
 
-use std::env;
-use std::path::PathBuf;
-
-use crate::server_options::{self, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names a program to use instead of `redis-server`, such as
 /// `valkey-server`. Ignored by servers whose options name a program.
@@ -12,7 +9,7 @@ pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";
 /// The options of a [`RedisServer`](super::RedisServer). By default, the program is the one named
 /// by [`SERVER_VARIABLE`], or else the `redis-server` on `PATH`. The server flushes each command to
 /// its file before it replies.
-pub type ServerOptions = server_options::ServerOptions<Redis>;
+pub type RedisOptions = ServerOptions<Redis>;
 
 /// The options that only Redis has.
 #[derive(Debug, Clone, Default)]
@@ -22,13 +19,7 @@ pub struct Redis {
     pub(super) sentinel: Option<String>,
 }
 
-impl StoreOptions for Redis {
-    fn program() -> PathBuf {
-        env::var_os(SERVER_VARIABLE).map_or_else(|| "redis-server".into(), PathBuf::from)
-    }
-}
-
-impl ServerOptions {
+impl RedisOptions {
     /// Admits only this user, with all permissions. The testkit's own commands use this login. If
     /// the user is `default`, clients may omit the user name.
     #[must_use]

@@ -2,9 +2,8 @@
 
 use std::io;
 
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::server::RedisServer;
-use crate::ports::Port;
 
 /// Independent masters. Dropping this handle kills them.
 #[derive(Debug)]
@@ -15,15 +14,15 @@ pub struct RedisQuorum {
 impl RedisQuorum {
     /// Starts this number of masters.
     pub async fn start(servers: usize) -> io::Result<Self> {
-        Self::start_with(servers, &ServerOptions::new()).await
+        Self::start_with(servers, &RedisOptions::new()).await
     }
 
     /// Like [`start`](Self::start), with options for each server.
-    pub async fn start_with(servers: usize, options: &ServerOptions) -> io::Result<Self> {
-        let launch = |_| RedisServer::launch(Port::reserve()?, options.clone());
+    pub async fn start_with(servers: usize, options: &RedisOptions) -> io::Result<Self> {
+        let launch = |_| RedisServer::launch_with(options.clone());
         let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;
         for server in &mut servers {
-            server.wait_until_ready().await?;
+            server.wait_until_serving().await?;
         }
         Ok(Self { servers })
     }

@@ -3,12 +3,11 @@
 use std::io;
 use std::net::SocketAddr;
 
-use super::options::ServerOptions;
+use super::options::RedisOptions;
 use super::quorum::url;
 use super::reply::RedisReply;
-use super::retry::{RetryDeadline, not_yet};
 use super::server::RedisServer;
-use crate::ports::Port;
+use crate::retry::{not_yet, retry};
 
 /// The name of the master in the sentinels' configuration.
 const NAME: &str = "mymaster";
@@ -20,8 +19,8 @@ const QUORUM: usize = 2;
 /// The options of a [`SentinelSetup`].
 #[derive(Debug, Clone, Default)]
 pub struct SentinelOptions {
-    servers: ServerOptions,
-    sentinels: ServerOptions,
+    servers: RedisOptions,
+    sentinels: RedisOptions,
     sentinel_lines: Vec<String>,
 }
 
@@ -33,9 +32,9 @@ impl SentinelOptions {
     }
 
     /// Sets the options of the master and its replicas. The sentinels and the replicas use their
-    /// [login](ServerOptions::login). If the servers use TLS, the sentinels use it as well.
+    /// [login](RedisOptions::login). If the servers use TLS, the sentinels use it as well.
     #[must_use]
-    pub fn servers(mut self, options: ServerOptions) -> Self {
+    pub fn servers(mut self, options: RedisOptions) -> Self {
         self.servers = options;
         self
     }
@@ -56,7 +55,7 @@ impl SentinelOptions {
     }
 
     /// Returns the options of a sentinel, with its initial configuration.
-    fn sentinel(&self, master: SocketAddr) -> ServerOptions {
+    fn sentinel(&self, master: SocketAddr) -> RedisOptions {
         let (host, port) = (master.ip(), master.port());
         let mut lines = vec![
             format!("sentinel monitor {NAME} {host} {port} {QUORUM}"),
@@ -83,7 +82,7 @@ impl SentinelOptions {
     }
 
     /// Returns the options of a server that may be a master or a replica.
-    fn server(&self) -> ServerOptions {
+    fn server(&self) -> RedisOptions {
         let mut options = self.servers.clone();
         // By default, a master waits five seconds for further replicas before it synchronizes the
         // first one. Until then, a failover would find no replica.
@@ -123,22 +122,19 @@ impl SentinelSetup {
         for _ in 0..REPLICAS {
             let port = addr.port().to_string();
             let replica = options.server().args(&["--replicaof", "127.0.0.1", &port]);
-            servers.push(RedisServer::launch(Port::reserve()?, replica)?);
+            servers.push(RedisServer::launch_with(replica)?);
         }
         for replica in &mut servers[1..] {
-            replica.wait_until_ready().await?;
+            replica.wait_until_serving().await?;
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
         // A sentinel that starts earlier discovers the replicas only ten seconds later.
-        let retry = RetryDeadline::new("the replicas are synchronized");
-        while let Err(why) = setup.check_replicas(addr).await {
-            retry.pause_or_fail(why).await?;
-        }
+        retry("the replicas are synchronized", || setup.check_replicas(addr)).await?;
         for _ in 0..SENTINELS {
-            setup.sentinels.push(RedisServer::launch(Port::reserve()?, options.sentinel(addr))?);
+            setup.sentinels.push(RedisServer::launch_with(options.sentinel(addr))?);
         }
         for sentinel in &mut setup.sentinels {
-            sentinel.wait_until_ready().await?;
+            sentinel.wait_until_serving().await?;
         }
         setup.wait_until_consistent().await?;
         Ok(setup)
@@ -212,10 +208,7 @@ impl SentinelSetup {
     /// old master continues as a master for about ten seconds, until the sentinels reconfigure it.
     pub async fn failover(&self) -> io::Result<SocketAddr> {
         let old = self.master().await?;
-        let retry = RetryDeadline::new("a failover begins");
-        while let Err(why) = self.request_failover().await {
-            retry.pause_or_fail(why).await?;
-        }
+        retry("a failover begins", || self.request_failover()).await?;
         self.wait_for_new_master(old).await
     }
 
@@ -286,14 +279,10 @@ impl SentinelSetup {
     /// Waits until all responding sentinels name the same master other than `old`, and that server
     /// reports that it is a master. Returns its address.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
-        let retry = RetryDeadline::new("all nodes know a new master");
-        loop {
-            match self.confirmed_master().await {
-                Ok(master) if master != old => return Ok(master),
-                Ok(_) => retry.pause_or_fail(not_yet("it is still the old master")).await?,
-                Err(why) => retry.pause_or_fail(why).await?,
-            }
-        }
+        retry("all nodes know a new master", || async {
+            other_than(old, self.confirmed_master().await?)
+        })
+        .await
     }
 
     /// Waits until all running sentinels and servers are consistent. The sentinels agree on the
@@ -301,11 +290,7 @@ impl SentinelSetup {
     /// this takes ten to twenty seconds, because sentinels wait that long before they turn the old
     /// master into a replica.
     pub async fn wait_until_consistent(&self) -> io::Result<()> {
-        let retry = RetryDeadline::new("sentinels and servers agree");
-        while let Err(why) = self.check_consistency().await {
-            retry.pause_or_fail(why).await?;
-        }
-        Ok(())
+        retry("sentinels and servers agree", || self.check_consistency()).await
     }
 
     /// Returns the master if all responding sentinels agree on it.
@@ -359,6 +344,11 @@ impl SentinelSetup {
         }
         Ok(())
     }
+}
+
+/// Returns `master`, or an error if it is still `old`.
+pub(super) fn other_than(old: SocketAddr, master: SocketAddr) -> io::Result<SocketAddr> {
+    if master == old { Err(not_yet("it is still the old master")) } else { Ok(master) }
 }
 
 /// Returns the address of the master according to this sentinel.

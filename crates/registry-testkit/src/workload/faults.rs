@@ -22,7 +22,10 @@ impl Workload {
     /// # Panics
     /// Panics if the clients make no progress, or with an error of `pause` or `resume`.
     #[cfg(unix)]
-    pub async fn pause_briefly(&self, server: &crate::ManagedServer) {
+    pub async fn pause_briefly(
+        &self,
+        server: &crate::ManagedServer<impl crate::ServerDescription>,
+    ) {
         for _ in 0..2 {
             self.wait_for_progress().await;
             server.pause().expect("the server runs");
@@ -38,7 +41,10 @@ impl Workload {
     /// # Panics
     /// Panics if the clients make no progress, or if no lock is lost.
     #[cfg(unix)]
-    pub async fn pause_until_losses(&self, server: &crate::ManagedServer) {
+    pub async fn pause_until_losses(
+        &self,
+        server: &crate::ManagedServer<impl crate::ServerDescription>,
+    ) {
         for round in 1..=2 {
             self.wait_for_progress().await;
             self.wait_until_steady_held().await;

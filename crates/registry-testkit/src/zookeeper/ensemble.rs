@@ -1,17 +1,12 @@
 //! Several servers that form one ensemble.
 
-use std::time::Duration;
 use std::{fs, io};
-
-use tokio::time::{Instant, sleep};
 
 use super::options::ZooKeeperOptions;
 use super::server::ZooKeeperServer;
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, ProxyMode};
-
-/// The maximum time for the members to elect a leader. An election typically takes one second.
-const ELECTION_LIMIT: Duration = Duration::from_secs(90);
+use crate::retry::{not_yet, retry};
 
 /// The members of one ensemble. Dropping this handle kills them.
 #[derive(Debug)]
@@ -102,7 +97,7 @@ impl ZooKeeperEnsemble {
     /// Starts one more member without waiting until it serves.
     async fn launch(&mut self, options: &ZooKeeperOptions) -> io::Result<()> {
         let number = self.members.len();
-        let mut member = ZooKeeperServer::prepare(options.clone(), Port::reserve()?)?;
+        let mut member = ZooKeeperServer::prepare(options.clone())?;
         fs::write(member.data().join("myid"), (number + 1).to_string())?;
         member.configure(&self.server_lines_for(number))?;
         member.launch_again().await?;
@@ -149,7 +144,7 @@ impl ZooKeeperEnsemble {
     /// Waits until all running members that are not paused serve.
     pub async fn wait_until_serving(&mut self) -> io::Result<()> {
         for member in &mut self.members {
-            if member.is_up() && !member.is_paused() {
+            if member.is_responsive() {
                 member.wait_until_serving().await?;
             }
         }
@@ -158,18 +153,16 @@ impl ZooKeeperEnsemble {
 
     /// Waits until one of the running members that are not paused leads, and returns its index.
     pub async fn leader(&self) -> io::Result<usize> {
-        let deadline = Instant::now() + ELECTION_LIMIT;
-        while Instant::now() < deadline {
-            for (index, member) in self.members.iter().enumerate() {
-                let is_reachable = member.is_up() && !member.is_paused();
-                if is_reachable && matches!(member.mode().await, Ok(Some(mode)) if mode == "leader")
-                {
+        retry("one of the members leads", || async {
+            let members = self.members.iter().enumerate();
+            for (index, member) in members.filter(|(_, member)| member.is_responsive()) {
+                if matches!(member.mode().await, Ok(Some(mode)) if mode == "leader") {
                     return Ok(index);
                 }
             }
-            sleep(Duration::from_millis(20)).await;
-        }
-        Err(io::Error::new(io::ErrorKind::TimedOut, "the members have no leader"))
+            Err(not_yet("none of them leads"))
+        })
+        .await
     }
 
     /// Returns `zk://HOST:PORT,HOST:PORT,…`.

@@ -2,11 +2,8 @@
 
 use std::env;
 use std::ffi::OsString;
-use std::path::PathBuf;
-use std::process::Command;
 
-use crate::programs;
-use crate::server_options::{ServerOptions, StoreOptions};
+use crate::server_options::ServerOptions;
 
 /// The environment variable that names another class path than that of Debian's packages, such as
 /// that of a newer ZooKeeper. Ignored by servers whose options set a class path.
@@ -43,18 +40,12 @@ pub type ZooKeeperOptions = ServerOptions<ZooKeeper>;
 /// The options that only ZooKeeper has.
 #[derive(Debug, Clone)]
 pub struct ZooKeeper {
-    classes: OsString,
+    pub(super) classes: OsString,
 }
 
 impl Default for ZooKeeper {
     fn default() -> Self {
         Self { classes: env::var_os(CLASSES_VARIABLE).unwrap_or_else(|| CLASSES.into()) }
-    }
-}
-
-impl StoreOptions for ZooKeeper {
-    fn program() -> PathBuf {
-        programs::server(JAVA_VARIABLE, "java")
     }
 }
 
@@ -83,20 +74,5 @@ impl ZooKeeperOptions {
     pub(super) fn lines(&self) -> String {
         let own = self.args.iter().flat_map(|setting| [setting, "\n"]);
         SETTINGS.trim_start().chars().chain(own.flat_map(str::chars)).collect()
-    }
-
-    /// Returns the `java` command with the class path. The caller adds the program to run.
-    pub(super) fn java(&self) -> Command {
-        let mut java = Command::new(&self.program);
-        self.set_environment(&mut java);
-        // Small, because many servers run concurrently. They end before the optimizing compiler
-        // would pay off.
-        java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1"]);
-        java.args([
-            "-Dzookeeper.extendedTypesEnabled=true",
-            "-Dznode.container.checkIntervalMs=1000",
-        ]);
-        java.arg("-cp").arg(&self.store.classes);
-        java
     }
 }

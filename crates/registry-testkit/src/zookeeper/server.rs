@@ -1,24 +1,19 @@
 //! One server process: starts, kills, pauses and queries it.
 
-use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::process::Command;
 use std::time::Duration;
 use std::{fs, io};
 
 use nix::sys::signal::Signal;
+use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::options::ZooKeeperOptions;
+use super::options::{JAVA_VARIABLE, ZooKeeper, ZooKeeperOptions};
 use super::session::{self, ClientStats};
-use crate::managed_server::{ManagedServer, ServerProgram, impl_managed_server, wait_until_ready};
+use crate::managed_server::{ManagedServer, ServerDescription, ServerProgram};
 use crate::ports::Port;
-
-const PROGRAM: ServerProgram = ServerProgram {
-    name: "ZooKeeper",
-    package: "zookeeper",
-    account: None,
-    stop: Signal::SIGTERM,
-    reap: None,
-};
+use crate::{programs, run_command};
 
 /// The maximum time for a reply to the `srvr` query.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
@@ -59,15 +54,43 @@ public class Edit {
 "#;
 
 /// A server. Dropping this handle kills it. Acknowledged writes are on disk, so the server keeps
-/// its data when it is killed and started again.
-#[derive(Debug)]
-pub struct ZooKeeperServer {
-    /// Its port is for unencrypted clients, and for the testkit's queries. The first field, because
-    /// the process must end before the ports are dropped.
-    server: ManagedServer,
-    /// For TLS clients.
-    secure_port: Option<Port>,
-    options: ZooKeeperOptions,
+/// its data when it is killed and started again. A member of an ensemble serves only while there is
+/// a majority.
+pub type ZooKeeperServer = ManagedServer<ZooKeeper>;
+
+impl ServerDescription for ZooKeeper {
+    /// The port for TLS clients. The server's own port is for unencrypted clients, and for the
+    /// testkit's queries.
+    type State = Option<Port>;
+
+    const PROGRAM: ServerProgram = ServerProgram {
+        name: "ZooKeeper",
+        package: "zookeeper",
+        account: None,
+        stop: Signal::SIGTERM,
+        reap: None,
+    };
+
+    fn program() -> PathBuf {
+        programs::server(JAVA_VARIABLE, "java")
+    }
+
+    fn command(server: &ZooKeeperServer) -> io::Result<Command> {
+        let mut command = server.java();
+        command.arg("org.apache.zookeeper.server.quorum.QuorumPeerMain");
+        command.arg(server.file("server.cfg"));
+        Ok(command)
+    }
+
+    async fn is_serving(server: &ZooKeeperServer) -> bool {
+        let serves = server.mode().await.is_ok_and(|mode| mode.is_some());
+        // The TLS port opens later than the port of the testkit's queries.
+        serves && TcpStream::connect(server.addr()).await.is_ok()
+    }
+
+    fn client_port(server: &ZooKeeperServer) -> &Port {
+        server.state.as_ref().unwrap_or_else(|| server.port())
+    }
 }
 
 impl ZooKeeperServer {
@@ -78,16 +101,16 @@ impl ZooKeeperServer {
 
     /// Like [`start`](Self::start), with the given options.
     pub async fn start_with(options: ZooKeeperOptions) -> io::Result<Self> {
-        let mut server = Self::prepare(options, Port::reserve()?)?;
+        let mut server = Self::prepare(options)?;
         server.configure("")?;
         server.start_again().await?;
         Ok(server)
     }
 
     /// Creates a server that is down and has no configuration.
-    pub(super) fn prepare(options: ZooKeeperOptions, port: Port) -> io::Result<Self> {
+    pub(super) fn prepare(options: ZooKeeperOptions) -> io::Result<Self> {
         let secure_port = options.tls.as_ref().map(|_| Port::reserve()).transpose()?;
-        let server = Self { server: ManagedServer::on_port(port, &PROGRAM)?, secure_port, options };
+        let server = Self::new(options, secure_port)?;
         fs::create_dir(server.data())?;
         Ok(server)
     }
@@ -97,9 +120,9 @@ impl ZooKeeperServer {
     pub(super) fn configure(&self, others: &str) -> io::Result<()> {
         let mut lines = self.options.lines();
         lines.push_str(others);
-        lines.push_str(&format!("clientPort={}\n", self.server.port().number()));
+        lines.push_str(&format!("clientPort={}\n", self.port().number()));
         lines.push_str(&format!("dataDir={}\n", self.data().display()));
-        if let (Some(tls), Some(port)) = (&self.options.tls, &self.secure_port) {
+        if let (Some(tls), Some(port)) = (&self.options.tls, &self.state) {
             // The server reads its key and certificate from one file.
             let both = self.file("server.pem");
             let [key, cert] = [tls.server_key_file(), tls.server_cert_file()].map(fs::read);
@@ -118,37 +141,6 @@ impl ZooKeeperServer {
         fs::write(self.file("server.cfg"), lines)
     }
 
-    /// Kills the server if it runs, starts it on the same port with its previous data, and waits
-    /// until it serves. A member of an ensemble serves only while there is a majority.
-    pub async fn start_again(&mut self) -> io::Result<()> {
-        self.launch_again().await?;
-        self.wait_until_serving().await
-    }
-
-    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
-    pub async fn launch_again(&mut self) -> io::Result<()> {
-        let mut command = self.options.java();
-        command.arg("org.apache.zookeeper.server.quorum.QuorumPeerMain");
-        command.arg(self.file("server.cfg"));
-        self.launch(&command)?;
-        self.wait_until_started().await
-    }
-
-    /// Waits until the server serves. A member of an ensemble serves only while there is a
-    /// majority.
-    pub async fn wait_until_serving(&mut self) -> io::Result<()> {
-        wait_until_ready(self, async |server| {
-            server.mode().await.is_ok_and(|mode| mode.is_some()) && server.is_open().await
-        })
-        .await
-    }
-
-    /// Returns whether clients can connect. The TLS port opens later than the port of the testkit's
-    /// queries.
-    async fn is_open(&self) -> bool {
-        tokio::net::TcpStream::connect(self.addr()).await.is_ok()
-    }
-
     /// Returns the server's mode: `standalone`, `leader` or `follower`. Returns `None` while the
     /// server does not serve.
     pub async fn mode(&self) -> io::Result<Option<String>> {
@@ -163,7 +155,7 @@ impl ZooKeeperServer {
     /// Returns the connection's error. The answer of a server that does not serve contains the
     /// reason.
     pub async fn send_command(&self, word: &str) -> io::Result<String> {
-        session::send_command(self.server.addr(), word).await
+        session::send_command(self.port().addr(), word).await
     }
 
     /// Returns the metric `name` of `mntr`, such as `zk_watch_count`.
@@ -198,7 +190,7 @@ impl ZooKeeperServer {
             );
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
-        session::end(self.server.addr(), session).await
+        session::end(self.port().addr(), session).await
     }
 
     /// Sets the number of children ever created under the node at `path`, as after a long lifetime.
@@ -218,9 +210,9 @@ impl ZooKeeperServer {
     async fn edit(&self, what: [&str; 3]) -> io::Result<()> {
         let program = self.file("Edit.java");
         fs::write(&program, EDIT)?;
-        let mut java = self.options.java();
+        let mut java = self.java();
         java.arg(program).arg(self.data()).args(what);
-        crate::run_command::run(java, "").await.map(drop)
+        run_command::run(java, "").await.map(drop)
     }
 
     /// Removes all data of the server. Call it only while the server is down. A member of an
@@ -229,21 +221,23 @@ impl ZooKeeperServer {
         fs::remove_dir_all(self.data().join("version-2"))
     }
 
-    /// Returns the server's address for clients. This is the TLS port if the options enable TLS.
-    #[must_use]
-    pub fn addr(&self) -> SocketAddr {
-        self.secure_port.as_ref().unwrap_or_else(|| self.server.port()).addr()
-    }
-
     /// Returns `zk://HOST:PORT`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("zk://{}", self.addr())
     }
 
-    pub(super) fn data(&self) -> std::path::PathBuf {
-        self.file("data")
+    /// Creates a `java` command with the class path. The caller adds the program to run.
+    fn java(&self) -> Command {
+        let mut java = self.server_program();
+        // Small, because many servers run concurrently. They end before the optimizing compiler
+        // would pay off.
+        java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1"]);
+        java.args([
+            "-Dzookeeper.extendedTypesEnabled=true",
+            "-Dznode.container.checkIntervalMs=1000",
+        ]);
+        java.arg("-cp").arg(&self.options.store.classes);
+        java
     }
 }
-
-impl_managed_server!(ZooKeeperServer);

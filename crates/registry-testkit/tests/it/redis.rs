@@ -13,8 +13,8 @@ use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisReply, RedisServer, SentinelOptions, SentinelSetup,
-    ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisReply, RedisServer, SentinelOptions,
+    SentinelSetup,
 };
 use registry_testkit::tls::TlsFolder;
 use rustls::pki_types::pem::PemObject;
@@ -73,7 +73,7 @@ async fn a_killed_server_restarts_with_its_data_at_once() {
 async fn a_server_that_cannot_start_reports_the_reason() {
     let wrong = RedisServer::start(&["--maxmemory", "much"]).await.unwrap_err().to_string();
     assert!(wrong.contains("much"), "{wrong}");
-    let missing = ServerOptions::new().program("no-such-server");
+    let missing = RedisOptions::new().program("no-such-server");
     let missing = RedisServer::start_with(missing).await.unwrap_err().to_string();
     assert!(missing.contains("no-such-server"), "{missing}");
 }
@@ -130,7 +130,7 @@ async fn what_isolated_replicas_missed_is_lost_with_the_master() {
 #[tokio::test]
 async fn sentinels_and_servers_can_require_different_logins() {
     let options = SentinelOptions::new()
-        .servers(ServerOptions::new().login("app", "secret"))
+        .servers(RedisOptions::new().login("app", "secret"))
         .sentinel_login("default", "other");
     let setup = SentinelSetup::start_with(&options).await.unwrap();
     let old = setup.pause_master().await.unwrap();
@@ -178,7 +178,7 @@ async fn replicas_of_a_cluster_are_promoted() {
 
 #[tokio::test]
 async fn a_slot_moves_with_its_keys_and_may_stop_half_way() {
-    let cluster = RedisCluster::start_with(&ServerOptions::new().login("app", "pw")).await.unwrap();
+    let cluster = RedisCluster::start_with(&RedisOptions::new().login("app", "pw")).await.unwrap();
     let slot = RedisCluster::slot_of("{k}");
     let from = cluster.master_of(slot).await.unwrap();
     let other = RedisCluster::slot_of("other");
@@ -268,7 +268,7 @@ async fn a_tls_server_can_require_client_certificates() {
 #[tokio::test]
 async fn sentinels_and_clusters_can_use_tls() {
     let tls = TlsFolder::new().unwrap();
-    let server = ServerOptions::new().tls(&tls);
+    let server = RedisOptions::new().tls(&tls);
     let sentinel = SentinelOptions::new().servers(server.clone());
     let (setup, cluster) =
         tokio::try_join!(SentinelSetup::start_with(&sentinel), RedisCluster::start_with(&server))
@@ -289,7 +289,7 @@ async fn sentinels_and_clusters_can_use_tls() {
 #[tokio::test]
 async fn a_key_expires_by_the_wall_clock_of_its_server() {
     let clock = ClockShim::new().unwrap();
-    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    let server = RedisServer::start_with(RedisOptions::new().clock(&clock)).await.unwrap();
     server.send_command_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
     clock.jump_wall(61).unwrap();
     eventually(LIMIT, async || get(&server, "minute").await.is_none()).await;

@@ -3,7 +3,7 @@
 use lock_registry::{ConfigError, GuaranteeClass, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup,
 };
 use registry_testkit::tls::TlsFolder;
 
@@ -40,7 +40,7 @@ async fn a_client_certificate_is_sent() {
 #[tokio::test]
 async fn every_topology_supports_tls() {
     let directory = TlsFolder::new().unwrap();
-    let options = ServerOptions::new().tls(&directory);
+    let options = RedisOptions::new().tls(&directory);
     let quorum = RedisQuorum::start_with(3, &options).await.unwrap();
     assert_locks(&format!("{}?{}", quorum.url(), ca(&directory)), GuaranteeClass::BestEffort).await;
     drop(quorum);

@@ -5,7 +5,7 @@ use std::time::Duration;
 use lock_registry::{GuaranteeClass, Registry, backend::BackendErrorKind, connect};
 use registry_testkit::error_text;
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup,
 };
 
 #[cfg(feature = "config")]
@@ -51,7 +51,7 @@ const LONG_TIMEOUTS: &str = "lease=60s&timeout=60s&connect_timeout=60s";
 
 #[tokio::test]
 async fn sentinels_report_the_master_and_have_a_separate_login() {
-    let servers = ServerOptions::new().login("worker", "canary");
+    let servers = RedisOptions::new().login("worker", "canary");
     let options = SentinelOptions::new().servers(servers).sentinel_login("watcher", "canary2");
     let setup = SentinelSetup::start_with(&options).await.unwrap();
     let url = setup.url().replace("://", "://worker:canary@");
@@ -85,7 +85,7 @@ async fn sentinels_report_the_master_and_have_a_separate_login() {
 
 #[tokio::test]
 async fn a_cluster_is_discovered_from_some_of_its_members() {
-    let options = ServerOptions::new().login("worker", "canary");
+    let options = RedisOptions::new().login("worker", "canary");
     let cluster = RedisCluster::start_with(&options).await.unwrap();
     let url = cluster.url().replace("://", "://worker:canary@");
     assert_locks(&format!("{url}?{LONG_TIMEOUTS}"), GuaranteeClass::BestEffort).await;
@@ -97,7 +97,7 @@ async fn a_cluster_is_discovered_from_some_of_its_members() {
 
 #[tokio::test]
 async fn a_quorum_needs_a_majority_of_its_masters() {
-    let options = ServerOptions::new().login("default", "canary");
+    let options = RedisOptions::new().login("default", "canary");
     let mut quorum = RedisQuorum::start_with(3, &options).await.unwrap();
     let url = quorum.url().replace("://", "://:canary@");
     assert_locks(&format!("{url}/3?{LONG_TIMEOUTS}"), GuaranteeClass::BestEffort).await;

@@ -1,7 +1,7 @@
 //! Each subcommand over each kind of Redis setup.
 
 use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
+    RedisCluster, RedisOptions, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup,
 };
 use serde_json::{Value, json};
 
@@ -52,8 +52,8 @@ fn assert_commands_work<S>(redis: &Redis<S>, class: &str) {
     assert!(bench["pairs"].as_u64().is_some_and(|pairs| pairs > 0), "{bench}");
 }
 
-fn with_login() -> ServerOptions {
-    ServerOptions::new().login("worker", "canary")
+fn with_login() -> RedisOptions {
+    RedisOptions::new().login("worker", "canary")
 }
 
 #[test]

@@ -9,7 +9,7 @@ use registry_core::{
     BackendErrorKind, LockError, LockEvent, LockGuard, LostReason, Observer, Registry,
 };
 use registry_redis::{Layout, RedisBackend, RedisConfig};
-use registry_testkit::redis::{RedisServer, SentinelOptions, SentinelSetup, ServerOptions};
+use registry_testkit::redis::{RedisOptions, RedisServer, SentinelOptions, SentinelSetup};
 use registry_testkit::{eventually, within};
 
 use super::{LONG, secs};
@@ -136,7 +136,7 @@ async fn no_lock_is_lost_while_the_rights_of_its_user_are_changed() {
 /// The new master refuses writes until it has a replica.
 #[tokio::test]
 async fn no_lock_is_lost_by_a_failover_to_a_master_without_replicas() {
-    let servers = ServerOptions::new().args(&["--min-replicas-to-write", "1"]);
+    let servers = RedisOptions::new().args(&["--min-replicas-to-write", "1"]);
     let mut setup =
         SentinelSetup::start_with(&SentinelOptions::new().servers(servers)).await.unwrap();
     let config = RedisConfig::from_url(&setup.url()).unwrap();

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use registry_core::{LostReason, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
-use registry_testkit::redis::{RedisCluster, RedisServer, ServerOptions};
+use registry_testkit::redis::{RedisCluster, RedisOptions, RedisServer};
 use registry_testkit::workload::WorkloadOptions;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
@@ -162,7 +162,7 @@ async fn a_crashed_shard_delays_no_lock_of_the_others() {
 }
 
 async fn a_failed_shard_delays_no_lock_of_the_others(fault: ShardFault) {
-    let options = ServerOptions::new().args(&["--cluster-require-full-coverage", "no"]);
+    let options = RedisOptions::new().args(&["--cluster-require-full-coverage", "no"]);
     let mut cluster = RedisCluster::start_with(&options).await.unwrap();
     let lease = LEASE * 2;
     let workload = start_workload(&cluster, lease).await;

@@ -11,7 +11,7 @@ use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::history::{Recorder, host_clock};
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::redis::{RedisQuorum, RedisServer, ServerOptions};
+use registry_testkit::redis::{RedisOptions, RedisQuorum, RedisServer};
 use registry_testkit::workload::{FencedResource, WorkloadOptions};
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
@@ -264,7 +264,7 @@ async fn a_clock_jump_of_one_master_ends_no_lock_on_five_masters() {
     let clock = ClockShim::new().unwrap();
     let mut servers = Vec::new();
     for number in 0..5 {
-        let options = ServerOptions::new();
+        let options = RedisOptions::new();
         let options = if number == 1 { options.clock(&clock) } else { options };
         servers.push(RedisServer::start_with(options).await.unwrap());
     }
@@ -507,7 +507,7 @@ async fn throughput_with_one_faulty_master_of_five() {
 #[tokio::test]
 async fn a_clock_jump_ends_no_restart_guard() {
     let clock = ClockShim::new().unwrap();
-    let options = ServerOptions::new().clock(&clock);
+    let options = RedisOptions::new().clock(&clock);
     let quorum = RedisQuorum::start_with(3, &options).await.unwrap();
     let config = RedisConfig::from_url(&quorum.url()).unwrap().with_restart_guard(secs(3_600));
     let backend = RedisBackend::open(config).await.unwrap();

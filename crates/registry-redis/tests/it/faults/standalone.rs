@@ -7,7 +7,7 @@ use registry_core::LostReason;
 use registry_redis::RedisConfig;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::proxy::{FaultProxy, ProxyMode};
-use registry_testkit::redis::{RedisServer, ServerOptions};
+use registry_testkit::redis::{RedisOptions, RedisServer};
 use registry_testkit::workload::{
     WorkloadOptions, assert_releases_without_reply_free_their_keys, end_acquisition_without_reply,
 };
@@ -148,7 +148,7 @@ async fn lost_truncated_or_late_responses_violate_no_guarantee() {
 #[tokio::test]
 async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_keep_growing() {
     let clock = ClockShim::new().unwrap();
-    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    let server = RedisServer::start_with(RedisOptions::new().clock(&clock)).await.unwrap();
     let config = RedisConfig::from_url(&server.url()).unwrap();
     let workload = Workload::start(&config, LEASE).await;
     workload.wait_for_progress().await;
@@ -167,7 +167,7 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_keep_growi
 #[tokio::test]
 async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_next_renewal() {
     let clock = ClockShim::new().unwrap();
-    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    let server = RedisServer::start_with(RedisOptions::new().clock(&clock)).await.unwrap();
     // The server sends this user no invalidations.
     server.send_command("ACL SETUSER plain on >p ~* &* +@all -client|tracking").await.unwrap();
     let url = format!("redis://plain:p@{}", server.addr());

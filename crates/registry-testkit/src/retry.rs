@@ -1,0 +1,38 @@
+//! Polls servers until they reach a state. Unlike `eventually`, it returns an error at the limit,
+//! because the caller knows the context.
+
+use std::io;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep};
+
+/// The maximum time for servers to agree on a state. Typically they need two seconds.
+const LIMIT: Duration = Duration::from_secs(90);
+/// The pause between two polls.
+const PAUSE: Duration = Duration::from_millis(10);
+
+/// Polls until `state` returns a value. Once the limit has passed, returns an error with `what`,
+/// the expected state, and the last error of `state`.
+///
+/// Not generic over `AsyncFnMut`, because callers need futures that are `Send`.
+pub(crate) async fn retry<T, F: Future<Output = io::Result<T>>>(
+    what: &str,
+    mut state: impl FnMut() -> F,
+) -> io::Result<T> {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        match state().await {
+            Ok(value) => return Ok(value),
+            Err(why) if Instant::now() >= deadline => {
+                let text = format!("{what} not within {LIMIT:?}: {why}");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+            }
+            Err(_) => sleep(PAUSE).await,
+        }
+    }
+}
+
+/// Creates the reason why a poll did not find the expected state.
+pub(crate) fn not_yet(why: impl Into<String>) -> io::Error {
+    io::Error::other(why.into())
+}
