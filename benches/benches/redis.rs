@@ -29,7 +29,8 @@ fn main() {
             let owner = "000102030405060708090a0b0c0d0e0f";
             let (name, token) = (format!("bare:{{{key}}}"), format!("bare:{{{key}}}:token"));
             let mut call = acquire.key(&name);
-            call.key(&token).arg(owner).arg(30_000).arg(33).arg(86_400_000).arg("");
+            // As many tokens as a claim of this library reserves.
+            call.key(&token).arg(owner).arg(30_000).arg(65).arg(86_400_000).arg("");
             let (granted, _token, _lease): (i64, String, i64) =
                 call.invoke_async(&mut connection).await.unwrap();
             assert_eq!(granted, 1);

@@ -1,8 +1,8 @@
 //! Abandons acquisitions, and finishes calls to the store, of futures that are kept and not polled.
 //!
 //! A future that is not polled cannot release anything. Its state (a claim, a local permit, a call)
-//! is therefore in a [`SuspensionCell`] cell while it waits. One task per registry checks these cells.
-//! Each future sets a *unpolled_max*, the time for which it may go without a poll. After half of it,
+//! is therefore in a [`SuspensionCell`] while it waits. One task per registry checks these cells.
+//! Each future sets `unpolled_max`, the time for which it may go without a poll. After half of it,
 //! the task wakes the future once. After all of it, the task takes the state: it abandons an
 //! acquisition, and lets the background releaser complete a call to the store.
 
@@ -320,13 +320,16 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
     }
 
     /// Waits for `future`, which does not need `state`, with `state` in the cell.
-    pub(crate) async fn during<F: Future>(
-        &mut self,
+    ///
+    /// `future` is boxed: these waits are rare and their futures are large, and the future of the
+    /// acquisition would contain all of them.
+    pub(crate) fn during<'s, F: Future>(
+        &'s mut self,
         state: S,
         future: F,
-    ) -> Result<(S, F::Output), S::Replacement> {
-        let mut future = std::pin::pin!(future);
-        self.run(state, |_, cx| future.as_mut().poll(cx)).await
+    ) -> impl Future<Output = Result<(S, F::Output), S::Replacement>> + use<'s, 'a, S, F> {
+        let mut future = Box::pin(future);
+        self.run(state, move |_, cx| future.as_mut().poll(cx))
     }
 
     fn cell(&mut self) -> &Arc<SuspensionCell<S>> {

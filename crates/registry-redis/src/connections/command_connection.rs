@@ -100,7 +100,8 @@ impl CommandConnection {
     /// Runs a script. Sends its source if the server has not cached it.
     pub(crate) async fn run(&self, call: &ScriptCall<'_>) -> RedisResult<Value> {
         match self.send(call.evalsha()).await {
-            Err(error) if is_noscript_error(&error) => self.send(&call.eval()).await,
+            // Boxed, because it is rare and large.
+            Err(error) if is_noscript_error(&error) => Box::pin(self.send(&call.eval())).await,
             response => response,
         }
     }
