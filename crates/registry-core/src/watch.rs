@@ -149,8 +149,8 @@ pub(crate) trait SuspendedState: Send + Sized + 'static {
     /// What the future gets instead of its state when it is polled after the state was taken.
     type Replacement: Send + 'static;
 
-    /// Abandons or finishes the future's work, because the future was not polled for its unpolled_max.
-    /// The implementation passes a value for the future to [`SuspensionCell::resolve`] of `cell`.
+    /// Abandons or finishes the future's work, because the future was not polled for
+    /// `unpolled_max`. The implementation passes a value for the future to [`SuspensionCell::resolve`] of `cell`.
     fn abandon(self, cell: &Arc<SuspensionCell<Self>>);
 }
 
