@@ -20,7 +20,7 @@ mod options;
 // One acquisition.
 mod acquire;
 mod local_lock;
-mod local_permit;
+mod permit_for_backend;
 mod pending_claim;
 mod call;
 mod backend;

@@ -13,7 +13,8 @@ use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
+    serve_with_writer,
 };
 use tempfile::TempDir;
 use tokio::time::timeout;
@@ -366,7 +367,10 @@ impl FencedWriter for StockTable {
         }
         transaction.rollback().await?;
         let changed = update().execute(&mut connection).await?.rows_affected();
-        if changed == 0 { Ok(fenced?) } else { Ok(()) }
+        if changed == 0 {
+            return Err(refused_by_server("no row has this token or an older one"));
+        }
+        Ok(())
     }
 }
 

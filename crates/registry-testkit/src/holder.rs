@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
-pub use paused::assert_a_paused_holder_cannot_write;
+pub use paused::{assert_a_paused_holder_cannot_write, refused_by_server};
 pub use serve::{FencedWriter, serve, serve_with_writer};
 
 /// The maximum time for the program to start and to open its store.

@@ -7,7 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
+    serve_with_writer,
 };
 
 use crate::app_connection::AppConnection;
@@ -42,7 +43,10 @@ impl FencedWriter for StockTable {
         let mut transaction = connection.begin().await;
         let changed = transaction.update(update).await;
         transaction.commit().await;
-        if changed == 0 { Ok(fenced?) } else { Ok(()) }
+        if changed == 0 {
+            return Err(refused_by_server("no row has this token or an older one"));
+        }
+        Ok(())
     }
 }
 

@@ -1,5 +1,7 @@
 //! The promise that fencing tokens exist for, over two real processes.
 
+use std::error::Error;
+use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
@@ -7,15 +9,28 @@ use super::LockHolder;
 
 const KEY: &str = "stock/42";
 
+/// The beginning of an error of [`refused_by_server`].
+const REFUSED_BY_SERVER: &str = "the server refused the write";
+
+/// Returns the error of a [`FencedWriter`](super::FencedWriter) whose request the server refused.
+/// `reply` is the server's reply.
+#[must_use]
+pub fn refused_by_server(reply: impl Display) -> Box<dyn Error + Send + Sync> {
+    format!("{REFUSED_BY_SERVER}: {reply}").into()
+}
+
 /// Proves that a holder that is paused for longer than its lease cannot write afterwards.
 ///
 /// Starts two processes with [`LockHolder::spawn_test`], which must have a
 /// [`FencedWriter`](super::FencedWriter). The first one locks and writes, and is stopped with
 /// `SIGSTOP`. The second one acquires the lock after the lease, and writes. Then the first one
-/// continues, and writes with its own token. `read` returns the value in the store.
+/// continues, and writes with its own token. The server must refuse that write: a refusal by the
+/// guard alone, which knows that its lease is over, does not count. `read` returns the value in the
+/// store.
 ///
 /// # Panics
-/// If the paused holder's write was applied, or an allowed write was not.
+/// If the paused holder's write was applied, or not refused by the server, or an allowed write was
+/// not applied.
 pub async fn assert_a_paused_holder_cannot_write(
     test: &str,
     url: &str,
@@ -35,7 +50,8 @@ pub async fn assert_a_paused_holder_cannot_write(
 
     paused.process().resume()?;
     let written = paused.write(KEY, "by the paused holder", limit).await;
-    assert!(written.is_err(), "the write of the paused holder was not refused");
+    let refusal = written.expect_err("the write of the paused holder is refused").to_string();
+    assert!(refusal.contains(REFUSED_BY_SERVER), "it did not reach the server: {refusal}");
     assert_eq!(read().await, "by the successor");
 
     assert!(successor.status(KEY, limit).await?.is_some(), "the successor keeps its lock");

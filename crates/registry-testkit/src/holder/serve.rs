@@ -43,9 +43,11 @@ pub async fn serve_with_writer(registry: Arc<dyn LockRegistry>, writer: Arc<dyn 
 #[async_trait]
 pub trait FencedWriter: Debug + Send + Sync {
     /// Writes `value` with the token, or the claim, of `guard`, whether the lock is held or lost.
+    /// If the guard refuses because its lock is lost, sends the request without the guard.
     ///
     /// # Errors
-    /// If the write was refused, or its outcome is unknown.
+    /// [`refused_by_server`](super::refused_by_server) if the server refused the write, and another
+    /// error if its outcome is unknown.
     async fn write(
         &self,
         guard: &LockGuard,

@@ -1,20 +1,45 @@
 //! A holder that is paused for longer than its lease, and then writes.
 
 use std::error::Error;
-use std::sync::Arc;
+use std::io::{self, Write as _};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
-use registry_core::LockGuard;
-use registry_etcd::{EtcdConfig, Fence as _};
-use registry_testkit::etcd::EtcdServer;
+use registry_core::{LockGuard, Registry};
+use registry_etcd::{EtcdBackend, EtcdConfig, Fence as _, FenceError};
+use registry_testkit::etcd::{CTL_VARIABLE, EtcdServer};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
+    serve_with_writer,
 };
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 
-use super::workload::{LEASE, LONG, registry};
+use super::workload::{LEASE, LONG, registry, secs};
 
+/// Writes in a fenced transaction. If the guard refuses, sends the same transaction with `etcdctl`,
+/// so that the server's comparison must refuse as well.
 #[derive(Debug)]
-struct StockKey;
+struct StockKey {
+    /// The server's address.
+    addr: String,
+    /// The claim's key. Known from the first write, when the lock's queue has no other key.
+    entry: OnceLock<String>,
+}
+
+impl StockKey {
+    /// Runs `etcdctl` and returns its output.
+    fn ctl(&self, args: &[&str], input: &str) -> io::Result<String> {
+        let program = std::env::var_os(CTL_VARIABLE).unwrap_or_else(|| "etcdctl".into());
+        let mut command = Command::new(program);
+        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.addr]).args(args);
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+        // Ends the input, because it drops the pipe.
+        child.stdin.take().expect("piped").write_all(input.as_bytes())?;
+        let output = child.wait_with_output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    }
+}
 
 #[async_trait]
 impl FencedWriter for StockKey {
@@ -23,8 +48,27 @@ impl FencedWriter for StockKey {
         guard: &LockGuard,
         value: &str,
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
-        guard.txn().put("stock", value).commit().await?;
-        Ok(())
+        if self.entry.get().is_none() {
+            let queue = format!("lock-registry/{}/", guard.key().replace('/', "%2F"));
+            let entry = self.ctl(&["get", "--prefix", "--keys-only", &queue], "")?;
+            assert_eq!(entry.lines().count(), 1, "not one entry: {entry:?}");
+            self.entry.get_or_init(|| entry);
+        }
+        match guard.txn().put("stock", value).commit().await {
+            Ok(_) => return Ok(()),
+            Err(FenceError::Lost { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let entry = self.entry.get().ok_or("the holder has written nothing yet")?;
+        let token = guard.fencing_token();
+        let comparison = format!("create({entry:?}) = \"{token}\"");
+        // Comparisons, operations, and operations of a refused transaction, each with an empty line.
+        let reply = self.ctl(&["txn"], &format!("{comparison}\n\nput stock {value:?}\n\n\n"))?;
+        match reply.lines().next() {
+            Some("SUCCESS") => Ok(()),
+            Some("FAILURE") => Err(refused_by_server(reply)),
+            _ => Err(format!("etcdctl printed {reply:?}").into()),
+        }
     }
 }
 
@@ -33,7 +77,9 @@ impl FencedWriter for StockKey {
 fn a_holder_process() {
     run_child_process(async |url| {
         let registry = registry(&EtcdConfig::from_url(&url).unwrap(), LEASE).await;
-        serve_with_writer(Arc::new(registry), Arc::new(StockKey)).await;
+        let addr = url.strip_prefix("etcd://").unwrap().to_owned();
+        let writer = StockKey { addr, entry: OnceLock::new() };
+        serve_with_writer(Arc::new(registry), Arc::new(writer)).await;
     });
 }
 
@@ -46,4 +92,34 @@ async fn a_paused_holder_cannot_write() {
     };
     let test = "faults::paused_holder::a_holder_process";
     assert_a_paused_holder_cannot_write(test, &url, LONG, read).await.unwrap();
+}
+
+/// The guard's own check has passed when the transaction is delayed on its way.
+#[tokio::test]
+async fn a_transaction_that_arrives_after_the_loss_is_refused() {
+    let server = EtcdServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    // The request must outlast the lease.
+    let config = EtcdConfig::from_url(&format!("etcd://{}", proxy.addr())).unwrap();
+    let backend = EtcdBackend::open(config.with_response_timeout(LONG)).await.unwrap();
+    let first = Registry::builder(Arc::new(backend)).lease(LEASE).timeout(secs(1)).build().unwrap();
+    let direct = EtcdConfig::from_url(&format!("etcd://{}", server.addr())).unwrap();
+    let second = registry(&direct, LEASE).await;
+
+    let guard = first.obtain("stock/42").lock().await.unwrap();
+    guard.txn().put("stock", "by the first holder").commit().await.unwrap();
+    proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
+    assert!(guard.is_held());
+    let late = guard.txn().put("stock", "too late").commit();
+    let successor = async {
+        let next = second.obtain("stock/42").lock().await.unwrap();
+        next.txn().put("stock", "by the successor").commit().await.unwrap();
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        next
+    };
+    let (refused, next) = tokio::join!(late, successor);
+    assert!(matches!(refused, Err(FenceError::Lost { .. })), "{refused:?}");
+    let stock = server.ctl(&["get", "stock", "--print-value-only"]).await.unwrap();
+    assert_eq!(stock.trim(), "by the successor");
+    next.unlock().await.unwrap();
 }

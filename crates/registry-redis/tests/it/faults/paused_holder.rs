@@ -7,7 +7,8 @@ use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
+    serve_with_writer,
 };
 use registry_testkit::redis::RedisServer;
 
@@ -25,7 +26,7 @@ impl FencedWriter for StockKey {
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
         match self.0.set(guard.fencing_token(), "stock", value).await? {
             Fenced::Written(()) => Ok(()),
-            stale => Err(format!("{stale:?}").into()),
+            stale => Err(refused_by_server(format!("{stale:?}"))),
         }
     }
 }

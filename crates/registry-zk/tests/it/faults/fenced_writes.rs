@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use registry_core::LockOptions;
-use registry_testkit::proxy::FaultProxy;
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
 use registry_testkit::within;
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -55,6 +55,37 @@ async fn a_late_write_of_a_former_holder_is_refused() {
     operator.set_data(BALANCE, b"3", None).await.unwrap();
     within(LONG, guard.lost()).await;
     assert!(matches!(guard.multi().err(), Some(FenceError::Lost { .. })));
+    next.unlock().await.unwrap();
+}
+
+/// The guard's own check has passed, and its session is alive, when the multi is delayed on its way.
+#[tokio::test]
+async fn a_write_that_arrives_after_the_loss_is_refused() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    create_balance(&operator).await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let url = format!("zk://{}", proxy.addr());
+    let first = config(&url, MINUTE_SESSION).with_request_timeout(LONG);
+    let first = registry_over(&Arc::new(ZkBackend::open(first).await.unwrap()));
+    let second = registry(&server.url(), SESSION).await;
+    let guard = first.obtain("account").lock().await.unwrap();
+    guard.multi().unwrap().set(BALANCE, "1", None).commit().await.unwrap();
+    proxy.set_mode(ProxyMode::BlackHole).await.unwrap();
+    assert!(guard.is_held());
+    let late_write = guard.multi().unwrap().set(BALANCE, "wrong", None).commit();
+    let successor = async {
+        for node in operator.list_children(LOCK).await.unwrap() {
+            operator.delete(&format!("{LOCK}/{node}"), None).await.unwrap();
+        }
+        let next = second.obtain("account").lock().await.unwrap();
+        next.multi().unwrap().set(BALANCE, "2", None).commit().await.unwrap();
+        proxy.set_mode(ProxyMode::Pass).await.unwrap();
+        next
+    };
+    let (refused, next) = tokio::join!(late_write, successor);
+    assert!(matches!(refused, Err(FenceError::Lost { .. })), "{refused:?}");
+    assert_eq!(balance(&operator).await, 2);
     next.unlock().await.unwrap();
 }
 

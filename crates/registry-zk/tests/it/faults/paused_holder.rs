@@ -1,24 +1,31 @@
 //! A holder that is paused for longer than its lease, and then writes.
 
 use std::error::Error;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
 use registry_core::LockGuard;
 use registry_testkit::holder::{
-    FencedWriter, assert_a_paused_holder_cannot_write, run_child_process, serve_with_writer,
+    FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
+    serve_with_writer,
 };
 use registry_testkit::workload::LONG;
 use registry_testkit::zookeeper::ZooKeeperServer;
-use registry_zk::Multi as _;
-use zookeeper_client::{Acls, CreateMode};
+use registry_zk::{FenceError, Multi as _};
+use zookeeper_client::{Acls, CheckWriteError, Client, CreateMode, Error as ZkError};
 
-use super::support::{SESSION, operator, registry};
+use super::support::{MINUTE_SESSION, SESSION, operator, registry};
 
 const STOCK: &str = "/stock";
 
+/// Writes in a fenced multi. If the guard refuses, sends the same multi over another session, whose
+/// servers must refuse as well.
 #[derive(Debug)]
-struct StockNode;
+struct StockNode {
+    client: Client,
+    /// The claim's node. Known from the first write, when the lock's queue has no other node.
+    node: OnceLock<String>,
+}
 
 #[async_trait]
 impl FencedWriter for StockNode {
@@ -27,8 +34,31 @@ impl FencedWriter for StockNode {
         guard: &LockGuard,
         value: &str,
     ) -> Result<(), Box<dyn Error + Send + Sync>> {
-        guard.multi()?.set(STOCK, value, None).commit().await?;
-        Ok(())
+        let lock = format!("/lock-registry/default/{}", guard.key().replace('/', "%2F"));
+        if self.node.get().is_none() {
+            let nodes = self.client.list_children(&lock).await?;
+            let [node] = &*nodes else { return Err(format!("not one node: {nodes:?}").into()) };
+            self.node.get_or_init(|| format!("{lock}/{node}"));
+        }
+        let committed = match guard.multi() {
+            Ok(multi) => multi.set(STOCK, value, None).commit().await,
+            Err(error) => Err(error),
+        };
+        match committed {
+            Ok(_) => return Ok(()),
+            Err(FenceError::Lost { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let node = self.node.get().ok_or("the holder has written nothing yet")?;
+        let mut multi = self.client.new_check_writer(node, None)?;
+        multi.add_set_data(STOCK, value.as_bytes(), None)?;
+        match multi.commit().await {
+            Ok(_) => Ok(()),
+            Err(CheckWriteError::CheckFailed { source: ZkError::NoNode }) => {
+                Err(refused_by_server("the node of the claim does not exist"))
+            }
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
@@ -37,7 +67,10 @@ impl FencedWriter for StockNode {
 fn a_holder_process() {
     run_child_process(async |url| {
         let registry = registry(&url, SESSION).await;
-        serve_with_writer(Arc::new(registry), Arc::new(StockNode)).await;
+        let connector = Client::connector().with_session_timeout(MINUTE_SESSION);
+        let client = connector.connect(url.strip_prefix("zk://").unwrap()).await.unwrap();
+        let writer = StockNode { client, node: OnceLock::new() };
+        serve_with_writer(Arc::new(registry), Arc::new(writer)).await;
     });
 }
 
