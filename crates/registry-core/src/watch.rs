@@ -150,7 +150,8 @@ pub(crate) trait SuspendedState: Send + Sized + 'static {
     type Replacement: Send + 'static;
 
     /// Abandons or finishes the future's work, because the future was not polled for
-    /// `unpolled_max`. The implementation passes a value for the future to [`SuspensionCell::resolve`] of `cell`.
+    /// `unpolled_max`. The implementation passes a value for the future to
+    /// [`SuspensionCell::resolve`] of `cell`.
     fn abandon(self, cell: &Arc<SuspensionCell<Self>>);
 }
 
