@@ -62,7 +62,7 @@ impl FencedWriter for StockKey {
         let entry = self.entry.get().ok_or("the holder has written nothing yet")?;
         let token = guard.fencing_token();
         let comparison = format!("create({entry:?}) = \"{token}\"");
-        // Comparisons, operations, and operations of a refused transaction, each with an empty line.
+        // Comparisons, operations, and operations after a refusal, each followed by an empty line.
         let reply = self.ctl(&["txn"], &format!("{comparison}\n\nput stock {value:?}\n\n\n"))?;
         match reply.lines().next() {
             Some("SUCCESS") => Ok(()),

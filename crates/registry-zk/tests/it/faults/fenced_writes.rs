@@ -58,7 +58,7 @@ async fn a_late_write_of_a_former_holder_is_refused() {
     next.unlock().await.unwrap();
 }
 
-/// The guard's own check has passed, and its session is alive, when the multi is delayed on its way.
+/// The multi is delayed on its way: the guard has checked its lease, and its session stays alive.
 #[tokio::test]
 async fn a_write_that_arrives_after_the_loss_is_refused() {
     let server = ZooKeeperServer::start().await.unwrap();
