@@ -6,7 +6,7 @@ use std::str::FromStr;
 use registry_core::ConfigError;
 use registry_core::config::parse_choice;
 
-use crate::options::{common, problem_of_form};
+use crate::options::{common, syntax_error};
 
 /// The format of a store's records, which determines the other programs that share its locks.
 ///
@@ -64,7 +64,7 @@ impl FromStr for Layout {
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         parse_choice(text, &LAYOUTS).map_err(|invalid| {
             let row = common("layout");
-            let problem = row.and_then(|row| problem_of_form(row, text));
+            let problem = row.and_then(|row| syntax_error(row, text));
             let problem = problem.unwrap_or_else(|| invalid.to_string());
             ConfigError::Invalid(format!("the layout {text:?} {problem}"))
         })

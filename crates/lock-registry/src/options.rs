@@ -10,7 +10,8 @@ use crate::config::{Layout, redact_url};
 use crate::scheme;
 use crate::suggestion::suggest;
 
-/// The options of all stores. A row of a store with the same name replaces one for that store.
+/// The options of all stores. A store's own row of the same name replaces the row here, for that
+/// store.
 static COMMON: &[OptionRow] = &[
     OptionRow::new(
         "url",
@@ -48,8 +49,8 @@ pub(crate) fn common(name: &str) -> Option<&'static OptionRow> {
     COMMON.iter().find(|row| row.name == name)
 }
 
-/// Returns the rows of all options, of stores in the order of their schemes. A name may have
-/// several rows.
+/// Returns the rows of all options: the common ones, then those of each store in the order of the
+/// schemes. A name may have several rows.
 fn rows() -> impl Iterator<Item = &'static OptionRow> {
     COMMON.iter().chain(scheme::stores().flat_map(StoreKind::rows))
 }
@@ -106,7 +107,8 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// Returns the error for an option of this source. `problem` is a predicate.
+    /// Returns the error for an option of this source. `problem` completes the
+    /// sentence, such as "is set twice".
     pub(crate) fn invalid(self, option: &str, problem: &str) -> ConfigError {
         let option = match self {
             Self::CommandLine => format!("--{}", option.replace('_', "-")),
@@ -164,7 +166,7 @@ impl Options {
     /// Sets one option from an environment variable, named with its prefix.
     #[cfg(feature = "config")]
     pub(crate) fn set_variable(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
-        // Case-sensitive, so that all programs ignore a variable in lower case alike.
+        // Case-sensitive, like the prefix: `LOCK_REGISTRY_lease` is unknown.
         match rows().find(|row| variable(row.name) == name) {
             Some(row) => self.set_row(row, Origin::Environment, value),
             None => Err(unknown_variable(name)),
@@ -180,7 +182,7 @@ impl Options {
         if self.get(row.name).is_some() {
             return Err(origin.invalid(row.name, "is set twice; set it once"));
         }
-        if let Some(problem) = problem_of_form(row, value) {
+        if let Some(problem) = syntax_error(row, value) {
             let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
             // A value in a URL may be part of a password that was not percent-encoded. A plain
             // number is shown, because it is likely a time without a unit.
@@ -197,8 +199,9 @@ impl Options {
     }
 }
 
-/// Returns why `value` has not the form of the option, with a suggestion for a misspelt name.
-pub(crate) fn problem_of_form(row: &OptionRow, value: &str) -> Option<String> {
+/// Returns why `value` does not have the syntax of the option, with a suggestion for a misspelt
+/// name.
+pub(crate) fn syntax_error(row: &OptionRow, value: &str) -> Option<String> {
     let problem = row.check_form(value).err()?.to_string();
     let Values::Choice { names, .. } = row.values else { return Some(problem) };
     let Some(nearest) = suggest(value, names.iter().copied()) else { return Some(problem) };

@@ -64,7 +64,10 @@ pub(crate) async fn acquire(
                 engine.emit(|| LockEvent::HandedOver { key, token });
                 return Ok(Some(guard));
             }
-            Err(NotAdmitted::TimedOut(None)) => return Ok(timed_out(local_lock, started_at)),
+            Err(NotAdmitted::TimedOut(None)) => {
+                emit_gave_up(local_lock, started_at);
+                return Ok(None);
+            }
             // The caller in front got an error, so it is unknown whether the lock is held.
             Err(NotAdmitted::TimedOut(Some(error))) => {
                 return Err(store_error("acquire", local_lock.key().as_str(), error));
@@ -79,19 +82,21 @@ pub(crate) async fn acquire(
         match acquisition.run(permit, owner.clone()).await {
             // From here on, the lease renewer renews the claim, and dropping the guard releases it.
             Ok(Some(guard)) => return Ok(Some(guard)),
-            Ok(None) => return Ok(timed_out(local_lock, started_at)),
+            Ok(None) => {
+                emit_gave_up(local_lock, started_at);
+                return Ok(None);
+            }
             Err(AcquireFailure::Abandoned) => {}
             Err(AcquireFailure::Failed(error)) => return Err(error),
         }
     }
 }
 
-fn timed_out(local_lock: &LocalLock, started_at: Moment) -> Option<LockGuard> {
+fn emit_gave_up(local_lock: &LocalLock, started_at: Moment) {
     local_lock.engine().emit(|| LockEvent::GaveUp {
         key: local_lock.key().as_str(),
         waited: Moment::now().since(started_at),
     });
-    None
 }
 
 /// Why an acquisition in the store ended without a guard and before its deadline.
@@ -297,8 +302,8 @@ impl Acquisition<'_> {
             .with_token_block(engine.defaults.hand_over_limits.max.saturating_add(1))
     }
 
-    /// Waits until the next attempt is due. `holder_changed_at` is when an attempt last found
-    /// another holder than the attempt before it.
+    /// Waits until the next attempt is due. `holder_changed_at` is the time of the last attempt
+    /// that found a different holder than the attempt before it.
     async fn wait(
         &self,
         claim: Claim,
@@ -315,8 +320,8 @@ impl Acquisition<'_> {
         // One last attempt is made at the deadline, so that a lock that became free in time is not
         // missed.
         let last_attempt_at = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // Even a confirmed wake-up can be lost. This poll comes after another wait of the same
-        // length, so a lost wake-up at most doubles the wait.
+        // Even a confirmed wake-up can be lost. This poll comes when the caller has waited twice as
+        // long for the same holder, so a lost wake-up at most doubles the wait.
         let recheck_at = now
             .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
             .min(last_attempt_at);

@@ -13,10 +13,11 @@
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
 //!   when it has met as many other holders as it usually meets between two of its own grants.
 //! - Longer delay: if programs other than this library poll, and the process usually meets
-//!   [`CROWD`] or more holders, the delays last for [`OTHERS_MAX`] holders. They are also longer,
-//!   so that those programs find the key free.
-//! - A process that has met no other holder pauses once per [`Limits::stretch`] of holding, so that
-//!   waiting processes can acquire the key.
+//!   [`MANY_HOLDERS_MIN`] or more holders, the delays last for [`OTHERS_MAX`] holders. They are
+//!   also longer, so that those programs find the key free.
+//! - A process that has met no other holder pauses once per
+//!   [`FairnessLimits::uncontended_hold_max`] of holding, so that waiting processes can acquire the
+//!   key.
 //!
 //! All of this affects only the order of acquisitions, never safety. A store with a queue of its
 //! own needs none of it.
@@ -34,25 +35,25 @@ use crate::key::Key;
 pub(crate) const CONTENDED_SPAN: Duration = Duration::from_millis(20);
 
 /// The contention for the keys that this registry has released. An entry is valid for
-/// [`Limits::pause`] after the release.
+/// [`FairnessLimits::pause`] after the release.
 pub(crate) struct Fairness {
     /// `None` if the store reaches no other process, or queues them.
-    limits: Option<Limits>,
+    limits: Option<FairnessLimits>,
     released: Mutex<HashMap<Key, Contention>>,
 }
 
 #[derive(Debug, Clone, Copy)]
-struct Limits {
+struct FairnessLimits {
     /// The longest pause: within this time, every waiting process notices that the key is free.
     pause: Duration,
     /// The holding time of an uncontended key after which the process pauses.
-    stretch: Duration,
+    uncontended_hold_max: Duration,
     /// That pause.
-    probe: Duration,
+    uncontended_pause: Duration,
     /// The store does not wake waiters, so they poll.
     polled: bool,
     /// If programs other than this library poll: the minimum of [`Contention::others`] once it has
-    /// reached [`CROWD`]. Otherwise 0.
+    /// reached [`MANY_HOLDERS_MIN`]. Otherwise 0.
     others_min: u32,
 }
 
@@ -84,7 +85,7 @@ impl Fairness {
     pub(crate) fn new(store: &Capabilities, poll: Duration) -> Self {
         let is_alone =
             store.fair || store.reach == Reach::Process || store.class == GuaranteeClass::None;
-        let limits = (!is_alone).then(|| Limits::new(store, poll));
+        let limits = (!is_alone).then(|| FairnessLimits::new(store, poll));
         Self { limits, released: Mutex::default() }
     }
 
@@ -109,9 +110,9 @@ impl Fairness {
                 let others = contention.met.min(OTHERS_MAX);
                 // Among a few processes, the pauses alone leave the key free often enough for
                 // programs that poll.
-                let least = if others < CROWD { 0 } else { limits.others_min };
+                let least = if others < MANY_HOLDERS_MIN { 0 } else { limits.others_min };
                 contention.others = others.max(least);
-            } else if fastrand::u32(..FORGETS_ONE_IN) == 0 {
+            } else if fastrand::u32(..DECAY_ONE_IN) == 0 {
                 contention.others -= 1;
             }
         } else if !contention.pause.is_zero() {
@@ -148,14 +149,20 @@ impl Fairness {
     }
 }
 
-impl Limits {
+impl FairnessLimits {
     fn new(store: &Capabilities, poll: Duration) -> Self {
         // The longest time between two polls.
         let polled = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
-        let (pause, probe, share) =
+        let (pause, uncontended_pause, share) =
             if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled, polled, 40) };
         let others_min = if store.peer_poll.is_some() { OTHERS_MAX } else { 0 };
-        Self { pause, probe, stretch: probe * share, polled: !store.wakes, others_min }
+        Self {
+            pause,
+            uncontended_pause,
+            uncontended_hold_max: uncontended_pause * share,
+            polled: !store.wakes,
+            others_min,
+        }
     }
 
     /// Returns the delay after a turn of this length. During the delay, programs other than this
@@ -173,8 +180,8 @@ impl Limits {
             let part = if self.polled { held_for } else { held_for / 4 };
             let pause = part.max(PAUSE_MIN).saturating_mul(longer);
             pause.min(self.pause)
-        } else if contention.held >= self.stretch {
-            self.probe
+        } else if contention.held >= self.uncontended_hold_max {
+            self.uncontended_pause
         } else {
             Duration::ZERO
         }
@@ -235,9 +242,9 @@ const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
 /// would always delay their attempts.
 const OTHERS_MAX: u32 = 16;
 /// From this number of other holders on, the delays leave more time for programs that poll.
-const CROWD: u32 = 4;
+const MANY_HOLDERS_MIN: u32 = 4;
 /// One in so many turns with fewer other holders than usual lowers [`Contention::others`] by one.
-const FORGETS_ONE_IN: u32 = 8;
+const DECAY_ONE_IN: u32 = 8;
 const KEYS_MAX: usize = 4_096;
 
 #[cfg(test)]

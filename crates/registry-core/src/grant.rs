@@ -127,7 +127,7 @@ impl ActiveGrant {
         &self.claim
     }
 
-    /// Returns the claim for its release: its token block is the number of tokens used.
+    /// Returns the claim to pass to the release. Its token block contains only the used tokens.
     pub(crate) fn claim_to_release(&self) -> Claim {
         let used = self.state().hand_overs.saturating_add(1);
         self.claim.clone().with_token_block(used)
@@ -149,9 +149,10 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns the number of grants that the release may have to end: one per attempt with an
-    /// unknown outcome, and the known one. Zero if no attempt has an unknown outcome.
-    pub(crate) fn grants_to_release(&self) -> u32 {
+    /// Returns how many times a release must free the key before nothing is left, if attempts have
+    /// an unknown outcome: once for each of them, and once for the known grant. Otherwise returns
+    /// 0, because one release suffices.
+    pub(crate) fn frees_expected(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -229,18 +230,19 @@ impl ActiveGrant {
             reason,
         });
         let (permit_now, permit_after) = match reason {
-            // The store may be unreachable. The next local caller must find that out by a request
-            // of its own, instead of waiting for a release that cannot succeed.
+            // After `Gone`, this claim has nothing to release. After `Expired`, the store may be
+            // unreachable, and the next local caller must find that out by its own request, instead
+            // of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
         drop(permit_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let unknown_attempts = self.grants_to_release();
+        let unknown_attempts = self.frees_expected();
         if reason != LostReason::Gone || unknown_attempts > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
-                permit: permit_after.map(LocalPermit::until_released),
+                permit: permit_after.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
                 unknown_attempts,
@@ -480,7 +482,7 @@ impl Renewable for ActiveGrant {
         if state.phase != GrantPhase::Held {
             return None;
         }
-        let requested = state.lease.joins_batch(now, whole_shard)?;
+        let requested = state.lease.batch_renewal_lease(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
         state.lease.renewal_sent(now, operation_timeout);
@@ -490,36 +492,36 @@ impl Renewable for ActiveGrant {
     }
 
     fn confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
-        let is_renewal = {
+        let is_auto_renewed = {
             let mut state = self.state();
-            let is_renewal = state.lease.confirmed(sent_at);
-            if !is_renewal && state.phase == GrantPhase::Held {
+            let is_auto_renewed = state.lease.confirmed(sent_at);
+            if !is_auto_renewed && state.phase == GrantPhase::Held {
                 self.cancel_timer(&mut state);
                 self.set_timer(&mut state, Moment::now());
             }
-            is_renewal
+            is_auto_renewed
         };
         // A verification of a claim that is not renewed does not move the end of its lease.
-        if is_renewal {
+        if is_auto_renewed {
             self.renewed(sent_at, granted);
         }
     }
 
     fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
-        let (is_renewal, valid_for) = {
+        let (is_auto_renewed, valid_for) = {
             let mut state = self.state();
             if state.phase != GrantPhase::Held {
                 return;
             }
             // Random, so that clients do not all retry at once when the store is reachable again.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
-            let is_renewal = state.lease.request_failed(sent_at, now, pause);
+            let is_auto_renewed = state.lease.request_failed(sent_at, now, pause);
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
-            (is_renewal, state.lease.valid_until().since(now))
+            (is_auto_renewed, state.lease.valid_until().since(now))
         };
-        if is_renewal {
+        if is_auto_renewed {
             self.emit_renew_failed(error, valid_for);
         }
     }
@@ -541,7 +543,7 @@ pub(crate) struct EndingGrant {
     fenced: bool,
     /// The claim may still be in the lease renewer's schedule.
     is_scheduled: bool,
-    /// The release has an outcome, which is counted.
+    /// The outcome of the release is recorded. If it is not, `drop` records a failure.
     has_outcome: bool,
 }
 
@@ -570,7 +572,7 @@ impl EndingGrant {
 
     /// Takes the local permit. Its drop passes it to the next local caller.
     pub(crate) fn take_permit(&mut self) -> Option<Box<dyn PermitUntilReleased>> {
-        self.permit.take().map(LocalPermit::until_released)
+        self.permit.take().map(LocalPermit::into_permit_until_released)
     }
 
     /// Records that the claim does not hold the key any more.

@@ -325,7 +325,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.grant().grants_to_release() == 0
+        && ending.grant().frees_expected() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -465,7 +465,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        unknown_attempts: grant.grants_to_release(),
+        unknown_attempts: grant.frees_expected(),
         in_flight: context.in_flight,
         blocked: context.blocked,
     })

@@ -17,7 +17,7 @@ pub(crate) struct LeaseOptions {
     pub(crate) length: Duration,
     /// Whether the lease renewer extends it.
     pub(crate) renews: bool,
-    /// The maximum hold, counted from the grant.
+    /// The maximum hold, counted from the time at which the request was sent.
     pub(crate) max_hold: Option<Duration>,
     /// The shortest lease that the store accepts.
     pub(crate) lease_min: Duration,
@@ -52,8 +52,8 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. Counted separately, so that
     /// invalidations do not use up the tries of renewals.
     unanswered_verifications: u32,
-    /// The number of verifications caused by invalidations that followed each other without a gap.
-    consecutive_invalidations: u32,
+    /// The number of verifications since invalidations last paused. Determines the interval.
+    consecutive_verifications: u32,
     suspect: Suspect,
     /// When to verify the claim although no invalidation has arrived. `FUTURE` if the store needs
     /// no such verification, or once the claim is confirmed.
@@ -68,14 +68,14 @@ pub(crate) struct Lease {
     pause: Pause,
 }
 
-/// Whether an invalidation waits for the response to a later request.
+/// What is still needed to verify the claim after an invalidation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Suspect {
-    /// No.
+    /// Nothing.
     None,
-    /// Yes, and no request was sent after it.
+    /// A request.
     Invalidated,
-    /// Yes, and a request was sent after it.
+    /// The response to a request that was sent after the invalidation.
     RequestSent,
 }
 
@@ -109,7 +109,7 @@ impl Pause {
         Self { until: now.after(span), may_end_at: now.after(span - BATCH_WINDOW.min(span / 2)) }
     }
 
-    fn lasts(&self, now: Moment) -> bool {
+    fn forbids_request(&self, now: Moment) -> bool {
         now < self.may_end_at
     }
 }
@@ -133,7 +133,7 @@ impl Lease {
             max_hold_end: options.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
             unanswered: 0,
             unanswered_verifications: 0,
-            consecutive_invalidations: 0,
+            consecutive_verifications: 0,
             suspect: Suspect::None,
             first_verification_at: Moment::FUTURE,
             last_is_verification: false,
@@ -174,16 +174,16 @@ impl Lease {
         if self.unanswered >= UNANSWERED_MAX {
             return Due::At(self.valid_until);
         }
-        let is_paused = self.pause.lasts(now);
+        let must_pause = self.pause.forbids_request(now);
         let mut next = self.valid_until;
         if self.can_be_renewed() {
-            if now.after(BATCH_WINDOW) >= self.renew_at && !is_paused {
+            if now.after(BATCH_WINDOW) >= self.renew_at && !must_pause {
                 return Due::Renew(self.requested_lease(now));
             }
             next = next.min(self.renew_at.max(self.pause.until));
         }
         if let Some(verification_due) = self.verification_due(now) {
-            if now.after(BATCH_WINDOW) >= verification_due && !is_paused {
+            if now.after(BATCH_WINDOW) >= verification_due && !must_pause {
                 return Due::Verify(self.verification_lease(now));
             }
             next = next.min(verification_due.max(self.pause.until));
@@ -196,13 +196,13 @@ impl Lease {
     ///
     /// "Soon" is a twelfth of the lease: a quarter of the renewal interval. If the call renews the
     /// [whole shard](crate::RenewalPolicy::whole_shard), it is a quarter of the lease.
-    pub(crate) fn joins_batch(&self, now: Moment, whole_shard: bool) -> Option<Duration> {
+    pub(crate) fn batch_renewal_lease(&self, now: Moment, whole_shard: bool) -> Option<Duration> {
         let soon = self.length() / if whole_shard { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
         let may_join = now < self.valid_until
             && self.can_be_renewed()
             && self.unanswered == 0
-            && !self.pause.lasts(now);
+            && !self.pause.forbids_request(now);
         (is_soon && may_join).then(|| self.requested_lease(now))
     }
 
@@ -218,14 +218,13 @@ impl Lease {
             return None;
         }
         let may_verify = self.unanswered_verifications < UNANSWERED_MAX
-            // A verification requests `lease_min`. It must not extend a lease that ends before
-            // that.
+            // A claim that cannot be renewed is verified with `lease_min`, and only while more than
+            // that is left, so that the verification does not extend the lease.
             && (self.can_be_renewed() || self.valid_until.since(now) > self.lease_min.get());
         may_verify.then_some(at)
     }
 
-    /// Returns the lease that a verification at `now` requests. If the claim cannot be renewed,
-    /// this is the shortest lease, which leaves the end of the lease unchanged.
+    /// Returns the lease that a verification at `now` requests.
     fn verification_lease(&self, now: Moment) -> Duration {
         if self.can_be_renewed() { self.requested_lease(now) } else { self.lease_min.get() }
     }
@@ -268,8 +267,8 @@ impl Lease {
 
     /// Records an invalidation. Returns true if the claim must be rescheduled.
     pub(crate) fn invalidated(&mut self, now: Moment) -> bool {
-        if self.suspect == Suspect::None && !self.pause.lasts(now) {
-            self.consecutive_invalidations = 0;
+        if self.suspect == Suspect::None && !self.pause.forbids_request(now) {
+            self.consecutive_verifications = 0;
         }
         let is_sooner = self.last_failed && self.shorten_pause(now);
         let before = std::mem::replace(&mut self.suspect, Suspect::Invalidated);
@@ -283,7 +282,7 @@ impl Lease {
         let is_shorter = pause.until < self.pause.until;
         if is_shorter {
             self.pause = pause;
-            self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
+            self.consecutive_verifications = self.consecutive_verifications.saturating_add(1);
         }
         is_shorter
     }
@@ -294,7 +293,8 @@ impl Lease {
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
-    /// Returns whether the claim is renewed automatically, so that the response extends its lease.
+    /// Returns whether the claim is renewed automatically. If so, this response also extends its
+    /// lease.
     pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_verifications = 0;
         // The response to an older request says nothing about a later invalidation.
@@ -302,7 +302,7 @@ impl Lease {
             self.pause = Pause::starting(sent_at, self.verification_interval());
             self.first_verification_at = Moment::FUTURE;
             if self.suspect != Suspect::None {
-                self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
+                self.consecutive_verifications = self.consecutive_verifications.saturating_add(1);
             }
             if self.suspect == Suspect::RequestSent {
                 self.suspect = Suspect::None;
@@ -312,11 +312,11 @@ impl Lease {
     }
 
     /// Returns the minimum time between verifications. It doubles with each of
-    /// `consecutive_invalidations`, up to a limit.
+    /// `consecutive_verifications`, up to a limit.
     fn verification_interval(&self) -> Duration {
         let longest = self.retry_pause().max(VERIFICATION_INTERVAL_MIN);
         VERIFICATION_INTERVAL_MIN
-            .saturating_mul(1 << self.consecutive_invalidations.min(6))
+            .saturating_mul(1 << self.consecutive_verifications.min(6))
             .min(longest)
     }
 
@@ -368,7 +368,7 @@ pub(crate) fn lease_covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// How much early a renewal may be sent, so that claims that are due at about the same time share
+/// How early a renewal may be sent, so that claims that are due at about the same time share
 /// one call.
 pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 
@@ -432,19 +432,19 @@ mod tests {
     fn a_renewal_joins_a_batch_unless_one_has_just_been_sent() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        assert_eq!(lease.joins_batch(sent.after(secs(7)), false), None, "it is due at 10");
-        assert_eq!(lease.joins_batch(sent.after(secs(8)), false), Some(secs(30)));
-        assert_eq!(lease.joins_batch(sent.after(secs(2)), true), None);
-        assert_eq!(lease.joins_batch(sent.after(secs(3)), true), Some(secs(30)));
+        assert_eq!(lease.batch_renewal_lease(sent.after(secs(7)), false), None, "it is due at 10");
+        assert_eq!(lease.batch_renewal_lease(sent.after(secs(8)), false), Some(secs(30)));
+        assert_eq!(lease.batch_renewal_lease(sent.after(secs(2)), true), None);
+        assert_eq!(lease.batch_renewal_lease(sent.after(secs(3)), true), Some(secs(30)));
         let now = sent.after(secs(4));
         lease.renewal_sent(now, secs(3));
-        assert_eq!(lease.joins_batch(now, true), None, "it is under way");
+        assert_eq!(lease.batch_renewal_lease(now, true), None, "it is under way");
         lease.confirmed(now);
         lease.renewed(now, secs(30));
         assert_eq!(lease.due(now), Due::At(sent.after(secs(14))));
         let fixed = LeaseOptions { renews: false, ..OPTIONS };
         let lease = Lease::granted(fixed, sent, secs(30), sent);
-        assert_eq!(lease.joins_batch(sent.after(secs(9)), true), None);
+        assert_eq!(lease.batch_renewal_lease(sent.after(secs(9)), true), None);
     }
 
     #[test]

@@ -38,13 +38,13 @@ pub(crate) struct LocalLocks {
     /// The number of removals since the size of the table was last checked.
     removals: AtomicUsize,
     /// The number of removals after which the size is checked again.
-    removals_max: AtomicUsize,
+    shrink_check_after: AtomicUsize,
 }
 
 impl LocalLocks {
     pub(crate) fn new() -> Self {
-        let removals_max = AtomicUsize::new(REMOVALS_MIN);
-        Self { local_locks: DashMap::new(), removals: AtomicUsize::new(0), removals_max }
+        let shrink_check_after = AtomicUsize::new(SHRINK_CHECK_AFTER_MIN);
+        Self { local_locks: DashMap::new(), removals: AtomicUsize::new(0), shrink_check_after }
     }
 
     /// Returns the number of entries.
@@ -57,8 +57,8 @@ impl LocalLocks {
         self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Returns whether the table has an entry for `key`. Upgrades no reference: it could be the
-    /// last one, whose drop could end the registry.
+    /// Returns whether the table has an entry for `key`. Does not upgrade the reference: the
+    /// upgraded one could become the last, and dropping it could end the registry.
     pub(crate) fn contains(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
@@ -102,7 +102,7 @@ impl LocalLocks {
             .is_some();
         if is_removed
             && self.removals.fetch_add(1, Ordering::Relaxed)
-                >= self.removals_max.load(Ordering::Relaxed)
+                >= self.shrink_check_after.load(Ordering::Relaxed)
         {
             self.shrink();
         }
@@ -116,7 +116,7 @@ impl LocalLocks {
         if alive.saturating_mul(4) < capacity {
             self.local_locks.shrink_to_fit();
         }
-        self.removals_max.store((alive / 2).max(REMOVALS_MIN), Ordering::Relaxed);
+        self.shrink_check_after.store((alive / 2).max(SHRINK_CHECK_AFTER_MIN), Ordering::Relaxed);
     }
 
     #[cfg(test)]
@@ -136,8 +136,9 @@ impl fmt::Debug for LocalLocks {
     }
 }
 
-/// The minimum of [`LocalLocks::removals_max`]: with fewer removals, too little memory is saved.
-const REMOVALS_MIN: usize = 16_384;
+/// The minimum of [`LocalLocks::shrink_check_after`]: with fewer removals, too little memory is
+/// saved.
+const SHRINK_CHECK_AFTER_MIN: usize = 16_384;
 
 /// A local lock: the state that all callers of one key in one registry share.
 pub(crate) struct LocalLock {
@@ -152,7 +153,8 @@ pub(crate) struct LocalLock {
     /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
     /// caller with the local permit writes it.
     has_store_error: AtomicBool,
-    /// The invalidation epoch of this key.
+    /// The number of invalidations of this key. An acquisition compares it before and after its
+    /// request.
     epoch: AtomicU32,
     /// The last entry of this key in the schedule. The lease renewer finds the active grant by it.
     pub(crate) last_timer: LastTimerKey,
@@ -591,7 +593,8 @@ impl WaitQueue {
             // If the hold has ended, the remaining waiters stay in the queue for a local permit.
             let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.unreceived_reentries.push(waiter.sent(hold.grant().local_lock().engine()));
+            self.unreceived_reentries
+                .push(waiter.to_sent_admission(hold.grant().local_lock().engine()));
             reentries.push((waiter.delivery, Admission::Reentered(guard)));
         }
         reentries
@@ -620,7 +623,7 @@ impl WaitQueue {
     /// the queue. Returns the waiter's delivery.
     fn record_sent(&mut self, ticket: u64, waiter: LocalWaiter, engine: &Engine) -> Arc<Delivery> {
         self.remove_from_index(ticket, &waiter);
-        self.unreceived = Some(waiter.sent(engine));
+        self.unreceived = Some(waiter.to_sent_admission(engine));
         waiter.delivery
     }
 
@@ -632,7 +635,7 @@ impl WaitQueue {
 }
 
 impl LocalWaiter {
-    fn sent(&self, engine: &Engine) -> SentAdmission {
+    fn to_sent_admission(&self, engine: &Engine) -> SentAdmission {
         let options = self.options.as_ref().unwrap_or(&engine.default_options);
         SentAdmission {
             delivery: Arc::clone(&self.delivery),
@@ -679,7 +682,7 @@ impl LocalPermit {
         self.local_lock.as_ref().expect("a permit has its local lock until it is dropped")
     }
 
-    pub(crate) fn until_released(self) -> Box<dyn PermitUntilReleased> {
+    pub(crate) fn into_permit_until_released(self) -> Box<dyn PermitUntilReleased> {
         Box::new(self)
     }
 

@@ -242,14 +242,14 @@ impl PendingClaim {
             let background = engine.background.clone();
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
-                permit: permit.map(LocalPermit::until_released),
+                permit: permit.map(LocalPermit::into_permit_until_released),
                 unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
-                permit: permit.map(LocalPermit::until_released),
+                permit: permit.map(LocalPermit::into_permit_until_released),
                 unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             });

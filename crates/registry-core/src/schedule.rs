@@ -26,7 +26,8 @@ pub(crate) trait Renewable: Send + Sync {
     fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction;
 
     /// Returns the lease to request now, in a call that renews other claims. Returns `None` if this
-    /// claim is not due soon. See [`Lease::joins_batch`](crate::lease::Lease::joins_batch).
+    /// claim is not due soon. See
+    /// [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
     fn renew_early(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration>;
 
     /// Records an invalidation of the key, and schedules a verification of the claim.

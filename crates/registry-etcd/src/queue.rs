@@ -96,8 +96,8 @@ impl EtcdBackend {
         let mut results = match self.execute(enqueue).await {
             Ok(results) => results,
             Err(CallError::LeaseNotFound) => {
-                // The missing lease may be the tombstone's. Without the entry's lease, no earlier
-                // request for the entry can take effect any more.
+                // The missing lease may be the tombstone's. Revoking the entry's lease ensures that
+                // no earlier request for the entry takes effect.
                 self.abandon(entry);
                 self.pool.clear();
                 tombstone_lease.into_iter().for_each(|lease| self.tombstones.remove(lease));
@@ -186,8 +186,8 @@ impl EtcdBackend {
             None => None,
         };
         let tombstones = self.names.tombstone_prefix(&queue);
-        // A tombstone that was written again later is younger than the entries behind it, so the
-        // search by revision does not find it.
+        // A rewritten tombstone is younger than the entries behind its own entry. The search by
+        // revision misses it, so it is also read by name.
         let tombstone = old_predecessor
             .as_ref()
             .and_then(|predecessor| self.names.tombstone(&predecessor.name));
@@ -410,7 +410,7 @@ impl EtcdBackend {
         self.poll_entry(claim, entry_guard).await
     }
 
-    /// Extends the lease if it may expire before the claim's lease would.
+    /// Extends the etcd lease if it has less time left than the claim's lease is long.
     async fn ensure_lease(
         &self,
         claim: &Claim,
@@ -461,7 +461,8 @@ impl EtcdBackend {
         error
     }
 
-    /// Handles an entry that was not created in the queue.
+    /// Reuses the lease of an entry that was not created. Keeps the entry if an earlier request may
+    /// still create it.
     fn discard_unused(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
         if entry.is_unresolved {
             **entry_guard = Some(entry);
@@ -696,7 +697,7 @@ fn extension_interval(ttl: Duration) -> Duration {
         .clamp(EXTENSION_INTERVAL_MIN, EXTENSION_INTERVAL_MAX)
 }
 
-/// The time for retries that remains of a sufficiently long lease.
+/// The minimum time for retries before the lease ends, if the lease is long enough.
 const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
 const EXTENSION_RETRY_MIN: Duration = Duration::from_millis(100);
 /// The minimum interval at which a waiter keeps its lease alive.

@@ -36,7 +36,7 @@ use crate::store::{AcquireResult, ClaimHolder, RedisStore};
 
 pub(crate) struct Quorum {
     masters: Arc<[Arc<QuorumMaster>]>,
-    attempt_locks: Mutex<HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>>,
+    claim_mutexes: Mutex<HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>>,
     pending_rounds: PendingRounds,
 }
 
@@ -54,7 +54,8 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// Until then, the process is known to be older than the restart guard.
+    /// `Some` once the process is older than the restart guard. The uptime is read again at this
+    /// time.
     trusted_until: Option<Instant>,
 }
 
@@ -77,7 +78,7 @@ impl Quorum {
         };
         let masters = addresses.iter().map(master).collect::<Result<_, BackendError>>()?;
         let quorum =
-            Self { masters, attempt_locks: Mutex::default(), pending_rounds: Arc::default() };
+            Self { masters, claim_mutexes: Mutex::default(), pending_rounds: Arc::default() };
         let connecting =
             quorum.send_to_all(|_, master| async move { master.store.connections.connect().await });
         quorum.await_majority(connecting).await.map_err(BackendError::as_refused)?;
@@ -114,13 +115,13 @@ impl Quorum {
         self.masters.len() / 2 + 1
     }
 
-    fn attempt_lock(&self, claim: &Claim) -> AttemptLock<'_> {
-        let mutex = Arc::clone(self.attempt_locks().entry(claim.id()).or_default());
-        AttemptLock { quorum: self, id: claim.id(), mutex }
+    fn claim_mutex(&self, claim: &Claim) -> ClaimMutex<'_> {
+        let mutex = Arc::clone(self.claim_mutexes().entry(claim.id()).or_default());
+        ClaimMutex { quorum: self, id: claim.id(), mutex }
     }
 
-    fn attempt_locks(&self) -> MutexGuard<'_, HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>> {
-        self.attempt_locks.lock().unwrap_or_else(PoisonError::into_inner)
+    fn claim_mutexes(&self) -> MutexGuard<'_, HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>> {
+        self.claim_mutexes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns how many masters may fail.
@@ -206,12 +207,13 @@ impl Quorum {
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<AcquireResult, BackendError> {
         // Attempts of one claim run one after the other. Concurrent ones would agree on different
         // tokens.
-        let attempt_lock = self.attempt_lock(claim);
-        let _guard = attempt_lock.mutex.lock().await;
+        let claim_mutex = self.claim_mutex(claim);
+        let _guard = claim_mutex.mutex.lock().await;
         let started_at = Instant::now();
         let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
-            // The engine calls again after its own time limit.
+            // A holder is known, so it is reported after this time. The engine then decides when to
+            // try again.
             if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
@@ -484,10 +486,11 @@ fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), B
         .as_refused())
 }
 
-/// Returns the error of a release that is not retried, after the master's `last_error`, if any.
+/// Returns the error of a release that is not retried, because too many others are. Its source is
+/// the master's `last_error`, if any.
 fn retries_exhausted(last_error: Option<BackendError>) -> BackendError {
     let message = format!(
-        "redis: the limit of {RELEASE_RETRIES_MAX} releases that are retried at one master is reached, so the lease ends this grant; \
+        "redis: {RELEASE_RETRIES_MAX} releases are already being retried at this master, so this one is not, and the grant ends with its lease; \
          check that the master responds"
     );
     match last_error {
@@ -641,8 +644,9 @@ impl QuorumMaster {
     }
 }
 
-/// One attempt, which is withdrawn from all masters on drop unless `is_kept`. Only this attempt's
-/// grants are withdrawn, because a later attempt may already have been granted the same claim.
+/// One round of an attempt, which is withdrawn from all masters on drop unless `is_kept`. Only this
+/// round's grants are withdrawn, because a later round may already have been granted the same
+/// claim.
 struct QuorumRound<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
@@ -734,14 +738,14 @@ impl<'a> QuorumRound<'a> {
             }
             // The lock can no longer be acquired. More responses decide between `Busy` and a store
             // error.
-            let is_undecided = granted.len() + busy.len() < quorum.majority();
+            let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
             if busy.len() + failed > quorum.failures_max()
-                && !(is_undecided && requests.is_before_deadline)
+                && !(lacks_majority_of_votes && requests.is_before_deadline)
             {
                 break;
             }
             // The masters that might still grant the claim are slow or may never respond.
-            if !is_undecided && !requests.is_before_deadline {
+            if !lacks_majority_of_votes && !requests.is_before_deadline {
                 break;
             }
             match requests.next().await {
@@ -866,18 +870,18 @@ enum RoundOutcome {
 }
 
 /// Serializes the attempts of one claim.
-struct AttemptLock<'a> {
+struct ClaimMutex<'a> {
     quorum: &'a Quorum,
     id: ClaimId,
     mutex: Arc<tokio::sync::Mutex<()>>,
 }
 
-impl Drop for AttemptLock<'_> {
+impl Drop for ClaimMutex<'_> {
     fn drop(&mut self) {
-        let mut attempt_locks = self.quorum.attempt_locks();
+        let mut claim_mutexes = self.quorum.claim_mutexes();
         // The remaining references are the map's and this one.
         if Arc::strong_count(&self.mutex) == 2 {
-            attempt_locks.remove(&self.id);
+            claim_mutexes.remove(&self.id);
         }
     }
 }
@@ -1058,7 +1062,8 @@ const EXTRA_WAIT_MAX: Duration = Duration::from_millis(100);
 const EXTRA_WAIT_MIN: Duration = Duration::from_millis(5);
 /// How long a majority of responses is awaited once the lock can no longer be acquired.
 const MAJORITY_WAIT: Duration = Duration::from_millis(500);
-/// The same limit for renewals. Longer, because a lock is lost if it is too short.
+/// How long a renewal waits for the remaining claims once some are decided. Long, because too short
+/// a wait loses locks.
 const RENEWAL_WAIT_MAX: Duration = Duration::from_secs(1);
 /// The id of the next round. Unique in this process, which suffices: only rounds of one claim are
 /// compared.

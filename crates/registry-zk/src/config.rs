@@ -437,7 +437,8 @@ impl ZkConfig {
         if let Some(auth) = &self.auth_option
             && auth.scheme.is_empty()
         {
-            let problem = "has not the form SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`";
+            let problem =
+                "does not have the form SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`";
             return Err(OptionError::new("auth", problem));
         }
         if self.acl == Acl::Creator && !self.has_login() {

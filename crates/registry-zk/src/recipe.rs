@@ -144,7 +144,7 @@ async fn run_attempt(
         // Not contention: in each attempt, the connection broke, or the node or its parent was
         // missing.
         let message = format!(
-            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node; check the network and such clients"
+            "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node; check the network, and that no other program deletes nodes below the lock's path"
         );
         return Err(BackendError::transient(message));
     }
@@ -232,8 +232,8 @@ async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendEr
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
 /// Requests of a session run in order, and a leader that knows a later connection rejects those of
-/// an earlier one. A node that is missing now cannot appear later. A deposed leader could miss it,
-/// so a majority confirms the session first.
+/// an earlier one. A node that is missing now cannot appear later. A deposed leader might not
+/// know of the node, so a majority confirms the session first.
 async fn resolve_creation(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -274,7 +274,7 @@ async fn is_predecessor_unchanged(
     else {
         return Ok(false);
     };
-    let relist_after = (session.timeout() * RELIST_AFTER).min(RELIST_AFTER_MAX);
+    let relist_after = (session.timeout() * RELIST_AFTER_TIMEOUTS).min(RELIST_AFTER_MAX);
     if watch.has_fired() || verified_at.after(relist_after) <= Moment::now() {
         return Ok(false);
     }
@@ -420,7 +420,7 @@ fn grant(
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
     state.predecessor = None;
     let Some(token) = token else {
-        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check for data of another server";
+        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check whether the server runs on another server's data";
         return Err(BackendError::new(BackendErrorKind::Protocol, message));
     };
     Ok(Attempt::Granted(Grant::new(token, lease)))
@@ -670,7 +670,7 @@ const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
 /// After this multiple of the session time-out, at most `RELIST_AFTER_MAX`, a waiter lists the
 /// whole queue even if its watch has not fired: its own node may have been deleted.
-const RELIST_AFTER: u32 = 3;
+const RELIST_AFTER_TIMEOUTS: u32 = 3;
 const RELIST_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// A shorter validity would be over before the holder could use it.

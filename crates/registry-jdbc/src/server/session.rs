@@ -48,9 +48,9 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Acquires the lock, which this session does not hold, if it is free. Writes the row, unless
+    /// Acquires the lock if it is free. The session must not hold it yet. Writes the row, unless
     /// the plan permits otherwise. Unless the lock is granted or the session is over, the session
-    /// does not hold it afterwards.
+    /// does not hold the lock afterwards.
     ///
     /// Does not wait for a row that another transaction has locked: all locks of the session would
     /// wait with it.
@@ -61,8 +61,8 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         plan: &TokenPlan,
     ) -> impl Future<Output = Result<LockAttempt, SessionFailure>> + Send;
 
-    /// Releases the lock. If that fails the session is over, because no other client could acquire
-    /// the lock while the session exists.
+    /// Releases the lock. A failed release must end the session: while it exists, no other client
+    /// could acquire the lock.
     fn unlock(
         &self,
         connection: &mut Self::Connection,
@@ -104,7 +104,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         self.rows().wakes.wait(self.rows().row_id(key), position)
     }
 
-    /// Closes the connections without a lock that [`recycle`](Self::recycle) has kept.
+    /// Closes the idle connections that [`recycle`](Self::recycle) has kept.
     fn close_idle(&self) {}
 
     /// Returns the time limit for an answer.
@@ -321,8 +321,8 @@ enum Dispatch<P: SessionProtocol> {
     Queue(CommandSenders, SessionCommand),
 }
 
-/// The queues of a session's connection. Renewals and releases are sent before acquisitions: they
-/// cost a round trip each, while a lock that is not renewed in time is lost.
+/// The queues of a session's connection. Renewals and releases go first: each acquisition before
+/// them would cost a round trip, and a lock that is not renewed in time is lost.
 #[derive(Clone)]
 struct CommandSenders {
     urgent: mpsc::Sender<SessionCommand>,
@@ -691,8 +691,8 @@ impl<P: SessionProtocol> SessionState<P> {
         if held.claim != claim.id() {
             return Ok(false);
         }
-        // A fence prevents changes of the row. It would not exclude a grant that leaves the row
-        // unchanged.
+        // A fence locks the row, so it blocks only grants that write it. Without a reservation, the
+        // next grant writes it.
         if !mutated(Mutant::SessionForgetsFences) {
             self.reservations.forget(&name);
         }
@@ -779,7 +779,8 @@ impl<P: SessionProtocol> SessionState<P> {
 
     /// Ends the session, and notifies the holders.
     fn end_session(&mut self) {
-        // Closed before the notification, so that the server can detect it first.
+        // The connection is closed before the holders are notified, so that the server can notice
+        // the end of the session first.
         self.connection = None;
         self.check_at = None;
         self.next_expiry = None;
@@ -789,7 +790,7 @@ impl<P: SessionProtocol> SessionState<P> {
     }
 }
 
-/// Covers the end of the runtime and panics while locks are held.
+/// Notifies the holders if the runtime ends, or a command panics, while locks are held.
 impl<P: SessionProtocol> Drop for SessionState<P> {
     fn drop(&mut self) {
         self.end_session();
@@ -809,7 +810,7 @@ impl HeldLock {
 /// The maximum number of queued commands. Further callers wait for capacity.
 const QUEUE_MAX: usize = 1024;
 
-/// An acquisition leaves the queue after the time limit for an answer, divided by this number.
+/// An acquisition that was queued for longer than `response_timeout` divided by this is refused.
 const QUEUE_TIME_DIVISOR: u32 = 3;
 
 /// The pauses between attempts while another transaction has the row locked. A purge ends sooner; a

@@ -51,7 +51,7 @@ pub(super) enum Priority {
 
 enum QueueItem<S> {
     Call(QueuedWork<S>),
-    /// The caller of the in-place call has dropped it.
+    /// Take over the in-place call: its caller has dropped it or does not poll it.
     TakeOver,
 }
 
@@ -192,7 +192,7 @@ impl<S: Send + 'static> ExecutorState<S> {
         value.await
     }
 
-    /// Waits until an in-place call has not ended after [`STALL_TIMEOUT`].
+    /// Waits until an in-place call has run for longer than [`STALL_TIMEOUT`].
     ///
     /// Checks only while there are in-place calls, so an idle process does not wake up.
     async fn wait_for_stall(&self) {
