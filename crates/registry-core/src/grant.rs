@@ -149,9 +149,8 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns how many times a release must free the key before nothing is left, if attempts have
-    /// an unknown outcome: once for each of them, and once for the known grant. Otherwise returns
-    /// 0, because one release suffices.
+    /// Returns how many grants releases may find, if attempts have an unknown outcome: one for each
+    /// of them, and the known grant. Otherwise returns 0, because one release suffices.
     pub(crate) fn frees_expected(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
@@ -230,7 +229,7 @@ impl ActiveGrant {
             reason,
         });
         let (permit_now, permit_after) = match reason {
-            // After `Gone`, this claim has nothing to release. After `Expired`, the store may be
+            // After `Gone`, the record of this claim no longer exists. After `Expired`, the store may be
             // unreachable, and the next local caller must find that out by its own request, instead
             // of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),

@@ -52,8 +52,8 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. Counted separately, so that
     /// invalidations do not use up the tries of renewals.
     unanswered_verifications: u32,
-    /// The number of verifications since invalidations last paused. Determines the interval.
-    consecutive_verifications: u32,
+    /// How often the interval of verifications has doubled since invalidations last paused.
+    interval_doublings: u32,
     suspect: Suspect,
     /// When to verify the claim although no invalidation has arrived. `FUTURE` if the store needs
     /// no such verification, or once the claim is confirmed.
@@ -133,7 +133,7 @@ impl Lease {
             max_hold_end: options.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
             unanswered: 0,
             unanswered_verifications: 0,
-            consecutive_verifications: 0,
+            interval_doublings: 0,
             suspect: Suspect::None,
             first_verification_at: Moment::FUTURE,
             last_is_verification: false,
@@ -268,7 +268,7 @@ impl Lease {
     /// Records an invalidation. Returns true if the claim must be rescheduled.
     pub(crate) fn invalidated(&mut self, now: Moment) -> bool {
         if self.suspect == Suspect::None && !self.pause.forbids_request(now) {
-            self.consecutive_verifications = 0;
+            self.interval_doublings = 0;
         }
         let is_sooner = self.last_failed && self.shorten_pause(now);
         let before = std::mem::replace(&mut self.suspect, Suspect::Invalidated);
@@ -282,7 +282,7 @@ impl Lease {
         let is_shorter = pause.until < self.pause.until;
         if is_shorter {
             self.pause = pause;
-            self.consecutive_verifications = self.consecutive_verifications.saturating_add(1);
+            self.interval_doublings = self.interval_doublings.saturating_add(1);
         }
         is_shorter
     }
@@ -302,7 +302,7 @@ impl Lease {
             self.pause = Pause::starting(sent_at, self.verification_interval());
             self.first_verification_at = Moment::FUTURE;
             if self.suspect != Suspect::None {
-                self.consecutive_verifications = self.consecutive_verifications.saturating_add(1);
+                self.interval_doublings = self.interval_doublings.saturating_add(1);
             }
             if self.suspect == Suspect::RequestSent {
                 self.suspect = Suspect::None;
@@ -312,12 +312,10 @@ impl Lease {
     }
 
     /// Returns the minimum time between verifications. It doubles with each of
-    /// `consecutive_verifications`, up to a limit.
+    /// `interval_doublings`, up to a limit.
     fn verification_interval(&self) -> Duration {
         let longest = self.retry_pause().max(VERIFICATION_INTERVAL_MIN);
-        VERIFICATION_INTERVAL_MIN
-            .saturating_mul(1 << self.consecutive_verifications.min(6))
-            .min(longest)
+        VERIFICATION_INTERVAL_MIN.saturating_mul(1 << self.interval_doublings.min(6)).min(longest)
     }
 
     /// Returns the pause after a failed request. About a dozen tries fit into the remaining two
@@ -368,8 +366,8 @@ pub(crate) fn lease_covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// How early a renewal may be sent, so that claims that are due at about the same time share
-/// one call.
+/// How early a renewal or verification may be sent, so that claims that are due at about the same
+/// time share one call.
 pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 
 /// The minimum time between two verifications of a claim, before [`BATCH_WINDOW`] is subtracted. It
