@@ -229,8 +229,8 @@ impl ActiveGrant {
             reason,
         });
         let (permit_now, permit_after) = match reason {
-            // After `Gone`, the record of this claim no longer exists. After `Expired`, the store may
-            // be unreachable, and the next local caller must find that out by its own request,
+            // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
+            // may be unreachable, and the next local caller must find that out by its own request,
             // instead of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
