@@ -1,6 +1,6 @@
-//! Runs the suite over servers that many clauses share, each clause in a namespace of its own. For
-//! servers that take seconds to start. [`conformance!`](crate::conformance) starts a store for each
-//! clause instead.
+//! Runs the suite over servers that many clauses share, each clause in a namespace of its own.
+//! Without the cost of a server for each clause, all of them take about a minute.
+//! [`conformance!`](crate::conformance) starts a store for each clause instead.
 
 use std::any::Any;
 use std::fmt::{self, Debug};

@@ -320,8 +320,8 @@ impl Acquisition<'_> {
         // One last attempt is made at the deadline, so that a lock that became free in time is not
         // missed.
         let last_attempt_at = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // Even a confirmed wake-up can be lost. This poll comes when the caller has waited twice as
-        // long for the same holder, so a lost wake-up at most doubles the wait.
+        // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
+        // has about doubled, so a lost wake-up at most doubles the wait.
         let recheck_at = now
             .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
             .min(last_attempt_at);

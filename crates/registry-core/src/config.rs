@@ -99,7 +99,8 @@ pub trait BackendConfig: OpenBackend {
     /// [`OptionError`] for the first problem.
     fn validate(&self) -> Result<(), OptionError>;
 
-    /// Returns what a store of this configuration can do, without I/O.
+    /// Returns what a store of this configuration can do, without I/O, so that a program can check
+    /// it before it connects.
     ///
     /// The backend returns the same, except for what the server has refused or limited.
     fn capabilities(&self) -> Capabilities;

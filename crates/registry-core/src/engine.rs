@@ -131,8 +131,8 @@ impl Engine {
     pub(crate) fn renew(&self, claim: Claim) -> Call<Result<Renewal, BackendError>> {
         let backend = Arc::clone(&self.backend);
         self.call(Box::pin(async move {
-            let mut answers = backend.renew(std::slice::from_ref(&claim)).await;
-            answers.pop().unwrap_or_else(|| Err(BackendError::missing_renewal()))
+            let mut responses = backend.renew(std::slice::from_ref(&claim)).await;
+            responses.pop().unwrap_or_else(|| Err(BackendError::missing_renewal()))
         }))
     }
 
@@ -161,8 +161,8 @@ impl Engine {
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
         let limit = self.defaults.operation_timeout;
-        let answer = self.call(future).response_to_caller_within(limit, limit).await;
-        answer
+        let response = self.call(future).response_to_caller_within(limit, limit).await;
+        response
             .unwrap_or_else(|| Err(self.no_response_error()))
             .map_err(|source| store_error(operation, key, source))
     }

@@ -48,7 +48,7 @@ struct FairnessLimits {
     pause: Duration,
     /// The holding time of an uncontended key after which the process pauses.
     uncontended_hold_max: Duration,
-    /// That pause.
+    /// The length of the pause after `uncontended_hold_max`.
     uncontended_pause: Duration,
     /// The store does not wake waiters, so they poll.
     polled: bool,

@@ -149,9 +149,10 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns how many grants releases may find, if attempts have an unknown outcome: one for each
-    /// of them, and the known grant. Otherwise returns 0, because one release suffices.
-    pub(crate) fn frees_expected(&self) -> u32 {
+    /// Returns the number of grants that may exist for this claim, if the outcome of any attempt is
+    /// unknown: one for each such attempt, and the known one. Otherwise returns 0, because one
+    /// release suffices.
+    pub(crate) fn possible_grants(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -237,14 +238,14 @@ impl ActiveGrant {
         };
         drop(permit_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let unknown_attempts = self.frees_expected();
-        if reason != LostReason::Gone || unknown_attempts > 0 {
+        let possible_grants = self.possible_grants();
+        if reason != LostReason::Gone || possible_grants > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
                 permit: permit_after.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                unknown_attempts,
+                possible_grants,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }

@@ -174,8 +174,8 @@ impl LockGuard {
         let key = grant.claim().key();
         let claim = grant.claim().clone().with_lease(lease);
         let limit = engine.defaults.operation_timeout;
-        let answer = engine.renew(claim).response_to_caller_within(limit, lease).await;
-        match answer.unwrap_or_else(|| Err(engine.no_response_error())) {
+        let response = engine.renew(claim).response_to_caller_within(limit, lease).await;
+        match response.unwrap_or_else(|| Err(engine.no_response_error())) {
             Ok(Renewal::Renewed(granted)) => {
                 grant.set_lease_length(lease);
                 grant.renewed(sent_at, granted);
@@ -325,7 +325,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.grant().frees_expected() == 0
+        && ending.grant().possible_grants() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -334,7 +334,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
         return Ok(());
     }
     let release = match first {
-        Ok(answer) => Call::completed(&engine.background, answer),
+        Ok(response) => Call::completed(&engine.background, response),
         Err(release) => Call::after_first_poll(&engine.background, release),
     };
     // Boxed, because the futures of all waits are large, and the caller's future would contain
@@ -465,7 +465,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        unknown_attempts: grant.frees_expected(),
+        possible_grants: grant.possible_grants(),
         in_flight: context.in_flight,
         blocked: context.blocked,
     })

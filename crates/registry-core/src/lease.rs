@@ -52,7 +52,7 @@ pub(crate) struct Lease {
     /// The number of consecutive verifications without a response. Counted separately, so that
     /// invalidations do not use up the tries of renewals.
     unanswered_verifications: u32,
-    /// How often the interval of verifications has doubled since invalidations last paused.
+    /// How many times the interval of verifications has doubled since invalidations last paused.
     interval_doublings: u32,
     suspect: Suspect,
     /// When to verify the claim although no invalidation has arrived. `FUTURE` if the store needs

@@ -38,13 +38,17 @@ pub(crate) struct LocalLocks {
     /// The number of removals since the size of the table was last checked.
     removals: AtomicUsize,
     /// The number of removals after which the size is checked again.
-    shrink_check_after: AtomicUsize,
+    removals_before_shrink_check: AtomicUsize,
 }
 
 impl LocalLocks {
     pub(crate) fn new() -> Self {
-        let shrink_check_after = AtomicUsize::new(SHRINK_CHECK_AFTER_MIN);
-        Self { local_locks: DashMap::new(), removals: AtomicUsize::new(0), shrink_check_after }
+        let removals_before_shrink_check = AtomicUsize::new(REMOVALS_BEFORE_SHRINK_CHECK_MIN);
+        Self {
+            local_locks: DashMap::new(),
+            removals: AtomicUsize::new(0),
+            removals_before_shrink_check,
+        }
     }
 
     /// Returns the number of entries.
@@ -102,7 +106,7 @@ impl LocalLocks {
             .is_some();
         if is_removed
             && self.removals.fetch_add(1, Ordering::Relaxed)
-                >= self.shrink_check_after.load(Ordering::Relaxed)
+                >= self.removals_before_shrink_check.load(Ordering::Relaxed)
         {
             self.shrink();
         }
@@ -116,7 +120,8 @@ impl LocalLocks {
         if alive.saturating_mul(4) < capacity {
             self.local_locks.shrink_to_fit();
         }
-        self.shrink_check_after.store((alive / 2).max(SHRINK_CHECK_AFTER_MIN), Ordering::Relaxed);
+        self.removals_before_shrink_check
+            .store((alive / 2).max(REMOVALS_BEFORE_SHRINK_CHECK_MIN), Ordering::Relaxed);
     }
 
     #[cfg(test)]
@@ -136,9 +141,9 @@ impl fmt::Debug for LocalLocks {
     }
 }
 
-/// The minimum of [`LocalLocks::shrink_check_after`]: with fewer removals, too little memory is
-/// saved.
-const SHRINK_CHECK_AFTER_MIN: usize = 16_384;
+/// The minimum of [`LocalLocks::removals_before_shrink_check`]: with fewer removals, too little
+/// memory is saved.
+const REMOVALS_BEFORE_SHRINK_CHECK_MIN: usize = 16_384;
 
 /// A local lock: the state that all callers of one key in one registry share.
 pub(crate) struct LocalLock {

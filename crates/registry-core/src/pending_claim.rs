@@ -204,7 +204,7 @@ impl PendingClaim {
             let engine = Arc::clone(permit.local_lock().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
-                unknown_attempts: self.unknown_attempts + 1,
+                possible_grants: self.unknown_attempts + 1,
                 ..PendingRelease::new(engine, claim)
             });
             Box::new(Self::new(permit, fresh, options))
@@ -243,14 +243,14 @@ impl PendingClaim {
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                unknown_attempts,
+                possible_grants: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                unknown_attempts,
+                possible_grants: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             });
         }
@@ -300,8 +300,8 @@ async fn finish_and_release(
     // After a panic in a poll by the caller, the next poll here panics too. The outcome is unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
     tokio::pin!(call);
-    let answer = match tokio::time::timeout(limit, &mut call).await {
-        Ok(answer) => answer,
+    let response = match tokio::time::timeout(limit, &mut call).await {
+        Ok(response) => response,
         Err(_) => {
             // The store does not respond. The next local caller must find that out by a request of
             // its own.
@@ -313,16 +313,16 @@ async fn finish_and_release(
         discard(payload);
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
-    match answer.unwrap_or_else(panicked) {
+    match response.unwrap_or_else(panicked) {
         // Without earlier attempts, there is nothing to release.
-        Ok(Attempt::Busy(_)) if pending_release.unknown_attempts == 0 && !queued => return,
-        Err(error) if error.refused() && pending_release.unknown_attempts == 0 && !queued => return,
+        Ok(Attempt::Busy(_)) if pending_release.possible_grants == 0 && !queued => return,
+        Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
         // The earlier attempts may each cause another grant, after this one is released.
-        Ok(Attempt::Granted(_)) if pending_release.unknown_attempts > 0 => {
-            pending_release.unknown_attempts += 1
+        Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
+            pending_release.possible_grants += 1
         }
         Ok(_) => {}
-        Err(_) => pending_release.unknown_attempts += 1,
+        Err(_) => pending_release.possible_grants += 1,
     }
     release_claim(pending_release).await;
 }

@@ -31,8 +31,9 @@ pub(crate) struct PendingRelease {
     pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
     /// The time after which the claim has expired in the store if the release fails.
     pub(crate) lease: Duration,
-    /// The number of attempts of this claim that may still reach the store.
-    pub(crate) unknown_attempts: u32,
+    /// The number of grants that may exist for this claim, if the outcome of any attempt is
+    /// unknown. 0: one release suffices.
+    pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
@@ -47,7 +48,7 @@ impl PendingRelease {
             engine,
             claim,
             permit: None,
-            unknown_attempts: 0,
+            possible_grants: 0,
             in_flight: None,
             blocked: None,
         }
@@ -78,7 +79,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     if mutated(Mutant::PermitBeforeRelease) {
         pending.permit = None;
     }
-    let outcome = release_until_answered(&mut pending).await;
+    let outcome = release_with_retries(&mut pending).await;
     if let ReleaseOutcome::Unknown(_) = outcome {
         // The store is unreachable or refuses. The claim ends with its lease, and the next local
         // caller finds out by a request of its own.
@@ -86,7 +87,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.unknown_attempts > freed {
+    if pending.possible_grants > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(reap_late_grants(pending, freed)));
     }
@@ -94,7 +95,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
 }
 
 /// Repeats the release until the store responds, the error is permanent, or the lease is over.
-async fn release_until_answered(pending: &mut PendingRelease) -> ReleaseOutcome {
+async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
     let engine = Arc::clone(&pending.engine);
     let mut until = None;
     let mut attempt = 0;
@@ -135,12 +136,12 @@ async fn release_until_answered(pending: &mut PendingRelease) -> ReleaseOutcome 
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// as many grants were found as there are unknown attempts, or when the lease is over.
+/// all expected grants were found, or when the lease is over.
 async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.unknown_attempts && Moment::now() < until {
+    while freed < pending.possible_grants && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;

@@ -164,7 +164,7 @@ struct Batch {
     /// Weak, so that a claim that ends during the call does not keep its local lock alive.
     grants: Vec<Weak<dyn Renewable>>,
     sent_at: Moment,
-    answers: Vec<Result<Renewal, BackendError>>,
+    responses: Vec<Result<Renewal, BackendError>>,
 }
 
 type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
@@ -177,10 +177,10 @@ fn renew(
     let (grants, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
     // If the backend panics, only this batch fails, not the lease renewer's task.
     let call = AssertUnwindSafe(async move { backend.renew(&claims).await }).catch_unwind();
-    Box::pin(call.map(move |answers| Batch {
+    Box::pin(call.map(move |responses| Batch {
         grants,
         sent_at,
-        answers: answers.map_err(discard).unwrap_or_default(),
+        responses: responses.map_err(discard).unwrap_or_default(),
     }))
 }
 
@@ -197,11 +197,11 @@ fn renewal_policy(backend: &dyn LockBackend) -> RenewalPolicy {
 }
 
 fn apply_results(batch: Batch) {
-    let mut answers = batch.answers.into_iter();
+    let mut responses = batch.responses.into_iter();
     for grant in batch.grants {
-        let answer = answers.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));
+        let response = responses.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));
         let Some(grant) = grant.upgrade() else { continue };
-        match answer {
+        match response {
             Ok(Renewal::Renewed(granted)) => grant.confirmed(batch.sent_at, granted),
             Ok(Renewal::Gone) => _ = grant.lose(LostReason::Gone),
             Err(error) => grant.renewal_failed(batch.sent_at, &error),

@@ -18,7 +18,7 @@ static REGISTRIES: Mutex<Option<HashMap<usize, Arc<InvalidationSet>>>> = Mutex::
 #[derive(Debug)]
 pub(crate) struct Sibling {
     backend: usize,
-    /// `None` once it is dropped.
+    /// `None` only during the drop of this entry.
     registries: Option<Arc<InvalidationSet>>,
 }
 

@@ -150,7 +150,8 @@ impl<K: Ord, W> Waiters<K, W> {
     }
 
     /// For the task: waits until there is a waiter. Returns false after `linger` without one. The
-    /// task must then end; the next waiter starts another.
+    /// task must then end; the next waiter starts another. Call it in the very task that
+    /// [`ensure_task`](Self::ensure_task) started, not in one that this task spawns.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -169,7 +170,8 @@ impl<K: Ord, W> Waiters<K, W> {
     }
 
     /// For the task: returns whether there is no waiter. The task must then end; the next waiter
-    /// starts another.
+    /// starts another. Call it in the very task that [`ensure_task`](Self::ensure_task) started,
+    /// not in one that this task spawns.
     pub fn try_stop(&self) -> bool {
         let mut table = self.table();
         let is_idle = table.entries.is_empty();
@@ -460,7 +462,7 @@ mod tests {
         let waiters = Arc::<TestWaiters>::default();
         drop(waiters.register("a", 0));
         start(&waiters);
-        // `close` has aborted this task during its last poll.
+        // Stands for a task that `close` has aborted and that is still in its last poll.
         let predecessor = Arc::clone(&waiters);
         let must_end = Handle::current().spawn(async move { predecessor.try_stop() });
         assert!(must_end.await.unwrap());

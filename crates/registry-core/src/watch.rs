@@ -21,7 +21,7 @@ use crate::mutant::{Mutant, mutated};
 
 /// An object that the task checks.
 pub(crate) trait Watched: Send + Sync {
-    /// Called a few times per unpolled_max. Returns false if no further check is needed.
+    /// Called a few times within `unpolled_max`. Returns false if no further check is needed.
     fn check(self: Arc<Self>, now: Moment) -> bool;
 }
 
@@ -276,7 +276,7 @@ impl<S: SuspendedState> Watched for SuspensionCell<S> {
     }
 }
 
-/// The future's handle of its [`SuspensionCell`] cell. Dropping it drops the content of the cell.
+/// The future's handle of its [`SuspensionCell`]. Dropping it drops the content of the cell.
 pub(crate) struct Suspension<'a, S: SuspendedState> {
     watch: &'a Watch,
     unpolled_max: Duration,
@@ -322,8 +322,8 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
 
     /// Waits for `future`, which does not need `state`, with `state` in the cell.
     ///
-    /// `future` is boxed: these waits are rare and their futures are large, and the future of the
-    /// acquisition would contain all of them.
+    /// `future` is boxed, so that the future of an acquisition that never waits is small. Where it
+    /// waits, the allocation costs little beside the request before it.
     pub(crate) fn during<'s, F: Future>(
         &'s mut self,
         state: S,

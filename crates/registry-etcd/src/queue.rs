@@ -96,8 +96,8 @@ impl EtcdBackend {
         let mut results = match self.execute(enqueue).await {
             Ok(results) => results,
             Err(CallError::LeaseNotFound) => {
-                // The missing lease may be the tombstone's. Revoking the entry's lease ensures that
-                // no earlier request for the entry takes effect.
+                // The missing lease may be the tombstone's. The entry's lease is revoked in the
+                // background; until then, an earlier request may still create the entry.
                 self.abandon(entry);
                 self.pool.clear();
                 tombstone_lease.into_iter().for_each(|lease| self.tombstones.remove(lease));

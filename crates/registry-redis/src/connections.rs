@@ -178,6 +178,7 @@ impl RedisConnections {
         let mut is_asking = false;
         for _ in 0..REDIRECTIONS_MAX {
             let response = match completion {
+                // Boxed, so that calls without durability have smaller futures.
                 Completion::Durable => Box::pin(node.run_durably(call, is_asking)).await,
                 Completion::Executed => node
                     .run(call, is_asking)

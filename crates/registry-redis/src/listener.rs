@@ -63,8 +63,8 @@ struct ReleaseChannel {
 }
 
 /// The position of the last change in the sequence of all changes, of all channels of all servers.
-/// Therefore a channel that was dropped and subscribed again, or that moved to another server,
-/// never counts as unchanged.
+/// One sequence for all servers, so that a channel that was dropped and subscribed again, or that
+/// moved to another server, never counts as unchanged.
 static LAST_POSITION: AtomicU64 = AtomicU64::new(1);
 
 /// Returns the position of the last change, for [`ReleaseListener::wait`]. Read it before a request

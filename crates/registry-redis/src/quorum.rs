@@ -54,8 +54,8 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// `Some` once the process is older than the restart guard. The uptime is read again at this
-    /// time.
+    /// `Some` once the process is older than the restart guard. After this time, the next attempt
+    /// stores the age again, before the stored one expires.
     trusted_until: Option<Instant>,
 }
 
@@ -115,9 +115,9 @@ impl Quorum {
         self.masters.len() / 2 + 1
     }
 
-    fn claim_mutex(&self, claim: &Claim) -> ClaimMutex<'_> {
+    fn claim_mutex(&self, claim: &Claim) -> ClaimMutexRef<'_> {
         let mutex = Arc::clone(self.claim_mutexes().entry(claim.id()).or_default());
-        ClaimMutex { quorum: self, id: claim.id(), mutex }
+        ClaimMutexRef { quorum: self, id: claim.id(), mutex: Some(mutex) }
     }
 
     fn claim_mutexes(&self) -> MutexGuard<'_, HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>> {
@@ -208,7 +208,7 @@ impl Quorum {
         // Attempts of one claim run one after the other. Concurrent ones would agree on different
         // tokens.
         let claim_mutex = self.claim_mutex(claim);
-        let _guard = claim_mutex.mutex.lock().await;
+        let _guard = claim_mutex.lock().await;
         let started_at = Instant::now();
         let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
@@ -490,7 +490,7 @@ fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), B
 /// the master's `last_error`, if any.
 fn retries_exhausted(last_error: Option<BackendError>) -> BackendError {
     let message = format!(
-        "redis: {RELEASE_RETRIES_MAX} releases are already being retried at this master, so this one is not, and the grant ends with its lease; \
+        "redis: {RELEASE_RETRIES_MAX} releases are already being retried at this master, so this release is not retried and the grant ends with its lease; \
          check that the master responds"
     );
     match last_error {
@@ -616,7 +616,7 @@ impl QuorumMaster {
         }
     }
 
-    /// Withdraws this attempt's grant. If the master's response is unknown, repeats this in case
+    /// Withdraws this round's grant. If the master's response is unknown, repeats this in case
     /// the grant arrives later.
     async fn withdraw(&self, claim: &Claim, state: &RoundState, index: usize) {
         let until = Instant::now() + claim.lease();
@@ -799,7 +799,7 @@ impl<'a> QuorumRound<'a> {
         })
     }
 
-    /// Writes the token to a majority that has this attempt's grant. Returns false if too few
+    /// Writes the token to a majority that has this round's grant. Returns false if too few
     /// masters have it.
     async fn write_token(&self, token: FencingToken) -> Result<bool, BackendError> {
         let quorum = self.quorum;
@@ -869,18 +869,26 @@ enum RoundOutcome {
     Split(Option<AcquireResult>),
 }
 
-/// Serializes the attempts of one claim.
-struct ClaimMutex<'a> {
+/// A reference to the mutex of one claim. Dropping the last one removes the mutex.
+struct ClaimMutexRef<'a> {
     quorum: &'a Quorum,
     id: ClaimId,
-    mutex: Arc<tokio::sync::Mutex<()>>,
+    /// `None` only during the drop of this reference.
+    mutex: Option<Arc<tokio::sync::Mutex<()>>>,
 }
 
-impl Drop for ClaimMutex<'_> {
+impl ClaimMutexRef<'_> {
+    async fn lock(&self) -> Option<tokio::sync::MutexGuard<'_, ()>> {
+        Some(self.mutex.as_ref()?.lock().await)
+    }
+}
+
+impl Drop for ClaimMutexRef<'_> {
     fn drop(&mut self) {
         let mut claim_mutexes = self.quorum.claim_mutexes();
-        // The remaining references are the map's and this one.
-        if Arc::strong_count(&self.mutex) == 2 {
+        // Dropped under the lock, so that of two references that end at once, the second one sees
+        // that only the map's is left.
+        if self.mutex.take().is_some_and(|mutex| Arc::strong_count(&mutex) == 2) {
             claim_mutexes.remove(&self.id);
         }
     }

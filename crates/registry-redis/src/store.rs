@@ -142,7 +142,7 @@ impl RedisStore {
         if !self.durability.is_required() {
             return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), position);
         }
-        let durable = Box::pin(self.connections.run_durably(slot, &call)).await?;
+        let durable = self.connections.run_durably(slot, &call).await?;
         let response = parse_attempt(durable.response, claim.key(), position)?;
         match (response, durable.shortfall) {
             (AcquireResult::Granted { .. }, Some(shortfall)) => {
@@ -150,6 +150,7 @@ impl RedisStore {
                     BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
                 };
                 // Unless the release is confirmed, the outcome of the acquisition is unknown.
+                // Boxed, because it is large and rarely needed.
                 Err(match Box::pin(self.release(claim)).await {
                     Ok(_) => store_error("was released").as_refused(),
                     Err(failure) => {

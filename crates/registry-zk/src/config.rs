@@ -137,7 +137,8 @@ impl ZkConfig {
     pub const SESSIONS_MAX: u32 = 32;
     /// Maximum bytes of node paths in one session. The end of a session is one transaction with all
     /// these paths. Servers stop at a transaction of more than twice their `jute.maxbuffer` (1 MiB
-    /// by default) and cannot start again. This limit is a quarter of that.
+    /// by default) and cannot start again. This limit is a quarter of the largest
+    /// transaction that servers with the default can read.
     pub const NODE_BYTES_MAX: usize = 512 * 1024;
     /// Default time limit for opening a session.
     pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,4 +1,4 @@
-//! Locks a mutex even after a panic: one panicking task must not fail all locks of a backend.
+//! Locks a mutex even after a panic: a panic in one task must not make the whole backend unusable.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -105,7 +105,7 @@ async fn run_attempt(
         };
         let path = format!("{}/{predecessor_name}", entry.dir);
         if is_predecessor_head
-            && is_unconfirmed_head(session, &entry.dir, predecessor_name, &path).await?
+            && head_is_missing_on_majority(session, &entry.dir, predecessor_name, &path).await?
         {
             state.unconfirmed_nodes.push(predecessor_name.to_owned());
             (state.predecessor, saw_predecessor_vanish) = (None, true);
@@ -305,7 +305,7 @@ pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
 ///
 /// A waiter would wait forever for a node that the other servers have deleted. If the same node is
 /// the head for one session time-out, this therefore checks with a majority of the servers.
-async fn is_unconfirmed_head(
+async fn head_is_missing_on_majority(
     session: &ZkSession,
     dir: &str,
     name: &str,

@@ -303,8 +303,26 @@ pub fn is_host(host: &str) -> bool {
     named && port.is_none_or(numbered)
 }
 
-/// Formats a host as in a URL, with brackets around an IPv6 address.
+/// Formats a host as in a URL, with brackets around an IPv6 address that has none.
 #[must_use]
 pub fn display_host((name, port): &Host) -> String {
-    if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
+    if name.contains(':') && !name.starts_with('[') {
+        format!("[{name}]:{port}")
+    } else {
+        format!("{name}:{port}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ipv6_address_is_shown_with_one_pair_of_brackets() {
+        for (name, shown) in
+            [("::1", "[::1]:5432"), ("[::1]", "[::1]:5432"), ("db.example", "db.example:5432")]
+        {
+            assert_eq!(display_host(&(name.to_owned(), 5432)), shown);
+        }
+    }
 }

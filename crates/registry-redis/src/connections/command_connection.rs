@@ -100,7 +100,7 @@ impl CommandConnection {
     /// Runs a script. Sends its source if the server has not cached it.
     pub(crate) async fn run(&self, call: &ScriptCall<'_>) -> RedisResult<Value> {
         match self.send(call.evalsha()).await {
-            // Boxed, because it is rare and large.
+            // Boxed, because the future of a second request is large and rarely needed.
             Err(error) if is_noscript_error(&error) => Box::pin(self.send(&call.eval())).await,
             response => response,
         }

@@ -142,8 +142,8 @@ impl RedisNode {
         if prefix.is_none() {
             return self.commands.run(call).await;
         }
-        // Boxed, because acquisitions and releases have no prefix, and their futures contain this
-        // one.
+        // Boxed, because acquisitions and releases rarely have a prefix, and their futures contain
+        // this one.
         let responses = Box::pin(self.run_pipelined(&self.commands, call, prefix, None));
         let mut responses = responses.await?;
         responses.swap_remove(1).extract_error()

@@ -24,6 +24,8 @@ const MASTERS: u16 = 3;
 const KEYS_AT_ONCE: &str = "100";
 /// The timeout of `MIGRATE`, in milliseconds.
 const MOVE_LIMIT_MS: &str = "10000";
+/// The time limit for moving the keys of a slot.
+const MIGRATION_LIMIT: Duration = Duration::from_secs(60);
 /// The time after which `CLUSTER FAILOVER` is repeated. A replica abandons a manual failover after
 /// five seconds if its master responds too slowly.
 const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
@@ -336,27 +338,33 @@ impl RedisCluster {
         Ok(moved.text().as_deref() != Some("NOKEY"))
     }
 
+    async fn keys_in_slot(&self, addr: SocketAddr, slot: &str) -> io::Result<Vec<Vec<u8>>> {
+        let command = ["CLUSTER", "GETKEYSINSLOT", slot, KEYS_AT_ONCE];
+        let keys = self.node(addr).send_command_args(&command).await?.into_result()?;
+        let bytes = |key: &RedisReply| match key {
+            RedisReply::Value(bytes) => bytes.clone(),
+            other => other.text().unwrap_or_default().into_bytes(),
+        };
+        Ok(keys.items().iter().map(bytes).collect())
+    }
+
     /// Moves the remaining keys and assigns the slot to its new owner. Returns once all nodes know
     /// the new owner.
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();
-        retry("the slot is empty", || async {
-            let command = ["CLUSTER", "GETKEYSINSLOT", &number, KEYS_AT_ONCE];
-            let keys = self.node(from).send_command_args(&command).await?.into_result()?;
-            let values = keys.items().iter().map(|key| match key {
-                RedisReply::Value(bytes) => bytes.clone(),
-                other => other.text().unwrap_or_default().into_bytes(),
-            });
-            let keys: Vec<Vec<u8>> = values.collect();
-            if keys.is_empty() {
-                return Ok(());
+        let move_keys = async {
+            loop {
+                let keys = self.keys_in_slot(from, &number).await?;
+                if keys.is_empty() {
+                    return io::Result::Ok(());
+                }
+                // Clients can no longer create keys here, but keys can expire before they are
+                // moved.
+                self.migrate_keys(&migration, &keys).await?;
             }
-            self.migrate_keys(&migration, &keys).await?;
-            // Clients can no longer create keys here, but keys can expire before they are moved.
-            Err(not_yet("keys remain in the slot"))
-        })
-        .await?;
+        };
+        timeout(MIGRATION_LIMIT, move_keys).await??;
         // The new owner first: in the reverse order, the slot would briefly have no owner.
         for addr in [to, from] {
             let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.node_at(to).id];
