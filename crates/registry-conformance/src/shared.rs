@@ -22,6 +22,9 @@ use crate::run::{Clause, run};
 /// The number of clauses that run concurrently. Most of the time they wait.
 const CONCURRENT_CLAUSES: usize = 8;
 
+/// The environment variable with the number of retries of a failed clause.
+const RETRIES_VARIABLE: &str = "CONFORMANCE_RETRIES";
+
 /// One set of servers, with any number of namespaces that share no lock.
 #[async_trait]
 pub trait SharedServers: Debug + Send + Sync + 'static {
@@ -61,6 +64,9 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
 /// get servers of their own. `runs` and `skips` are the expected numbers of clauses, so that none
 /// is skipped unnoticed.
 ///
+/// With the environment variable `CONFORMANCE_RETRIES`, a failed clause runs again up to that many
+/// times and is reported on the standard output. Clauses of `exclusion` and `fencing` run once.
+///
 /// # Panics
 /// With the names of the failed clauses, or if the numbers differ.
 pub fn assert_conformance_on_shared_servers<S, F>(
@@ -78,18 +84,22 @@ pub fn assert_conformance_on_shared_servers<S, F>(
     let servers = Arc::new(RwLock::new(servers));
     assert_eq!((selected.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
 
+    let retries = std::env::var(RETRIES_VARIABLE).map_or(0, |number| {
+        number.parse().unwrap_or_else(|_| panic!("{RETRIES_VARIABLE} is not a number: {number}"))
+    });
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(Vec::new());
     std::thread::scope(|scope| {
         for _ in 0..CONCURRENT_CLAUSES {
             scope.spawn(|| {
                 while let Some(&clause) = selected.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let (start, servers) = (Arc::clone(&start), Arc::clone(&servers));
-                    let harness = SharedHarness { start, servers, clause };
-                    let clause_run =
-                        catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
-                    if let Err(panic) = clause_run {
-                        let failure = format!("{clause:?}: {}", message(&*panic));
+                    let harness = |attempt| SharedHarness {
+                        start: Arc::clone(&start),
+                        servers: Arc::clone(&servers),
+                        clause,
+                        attempt,
+                    };
+                    if let Err(failure) = run_with_retries(harness, clause, retries) {
                         failed.lock().unwrap_or_else(PoisonError::into_inner).push(failure);
                     }
                 }
@@ -98,6 +108,28 @@ pub fn assert_conformance_on_shared_servers<S, F>(
     });
     let failed = failed.into_inner().unwrap_or_else(PoisonError::into_inner);
     assert!(failed.is_empty(), "{} clauses failed: {failed:#?}", failed.len());
+}
+
+/// Runs the clause until it passes, at most `retries` times again. Returns the last failure.
+#[expect(clippy::print_stdout, reason = "the report of a test")]
+fn run_with_retries<H: Harness + 'static>(
+    harness: impl Fn(u32) -> H,
+    clause: &Clause,
+    retries: u32,
+) -> Result<(), String> {
+    let retries = if matches!(clause.theme, "exclusion" | "fencing") { 0 } else { retries };
+    let mut failures = 0;
+    loop {
+        let result =
+            catch_unwind(AssertUnwindSafe(|| run(harness(failures), clause.theme, clause.name)));
+        let Err(panic) = result else { return Ok(()) };
+        let failure = format!("{clause:?}: {}", message(&*panic));
+        if failures == retries {
+            return Err(failure);
+        }
+        failures += 1;
+        println!("flaky clause, failure {failures}: {failure}");
+    }
 }
 
 type Start<S> = dyn Fn() -> BoxFuture<'static, S> + Send + Sync;
@@ -126,6 +158,8 @@ struct SharedHarness<S> {
     start: Arc<Start<S>>,
     servers: Arc<RwLock<S>>,
     clause: &'static Clause,
+    /// Counts from 0. Each attempt has a namespace of its own: a failed one can leave locks.
+    attempt: u32,
 }
 
 impl<S> Debug for SharedHarness<S> {
@@ -143,7 +177,11 @@ impl<S: SharedServers> Harness for SharedHarness<S> {
         } else {
             Arc::clone(&self.servers)
         };
-        let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
+        let Clause { theme, name, .. } = self.clause;
+        let namespace = match self.attempt {
+            0 => format!("{theme}-{name}"),
+            attempt => format!("{theme}-{name}-{attempt}"),
+        };
         let roams = !servers.read().await.lacks().contains(&Need::Roaming);
         Box::new(NamespaceStore { servers, namespace, roams })
     }
