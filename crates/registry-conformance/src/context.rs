@@ -220,7 +220,7 @@ impl TestContext {
         }
         let limit = claim.lease() * 4 + self.max_wait();
         self.within(limit, "an unrenewed grant ends with its lease", async || {
-            admin(client).inspect(claim.key()).await.expect("inspect answers").is_none()
+            admin(client).inspect(claim.key()).await.expect("inspect answers").is_empty()
         })
         .await;
     }
@@ -238,6 +238,7 @@ impl TestContext {
                 Attempt::Busy(busy) => {
                     assert!(Instant::now() < until, "{:?} is never free: {busy:?}", claim.key());
                 }
+                Attempt::Gone => panic!("{:?} is no conversion", claim.key()),
             }
             sleep(Duration::from_millis(10)).await;
         }
@@ -273,7 +274,7 @@ pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
             freed(client, &probe).await;
             true
         }
-        Attempt::Busy(_) => {
+        Attempt::Busy(_) | Attempt::Gone => {
             // A store with a queue may have queued the claim.
             release(client, &probe).await;
             false
@@ -301,9 +302,7 @@ pub(crate) fn granted<'a>(
     async move {
         match answered(at, "acquire", claim, client.try_acquire(claim).await) {
             Attempt::Granted(grant) => grant,
-            Attempt::Busy(busy) => {
-                panic!("{at}: {:?} should be granted, but: {busy:?}", claim.key())
-            }
+            other => panic!("{at}: {:?} should be granted, but: {other:?}", claim.key()),
         }
     }
 }
@@ -318,9 +317,7 @@ pub(crate) fn busy<'a>(
     async move {
         match answered(at, "acquire", claim, client.try_acquire(claim).await) {
             Attempt::Busy(busy) => busy,
-            Attempt::Granted(grant) => {
-                panic!("{at}: {:?} should be busy, but: {grant:?}", claim.key())
-            }
+            other => panic!("{at}: {:?} should be busy, but: {other:?}", claim.key()),
         }
     }
 }

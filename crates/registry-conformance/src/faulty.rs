@@ -296,7 +296,7 @@ impl LockBackend for FaultyBackend {
 
 #[async_trait]
 impl LockAdmin for FaultyBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let key = key.clone();
         self.call(Operation::Inspect, Err, move |inner| {
             let key = key.clone();

@@ -217,7 +217,7 @@ impl LockBackend for RemoteBackend {
 
 #[async_trait]
 impl LockAdmin for RemoteBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         self.request(BackendRequest::Inspect(key.clone())).await
     }
 

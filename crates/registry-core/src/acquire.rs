@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Attempt, Busy, Claim, Queueing};
+use crate::backend::{Attempt, Busy, Claim, ClaimMode, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
-use crate::error::{BackendError, LockError};
+use crate::error::{BackendError, BackendErrorKind, LockError};
 use crate::event::LockEvent;
 use crate::fairness::Contention;
 use crate::fencing::FencingToken;
@@ -24,6 +24,7 @@ use crate::watch::Suspension;
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 pub(crate) async fn acquire(
     local_lock: &Arc<LocalLock>,
+    mode: ClaimMode,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
     // Yields when the task's coop budget is used up: a store that responds without waiting must not
@@ -32,7 +33,8 @@ pub(crate) async fn acquire(
     let engine = local_lock.engine();
     engine.check_open()?;
     engine.backend.check_key(local_lock.key())?;
-    let own_options = engine.claim_options(options)?;
+    engine.require_mode(mode)?;
+    let own_options = engine.claim_options(options, mode)?;
     let claim_options = own_options.as_ref().unwrap_or(&engine.default_options);
     let owner = options.owner.clone().or_else(Owner::current);
     let started_at = match options.wait {
@@ -51,9 +53,11 @@ pub(crate) async fn acquire(
         let permit = match local_lock.enter(owner.as_ref(), claim_options, deadline).await {
             Ok(Admission::LocalPermit(permit)) => permit,
             // The lease ended before this caller received the guard.
-            Ok(Admission::Reentered(guard) | Admission::HandedOver(guard)) if !guard.is_held() => {
-                continue;
-            }
+            Ok(
+                Admission::Reentered(guard)
+                | Admission::HandedOver(guard)
+                | Admission::Joined(guard),
+            ) if !guard.is_held() => continue,
             Ok(Admission::Reentered(guard)) => {
                 let (key, token) = (guard.key(), guard.fencing_token());
                 engine.emit(|| LockEvent::Reentered { key, token });
@@ -63,6 +67,15 @@ pub(crate) async fn acquire(
                 let (key, token) = (guard.key(), guard.fencing_token());
                 engine.emit(|| LockEvent::HandedOver { key, token });
                 return Ok(Some(guard));
+            }
+            Ok(Admission::Joined(guard)) => {
+                local_lock.record_hold(guard.hold());
+                let (key, token) = (guard.key(), guard.fencing_token());
+                engine.emit(|| LockEvent::Joined { key, token });
+                return Ok(Some(guard));
+            }
+            Err(NotAdmitted::HeldByOwner(held)) => {
+                return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
             }
             Err(NotAdmitted::TimedOut(None)) => {
                 emit_gave_up(local_lock, started_at);
@@ -202,6 +215,7 @@ impl Acquisition<'_> {
                     late_grant()
                 }
                 AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
+                    self.check_units(&busy)?;
                     failures = Failures::default();
                     self.local_lock.record_response();
                     if let Some(contention) = pending.contention() {
@@ -217,7 +231,13 @@ impl Acquisition<'_> {
                         holder_changed_at = Moment::now();
                     }
                     last_token = token;
-                    let wait = self.wait(pending.claim().clone(), busy, holder_changed_at);
+                    let wait = wait_for_attempt(
+                        self.engine,
+                        self.deadline,
+                        pending.claim().clone(),
+                        busy,
+                        holder_changed_at,
+                    );
                     let woken;
                     (pending, woken) = suspension.during(pending, wait).await?;
                     if woken? == WokenBy::Store {
@@ -231,6 +251,7 @@ impl Acquisition<'_> {
                     }
                     continue;
                 }
+                AttemptOutcome::Responded(_, Ok(Attempt::Gone)) => unexpected_gone(),
                 AttemptOutcome::Responded(_, Err(error)) => error,
                 AttemptOutcome::Unknown => self.engine.no_response_error(),
             };
@@ -265,6 +286,17 @@ impl Acquisition<'_> {
         Ok(guard)
     }
 
+    /// Fails if the permits that are held state other units.
+    fn check_units(&self, busy: &Busy) -> Result<(), AcquireFailure> {
+        match (busy.other_units, self.claim_options.mode) {
+            (Some(held), ClaimMode::Permits { of, .. }) => {
+                let key = self.local_lock.key().as_str().to_owned();
+                Err(LockError::OtherUnits { key, stated: of, held }.into())
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Fails if the registry is closing.
     ///
     /// A [`PendingClaim`] is counted before this check. `close` sets its flag before it reads that
@@ -295,52 +327,23 @@ impl Acquisition<'_> {
 
     fn fresh_claim(&self, key: &Key) -> Claim {
         let engine = self.engine;
-        let queues = engine.capabilities.fair && !self.deadline_passed(self.started_at);
-        Claim::new(key.clone(), self.claim_options.lease.length)
-            .with_label(self.claim_options.label.clone())
-            .with_queueing(if queues { Queueing::Join } else { Queueing::Skip })
-            .with_token_block(engine.defaults.hand_over_limits.max.saturating_add(1))
-    }
-
-    /// Waits until the next attempt is due. `holder_changed_at` is the time of the last attempt
-    /// that found a different holder than the attempt before it.
-    async fn wait(
-        &self,
-        claim: Claim,
-        busy: Busy,
-        holder_changed_at: Moment,
-    ) -> Result<WokenBy, LockError> {
-        let engine = self.engine;
-        let now = Moment::now();
-        let is_mutant = mutated(Mutant::WakeUpOnly);
-        let lease_end = match busy.retry_after {
-            Some(left) if !is_mutant => now.after(left.saturating_add(DELAY_AFTER_LEASE_END)),
-            _ => Moment::FUTURE,
+        let options = self.claim_options;
+        let queueing = if self.deadline_passed(self.started_at) {
+            Queueing::Skip
+        } else if engine.capabilities.fair || options.fair {
+            Queueing::Join
+        } else {
+            Queueing::ExclusiveIntent
         };
-        // One last attempt is made at the deadline, so that a lock that became free in time is not
-        // missed.
-        let last_attempt_at = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
-        // has about doubled, so a lost wake-up at most doubles the wait.
-        let recheck_at = now
-            .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
-            .min(last_attempt_at);
-        let wake = engine.backend.wait(&claim, &busy);
-        tokio::pin!(wake);
-        loop {
-            let now = Moment::now();
-            let poll =
-                if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
-            tokio::select! {
-                biased;
-                () = engine.closing.wait() => return Err(LockError::Closed),
-                () = &mut wake => return Ok(WokenBy::Store),
-                () = engine.sleep_until(poll.min(last_attempt_at)) => {}
-            }
-            if Moment::now() >= recheck_at || !busy.wakes_confirmed(&claim) {
-                return Ok(WokenBy::Timer);
-            }
-        }
+        let tokens = match options.mode {
+            ClaimMode::Exclusive | ClaimMode::Shared => engine.defaults.hand_over_limits.max,
+            _ => 0,
+        };
+        Claim::new(key.clone(), options.lease.length)
+            .with_mode(options.mode)
+            .with_label(options.label.clone())
+            .with_queueing(queueing)
+            .with_token_block(tokens.saturating_add(1))
     }
 
     /// Waits before the next attempt after a store error, or returns the error.
@@ -375,6 +378,51 @@ impl Acquisition<'_> {
     }
 }
 
+/// Waits until the next attempt is due. `holder_changed_at` is the time of the last attempt
+/// that found a different holder than the attempt before it.
+pub(crate) async fn wait_for_attempt(
+    engine: &Engine,
+    deadline: Option<Moment>,
+    claim: Claim,
+    busy: Busy,
+    holder_changed_at: Moment,
+) -> Result<WokenBy, LockError> {
+    let now = Moment::now();
+    let is_mutant = mutated(Mutant::WakeUpOnly);
+    let lease_end = match busy.retry_after {
+        Some(left) if !is_mutant => now.after(left.saturating_add(DELAY_AFTER_LEASE_END)),
+        _ => Moment::FUTURE,
+    };
+    // One last attempt is made at the deadline, so that a lock that became free in time is not
+    // missed.
+    let mut last_attempt_at = lease_end.min(deadline.unwrap_or(Moment::FUTURE));
+    // The place in the queue lapses unless the attempt is repeated.
+    if busy.is_queued && !engine.capabilities.fair {
+        last_attempt_at = last_attempt_at.min(now.after(claim.lease() / 3));
+    }
+    // Even a confirmed wake-up can be lost. This poll is due once the wait for the same holder
+    // has about doubled, so a lost wake-up at most doubles the wait.
+    let recheck_at = now
+        .after(jittered(now.since(holder_changed_at).min(CONFIRMED_POLL_MAX)))
+        .min(last_attempt_at);
+    let wake = engine.backend.wait(&claim, &busy);
+    tokio::pin!(wake);
+    loop {
+        let now = Moment::now();
+        let poll =
+            if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
+        tokio::select! {
+            biased;
+            () = engine.closing.wait() => return Err(LockError::Closed),
+            () = &mut wake => return Ok(WokenBy::Store),
+            () = engine.sleep_until(poll.min(last_attempt_at)) => {}
+        }
+        if Moment::now() >= recheck_at || !busy.wakes_confirmed(&claim) {
+            return Ok(WokenBy::Timer);
+        }
+    }
+}
+
 /// Returns the error of a grant whose lease was over before the reply arrived.
 ///
 /// [`PendingClaim::confirm`] releases that claim. The next attempt has a claim with a new id, so
@@ -383,6 +431,11 @@ fn late_grant() -> BackendError {
     BackendError::transient(
         "the store's grant arrived after its lease was over; use a longer lease",
     )
+}
+
+fn unexpected_gone() -> BackendError {
+    let message = "the store treated a new claim as a conversion; report this bug";
+    BackendError::new(BackendErrorKind::Protocol, message)
 }
 
 /// Consecutive store errors.
@@ -400,9 +453,9 @@ enum FirstAttempt {
     Sent(Option<AttemptOutcome>),
 }
 
-/// What ended [`Acquisition::wait`].
+/// What ended [`wait_for_attempt`].
 #[derive(Debug, PartialEq, Eq)]
-enum WokenBy {
+pub(crate) enum WokenBy {
     /// A wake-up from the store.
     Store,
     /// The poll interval, the end of the holder's lease, or the deadline.

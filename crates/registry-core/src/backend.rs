@@ -36,7 +36,10 @@ use crate::key::{InvalidKey, Key};
 ///    [`Capabilities::fencing`].
 /// 6. Only the future of [`wait`](Self::wait) is ever dropped before it is ready. All others are
 ///    polled until they are ready, unless the runtime itself shuts down.
-/// 7. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
+/// 7. A claim is granted only if its [mode](ClaimMode) is compatible with every other live grant of
+///    the key, and if the units of all permits fit. A claim of a mode that the store does not
+///    [declare](Capabilities::supports) is never sent.
+/// 8. A call of [`try_acquire`](Self::try_acquire) sends its request at most once. If the outcome
 ///    is unknown, it returns an error, and the engine repeats the attempt and counts it: the first
 ///    request may still reach the store after the release. If a connection broke while idle,
 ///    [`BackendError::on_stale_connection`] makes the engine repeat the attempt without a pause.
@@ -81,13 +84,19 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 
     /// Tries to acquire the key for `claim`, without waiting for it.
     ///
+    /// If `claim` is a [conversion](Claim::is_conversion), this changes the mode of the grant that
+    /// the claim has. A conversion to a stronger mode returns a new token, a conversion to a weaker
+    /// one the same token. A conversion never creates a grant: without one, the result is
+    /// [`Attempt::Gone`]. While an upgrade is busy, it blocks new shared claims for at most the
+    /// lease of the claim after its last attempt.
+    ///
     /// The engine polls the future once before it sets a timer. A store that responds at its first
     /// poll therefore needs no timer.
     ///
     /// # Errors
     /// Only for store errors; if another claim holds the key, the result is [`Attempt::Busy`].
     /// After an error, the outcome counts as unknown unless [`BackendError::refused`] is true. The
-    /// backend must not repeat a request with an unknown outcome, see clause 7.
+    /// backend must not repeat a request with an unknown outcome, see clause 8.
     ///
     /// # Cancel safety
     /// Need not be cancel safe.
@@ -176,12 +185,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 /// No method needs to be cancel safe, as in [`LockBackend`].
 #[async_trait]
 pub trait LockAdmin: Send + Sync {
-    /// Returns the holder of `key`, if there is one. The default returns `None`.
+    /// Returns the holders of `key`, in the order of their tokens. The default returns none.
     ///
     /// # Errors
     /// [`BackendError`] for a store error.
-    async fn inspect(&self, _key: &Key) -> Result<Option<Holder>, BackendError> {
-        Ok(None)
+    async fn inspect(&self, _key: &Key) -> Result<Vec<Holder>, BackendError> {
+        Ok(Vec::new())
     }
 
     /// Returns the holders of all locked keys in this backend's namespace, in any order. The
@@ -193,7 +202,7 @@ pub trait LockAdmin: Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Ends the grant of `key`, whichever client holds it, and wakes waiters. The holder is
+    /// Ends all grants of `key`, whichever clients hold them, and wakes waiters. The holder is
     /// notified at its next renewal, or at once if the store [reports
     /// losses](LockBackend::subscribe). The default releases nothing.
     ///
@@ -225,6 +234,7 @@ pub struct Claim {
     lease: Duration,
     mode: ClaimMode,
     queueing: Queueing,
+    conversion: bool,
     fenced: bool,
     token_block: u32,
     label: Option<Arc<str>>,
@@ -241,6 +251,7 @@ impl Claim {
             lease,
             mode: ClaimMode::Exclusive,
             queueing: Queueing::Skip,
+            conversion: false,
             fenced: false,
             token_block: 1,
             label: None,
@@ -265,6 +276,21 @@ impl Claim {
     #[must_use]
     pub fn with_id(mut self, id: ClaimId) -> Self {
         self.id = id;
+        self
+    }
+
+    /// Returns the same claim with this mode.
+    #[must_use]
+    pub fn with_mode(mut self, mode: ClaimMode) -> Self {
+        self.mode = mode;
+        self
+    }
+
+    /// Returns a request that changes the mode of this claim's grant to `mode`.
+    #[must_use]
+    pub fn converted_to(mut self, mode: ClaimMode) -> Self {
+        self.mode = mode;
+        self.conversion = true;
         self
     }
 
@@ -300,10 +326,17 @@ impl Claim {
         self.lease
     }
 
-    /// Returns whether other claims may hold the key at the same time.
+    /// Returns which other claims may hold the key at the same time.
     #[must_use]
     pub fn mode(&self) -> ClaimMode {
         self.mode
+    }
+
+    /// Returns whether the claim changes the mode of a grant that it has, instead of requesting a
+    /// new grant. See [`LockBackend::try_acquire`].
+    #[must_use]
+    pub fn is_conversion(&self) -> bool {
+        self.conversion
     }
 
     /// Returns the same claim, which records whether a fenced write was begun under it.
@@ -426,22 +459,76 @@ impl<'de> serde::Deserialize<'de> for ClaimId {
     }
 }
 
-/// Whether a key can have other holders at the same time.
+/// Which other claims may hold the same key at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
+#[non_exhaustive]
+pub enum ClaimMode {
+    /// No other claim.
+    Exclusive,
+    /// Any number of shared claims, and one upgradable claim.
+    Shared,
+    /// Any number of shared claims. Can be converted to exclusive without a release in between.
+    Upgradable,
+    /// Other permits, as long as not more than `of` units are taken in all.
+    Permits {
+        /// The units that this claim takes, at least one and at most `of`.
+        take: u32,
+        /// The units that the key has. All claims must state the same number.
+        of: u32,
+    },
+}
+
+impl ClaimMode {
+    /// Returns whether one claim of each mode may hold a key together. For permits, this also
+    /// checks that the units of the two fit.
+    #[must_use]
+    pub fn is_compatible(self, other: Self) -> bool {
+        match (self, other) {
+            (Self::Shared, Self::Shared | Self::Upgradable) | (Self::Upgradable, Self::Shared) => {
+                true
+            }
+            (Self::Permits { take, of }, Self::Permits { take: others, of: other_of }) => {
+                of == other_of && take.saturating_add(others) <= of
+            }
+            _ => false,
+        }
+    }
+
+    /// Returns the units that a claim of this mode takes. Zero if the mode is not `Permits`.
+    #[must_use]
+    pub fn units(self) -> u32 {
+        match self {
+            Self::Permits { take, .. } => take,
+            _ => 0,
+        }
+    }
+}
+
+/// Formats the mode as `exclusive`, `shared`, `upgradable`, or `permits 2 of 10`.
+impl fmt::Display for ClaimMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exclusive => f.write_str("exclusive"),
+            Self::Shared => f.write_str("shared"),
+            Self::Upgradable => f.write_str("upgradable"),
+            Self::Permits { take, of } => write!(f, "permits {take} of {of}"),
+        }
+    }
+}
+
+/// Whether a claim that is not granted stays in the store's queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[non_exhaustive]
-pub enum ClaimMode {
-    /// One holder.
-    Exclusive,
-}
-
-/// Whether a claim stays in the store's queue while another claim holds the key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[expect(clippy::exhaustive_enums, reason = "a claim is in the queue or it is not")]
 pub enum Queueing {
-    /// The claim keeps a place in the queue until it is granted or released.
+    /// The claim keeps a place in the queue until it is granted or released. In a store without a
+    /// queue of its own, the place lapses unless the claim repeats its attempt within its lease.
     Join,
+    /// The claim keeps a place only where other modes could overtake it without end: an exclusive
+    /// claim that waits for shared claims or permits.
+    ExclusiveIntent,
     /// A busy claim leaves no record in the store.
     Skip,
 }
@@ -449,12 +536,14 @@ pub enum Queueing {
 /// A store's response to an acquisition attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[expect(clippy::exhaustive_enums, reason = "a claim holds the key or another claim does")]
+#[expect(clippy::exhaustive_enums, reason = "a claim is granted, must wait, or has ended")]
 pub enum Attempt {
     /// The claim holds the key.
     Granted(Grant),
-    /// Another claim holds the key.
+    /// Other claims hold the key, or are before this claim in the queue.
     Busy(Busy),
+    /// The claim is a [conversion](Claim::is_conversion), and its grant has ended.
+    Gone,
 }
 
 /// A grant by the store.
@@ -484,8 +573,13 @@ pub struct Busy {
     /// The remaining time of the holder's lease. The engine attempts again when it is over. `None`
     /// if the store does not report it.
     pub retry_after: Option<Duration>,
-    /// The holder, if the store reported it in the same reply.
+    /// A holder, if the store reported it in the same reply.
     pub holder: Option<Holder>,
+    /// The claim has a place in the store's queue, which a release must remove.
+    pub is_queued: bool,
+    /// The units that the key has according to the permits that are held, if this is not the number
+    /// that the claim states.
+    pub other_units: Option<u32>,
     /// The version of the record that the backend read, in a format of its own.
     /// [`LockBackend::wait`] compares it to detect later changes.
     pub mark: u64,
@@ -511,6 +605,20 @@ impl Busy {
     #[must_use]
     pub fn with_holder(mut self, holder: Holder) -> Self {
         self.holder = Some(holder);
+        self
+    }
+
+    /// Sets that the claim has a place in the store's queue.
+    #[must_use]
+    pub fn with_place(mut self) -> Self {
+        self.is_queued = true;
+        self
+    }
+
+    /// Sets the units that the key has according to the permits that are held.
+    #[must_use]
+    pub fn with_other_units(mut self, units: u32) -> Self {
+        self.other_units = Some(units);
         self
     }
 
@@ -614,6 +722,8 @@ pub enum Release {
 pub struct Holder {
     /// The key.
     pub key: Key,
+    /// The mode of the grant.
+    pub mode: ClaimMode,
     /// The holder's label, if the store keeps labels and the holder set one.
     pub label: Option<String>,
     /// The first token of the grant. After a local hand-over, the holder's own token is slightly
@@ -626,10 +736,24 @@ pub struct Holder {
 }
 
 impl Holder {
-    /// Creates a holder of which only the key is known.
+    /// Creates an exclusive holder of which only the key is known.
     #[must_use]
     pub const fn new(key: Key) -> Self {
-        Self { key, label: None, token: None, held_for: None, lease_left: None }
+        Self {
+            key,
+            mode: ClaimMode::Exclusive,
+            label: None,
+            token: None,
+            held_for: None,
+            lease_left: None,
+        }
+    }
+
+    /// Sets the mode.
+    #[must_use]
+    pub fn with_mode(mut self, mode: ClaimMode) -> Self {
+        self.mode = mode;
+        self
     }
 
     /// Sets the label.

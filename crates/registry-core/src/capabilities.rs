@@ -4,6 +4,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use crate::backend::ClaimMode;
+
 /// Which faults a store survives with one holder per lock and with safe fenced writes.
 ///
 /// The classes are ordered: `Durable` promises most.
@@ -81,14 +83,20 @@ pub struct Capabilities {
     /// The store has a queue of claims, across processes. A registry has one claim per key in this
     /// queue. Its other callers wait locally, so processes take turns.
     pub fair: bool,
+    /// Waiters of all processes queue in the store if they [request](crate::LockOptions::fair) it.
+    pub fair_on_request: bool,
     /// The store wakes a waiter when the lock may be free. If false, waiters poll.
     pub wakes: bool,
     /// A holder is notified at once when another client removes the record of its lock. If false,
     /// it is notified at its next renewal.
     pub reports_invalidations: bool,
-    /// A lock can have several holders at once, if all of them request this. No store offers it
-    /// yet.
+    /// The store grants [shared](ClaimMode::Shared) claims.
     pub shared: bool,
+    /// The store grants [upgradable](ClaimMode::Upgradable) claims, and converts claims between
+    /// exclusive, upgradable and shared.
+    pub upgradable: bool,
+    /// The store grants [permits](ClaimMode::Permits).
+    pub permits: bool,
     /// The poll interval of other programs that share these records, if they poll. The engine then
     /// waits longer before it acquires a contended lock again, so that these programs find it free.
     pub peer_poll: Option<Duration>,
@@ -191,9 +199,12 @@ impl Capabilities {
             reach,
             fencing: false,
             fair: false,
+            fair_on_request: false,
             wakes: false,
             reports_invalidations: false,
             shared: false,
+            upgradable: false,
+            permits: false,
             peer_poll: None,
             labels: false,
             inspect: false,
@@ -218,6 +229,13 @@ impl Capabilities {
         self
     }
 
+    /// Sets [`fair_on_request`](Self::fair_on_request): a claim can keep a place in the store.
+    #[must_use]
+    pub const fn with_fair_on_request(mut self) -> Self {
+        self.fair_on_request = true;
+        self
+    }
+
     /// Sets [`wakes`](Self::wakes): [`LockBackend::wait`](crate::LockBackend::wait) returns when
     /// the lock may be free.
     #[must_use]
@@ -232,6 +250,27 @@ impl Capabilities {
     #[must_use]
     pub const fn with_invalidations(mut self) -> Self {
         self.reports_invalidations = true;
+        self
+    }
+
+    /// Sets [`shared`](Self::shared): readers hold a key together.
+    #[must_use]
+    pub const fn with_shared(mut self) -> Self {
+        self.shared = true;
+        self
+    }
+
+    /// Sets [`upgradable`](Self::upgradable): a grant can change its mode.
+    #[must_use]
+    pub const fn with_upgradable(mut self) -> Self {
+        self.upgradable = true;
+        self
+    }
+
+    /// Sets [`permits`](Self::permits): claims take units of a key.
+    #[must_use]
+    pub const fn with_permits(mut self) -> Self {
+        self.permits = true;
         self
     }
 
@@ -273,6 +312,17 @@ impl Capabilities {
         self
     }
 
+    /// Returns whether the store grants claims of this mode.
+    #[must_use]
+    pub const fn supports(&self, mode: ClaimMode) -> bool {
+        match mode {
+            ClaimMode::Exclusive => true,
+            ClaimMode::Shared => self.shared,
+            ClaimMode::Upgradable => self.upgradable,
+            ClaimMode::Permits { .. } => self.permits,
+        }
+    }
+
     /// Returns the capabilities that both stores have.
     #[must_use]
     pub fn meet(&self, other: &Self) -> Self {
@@ -282,9 +332,12 @@ impl Capabilities {
             reach: self.reach.min(other.reach),
             fencing: self.fencing && other.fencing,
             fair: self.fair && other.fair,
+            fair_on_request: self.fair_on_request && other.fair_on_request,
             wakes: self.wakes && other.wakes,
             reports_invalidations: self.reports_invalidations && other.reports_invalidations,
             shared: self.shared && other.shared,
+            upgradable: self.upgradable && other.upgradable,
+            permits: self.permits && other.permits,
             peer_poll: self.peer_poll.max(other.peer_poll),
             labels: self.labels && other.labels,
             inspect: self.inspect && other.inspect,

@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures_util::future::FutureExt as _;
 
 use crate::active_count::ActiveCount;
-use crate::backend::{Claim, LockBackend, Release, Renewal};
+use crate::backend::{Attempt, Claim, ClaimMode, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
@@ -67,13 +67,15 @@ impl Engine {
         }
     }
 
-    /// Returns the options of a claim, or `None` if `options` do not change the defaults.
+    /// Returns the options of a claim, or `None` if they are the defaults of an exclusive claim.
     pub(crate) fn claim_options(
         &self,
         options: &LockOptions,
+        mode: ClaimMode,
     ) -> Result<Option<Arc<ClaimOptions>>, LockError> {
-        if options.overrides_defaults() {
-            let resolved = ClaimOptions::resolve(options, &self.defaults, &self.capabilities)?;
+        if mode != ClaimMode::Exclusive || options.overrides_defaults() {
+            let resolved =
+                ClaimOptions::resolve(options, mode, &self.defaults, &self.capabilities)?;
             return Ok(Some(Arc::new(resolved)));
         }
         Ok(None)
@@ -95,6 +97,18 @@ impl Engine {
             return Err(LockError::Closed);
         }
         Ok(())
+    }
+
+    /// Returns `Unsupported` if the store grants no claims of this mode.
+    pub(crate) fn require_mode(&self, mode: ClaimMode) -> Result<(), LockError> {
+        let capability = match mode {
+            _ if self.capabilities.supports(mode) => return Ok(()),
+            ClaimMode::Exclusive => "exclusive",
+            ClaimMode::Shared => "shared",
+            ClaimMode::Upgradable => "upgradable",
+            ClaimMode::Permits { .. } => "permits",
+        };
+        Err(LockError::Unsupported { capability, store: self.capabilities.store })
     }
 
     /// Returns `Unsupported` if the store cannot report holders.
@@ -126,6 +140,11 @@ impl Engine {
     fn releasing(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
         let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
         Box::pin(async move { backend.release(&claim).await })
+    }
+
+    pub(crate) fn try_acquire(&self, claim: Claim) -> Call<Result<Attempt, BackendError>> {
+        let backend = Arc::clone(&self.backend);
+        self.call(Box::pin(async move { backend.try_acquire(&claim).await }))
     }
 
     pub(crate) fn renew(&self, claim: Claim) -> Call<Result<Renewal, BackendError>> {

@@ -8,6 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::backend::ClaimMode;
 use crate::key::InvalidKey;
 
 /// The reason why a lock operation failed.
@@ -21,7 +22,7 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `extend`, `release`, `inspect`, `list`, `break` or `diagnose`.
+        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break` or `diagnose`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,
@@ -57,6 +58,37 @@ pub enum LockError {
         capability: &'static str,
         /// The store.
         store: &'static str,
+    },
+    /// The permits that are held state another number of units than the semaphore.
+    #[non_exhaustive]
+    OtherUnits {
+        /// The key.
+        key: String,
+        /// The units that this semaphore states.
+        stated: u32,
+        /// The units that the permits in the store state.
+        held: u32,
+    },
+    /// The mode of a held lock cannot change in this way. Nothing was sent to the store.
+    #[non_exhaustive]
+    InvalidConversion {
+        /// The key.
+        key: String,
+        /// The mode of the lock.
+        from: ClaimMode,
+        /// The mode that was requested.
+        to: ClaimMode,
+        /// The problem, and how to correct it.
+        problem: &'static str,
+    },
+    /// The owner holds the key in a mode that excludes the requested one, so the acquisition would
+    /// wait for itself. Nothing was sent to the store.
+    #[non_exhaustive]
+    HeldByOwner {
+        /// The key.
+        key: String,
+        /// The mode in which the owner holds the key.
+        held: ClaimMode,
     },
     /// The registry was closed, or the runtime that opened it has shut down.
     Closed,
@@ -99,6 +131,17 @@ impl fmt::Display for LockError {
             Self::Unsupported { capability, store } => write!(
                 f,
                 "the {store} store does not support `{capability}`; check `capabilities()` first, or use another store"
+            ),
+            Self::OtherUnits { key, stated, held } => write!(
+                f,
+                "acquire on {key:?} failed: this semaphore has {stated} units, and the permits that are held state {held};                  use the same number, or resize it"
+            ),
+            Self::InvalidConversion { key, from, to, problem } => {
+                write!(f, "convert on {key:?} from {from} to {to} failed: {problem}")
+            }
+            Self::HeldByOwner { key, held } => write!(
+                f,
+                "acquire on {key:?} failed: its owner already holds it ({held}), and would wait for itself; release it                  first, or acquire it as upgradable and upgrade"
             ),
             Self::Closed => f.write_str("the lock registry is closed; open another one"),
             Self::InsideRuntime => f.write_str(
@@ -189,6 +232,16 @@ impl InvalidOption {
         let problem =
             format!("is longer than {} bytes; shorten it", crate::LockOptions::LABEL_BYTES_MAX);
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
+    }
+
+    pub(crate) fn units(take: u32, of: u32) -> Self {
+        let problem = format!("is not between 1 and the {of} units of the semaphore; take fewer");
+        Self { option: "permits", given: take.to_string(), problem: problem.into() }
+    }
+
+    pub(crate) fn fair_unsupported(store: &str) -> Self {
+        let problem = format!("is not supported by the {store} store; use another store");
+        Self { option: "fair", given: "true".to_owned(), problem: problem.into() }
     }
 }
 

@@ -40,6 +40,9 @@ pub enum LockEvent<'a> {
     /// store.
     #[non_exhaustive]
     HandedOver { key: &'a str, token: FencingToken },
+    /// A reader joined a shared grant of this process, without a request to the store.
+    #[non_exhaustive]
+    Joined { key: &'a str, token: FencingToken },
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },

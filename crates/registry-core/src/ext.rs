@@ -6,9 +6,16 @@ use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::options::LockOptions;
 use crate::registry::LockRegistry;
+use crate::semaphore::Semaphore;
 
 /// Convenience methods for [`LockRegistry`]. Implemented for every registry.
 pub trait LockRegistryExt: LockRegistry {
+    /// Returns the semaphore of `key` with this number of units. No I/O.
+    #[must_use]
+    fn semaphore(&self, key: &str, units: u32) -> Semaphore {
+        Semaphore::new(self.obtain(key), units)
+    }
+
     /// Acquires the lock of `key`, runs `work`, and releases the lock.
     ///
     /// `work` receives the guard, for its fencing token. If the lock is lost, `work` is dropped at

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use crate::backend::{Claim, Grant};
+use crate::backend::{Claim, ClaimMode, Grant};
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
@@ -19,7 +19,7 @@ use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::{Hold, LockGuard};
 use crate::invalidation::Epoch;
-use crate::lease::{Due, Lease};
+use crate::lease::{Due, Lease, LeaseOptions};
 use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
@@ -50,13 +50,26 @@ pub(crate) struct ActiveGrant {
     state: Mutex<GrantState>,
 }
 
+/// What is known about a grant before it is active.
+struct Started {
+    local_lock: Arc<LocalLock>,
+    granted_at: Moment,
+    contended: bool,
+    unknown_attempts: u32,
+    /// The invalidation epoch of the key when the request was sent.
+    epoch_at_send: Epoch,
+}
+
 struct GrantState {
     phase: GrantPhase,
     lease: Lease,
     /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
     timer: Option<TimerKey>,
+    /// The number of tokens used, after the first: by hand-overs, or by readers that joined.
     hand_overs: u32,
+    /// The number of holds. More than one only in a shared grant.
+    holds: u32,
     /// A fenced write may be open. The store cannot distinguish it from a write of the next local
     /// holder, so the claim is not handed over.
     fenced: bool,
@@ -92,13 +105,79 @@ impl ActiveGrant {
             lease.verify_first_at(now.after(after));
         }
         permit.on_granted(now);
-        let local_lock = Arc::clone(permit.local_lock());
+        let started = Started {
+            local_lock: Arc::clone(permit.local_lock()),
+            granted_at: now,
+            contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
+            unknown_attempts,
+            epoch_at_send,
+        };
+        Ok(Self::begin(started, Some(permit), claim, options, granted.token, lease))
+    }
+
+    /// Replaces this grant by one with the mode of `claim`, which the store has converted. Fails if
+    /// this grant has ended, or its lease was over before the store's response arrived.
+    pub(crate) fn convert(
+        self: &Arc<Self>,
+        claim: Claim,
+        granted: Grant,
+        sent_at: Moment,
+        epoch_at_send: Epoch,
+    ) -> Result<Arc<Self>, LostReason> {
+        let now = Moment::now();
+        if let Some(reason) = self.loss_at(now) {
+            return Err(reason);
+        }
+        let (permit, lease_length) = {
+            let mut state = self.state();
+            match state.phase {
+                GrantPhase::Held => state.phase = GrantPhase::Ending,
+                GrantPhase::Lost(reason) => return Err(reason),
+                GrantPhase::Ending => return Err(LostReason::Gone),
+            }
+            self.cancel_timer(&mut state);
+            (state.permit.take(), state.lease.length())
+        };
+        let mut options = ClaimOptions::clone(&self.options);
+        options.mode = claim.mode();
+        options.lease.length = lease_length;
+        // The hold began with this grant.
+        let held_for = now.since(self.granted_at);
+        let lease_options = LeaseOptions {
+            max_hold: options.lease.max_hold.map(|max| max.saturating_sub(held_for)),
+            ..options.lease
+        };
+        let lease = Lease::granted(lease_options, sent_at, granted.lease, now);
+        let started = Started {
+            local_lock: Arc::clone(&self.local_lock),
+            granted_at: self.granted_at,
+            contended: self.contended,
+            unknown_attempts: self.unknown_attempts,
+            epoch_at_send,
+        };
+        let grant = Self::begin(started, permit, claim, Arc::new(options), granted.token, lease);
+        self.engine().active_grants.leave();
+        Ok(grant)
+    }
+
+    /// Creates an active grant and schedules its renewal.
+    fn begin(
+        started: Started,
+        permit: Option<LocalPermit>,
+        claim: Claim,
+        options: Arc<ClaimOptions>,
+        first_token: FencingToken,
+        lease: Lease,
+    ) -> Arc<Self> {
+        let Started { local_lock, granted_at, contended, unknown_attempts, epoch_at_send } =
+            started;
+        let now = Moment::now_coarse();
         let grant = Arc::new(Self {
             claim,
             options,
-            first_token: granted.token,
-            granted_at: now,
-            contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
+            first_token,
+            granted_at,
+            contended,
             unknown_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
@@ -106,9 +185,10 @@ impl ActiveGrant {
             state: Mutex::new(GrantState {
                 phase: GrantPhase::Held,
                 lease,
-                permit: Some(permit),
+                permit,
                 timer: None,
                 hand_overs: 0,
+                holds: 1,
                 fenced: false,
                 gone_while_ending: false,
             }),
@@ -120,7 +200,16 @@ impl ActiveGrant {
         if grant.local_lock.epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }
-        Ok(grant)
+        let mode = grant.claim.mode();
+        if mode == ClaimMode::Shared {
+            grant.local_lock.offer_to_readers(&grant);
+        }
+        if mode != ClaimMode::Exclusive {
+            // Other claims can be granted beside this one, so the next local caller may compete.
+            let permit = grant.state().permit.take();
+            drop(permit);
+        }
+        grant
     }
 
     pub(crate) fn claim(&self) -> &Claim {
@@ -131,6 +220,30 @@ impl ActiveGrant {
     pub(crate) fn claim_to_release(&self) -> Claim {
         let used = self.state().hand_overs.saturating_add(1);
         self.claim.clone().with_token_block(used)
+    }
+
+    /// Returns the claim with its current lease.
+    pub(crate) fn claim_to_renew(&self) -> Claim {
+        self.claim.clone().with_lease(self.lease_length())
+    }
+
+    /// Waits until the claim is lost, and returns the reason.
+    pub(crate) async fn lost(self: &Arc<Self>) -> LostReason {
+        loop {
+            let notification = self.loss_notification();
+            tokio::pin!(notification);
+            notification.as_mut().enable();
+            self.register_loss_waiter();
+            if let Some(reason) = self.loss() {
+                return reason;
+            }
+            let deadline = self.valid_until();
+            tokio::select! {
+                biased;
+                () = &mut notification => {}
+                () = self.engine().sleep_until(deadline) => {}
+            }
+        }
     }
 
     pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {
@@ -254,9 +367,10 @@ impl ActiveGrant {
         true
     }
 
-    /// Ends the claim because its last guard is gone. The lease renewer then starts no renewal.
-    /// Returns the reason if the claim is lost instead.
-    pub(crate) fn end(self: &Arc<Self>) -> Result<EndingGrant, LostReason> {
+    /// Ends one hold because its last guard is gone. The last hold ends the claim, and the lease
+    /// renewer then starts no renewal. Returns `None` if another hold remains, and the reason if
+    /// the claim is lost.
+    pub(crate) fn end_hold(self: &Arc<Self>) -> Result<Option<EndingGrant>, LostReason> {
         // A coarse time suffices: the response to the release shows whether the grant still
         // existed, and the receiver of a hand-over checks the lease itself.
         let now = Moment::now_coarse();
@@ -267,18 +381,22 @@ impl ActiveGrant {
         if let GrantPhase::Lost(reason) = state.phase {
             return Err(reason);
         }
+        state.holds -= 1;
+        if state.holds > 0 {
+            return Ok(None);
+        }
         if !mutated(Mutant::RenewAfterRelease) {
             state.phase = GrantPhase::Ending;
         }
         let (permit, fenced) = (state.permit.take(), state.fenced);
         drop(state);
-        Ok(EndingGrant {
+        Ok(Some(EndingGrant {
             grant: Some(Arc::clone(self)),
             permit,
             fenced,
             is_scheduled: true,
             has_outcome: false,
-        })
+        }))
     }
 
     /// Excludes the claim from hand-over until it ends. Fails if the claim has ended or is ending.
@@ -297,8 +415,39 @@ impl ActiveGrant {
         Ok(())
     }
 
-    /// Returns whether this claim may be handed over to another local caller.
+    /// Returns a further hold of this shared grant for `owner`. Returns `None` if a claim with
+    /// `options` needs a grant of its own.
+    ///
+    /// The limits are those of a hand-over: readers that follow each other without end must not
+    /// keep a claim for ever, because other processes cannot acquire the key meanwhile.
+    pub(crate) fn join(
+        self: &Arc<Self>,
+        options: &ClaimOptions,
+        owner: Option<Owner>,
+    ) -> Option<LockGuard> {
+        if *self.options != *options {
+            return None;
+        }
+        let now = Moment::now_coarse();
+        let mut state = self.state();
+        if state.phase != GrantPhase::Held || !self.may_pass_on(now, &state) {
+            return None;
+        }
+        let token = self.first_token.checked_add(u64::from(state.hand_overs) + 1)?;
+        state.hand_overs += 1;
+        state.holds += 1;
+        drop(state);
+        Some(Hold::first_guard(Arc::clone(self), token, owner))
+    }
+
+    /// Returns whether this claim may be handed over to another local caller. Claims of other modes
+    /// are not: the local caller that waits for the store would be overtaken.
     fn may_hand_over(&self, now: Moment, state: &GrantState) -> bool {
+        self.claim.mode() == ClaimMode::Exclusive && self.may_pass_on(now, state)
+    }
+
+    /// Returns whether another local caller may use this claim.
+    fn may_pass_on(&self, now: Moment, state: &GrantState) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
         !state.gone_while_ending
@@ -306,6 +455,7 @@ impl ActiveGrant {
             && !state.lease.is_suspect()
             && engine.defaults.hand_over_limits.allow_another(state.hand_overs, held_for, self.contended)
             && !engine.capabilities.fair
+            && !self.options.fair
             && self.options.lease.max_hold.is_none()
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
@@ -331,6 +481,7 @@ impl ActiveGrant {
         state.phase = GrantPhase::Held;
         state.permit = permit.take();
         state.hand_overs += 1;
+        state.holds = 1;
         if state.timer.is_none() {
             self.set_timer(&mut state, now);
         }
@@ -553,9 +704,11 @@ impl EndingGrant {
     /// lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let grant = self.grant.take()?;
-        let handed_over = grant
-            .local_lock
-            .hand_over(&grant.options, |owner| grant.resume(&mut self.permit, owner));
+        // Without the permit, another local caller competes for the key in the store.
+        let handed_over = self.permit.is_some()
+            && grant
+                .local_lock
+                .hand_over(&grant.options, |owner| grant.resume(&mut self.permit, owner));
         if handed_over {
             return None;
         }

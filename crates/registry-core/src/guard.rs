@@ -3,13 +3,13 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::backend::{Claim, LockBackend, Release, Renewal};
+use crate::backend::{Claim, ClaimMode, LockBackend, Release, Renewal};
 use crate::call::Call;
 use crate::clock::Moment;
 use crate::contained::with_panic_safe_waker;
@@ -57,6 +57,12 @@ impl LockGuard {
         self.grant().claim().key().as_str()
     }
 
+    /// Returns the mode in which the lock is held.
+    #[must_use]
+    pub fn mode(&self) -> ClaimMode {
+        self.grant().claim().mode()
+    }
+
     /// Returns the fencing token of this grant. It is larger than all tokens granted for this key
     /// before, unless the store [does not fence](crate::Capabilities::fencing).
     #[must_use]
@@ -98,32 +104,40 @@ impl LockGuard {
     /// # Cancel safety
     /// Dropping the future has no effect. A later call returns the same reason.
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
-        let hold = Arc::clone(self.hold());
+        let mut hold = Arc::clone(self.hold());
         async move {
             loop {
-                let notification = hold.grant().loss_notification();
-                tokio::pin!(notification);
-                // Enabled before the check; a loss in between would be missed otherwise.
-                notification.as_mut().enable();
-                hold.grant().register_loss_waiter();
-                match hold.state() {
-                    HoldState::Held => {}
-                    HoldState::Lost(reason) => return reason,
-                    HoldState::Released => break,
-                }
-                // The lease renewer notifies of a loss. The deadline covers the case that the
-                // renewer's runtime has shut down.
-                let deadline = hold.grant().valid_until();
-                // The task that detects the loss calls this task's waker. A panic of the waker must
-                // not end that task.
-                with_panic_safe_waker(async {
-                    tokio::select! {
-                        biased;
-                        () = &mut notification => {}
-                        () = hold.grant().engine().sleep_until(deadline) => {}
+                let successor = {
+                    let notification = hold.grant().loss_notification();
+                    tokio::pin!(notification);
+                    // Enabled before the check; a loss in between would be missed otherwise.
+                    notification.as_mut().enable();
+                    hold.grant().register_loss_waiter();
+                    match hold.state() {
+                        HoldState::Lost(reason) => return reason,
+                        HoldState::Released => match hold.successor() {
+                            Some(successor) => successor,
+                            None => break,
+                        },
+                        HoldState::Held => {
+                            // The lease renewer notifies of a loss. The deadline covers the case
+                            // that the renewer's runtime has shut down.
+                            let deadline = hold.grant().valid_until();
+                            // The task that detects the loss calls this task's waker. A panic of
+                            // the waker must not end that task.
+                            with_panic_safe_waker(async {
+                                tokio::select! {
+                                    biased;
+                                    () = &mut notification => {}
+                                    () = hold.grant().engine().sleep_until(deadline) => {}
+                                }
+                            })
+                            .await;
+                            continue;
+                        }
                     }
-                })
-                .await;
+                };
+                hold = successor;
             }
             // After the release, a pending future must not keep the local lock alive.
             drop(hold);
@@ -271,6 +285,11 @@ impl LockGuard {
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
         let backend: &dyn std::any::Any = &*self.grant().engine().backend;
         backend.downcast_ref()
+    }
+
+    /// Consumes the guard without a release.
+    pub(crate) fn into_hold(mut self) -> Arc<Hold> {
+        self.hold.take().expect("a guard has its hold until it is consumed")
     }
 
     pub(crate) fn hold(&self) -> &Arc<Hold> {
@@ -499,6 +518,8 @@ pub(crate) struct Hold {
     guards: AtomicUsize,
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
+    /// The hold that replaced this one when its lock was converted.
+    successor: OnceLock<Weak<Self>>,
 }
 
 /// Whether the lock is still held by one hold.
@@ -524,6 +545,7 @@ impl Hold {
             owner,
             guards: AtomicUsize::new(1),
             end_state: AtomicU8::new(HoldState::Held.code()),
+            successor: OnceLock::new(),
         }))
     }
 
@@ -539,6 +561,11 @@ impl Hold {
         self.owner.as_ref()
     }
 
+    /// Returns whether the hold has not ended and the lock is not lost.
+    pub(crate) fn is_held(&self) -> bool {
+        self.guards.load(Ordering::Acquire) > 0 && Moment::now() < self.grant.valid_until()
+    }
+
     /// Returns another guard, unless the last one is gone or the lock is lost.
     pub(crate) fn reenter(self: &Arc<Self>) -> Option<LockGuard> {
         if self.grant.valid_until() <= Moment::now() {
@@ -552,19 +579,43 @@ impl Hold {
         Some(LockGuard::new(Arc::clone(self)))
     }
 
-    /// Removes one guard. Returns `None` if others remain. The last one ends the hold; the result
+    /// Prevents re-entry while the only guard is being converted. Returns false, and changes
+    /// nothing, if there are other guards.
+    pub(crate) fn suspend_guards(&self) -> bool {
+        self.guards.compare_exchange(1, 0, Ordering::AcqRel, Ordering::Acquire).is_ok()
+    }
+
+    /// Reverts [`suspend_guards`](Self::suspend_guards).
+    pub(crate) fn resume_guards(&self) {
+        self.guards.store(1, Ordering::Release);
+    }
+
+    /// Ends this hold, whose lock was converted. Futures that wait for its loss then wait for that
+    /// of `successor`.
+    pub(crate) fn succeed_by(&self, successor: &Arc<Self>) {
+        _ = self.successor.set(Arc::downgrade(successor));
+        self.end_state.store(HoldState::Released.code(), Ordering::Release);
+        self.grant.notify_loss();
+    }
+
+    fn successor(&self) -> Option<Arc<Self>> {
+        self.successor.get()?.upgrade()
+    }
+
+    /// Removes one guard. Returns `None` if others remain, or other holds of a shared grant. The last one ends the hold; the result
     /// is an error if the lock was lost before.
     pub(crate) fn remove_guard(&self) -> Option<Result<EndingGrant, LostReason>> {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
-        let ended = self.grant.end();
+        let ended = self.grant.end_hold();
         // Before a hand-over, because a later loss of the claim belongs to the next hold.
         let end_state =
             ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
         self.end_state.store(end_state.code(), Ordering::Release);
         self.grant.notify_loss();
-        Some(ended)
+        // `None` if other readers still hold the grant.
+        ended.transpose()
     }
 
     /// Returns the state of this hold.

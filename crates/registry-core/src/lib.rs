@@ -29,6 +29,8 @@ mod siblings;
 mod grant;
 mod lease;
 mod guard;
+mod conversion;
+mod semaphore;
 mod min_hold;
 mod release;
 // Background tasks and shared infrastructure.
@@ -61,6 +63,7 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
+mod record;
 mod waiters;
 // Configuration of backends.
 pub mod config;
@@ -91,6 +94,8 @@ pub use mutant::{Mutant, switch_mutant};
 pub use options::LockOptions;
 pub use owner::Owner;
 pub use pass_through::PassThroughBackend;
+pub use record::{LockRecord, RecordEntry};
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;
+pub use semaphore::Semaphore;
 pub use waiters::{Waiter, Waiters};

@@ -14,11 +14,13 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
+use crate::backend::ClaimMode;
 use crate::clock::Moment;
 use crate::contained::wake;
 use crate::engine::Engine;
 use crate::error::BackendError;
 use crate::fairness::Contention;
+use crate::grant::ActiveGrant;
 use crate::guard::{Hold, LockGuard};
 use crate::interleave::{Mutex, MutexGuard, interleaving_point};
 use crate::invalidation::Epoch;
@@ -172,8 +174,12 @@ struct WaitQueue {
     /// The store error of the last request by the caller with the local permit. Queued callers
     /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
-    /// The current hold, if it has an owner, who may re-enter.
+    /// The current exclusive hold, if it has an owner, who may re-enter.
     reentrant_hold: Weak<Hold>,
+    /// The shared and upgradable holds with an owner, who may re-enter.
+    shared_holds: Vec<Weak<Hold>>,
+    /// The last shared grant, which further readers may join.
+    joinable: Weak<ActiveGrant>,
     next_ticket: u64,
     /// By ticket, so that the first entry has waited longest and any entry is removed cheaply.
     waiters: BTreeMap<u64, LocalWaiter>,
@@ -181,8 +187,8 @@ struct WaitQueue {
     by_owner: BTreeSet<(Owner, u64)>,
     /// The last local permit or claim sent to a waiter, until a check finds it received.
     unreceived: Option<SentAdmission>,
-    /// The guards sent to waiters of the current owner, until a check finds them received.
-    unreceived_reentries: Vec<SentAdmission>,
+    /// The guards of a re-entry or of a shared grant, until a check finds them received.
+    unreceived_guards: Vec<SentAdmission>,
     /// The ticket of the registration with the registry's watch, and its `unpolled_max`. `None` if
     /// there is nothing to check.
     watch_registration: Option<(u64, Duration)>,
@@ -316,6 +322,8 @@ pub(crate) enum Admission {
     Reentered(LockGuard),
     /// The claim of the previous local holder, by hand-over.
     HandedOver(LockGuard),
+    /// A further hold of a shared grant of this process.
+    Joined(LockGuard),
 }
 
 /// Why a caller got no [`Admission`].
@@ -327,6 +335,9 @@ pub(crate) enum NotAdmitted {
     /// The caller was first in the queue but was not polled for the length of a lease. It must
     /// queue again.
     PassedOn,
+    /// The owner holds the key in a mode that excludes the requested one, so it would wait for
+    /// itself.
+    HeldByOwner(ClaimMode),
     /// The registry is closing.
     Closed,
 }
@@ -366,8 +377,12 @@ impl LocalLock {
         self.epoch.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits for the local permit or a hand-over. Re-enters at once if `owner` already holds the
-    /// lock.
+    /// Waits for the local permit, a hand-over, or a shared grant to join. Re-enters at once if
+    /// `owner` already holds the lock.
+    ///
+    /// A caller of another mode than exclusive that does not wait gets a permit in any case, which
+    /// nobody else waits for: the permit of the caller in front does not mean that the store would
+    /// refuse this one.
     pub(crate) async fn enter(
         self: &Arc<Self>,
         owner: Option<&Owner>,
@@ -379,15 +394,23 @@ impl LocalLock {
             if wait_queue.closed {
                 return Err(NotAdmitted::Closed);
             }
-            if let Some(guard) = wait_queue.reenter(owner) {
-                return Ok(Admission::Reentered(guard));
+            if let Some(owner) = owner
+                && let Some(result) = wait_queue.reenter(owner, options.mode)
+            {
+                return result.map(Admission::Reentered).map_err(NotAdmitted::HeldByOwner);
             }
             if !wait_queue.is_permit_taken {
+                if let Some(guard) = wait_queue.join(options, owner) {
+                    return Ok(Admission::Joined(guard));
+                }
                 wait_queue.is_permit_taken = true;
                 return Ok(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
-                return Err(NotAdmitted::TimedOut(wait_queue.store_error.clone()));
+                if options.mode == ClaimMode::Exclusive {
+                    return Err(NotAdmitted::TimedOut(wait_queue.store_error.clone()));
+                }
+                return Ok(Admission::LocalPermit(LocalPermit::unqueued(Arc::clone(self))));
             }
             let ticket = wait_queue.next_ticket;
             wait_queue.next_ticket += 1;
@@ -518,12 +541,18 @@ impl LocalLock {
         }
     }
 
-    /// Passes the local permit to the first waiter.
+    /// Makes further readers join `grant`, which is shared.
+    pub(crate) fn offer_to_readers(&self, grant: &Arc<ActiveGrant>) {
+        self.wait_queue().joinable = Arc::downgrade(grant);
+    }
+
+    /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
         wait_queue.reentrant_hold = Weak::new();
         // The next caller sends its own request to the store.
         wait_queue.clear_store_error(&self.has_store_error);
+        let joined = wait_queue.join_first_waiters(&self.engine);
         let next = wait_queue.waiters.pop_first();
         let next =
             next.map(|(ticket, waiter)| wait_queue.record_sent(ticket, waiter, &self.engine));
@@ -532,6 +561,9 @@ impl LocalLock {
             self.has_waiters.store(false, Ordering::Relaxed);
         }
         drop(wait_queue);
+        for (delivery, guard) in joined {
+            delivery.send(Admission::Joined(guard));
+        }
         if let Some(delivery) = next {
             delivery.send(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
         }
@@ -548,19 +580,19 @@ impl Watched for LocalLock {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
         wait_queue.unreceived.take_if(|sent| !sent.delivery.is_open());
-        wait_queue.unreceived_reentries.retain(|sent| sent.delivery.is_open());
-        let WaitQueue { unreceived, unreceived_reentries, .. } = &mut *wait_queue;
-        for sent in unreceived.iter_mut().chain(unreceived_reentries) {
+        wait_queue.unreceived_guards.retain(|sent| sent.delivery.is_open());
+        let WaitQueue { unreceived, unreceived_guards, .. } = &mut *wait_queue;
+        for sent in unreceived.iter_mut().chain(unreceived_guards) {
             if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
                 overdue.push(Arc::clone(&sent.delivery));
             }
         }
         let needs_checks = wait_queue.unreceived.is_some()
-            || !wait_queue.unreceived_reentries.is_empty()
+            || !wait_queue.unreceived_guards.is_empty()
             || !wait_queue.waiters.is_empty();
         if !needs_checks {
             wait_queue.watch_registration = None;
-            wait_queue.unreceived_reentries = Vec::new();
+            wait_queue.unreceived_guards = Vec::new();
         }
         drop(wait_queue);
         for delivery in overdue {
@@ -576,8 +608,31 @@ impl WaitQueue {
         has_store_error.store(false, Ordering::Relaxed);
     }
 
-    /// Makes `hold` the current hold. Removes the waiters of its owner from the queue, and returns
-    /// their deliveries with a guard for each.
+    /// Returns a further hold of the current shared grant, if `options` are the same and the grant
+    /// may be joined.
+    fn join(&self, options: &ClaimOptions, owner: Option<&Owner>) -> Option<LockGuard> {
+        if options.mode != ClaimMode::Shared {
+            return None;
+        }
+        self.joinable.upgrade()?.join(options, owner.cloned())
+    }
+
+    /// Makes the readers at the front of the queue join the current shared grant. Returns their
+    /// deliveries with a guard for each.
+    fn join_first_waiters(&mut self, engine: &Engine) -> Vec<(Arc<Delivery>, LockGuard)> {
+        let mut joined = Vec::new();
+        while let Some((&ticket, waiter)) = self.waiters.first_key_value() {
+            let options = waiter.options.as_ref().unwrap_or(&engine.default_options);
+            let Some(guard) = self.join(options, waiter.owner.as_ref()) else { break };
+            let Some(waiter) = self.remove(ticket) else { break };
+            self.unreceived_guards.push(waiter.to_sent_admission(engine));
+            joined.push((waiter.delivery, guard));
+        }
+        joined
+    }
+
+    /// Makes `hold` the current hold. Removes the waiters of its owner from the queue that may
+    /// re-enter it, and returns their deliveries with a guard for each.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Admission)> {
         let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
@@ -588,18 +643,28 @@ impl WaitQueue {
         if hold.grant().valid_until() <= Moment::now_coarse() {
             return reentries;
         }
-        self.reentrant_hold = Arc::downgrade(hold);
+        let held = hold.grant().claim().mode();
+        if held == ClaimMode::Exclusive {
+            self.reentrant_hold = Arc::downgrade(hold);
+        } else {
+            self.shared_holds.retain(|hold| hold.strong_count() > 0);
+            self.shared_holds.push(Arc::downgrade(hold));
+        }
         let of_owner = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
         let tickets: Vec<u64> = self.by_owner.range(of_owner).map(|(_, ticket)| *ticket).collect();
         if !tickets.is_empty() {
-            self.unreceived_reentries.retain(|sent| sent.delivery.is_open());
+            self.unreceived_guards.retain(|sent| sent.delivery.is_open());
         }
+        let engine = hold.grant().local_lock().engine();
         for ticket in tickets {
+            let options = self.waiters.get(&ticket).and_then(|waiter| waiter.options.as_ref());
+            if !is_reentrant(held, options.unwrap_or(&engine.default_options).mode) {
+                continue;
+            }
             // If the hold has ended, the remaining waiters stay in the queue for a local permit.
             let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.unreceived_reentries
-                .push(waiter.to_sent_admission(hold.grant().local_lock().engine()));
+            self.unreceived_guards.push(waiter.to_sent_admission(engine));
             reentries.push((waiter.delivery, Admission::Reentered(guard)));
         }
         reentries
@@ -632,11 +697,37 @@ impl WaitQueue {
         waiter.delivery
     }
 
-    fn reenter(&self, owner: Option<&Owner>) -> Option<LockGuard> {
-        let owner = owner?;
-        let hold = self.reentrant_hold.upgrade()?;
-        if hold.owner() == Some(owner) { hold.reenter() } else { None }
+    /// Returns another guard for `owner` if it holds the key in a mode that includes `wanted`.
+    /// Fails if it holds the key in a mode that excludes `wanted`.
+    fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
+        let mut result = None;
+        for hold in std::iter::once(&self.reentrant_hold).chain(&self.shared_holds) {
+            let Some(hold) = hold.upgrade().filter(|hold| hold.owner() == Some(owner)) else {
+                continue;
+            };
+            let held = hold.grant().claim().mode();
+            if is_reentrant(held, wanted) {
+                if let Some(guard) = hold.reenter() {
+                    return Some(Ok(guard));
+                }
+            } else if !held.is_compatible(wanted) && hold.is_held() {
+                result = Some(Err(held));
+            }
+        }
+        result
     }
+}
+
+/// Returns whether an owner that holds a key in the mode `held` may re-enter it in the mode
+/// `wanted`.
+fn is_reentrant(held: ClaimMode, wanted: ClaimMode) -> bool {
+    use ClaimMode::{Exclusive, Shared, Upgradable};
+    matches!(
+        (held, wanted),
+        (Exclusive, Exclusive | Shared | Upgradable)
+            | (Upgradable, Upgradable | Shared)
+            | (Shared, Shared)
+    )
 }
 
 impl LocalWaiter {
@@ -675,12 +766,20 @@ pub(crate) struct LocalPermit {
     local_lock: Option<Arc<LocalLock>>,
     pub(crate) contention: Option<Box<Contention>>,
     granted_at: Option<Moment>,
+    /// False for a caller beside the one that has the permit. Its drop passes nothing on.
+    is_queued: bool,
 }
 
 impl LocalPermit {
     fn new(local_lock: Arc<LocalLock>) -> Self {
         let contention = local_lock.engine.fairness.contention(&local_lock.key);
-        Self { local_lock: Some(local_lock), contention, granted_at: None }
+        Self { local_lock: Some(local_lock), contention, granted_at: None, is_queued: true }
+    }
+
+    /// Returns a permit for a caller that does not wait, beside the one that has the permit.
+    fn unqueued(local_lock: Arc<LocalLock>) -> Self {
+        let local_lock = Some(local_lock);
+        Self { local_lock, contention: None, granted_at: None, is_queued: false }
     }
 
     pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {
@@ -716,7 +815,9 @@ impl Drop for LocalPermit {
             if let (Some(granted_at), Some(contention)) = (self.granted_at, &self.contention) {
                 local_lock.engine.fairness.on_release(&local_lock.key, **contention, granted_at);
             }
-            local_lock.pass_on();
+            if self.is_queued {
+                local_lock.pass_on();
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::acquire::acquire;
-use crate::backend::Holder;
+use crate::backend::{ClaimMode, Holder};
 use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::key::InvalidKey;
@@ -131,12 +131,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn lock_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
-        match (acquire(self.local_lock()?, &options).await?, options.wait) {
-            (Some(guard), _) => Ok(guard),
-            (None, Some(wait)) => Err(LockError::WaitElapsed { key: self.key().into(), wait }),
-            // Without a deadline, the wait ends only with a guard or an error.
-            (None, None) => Err(LockError::Closed),
-        }
+        self.acquire(ClaimMode::Exclusive, options).await
     }
 
     /// Acquires this lock with `options`. Returns `Ok(None)` if the lock was held until the end of
@@ -155,14 +150,198 @@ impl DistributedLock {
     /// As [`lock`](Self::lock).
     pub async fn try_lock_with(
         &self,
+        options: LockOptions,
+    ) -> Result<Option<LockGuard>, LockError> {
+        self.try_acquire(ClaimMode::Exclusive, options).await
+    }
+
+    /// Acquires this lock for reading: shared with other readers and one
+    /// [upgradable](Self::upgradable) holder, without an exclusive one. Waits without a time limit.
+    ///
+    /// A waiting exclusive caller blocks new readers, in other processes too, so that readers cannot
+    /// starve it. Readers of one process share one grant of the store where its lease allows this.
+    ///
+    /// # Errors
+    /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no shared locks, before
+    /// any I/O.
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Examples
+    /// ```
+    /// # use registry_core::{LockRegistry, Registry};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Registry::in_memory()?;
+    /// let lock = registry.obtain("prices");
+    /// let (first, second) = (lock.read().await?, lock.read().await?);
+    /// assert!(lock.try_lock().await?.is_none());
+    /// first.unlock().await?;
+    /// second.unlock().await?;
+    /// # Ok(()) }
+    /// ```
+    pub async fn read(&self) -> Result<LockGuard, LockError> {
+        self.read_with(LockOptions::new()).await
+    }
+
+    /// Acquires this lock for reading if no exclusive caller holds it or waits for it. Returns
+    /// `Ok(None)` otherwise.
+    ///
+    /// # Errors
+    /// As [`try_lock`](Self::try_lock) and [`read`](Self::read).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_read(&self) -> Result<Option<LockGuard>, LockError> {
+        self.try_read_with(LockOptions::new()).await
+    }
+
+    /// Acquires this lock for reading, waiting at most `wait`. Returns `Ok(None)` if it was not free
+    /// for readers until the deadline.
+    ///
+    /// # Errors
+    /// As [`try_lock_for`](Self::try_lock_for) and [`read`](Self::read).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_read_for(&self, wait: Duration) -> Result<Option<LockGuard>, LockError> {
+        self.try_read_with(LockOptions::new().wait(wait)).await
+    }
+
+    /// Acquires this lock for reading with `options`. Without [`LockOptions::wait`], it waits
+    /// without a time limit.
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with) and [`read`](Self::read).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn read_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
+        self.acquire(ClaimMode::Shared, options).await
+    }
+
+    /// Acquires this lock for reading with `options`. Without a wait, it tries once, as
+    /// [`try_read`](Self::try_read).
+    ///
+    /// # Errors
+    /// As [`try_lock_with`](Self::try_lock_with) and [`read`](Self::read).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_read_with(
+        &self,
+        options: LockOptions,
+    ) -> Result<Option<LockGuard>, LockError> {
+        self.try_acquire(ClaimMode::Shared, options).await
+    }
+
+    /// Acquires this lock for reading, so that [`LockGuard::upgrade`] can make it exclusive. Shared
+    /// with readers; only one caller holds it as upgradable. Waits without a time limit.
+    ///
+    /// Two readers that both wanted to become exclusive would wait for each other. Only one holder
+    /// is upgradable, so this cannot happen.
+    ///
+    /// # Errors
+    /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no upgradable locks,
+    /// before any I/O.
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Examples
+    /// ```
+    /// # use registry_core::{LockRegistry, Registry};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Registry::in_memory()?;
+    /// let guard = registry.obtain("prices").upgradable().await?;
+    /// // … read, and find that a change is necessary …
+    /// let guard = guard.upgrade().await?;
+    /// // … write …
+    /// let guard = guard.downgrade().await?;
+    /// // … read on …
+    /// guard.unlock().await?;
+    /// # Ok(()) }
+    /// ```
+    pub async fn upgradable(&self) -> Result<LockGuard, LockError> {
+        self.upgradable_with(LockOptions::new()).await
+    }
+
+    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without
+    /// [`LockOptions::wait`], it waits without a time limit.
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with) and [`upgradable`](Self::upgradable).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn upgradable_with(&self, options: LockOptions) -> Result<LockGuard, LockError> {
+        self.acquire(ClaimMode::Upgradable, options).await
+    }
+
+    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, it tries
+    /// once. Returns `Ok(None)` if the lock was not free in time.
+    ///
+    /// # Errors
+    /// As [`try_lock_with`](Self::try_lock_with) and [`upgradable`](Self::upgradable).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_upgradable_with(
+        &self,
+        options: LockOptions,
+    ) -> Result<Option<LockGuard>, LockError> {
+        self.try_acquire(ClaimMode::Upgradable, options).await
+    }
+
+    /// Acquires this lock in `mode`. Without a wait, it waits without a time limit.
+    pub(crate) async fn acquire(
+        &self,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<LockGuard, LockError> {
+        match (acquire(self.local_lock()?, mode, &options).await?, options.wait) {
+            (Some(guard), _) => Ok(guard),
+            (None, Some(wait)) => Err(LockError::WaitElapsed { key: self.key().into(), wait }),
+            // Without a deadline, the wait ends only with a guard or an error.
+            (None, None) => Err(LockError::Closed),
+        }
+    }
+
+    /// Acquires this lock in `mode`. Without a wait, it tries once.
+    pub(crate) async fn try_acquire(
+        &self,
+        mode: ClaimMode,
         mut options: LockOptions,
     ) -> Result<Option<LockGuard>, LockError> {
         options.wait.get_or_insert(Duration::ZERO);
-        acquire(self.local_lock()?, &options).await
+        acquire(self.local_lock()?, mode, &options).await
     }
 
-    /// Returns the holders of this lock, with the times of their grants. Empty if the lock is free;
-    /// an exclusive lock has at most one holder.
+    /// Returns the holders of this lock, with modes, labels and times. Empty if the lock is free.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot report holders; [`LockError::Backend`];
@@ -182,11 +361,10 @@ impl DistributedLock {
         let inspected = Box::pin(async move {
             match backend.admin() {
                 Some(admin) => admin.inspect(&key).await,
-                None => Ok(None),
+                None => Ok(Vec::new()),
             }
         });
-        let holder = engine.query("inspect", local_lock.key().as_str(), inspected).await?;
-        Ok(holder.into_iter().collect())
+        engine.query("inspect", local_lock.key().as_str(), inspected).await
     }
 
     fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {

@@ -8,20 +8,22 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use dashmap::DashMap;
-use dashmap::mapref::entry::Entry;
+use dashmap::mapref::entry::{Entry, OccupiedEntry};
+use dashmap::mapref::multiple::RefMulti;
 use tokio::sync::Notify;
 
 use crate::backend::{
-    Attempt, Busy, Claim, ClaimId, Grant, Holder, LockAdmin, LockBackend, Release, Renewal,
-    WakeCheck,
+    Attempt, Busy, Claim, ClaimId, ClaimMode, Grant, Holder, LockAdmin, LockBackend, Release,
+    Renewal, WakeCheck,
 };
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
-use crate::error::BackendError;
+use crate::error::{BackendError, BackendErrorKind};
 use crate::fencing::FencingToken;
 use crate::invalidation::{InvalidationSet, Invalidations};
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
+use crate::record::{LockRecord, RecordEntry};
 
 /// A lock store in the memory of this process. Clones are the same store.
 ///
@@ -46,7 +48,20 @@ struct Records {
     registries: InvalidationSet,
 }
 
-struct MemoryRecord {
+enum MemoryRecord {
+    /// One exclusive grant, and no claim that waits in the store.
+    Exclusive(ExclusiveGrant),
+    /// Any claims.
+    Several(SeveralClaims),
+}
+
+struct SeveralClaims {
+    record: LockRecord,
+    /// Notifies the waiters after each change by which a claim may be granted.
+    changed: Arc<Notify>,
+}
+
+struct ExclusiveGrant {
     claim: ClaimId,
     token: FencingToken,
     /// The number of tokens that its holders may use, including `token`.
@@ -109,10 +124,27 @@ impl Records {
 
     /// Makes the next token larger than the first `used` tokens of a record that ends. No
     /// reservation is needed before: until the record ends, its key has no other grant.
-    fn cover(&self, record: &MemoryRecord, used: u32) {
+    fn cover(&self, record: &ExclusiveGrant, used: u32) {
         if used > 1 {
-            let last = record.token.get().saturating_add(u64::from(used) - 1);
+            let last = last_of_block(record.token, used);
             self.last_token.fetch_max(last, Ordering::AcqRel);
+        }
+    }
+
+    /// Returns the first of `block` tokens, and makes the next token larger than all of them.
+    fn reserve_tokens(&self, block: u32) -> Result<FencingToken, BackendError> {
+        let token = self.next_token().ok_or_else(out_of_tokens)?;
+        self.last_token.fetch_max(last_of_block(token, block), Ordering::AcqRel);
+        Ok(token)
+    }
+
+    /// Returns the reserved tokens that a grant did not use, if no later one was granted.
+    fn return_tokens(&self, entry: &RecordEntry, used: u32) {
+        if let Some(token) = entry.token {
+            let reserved = last_of_block(token, entry.token_block);
+            let used = last_of_block(token, used.min(entry.token_block));
+            let order = (Ordering::AcqRel, Ordering::Relaxed);
+            _ = self.last_token.compare_exchange(reserved, used, order.0, order.1);
         }
     }
 
@@ -123,13 +155,21 @@ impl Records {
         if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
             self.grants.store(0, Ordering::Relaxed);
             let mut ended = Vec::new();
-            self.held.retain(|_, record| {
-                let is_live = record.is_live(now);
-                if !is_live {
-                    self.cover(record, record.block);
-                    ended.extend(record.ended.take());
+            self.held.retain(|_, record| match record {
+                MemoryRecord::Exclusive(grant) => {
+                    let is_live = grant.is_live(now);
+                    if !is_live {
+                        self.cover(grant, grant.block);
+                        ended.extend(grant.ended.take());
+                    }
+                    is_live
                 }
-                is_live
+                MemoryRecord::Several(several) => {
+                    if several.record.remove_expired(micros(now)) {
+                        ended.push(Arc::clone(&several.changed));
+                    }
+                    !several.record.is_empty()
+                }
             });
             self.sweep_after.store(self.held.len() as u64, Ordering::Relaxed);
             // After the removal: a waker may poll its task synchronously, and that task uses this
@@ -140,6 +180,22 @@ impl Records {
 }
 
 impl MemoryRecord {
+    fn holders(&self, key: &Key, now: Moment) -> Vec<Holder> {
+        match self {
+            Self::Exclusive(grant) if grant.is_live(now) => vec![grant.holder(key, now)],
+            Self::Exclusive(_) => Vec::new(),
+            Self::Several(several) => several.record.holders(key, micros(now)),
+        }
+    }
+}
+
+impl SeveralClaims {
+    fn new() -> Self {
+        Self { record: LockRecord::new(), changed: Arc::default() }
+    }
+}
+
+impl ExclusiveGrant {
     fn is_live(&self, now: Moment) -> bool {
         now < self.until
     }
@@ -150,9 +206,18 @@ impl MemoryRecord {
             .with_token(Some(self.token))
             .with_times(Some(now.since(self.since)), Some(self.until.since(now)))
     }
+
+    /// Returns the same grant as an entry of a record.
+    fn to_entry(&self, key: &Key) -> RecordEntry {
+        let claim = Claim::new(key.clone(), Duration::ZERO)
+            .with_id(self.claim)
+            .with_label(self.label.clone())
+            .with_token_block(self.block);
+        LockRecord::granted_entry(&claim, self.token, micros(self.since), micros(self.until))
+    }
 }
 
-impl Drop for MemoryRecord {
+impl Drop for ExclusiveGrant {
     fn drop(&mut self) {
         if let Some(ended) = &self.ended {
             ended.notify_waiters();
@@ -165,6 +230,10 @@ impl LockBackend for MemoryBackend {
     fn capabilities(&self) -> Capabilities {
         Capabilities::new("memory", GuaranteeClass::Durable, Reach::Process)
             .with_fencing()
+            .with_shared()
+            .with_upgradable()
+            .with_permits()
+            .with_fair_on_request()
             .with_wakes()
             .with_invalidations()
             .with_labels()
@@ -178,18 +247,24 @@ impl LockBackend for MemoryBackend {
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         let now = Moment::now();
         let renew = |claim: &Claim| match self.0.held.get_mut(claim.key()) {
-            Some(mut record) if record.claim == claim.id() && record.is_live(now) => {
-                record.until = record.until.max(now.after(claim.lease()));
-                Renewal::Renewed(record.until.since(now))
-            }
-            None if mutated(Mutant::RenewAfterRelease) => match self.0.record(claim, now) {
-                Ok(record) => {
-                    self.0.held.insert(claim.key().clone(), record);
+            Some(mut record) => match &mut *record {
+                MemoryRecord::Exclusive(grant)
+                    if grant.claim == claim.id() && grant.is_live(now) =>
+                {
+                    grant.until = grant.until.max(now.after(claim.lease()));
+                    Renewal::Renewed(grant.until.since(now))
+                }
+                MemoryRecord::Exclusive(_) => Renewal::Gone,
+                MemoryRecord::Several(several) => several.record.renew(claim, micros(now)),
+            },
+            None if mutated(Mutant::RenewAfterRelease) => match self.0.grant(claim, now) {
+                Ok(grant) => {
+                    self.0.held.insert(claim.key().clone(), MemoryRecord::Exclusive(grant));
                     Renewal::Renewed(claim.lease())
                 }
                 Err(_) => Renewal::Gone,
             },
-            _ => Renewal::Gone,
+            None => Renewal::Gone,
         };
         claims.iter().map(|claim| Ok(renew(claim))).collect()
     }
@@ -199,18 +274,27 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        let ended = match self.0.held.get_mut(claim.key()) {
-            Some(mut record)
-                if record.token.get() == busy.mark && record.is_live(Moment::now()) =>
-            {
-                let ended = record.ended.get_or_insert_with(Arc::default);
-                // Listening starts while the record is locked, so that the end of the record cannot
-                // be missed.
-                Arc::clone(ended).notified_owned()
+        loop {
+            // Listening starts while the record is locked, so that no change can be missed.
+            let (changed, is_exclusive) = match self.0.held.get_mut(claim.key()).as_deref_mut() {
+                Some(MemoryRecord::Exclusive(grant))
+                    if grant.token.get() == busy.mark && grant.is_live(Moment::now()) =>
+                {
+                    let ended = grant.ended.get_or_insert_with(Arc::default);
+                    (Arc::clone(ended).notified_owned(), true)
+                }
+                Some(MemoryRecord::Several(several))
+                    if several.record.is_busy(claim, micros(Moment::now())) =>
+                {
+                    (Arc::clone(&several.changed).notified_owned(), false)
+                }
+                _ => return,
+            };
+            changed.await;
+            if is_exclusive {
+                return;
             }
-            _ => return,
-        };
-        ended.await;
+        }
     }
 
     fn subscribe(&self, invalidations: Invalidations) {
@@ -224,31 +308,39 @@ impl LockBackend for MemoryBackend {
 
 #[async_trait]
 impl LockAdmin for MemoryBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let now = Moment::now();
-        let record = self.0.held.get(key);
-        Ok(record.filter(|record| record.is_live(now)).map(|record| record.holder(key, now)))
+        Ok(self.0.held.get(key).map(|record| record.holders(key, now)).unwrap_or_default())
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let now = Moment::now();
-        let live = self.0.held.iter().filter(|entry| entry.value().is_live(now));
-        Ok(live.map(|entry| entry.value().holder(entry.key(), now)).collect())
+        let holders = |entry: RefMulti<'_, Key, MemoryRecord>| entry.holders(entry.key(), now);
+        Ok(self.0.held.iter().flat_map(holders).collect())
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let now = Moment::now();
-        let ended = self.0.held.remove_if(key, |_, record| {
-            self.0.cover(record, record.block);
-            true
-        });
-        Ok(match ended {
-            Some((_, record)) if record.is_live(now) => {
-                self.0.registries.notify(key);
-                Release::Freed
-            }
-            _ => Release::NotHeld,
-        })
+        let released = match self.0.held.entry(key.clone()) {
+            Entry::Vacant(_) => Release::NotHeld,
+            Entry::Occupied(mut entry) => match entry.get_mut() {
+                MemoryRecord::Exclusive(grant) => {
+                    self.0.cover(grant, grant.block);
+                    let is_live = grant.is_live(now);
+                    drop(entry.remove());
+                    if is_live { Release::Freed } else { Release::NotHeld }
+                }
+                MemoryRecord::Several(several) => {
+                    let released = several.record.force_release(micros(now));
+                    Records::after_change(entry);
+                    released
+                }
+            },
+        };
+        if released == Release::Freed {
+            self.0.registries.notify(key);
+        }
+        Ok(released)
     }
 }
 
@@ -256,79 +348,146 @@ impl WakeCheck for Records {
     fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
         // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
         // the end of the lease.
-        let record = self.held.get(claim.key());
-        record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
+        self.held.get(claim.key()).is_some_and(|record| match &*record {
+            MemoryRecord::Exclusive(grant) => {
+                grant.token.get() == busy.mark && grant.ended.is_some()
+            }
+            // Of several grants, one can expire without a notification before the last one.
+            MemoryRecord::Several(_) => false,
+        })
     }
 }
 
 impl Records {
     fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let now = Moment::now_coarse();
-        let (granted, ended) = match self.held.entry(claim.key().clone()) {
-            Entry::Occupied(mut entry) => {
-                let record = entry.get();
-                if record.is_live(now) {
-                    if record.claim == claim.id() {
-                        return Ok(Attempt::Granted(Grant::new(
-                            record.token,
-                            record.until.since(now),
-                        )));
+        let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
+        let (attempt, ended) = match self.held.entry(claim.key().clone()) {
+            Entry::Occupied(mut entry) => match entry.get_mut() {
+                MemoryRecord::Exclusive(grant) if grant.is_live(now) => {
+                    if grant.claim == claim.id() && !claim.is_conversion() {
+                        let left = grant.until.since(now);
+                        return Ok(Attempt::Granted(Grant::new(grant.token, left)));
                     }
-                    let busy = Busy::new()
-                        .with_retry_after(record.until.since(now))
-                        .with_holder(record.holder(claim.key(), now))
-                        .with_mark(record.token.get());
-                    return Ok(Attempt::Busy(busy));
+                    if grant.claim != claim.id() && !claim.joins_queue() {
+                        let busy = Busy::new()
+                            .with_retry_after(grant.until.since(now))
+                            .with_holder(grant.holder(claim.key(), now))
+                            .with_mark(grant.token.get());
+                        return Ok(Attempt::Busy(busy));
+                    }
+                    self.cover(grant, grant.block);
+                    let mut several = SeveralClaims::new();
+                    several.record.insert(grant.to_entry(claim.key()));
+                    let before = entry.insert(MemoryRecord::Several(several));
+                    (self.acquire_in(entry, claim, now)?, Some(before))
                 }
-                self.cover(record, record.block);
-                let record = self.record(claim, now)?;
-                (record.token, Some(entry.insert(record)))
+                MemoryRecord::Exclusive(grant) if is_simple => {
+                    self.cover(grant, grant.block);
+                    let grant = self.grant(claim, now)?;
+                    let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
+                    (granted, Some(entry.insert(MemoryRecord::Exclusive(grant))))
+                }
+                MemoryRecord::Exclusive(grant) => {
+                    self.cover(grant, grant.block);
+                    let several = MemoryRecord::Several(SeveralClaims::new());
+                    let before = entry.insert(several);
+                    (self.acquire_in(entry, claim, now)?, Some(before))
+                }
+                MemoryRecord::Several(_) => (self.acquire_in(entry, claim, now)?, None),
+            },
+            Entry::Vacant(entry) if is_simple => {
+                let grant = self.grant(claim, now)?;
+                let granted = Attempt::Granted(Grant::new(grant.token, claim.lease()));
+                entry.insert(MemoryRecord::Exclusive(grant));
+                (granted, None)
             }
             Entry::Vacant(entry) => {
-                let record = self.record(claim, now)?;
-                let token = record.token;
-                entry.insert(record);
-                (token, None)
+                let entry = entry.insert_entry(MemoryRecord::Several(SeveralClaims::new()));
+                (self.acquire_in(entry, claim, now)?, None)
             }
         };
         // After the map's lock is released: the drop wakes waiters, and a waker may poll its task
         // synchronously, which uses this map.
         drop(ended);
-        self.sweep(now);
-        Ok(Attempt::Granted(Grant::new(granted, claim.lease())))
+        if matches!(attempt, Attempt::Granted(_)) {
+            self.sweep(now);
+        }
+        Ok(attempt)
+    }
+
+    /// Decides an attempt for a key with several claims.
+    fn acquire_in(
+        &self,
+        mut entry: OccupiedEntry<'_, Key, MemoryRecord>,
+        claim: &Claim,
+        now: Moment,
+    ) -> Result<Attempt, BackendError> {
+        let MemoryRecord::Several(several) = entry.get_mut() else { return Ok(Attempt::Gone) };
+        let reserve = || self.reserve_tokens(claim.token_block());
+        let attempt = several.record.acquire(claim, micros(now), reserve);
+        // A weaker mode may let others in.
+        let is_converted = claim.is_conversion() && matches!(attempt, Ok(Attempt::Granted(_)));
+        if is_converted || several.record.is_empty() {
+            Self::after_change(entry);
+        }
+        attempt
+    }
+
+    /// Notifies the waiters of a key with several claims, and removes its record if it is empty.
+    fn after_change(entry: OccupiedEntry<'_, Key, MemoryRecord>) {
+        let MemoryRecord::Several(several) = entry.get() else { return };
+        let changed = Arc::clone(&several.changed);
+        if several.record.is_empty() {
+            drop(entry.remove())
+        } else {
+            drop(entry)
+        }
+        // After the map is unlocked: a waker may poll its task synchronously, and that task uses
+        // the map.
+        changed.notify_waiters();
     }
 
     fn release(&self, claim: &Claim) -> Release {
         // Exact, because the result is the evidence whether its lease had ended.
         let now = Moment::now();
-        let ours = |record: &MemoryRecord| {
-            record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner)
+        let ours = |grant: &ExclusiveGrant| {
+            grant.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner)
         };
         // An expired record of this claim is removed too, but it had ended before.
-        let end = |record: &MemoryRecord| {
-            let ours = ours(record);
-            if ours {
+        let end = |record: &MemoryRecord| match record {
+            MemoryRecord::Exclusive(grant) if ours(grant) => {
                 // Before the key is free, so that its next grant has a larger token.
-                self.cover(record, claim.token_block().min(record.block));
+                self.cover(grant, claim.token_block().min(grant.block));
+                true
             }
-            ours
+            _ => false,
         };
         match self.held.remove_if(claim.key(), |_, record| end(record)) {
-            Some((_, record)) if record.is_live(now) => Release::Freed,
-            _ => Release::NotHeld,
+            Some((_, MemoryRecord::Exclusive(grant))) if grant.is_live(now) => Release::Freed,
+            Some(_) => Release::NotHeld,
+            None => self.release_in(claim, now),
         }
     }
 
-    fn record(&self, claim: &Claim, now: Moment) -> Result<MemoryRecord, BackendError> {
-        let token = self.next_token().ok_or_else(|| {
-            BackendError::new(
-                crate::BackendErrorKind::Protocol,
-                "the memory store has run out of fencing tokens; open a new store",
-            )
-        })?;
-        Ok(MemoryRecord {
+    /// Releases a claim of a key with several claims.
+    fn release_in(&self, claim: &Claim, now: Moment) -> Release {
+        let Entry::Occupied(mut occupied) = self.held.entry(claim.key().clone()) else {
+            return Release::NotHeld;
+        };
+        let MemoryRecord::Several(several) = occupied.get_mut() else { return Release::NotHeld };
+        let entry = several.record.release(claim);
+        if let Some(entry) = &entry {
+            self.return_tokens(entry, claim.token_block());
+        }
+        Self::after_change(occupied);
+        LockRecord::release_of(entry.as_ref(), micros(now))
+    }
+
+    fn grant(&self, claim: &Claim, now: Moment) -> Result<ExclusiveGrant, BackendError> {
+        Ok(ExclusiveGrant {
             claim: claim.id(),
-            token,
+            token: self.next_token().ok_or_else(out_of_tokens)?,
             block: claim.token_block(),
             since: now,
             until: now.after(claim.lease()),
@@ -336,6 +495,24 @@ impl Records {
             ended: None,
         })
     }
+}
+
+fn out_of_tokens() -> BackendError {
+    BackendError::new(
+        BackendErrorKind::Protocol,
+        "the memory store has run out of fencing tokens; open a new store",
+    )
+}
+
+/// Returns the last of `count` tokens.
+fn last_of_block(first: FencingToken, count: u32) -> u64 {
+    first.get().saturating_add(u64::from(count.max(1)) - 1)
+}
+
+/// Returns a time as microseconds that are never negative.
+fn micros(time: Moment) -> u64 {
+    const OFFSET: i64 = 1 << 53;
+    u64::try_from(time.to_bits().div_euclid(1_000) + OFFSET).unwrap_or(0)
 }
 
 impl fmt::Debug for MemoryBackend {

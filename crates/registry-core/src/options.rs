@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::backend::ClaimMode;
 use crate::capabilities::Capabilities;
 use crate::error::InvalidOption;
 use crate::fairness::CONTENDED_SPAN;
@@ -30,6 +31,7 @@ pub struct LockOptions {
     pub(crate) min_hold: Option<Duration>,
     pub(crate) owner: Option<Owner>,
     pub(crate) label: Option<Arc<str>>,
+    pub(crate) fair: Option<bool>,
 }
 
 impl LockOptions {
@@ -96,6 +98,15 @@ impl LockOptions {
         self.label = Some(label.into().into());
         self
     }
+
+    /// Sets whether callers of all processes get the lock in the order in which they asked for it.
+    /// A waiter keeps a place in the store, which lapses when the waiter has not repeated its
+    /// attempt within its lease. A store with a [queue of its own](crate::Capabilities::fair) is
+    /// fair without this option.
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.fair = Some(fair);
+        self
+    }
 }
 
 impl LockOptions {
@@ -109,8 +120,9 @@ impl LockOptions {
 
     /// Returns whether an option of a claim is set: any option except the wait and the owner.
     pub(crate) fn overrides_defaults(&self) -> bool {
-        let Self { wait: _, lease, auto_renew, max_hold, min_hold, owner: _, label } = self;
+        let Self { wait: _, lease, auto_renew, max_hold, min_hold, owner: _, label, fair } = self;
         lease.is_some()
+            || fair.is_some()
             || auto_renew.is_some()
             || max_hold.is_some()
             || min_hold.is_some()
@@ -129,6 +141,8 @@ pub(crate) struct Defaults {
     /// How long a store operation may take before its outcome counts as unknown.
     pub(crate) operation_timeout: Duration,
     pub(crate) label: Option<Arc<str>>,
+    /// Whether waiters queue in the store, see [`LockOptions::fair`].
+    pub(crate) fair: bool,
     /// The store's address, for errors of calls without a response.
     pub(crate) address: Option<Arc<str>>,
 }
@@ -185,6 +199,8 @@ impl HandOverLimits {
 /// waiter with equal options.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ClaimOptions {
+    pub(crate) mode: ClaimMode,
+    pub(crate) fair: bool,
     pub(crate) lease: LeaseOptions,
     pub(crate) min_hold: Duration,
     pub(crate) label: Option<Arc<str>>,
@@ -194,9 +210,15 @@ impl ClaimOptions {
     /// Completes `options` with `defaults` and checks the result against the limits of the store.
     pub(crate) fn resolve(
         options: &LockOptions,
+        mode: ClaimMode,
         defaults: &Defaults,
         store: &Capabilities,
     ) -> Result<Self, InvalidOption> {
+        check_units(mode)?;
+        let fair = options.fair.unwrap_or(defaults.fair);
+        if fair && !store.fair && !store.fair_on_request {
+            return Err(InvalidOption::fair_unsupported(store.store));
+        }
         let mut length = options.lease.unwrap_or(defaults.lease);
         check_lease("lease", length, store)?;
         if let Some(max_hold) = options.max_hold {
@@ -236,6 +258,8 @@ impl ClaimOptions {
             return Err(InvalidOption::label_too_long(label.len()));
         }
         Ok(Self {
+            mode,
+            fair,
             lease: LeaseOptions {
                 length,
                 renews: options.auto_renew.unwrap_or(defaults.auto_renew),
@@ -245,6 +269,16 @@ impl ClaimOptions {
             min_hold,
             label,
         })
+    }
+}
+
+/// Checks the units of a semaphore.
+pub(crate) fn check_units(mode: ClaimMode) -> Result<(), InvalidOption> {
+    match mode {
+        ClaimMode::Permits { take, of } if take == 0 || take > of => {
+            Err(InvalidOption::units(take, of))
+        }
+        _ => Ok(()),
     }
 }
 

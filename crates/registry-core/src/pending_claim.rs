@@ -171,8 +171,8 @@ impl PendingClaim {
     fn record_response(&mut self, response: Result<Attempt, BackendError>) -> AttemptOutcome {
         self.in_flight = None;
         match &response {
-            Ok(Attempt::Granted(_)) => {}
-            Ok(Attempt::Busy(_)) => self.queued |= self.claim().joins_queue(),
+            Ok(Attempt::Granted(_) | Attempt::Gone) => {}
+            Ok(Attempt::Busy(busy)) => self.queued |= busy.is_queued || self.claim().joins_queue(),
             Err(error) if error.refused() => {}
             Err(_) => self.unknown_attempts += 1,
         }
@@ -315,7 +315,11 @@ async fn finish_and_release(
     };
     match response.unwrap_or_else(panicked) {
         // Without earlier attempts, there is nothing to release.
-        Ok(Attempt::Busy(_)) if pending_release.possible_grants == 0 && !queued => return,
+        Ok(Attempt::Busy(busy))
+            if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
+        {
+            return;
+        }
         Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
         // The earlier attempts may each cause another grant, after this one is released.
         Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {

@@ -91,8 +91,10 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
         match local_lock.enter(None, &options, Some(deadline)).await {
             Ok(Admission::LocalPermit(permit)) => return Some(permit),
             Err(NotAdmitted::PassedOn) => {}
-            Ok(Admission::Reentered(_) | Admission::HandedOver(_))
-            | Err(NotAdmitted::TimedOut(_) | NotAdmitted::Closed) => return None,
+            Ok(Admission::Reentered(_) | Admission::HandedOver(_) | Admission::Joined(_))
+            | Err(NotAdmitted::TimedOut(_) | NotAdmitted::HeldByOwner(_) | NotAdmitted::Closed) => {
+                return None;
+            }
         }
     }
 }

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use crate::active_count::ActiveCount;
-use crate::backend::{Finding, Holder, LockBackend, Release};
+use crate::backend::{ClaimMode, Finding, Holder, LockBackend, Release};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, within};
 use crate::capabilities::Capabilities;
@@ -164,6 +164,7 @@ impl Registry {
                 hand_over_limits: Defaults::HAND_OVER_LIMITS,
                 operation_timeout: Defaults::OPERATION_TIMEOUT,
                 label: None,
+                fair: false,
                 address: None,
             },
             observers: Observers::default(),
@@ -530,8 +531,13 @@ impl RegistryBuilder {
                 Self::HANDOFF_MAX
             )));
         }
-        let default_options = ClaimOptions::resolve(&LockOptions::new(), &defaults, &capabilities)
-            .map_err(|error| ConfigError::Invalid(error.to_string()))?;
+        let default_options = ClaimOptions::resolve(
+            &LockOptions::new(),
+            ClaimMode::Exclusive,
+            &defaults,
+            &capabilities,
+        )
+        .map_err(|error| ConfigError::Invalid(error.to_string()))?;
         let (background, background_work) = BackgroundReleaser::new();
         let watch_work = background.watch().work();
         let local_locks = Arc::new(LocalLocks::new());

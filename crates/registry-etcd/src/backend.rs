@@ -197,10 +197,10 @@ impl LockBackend for EtcdBackend {
 
 #[async_trait]
 impl LockAdmin for EtcdBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         match self.first_entry(key).await? {
-            Some(first) => self.holder_of(key.clone(), &first).await.map(Some),
-            None => Ok(None),
+            Some(first) => Ok(vec![self.holder_of(key.clone(), &first).await?]),
+            None => Ok(Vec::new()),
         }
     }
 

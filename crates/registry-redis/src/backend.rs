@@ -197,13 +197,15 @@ impl LockBackend for RedisBackend {
 
 #[async_trait]
 impl LockAdmin for RedisBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         match &*self.storage {
             Storage::Single(store) => store
                 .inspect_keys(std::slice::from_ref(key))
                 .await
-                .map(|mut found| found.pop().map(|found| found.holder)),
-            Storage::Quorum(quorum) => quorum.inspect(key).await,
+                .map(|found| found.into_iter().map(|found| found.holder).collect()),
+            Storage::Quorum(quorum) => {
+                quorum.inspect(key).await.map(|holder| holder.into_iter().collect())
+            }
         }
         .map_err(|error| self.with_address(error))
     }

@@ -220,8 +220,9 @@ impl LockBackend for ZkBackend {
 
 #[async_trait]
 impl LockAdmin for ZkBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.holder(key).await.map_err(|error| self.with_address(error))
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
+        let holder = self.holder(key).await.map_err(|error| self.with_address(error))?;
+        Ok(holder.into_iter().collect())
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {

@@ -207,9 +207,9 @@ impl TrialState {
     pub(super) async fn check_released(&self, key: &str, token: FencingToken) {
         let Some(store) = &self.store else { return };
         let key = Key::new(key).expect("it was locked");
-        let holder = store.inspect(&key).await.expect("the store itself never fails");
-        let holds = holder.and_then(|holder| holder.token);
-        assert!(holds != Some(token), "I4: {key:?} was released, but the store still lists it");
+        let holders = store.inspect(&key).await.expect("the store itself never fails");
+        let holds = holders.iter().any(|holder| holder.token == Some(token));
+        assert!(!holds, "I4: {key:?} was released, but the store still lists it");
     }
 
     /// Writes to the resource that the key protects. The resource rejects the write if it has seen

@@ -113,7 +113,7 @@ impl LockBackend for PanickingBackend {
 
 #[async_trait]
 impl LockAdmin for PanickingBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         self.pass("inspect");
         self.inner.inspect(key).await
     }

@@ -48,7 +48,7 @@ pub async fn of_many_concurrent_claims_exactly_one_is_granted(context: &TestCont
             tasks.spawn(async move {
                 match attempt(&*client, &claim).await {
                     Attempt::Granted(_) => Some(claim),
-                    Attempt::Busy(_) => None,
+                    Attempt::Busy(_) | Attempt::Gone => None,
                 }
             });
         }

@@ -23,7 +23,7 @@ fn over(store: &MemoryBackend, faults: Faults) -> FaultyBackend {
 }
 
 async fn is_held(store: &MemoryBackend, key: &str) -> bool {
-    store.inspect(claim(key).key()).await.expect("memory answers").is_some()
+    !store.inspect(claim(key).key()).await.expect("memory answers").is_empty()
 }
 
 #[tokio::test(start_paused = true)]

@@ -398,16 +398,16 @@ impl LockBackend for TinyBackend {
 
 #[async_trait]
 impl LockAdmin for TinyBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let mut rows = self.shared.rows.lock().unwrap();
-        let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(None) };
+        let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(Vec::new()) };
         if !row.is_live() && self.bug != StoreBug::ListsExpired {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         if self.bug == StoreBug::InspectRenews {
             row.until = Instant::now() + row.lease;
         }
-        Ok(Some(row.holder()))
+        Ok(vec![row.holder()])
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {

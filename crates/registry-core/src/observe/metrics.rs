@@ -49,6 +49,7 @@ impl Observer for MetricsObserver {
             }
             LockEvent::Reentered { .. } => granted("reentry"),
             LockEvent::HandedOver { .. } => granted("handover"),
+            LockEvent::Joined { .. } => granted("joined"),
             LockEvent::GaveUp { .. } => {
                 counter!("lock_registry_gave_up_total", "store" => store).increment(1)
             }

@@ -49,6 +49,9 @@ impl Observer for TracingObserver {
             LockEvent::HandedOver { key, token } => {
                 debug!(target: TARGET, ?key, token = token.get(), "lock handed over");
             }
+            LockEvent::Joined { key, token } => {
+                debug!(target: TARGET, ?key, token = token.get(), "shared lock joined");
+            }
             LockEvent::Renewed { key, valid_for } => {
                 trace!(target: TARGET, ?key, ?valid_for, "lease renewed")
             }

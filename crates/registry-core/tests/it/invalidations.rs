@@ -69,7 +69,7 @@ impl Store {
     }
 
     async fn holder(&self, name: &str) -> Holder {
-        self.inner.inspect(&key(name)).await.unwrap().unwrap()
+        self.inner.inspect(&key(name)).await.unwrap().remove(0)
     }
 
     fn renewals(&self) -> usize {

@@ -266,7 +266,7 @@ impl<D: SpringDialect> SqlBackend<D> {
         };
         Ok(match attempt {
             Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(position)),
-            granted @ Attempt::Granted(_) => granted,
+            granted @ (Attempt::Granted(_) | Attempt::Gone) => granted,
         })
     }
 }
@@ -361,12 +361,13 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 
 #[async_trait]
 impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        match self.rows() {
-            _ if matches!(self.locks, Locks::Session { .. }) => Ok(None),
-            Ok(rows) => self.located(rows.inspect(key).await),
-            Err(spring) => self.located(spring.inspect(key).await),
-        }
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
+        let holder = match self.rows() {
+            _ if matches!(self.locks, Locks::Session { .. }) => return Ok(Vec::new()),
+            Ok(rows) => rows.inspect(key).await,
+            Err(spring) => spring.inspect(key).await,
+        };
+        self.located(holder.map(|holder| holder.into_iter().collect()))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {

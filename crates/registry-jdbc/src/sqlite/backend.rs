@@ -339,9 +339,9 @@ impl LockBackend for SqliteBackend {
 
 #[async_trait]
 impl LockAdmin for SqliteBackend {
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let held = self.current_grant(key).await?;
-        Ok(held.map(|held| held.into_holder(self.statements.clock.now())))
+        Ok(held.map(|held| held.into_holder(self.statements.clock.now())).into_iter().collect())
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
@@ -443,9 +443,9 @@ mod tests {
         assert_eq!(holder.held_for, Some(Duration::from_secs(10)));
         assert_eq!(holder.lease_left, Some(Duration::from_secs(20)));
 
-        assert_eq!(b.inspect(&key("k")).await.unwrap().as_ref(), Some(&holder));
+        assert_eq!(b.inspect(&key("k")).await.unwrap().first(), Some(&holder));
         assert_eq!(b.list().await.unwrap(), [holder]);
-        assert_eq!(b.inspect(&key("other")).await.unwrap(), None);
+        assert_eq!(b.inspect(&key("other")).await.unwrap(), Vec::new());
     }
 
     #[tokio::test]
@@ -572,8 +572,8 @@ mod tests {
         clock.advance(Duration::from_secs(1));
         let listed: Vec<Key> = backend.list().await.unwrap().into_iter().map(|h| h.key).collect();
         assert_eq!(listed, [key("held")]);
-        assert_eq!(backend.inspect(&key("short")).await.unwrap(), None);
-        assert_eq!(backend.inspect(&key("released")).await.unwrap(), None);
+        assert_eq!(backend.inspect(&key("short")).await.unwrap(), Vec::new());
+        assert_eq!(backend.inspect(&key("released")).await.unwrap(), Vec::new());
     }
 
     #[tokio::test]
@@ -651,7 +651,7 @@ mod tests {
         let long = "\u{1F512}".repeat(Key::BYTES_MAX / 4);
         let claim = Claim::new(key(&long), Duration::MAX);
         grant(&backend, &claim).await;
-        assert_eq!(backend.inspect(&key(&long)).await.unwrap().unwrap().key, key(&long));
+        assert_eq!(backend.inspect(&key(&long)).await.unwrap().remove(0).key, key(&long));
         assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
     }
 }

@@ -304,7 +304,7 @@ mod tests {
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
         assert!(token(&b, &claim_b).await > first);
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
-        assert_eq!(b.inspect(&key("k")).await.unwrap().unwrap().lease_left, Some(LEASE));
+        assert_eq!(b.inspect(&key("k")).await.unwrap().remove(0).lease_left, Some(LEASE));
     }
 
     #[tokio::test]
@@ -366,7 +366,7 @@ mod tests {
         let after = ManualClock::booted(2);
         after.set_wall(0);
         let b = folder.process_with_clock(&after).await;
-        assert_eq!(b.inspect(&key("k")).await.unwrap(), None);
+        assert_eq!(b.inspect(&key("k")).await.unwrap(), Vec::new());
         assert!(b.list().await.unwrap().is_empty());
         assert_eq!(b.renew(std::slice::from_ref(&lost)).await[0].as_ref().unwrap(), &Renewal::Gone);
         assert_eq!(b.release(&lost).await.unwrap(), Release::NotHeld);

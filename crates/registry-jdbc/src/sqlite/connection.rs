@@ -485,7 +485,7 @@ mod tests {
                 .is_retryable()
         );
         // Readers do not block writers, and writers do not block readers.
-        assert!(backend.inspect(&key("k")).await.unwrap().is_some());
+        assert!(!backend.inspect(&key("k")).await.unwrap().is_empty());
 
         rollback(&mut writer).await;
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
@@ -512,7 +512,7 @@ mod tests {
         // With the wall clock set back, the statement itself returns the token.
         clock.set_wall(0);
         backend.try_acquire(&refused).await.unwrap_err();
-        assert_eq!(backend.inspect(&key("k")).await.unwrap(), None);
+        assert_eq!(backend.inspect(&key("k")).await.unwrap(), Vec::new());
 
         backend.writer.execute(|| sqlx::query("DROP TRIGGER break_commit")).await.unwrap();
         grant(&backend, &refused).await;
@@ -763,7 +763,7 @@ mod tests {
             backend.renew(std::slice::from_ref(&held)).await[0],
             Ok(Renewal::Renewed(_))
         ));
-        assert!(backend.inspect(&key("held")).await.unwrap().is_some());
+        assert!(!backend.inspect(&key("held")).await.unwrap().is_empty());
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
         for attempt in stalled {
             assert!(matches!(attempt.await.unwrap(), registry_core::Attempt::Granted(_)));

@@ -87,7 +87,7 @@ mod tests {
     pub(super) async fn grant(backend: &SqliteBackend, claim: &Claim) -> Grant {
         match backend.try_acquire(claim).await.unwrap() {
             Attempt::Granted(grant) => grant,
-            Attempt::Busy(busy) => panic!("busy: {busy:?}"),
+            other => panic!("not granted: {other:?}"),
         }
     }
 
@@ -98,7 +98,7 @@ mod tests {
     pub(super) async fn busy(backend: &SqliteBackend, claim: &Claim) -> Busy {
         match backend.try_acquire(claim).await.unwrap() {
             Attempt::Busy(busy) => busy,
-            Attempt::Granted(grant) => panic!("granted: {grant:?}"),
+            other => panic!("not busy: {other:?}"),
         }
     }
 

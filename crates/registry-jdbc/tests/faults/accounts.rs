@@ -165,7 +165,7 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
         let before = balance(server).await;
         eventually(TEST_TIMEOUT, async || balance(server).await > before).await;
         let holder = async || -> Option<usize> {
-            watcher.admin().unwrap().inspect(&key).await.unwrap()?.label?.parse().ok()
+            watcher.admin().unwrap().inspect(&key).await.unwrap().pop()?.label?.parse().ok()
         };
         // The holder may have released the lock before it was suspended. Then the next holder is
         // tried.

@@ -48,7 +48,7 @@ async fn a_delayed_request_leaves_no_lock(server: &Server, second: SecondReply) 
     proxy.set_mode(ProxyMode::Pass).await.unwrap();
     let key = Key::new(KEY).unwrap();
     eventually(TEST_TIMEOUT, async || {
-        watcher.admin().unwrap().inspect(&key).await.unwrap().is_none()
+        watcher.admin().unwrap().inspect(&key).await.unwrap().is_empty()
     })
     .await;
     let next = within(TEST_TIMEOUT, second_registry.obtain(KEY).lock()).await.unwrap();

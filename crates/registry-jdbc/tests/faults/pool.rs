@@ -39,7 +39,7 @@ async fn renewals_continue_while_many_callers_wait_for_two_connections(kind: Ser
     for guard in renewed_guards.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
         let end = async || {
-            let holder = watcher.admin().unwrap().inspect(&key).await.unwrap().unwrap();
+            let holder = watcher.admin().unwrap().inspect(&key).await.unwrap().remove(0);
             Instant::now() + holder.lease_left.unwrap()
         };
         let before = end().await;

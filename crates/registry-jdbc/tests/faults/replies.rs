@@ -34,7 +34,7 @@ async fn a_grant_with_a_lost_reply_is_returned_or_released(kind: ServerKind) {
         // The server has granted the claim, but the reply was lost.
         let stored_key = Key::new(&key).unwrap();
         eventually(TEST_TIMEOUT, async || {
-            watcher.admin().unwrap().inspect(&stored_key).await.unwrap().is_some()
+            !watcher.admin().unwrap().inspect(&stored_key).await.unwrap().is_empty()
         })
         .await;
         end_acquisition_without_reply(round, &proxy, acquiring, &second_registry, &key).await;
@@ -56,7 +56,7 @@ async fn an_attempt_that_may_have_been_executed_is_never_refused(kind: ServerKin
     assert!(error.is_retryable() && !error.refused(), "{}", error_text(&error));
     proxy.set_mode(ProxyMode::Pass).await.unwrap();
     assert!(
-        proxied.admin().unwrap().inspect(held.key()).await.unwrap().is_some(),
+        !proxied.admin().unwrap().inspect(held.key()).await.unwrap().is_empty(),
         "the attempt had arrived"
     );
     assert_eq!(proxied.release(&held).await.unwrap(), Release::Freed);

@@ -59,13 +59,14 @@ async fn of_many_attempts_on_a_free_key_one_is_granted() {
             match attempt {
                 Attempt::Granted(grant) => granted.push((backend, claim, grant.token)),
                 Attempt::Busy(busy) => reported.extend(busy.holder.and_then(|holder| holder.token)),
+                Attempt::Gone => panic!("{claim:?} is no conversion"),
             }
         }
         assert_eq!(granted.len(), 1, "round {round}: {granted:?}");
         let (backend, claim, token) = granted.remove(0);
         assert!(reported.iter().all(|holder| *holder == token), "round {round}: {reported:?}");
         // The row contains the same token, and so does the reply to a retry.
-        let held = backend.inspect(claim.key()).await.unwrap().unwrap();
+        let held = backend.inspect(claim.key()).await.unwrap().remove(0);
         assert_eq!(held.token, Some(token));
         assert_eq!(grant(&backend, &claim).await.token, token);
         assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
@@ -108,6 +109,7 @@ async fn an_attempt_that_waited_for_a_row_returns_its_new_holder() {
                     assert!(!is_granted, "{concurrent_change}: {busy:?}");
                     assert_eq!(busy.holder.unwrap().token.unwrap().get(), token);
                 }
+                Attempt::Gone => panic!("{late:?} is no conversion"),
             }
         }
     }

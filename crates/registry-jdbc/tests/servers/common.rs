@@ -63,7 +63,7 @@ async fn attempt(backend: &Backend, claim: &Claim) -> Attempt {
 pub(crate) async fn grant(backend: &Backend, claim: &Claim) -> Grant {
     match attempt(backend, claim).await {
         Attempt::Granted(grant) => grant,
-        Attempt::Busy(busy) => panic!("busy: {busy:?}"),
+        other => panic!("not granted: {other:?}"),
     }
 }
 
@@ -74,7 +74,7 @@ pub(crate) async fn token(backend: &Backend, claim: &Claim) -> u64 {
 pub(crate) async fn busy(backend: &Backend, claim: &Claim) -> Busy {
     match attempt(backend, claim).await {
         Attempt::Busy(busy) => busy,
-        Attempt::Granted(grant) => panic!("granted: {grant:?}"),
+        other => panic!("not busy: {other:?}"),
     }
 }
 

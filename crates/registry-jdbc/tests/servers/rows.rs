@@ -150,14 +150,14 @@ async fn a_released_key_is_reacquired_unless_another_client_holds_it() {
         let first = claim("k").with_label(Some("first".into())).with_token_block(7);
         let token_of_first = token(&first_store, &first).await;
         assert!(token_of_first > last, "round {round}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().remove(0);
         assert_eq!(holder.label.as_deref(), Some("first"));
         assert_eq!(first_store.release(&first).await.unwrap(), Release::Freed);
         // Case 1: no other client is faster.
         let again = claim("k");
         let token_again = token(&first_store, &again).await;
         assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
-        let holder = second_store.inspect(&key("k")).await.unwrap().unwrap();
+        let holder = second_store.inspect(&key("k")).await.unwrap().remove(0);
         assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
         assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
         assert_eq!(first_store.release(&again).await.unwrap(), Release::Freed);

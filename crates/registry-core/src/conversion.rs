@@ -1,0 +1,219 @@
+//! Changes of a held lock's mode: upgrade and downgrade, without a release in between.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::acquire::wait_for_attempt;
+use crate::backend::{Attempt, ClaimMode};
+use crate::clock::Moment;
+use crate::engine::{backoff, lost_error, store_error};
+use crate::error::{LockError, LostReason};
+use crate::guard::{Hold, LockGuard};
+
+impl LockGuard {
+    /// Makes this lock exclusive. Waits without a time limit until all shared holders have released
+    /// theirs, and blocks new ones meanwhile. The lock stays held while this waits.
+    ///
+    /// The new token is larger than those of all readers before.
+    ///
+    /// # Errors
+    /// [`LockError::InvalidConversion`] if the lock is not
+    /// [upgradable](crate::DistributedLock::upgradable), or has other guards.
+    /// [`LockError::Lost`] if the lock was lost. [`LockError::Backend`] for a store error that a
+    /// retry cannot resolve. After an error, the lock is released.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped, the lock is released in the background.
+    pub async fn upgrade(self) -> Result<Self, LockError> {
+        let key = self.key().to_owned();
+        let upgraded = self.convert_by(ClaimMode::Exclusive, None).await?;
+        // Without a deadline, the wait ends only with a guard or an error.
+        upgraded.map_err(|_| LockError::Lost { key, reason: LostReason::Gone })
+    }
+
+    /// As [`upgrade`](Self::upgrade), but waits at most `wait`. Returns `Ok(Err(guard))` with the
+    /// upgradable guard if other clients held the lock until the deadline.
+    ///
+    /// # Errors
+    /// As [`upgrade`](Self::upgrade).
+    ///
+    /// # Cancel safety
+    /// As [`upgrade`](Self::upgrade).
+    pub async fn try_upgrade_for(self, wait: Duration) -> Result<Result<Self, Self>, LockError> {
+        self.convert_by(ClaimMode::Exclusive, Some(Moment::now().after(wait))).await
+    }
+
+    /// Makes this lock shared, without a release in between. The token stays the same.
+    ///
+    /// # Errors
+    /// [`LockError::InvalidConversion`] if the lock is neither exclusive nor upgradable, or has
+    /// other guards. [`LockError::Unsupported`] if the store has no shared locks. Otherwise as
+    /// [`upgrade`](Self::upgrade).
+    ///
+    /// # Cancel safety
+    /// As [`upgrade`](Self::upgrade).
+    pub async fn downgrade(self) -> Result<Self, LockError> {
+        self.weaken(ClaimMode::Shared).await
+    }
+
+    /// Makes this exclusive lock upgradable, without a release in between. The token stays the
+    /// same.
+    ///
+    /// # Errors
+    /// As [`downgrade`](Self::downgrade).
+    ///
+    /// # Cancel safety
+    /// As [`upgrade`](Self::upgrade).
+    pub async fn downgrade_to_upgradable(self) -> Result<Self, LockError> {
+        self.weaken(ClaimMode::Upgradable).await
+    }
+
+    async fn weaken(self, to: ClaimMode) -> Result<Self, LockError> {
+        match self.convert_by(to, None).await? {
+            Ok(guard) | Err(guard) => Ok(guard),
+        }
+    }
+
+    /// Converts the lock until `deadline`. Returns the unchanged guard in the inner error.
+    async fn convert_by(
+        self,
+        to: ClaimMode,
+        deadline: Option<Moment>,
+    ) -> Result<Result<Self, Self>, LockError> {
+        let conversion = Conversion::begin(self, to)?;
+        conversion.run(deadline).await
+    }
+}
+
+/// A guard whose lock is being converted. No caller can re-enter the lock meanwhile. The drop
+/// releases the lock.
+struct Conversion {
+    hold: Option<Arc<Hold>>,
+    to: ClaimMode,
+}
+
+impl Conversion {
+    fn begin(guard: LockGuard, to: ClaimMode) -> Result<Self, LockError> {
+        use ClaimMode::{Exclusive, Shared, Upgradable};
+        let from = guard.mode();
+        guard.hold().grant().engine().require_mode(to)?;
+        let problem = match (from, to) {
+            (Upgradable, Exclusive)
+            | (Exclusive, Upgradable)
+            | (Exclusive | Upgradable, Shared) => {
+                let hold = guard.into_hold();
+                if hold.suspend_guards() {
+                    return Ok(Self { hold: Some(hold), to });
+                }
+                let guard = LockGuard::new(hold);
+                return Err(invalid(&guard, to, "it has other guards; drop them first"));
+            }
+            (Shared, Exclusive) => "a shared lock could wait for itself; acquire it as upgradable",
+            _ => "the lock has another mode; check `mode()`",
+        };
+        Err(invalid(&guard, to, problem))
+    }
+
+    fn hold(&self) -> &Arc<Hold> {
+        self.hold.as_ref().expect("the hold is here until the conversion ends")
+    }
+
+    /// Returns the guard without a conversion.
+    fn undo(mut self) -> LockGuard {
+        let hold = self.hold.take().expect("the hold is here until the conversion ends");
+        hold.resume_guards();
+        LockGuard::new(hold)
+    }
+
+    async fn run(
+        mut self,
+        deadline: Option<Moment>,
+    ) -> Result<Result<LockGuard, LockGuard>, LockError> {
+        let grant = Arc::clone(self.hold().grant());
+        let engine = Arc::clone(grant.engine());
+        let claim = grant.claim_to_renew().converted_to(self.to);
+        let key = claim.key().clone();
+        let mut failures = 0;
+        let waits_since = Moment::now();
+        // Ends with the conversion, at the deadline, with a permanent error, or with the lease.
+        loop {
+            if let Some(reason) = grant.loss() {
+                return Err(lost_error(&key, reason));
+            }
+            let (sent_at, epoch) = (Moment::now(), grant.local_lock().epoch());
+            let limit = engine.defaults.operation_timeout;
+            let call = engine.try_acquire(claim.clone());
+            let response = call.response_to_caller_within(limit, grant.lease_length()).await;
+            let error = match response.unwrap_or_else(|| Err(engine.no_response_error())) {
+                Ok(Attempt::Granted(granted)) => {
+                    let converted = grant.convert(claim, granted, sent_at, epoch);
+                    let converted = converted.map_err(|reason| lost_error(&key, reason))?;
+                    let before = self.hold.take().expect("the hold is here until now");
+                    let guard =
+                        Hold::first_guard(converted, granted.token, before.owner().cloned());
+                    grant.local_lock().record_hold(guard.hold());
+                    before.succeed_by(guard.hold());
+                    return Ok(Ok(guard));
+                }
+                Ok(Attempt::Busy(busy)) => {
+                    failures = 0;
+                    if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
+                        return self.give_up().await;
+                    }
+                    let wait =
+                        wait_for_attempt(&engine, deadline, claim.clone(), busy, waits_since);
+                    tokio::select! {
+                        biased;
+                        reason = grant.lost() => return Err(lost_error(&key, reason)),
+                        woken = wait => { woken?; }
+                    }
+                    continue;
+                }
+                Ok(Attempt::Gone) => {
+                    grant.lose(LostReason::Gone);
+                    return Err(lost_error(&key, LostReason::Gone));
+                }
+                Err(error) => error,
+            };
+            let now = Moment::now();
+            if !error.is_retryable() || deadline.is_some_and(|deadline| deadline <= now) {
+                return Err(store_error("convert", key.as_str(), error));
+            }
+            let retry_at = now.after(backoff(failures)).min(deadline.unwrap_or(Moment::FUTURE));
+            failures += 1;
+            tokio::select! {
+                biased;
+                reason = grant.lost() => return Err(lost_error(&key, reason)),
+                () = engine.closing.wait() => return Err(LockError::Closed),
+                () = engine.sleep_until(retry_at) => {}
+            }
+        }
+    }
+
+    /// Makes the store forget the upgrade, so that it blocks no new readers. Returns the guard
+    /// unchanged.
+    async fn give_up(self) -> Result<Result<LockGuard, LockGuard>, LockError> {
+        let grant = Arc::clone(self.hold().grant());
+        let engine = grant.engine();
+        let claim = grant.claim_to_renew();
+        let same_mode = claim.clone().converted_to(claim.mode());
+        let limit = engine.defaults.operation_timeout;
+        // Without a response, the request for the upgrade lapses in the store.
+        let call = engine.try_acquire(same_mode);
+        drop(call.response_to_caller_within(limit, grant.lease_length()).await);
+        Ok(Err(self.undo()))
+    }
+}
+
+impl Drop for Conversion {
+    fn drop(&mut self) {
+        if let Some(hold) = self.hold.take() {
+            hold.resume_guards();
+            drop(LockGuard::new(hold));
+        }
+    }
+}
+
+fn invalid(guard: &LockGuard, to: ClaimMode, problem: &'static str) -> LockError {
+    LockError::InvalidConversion { key: guard.key().to_owned(), from: guard.mode(), to, problem }
+}

@@ -1,0 +1,350 @@
+//! The record of one key that several claims can hold: who is granted, who waits, and what a
+//! request changes.
+//!
+//! A state machine without clock and I/O. Stores that keep one record per key decide with it; they
+//! load the record, call one method, and write the record back in the same atomic step. Times are
+//! microseconds on the store's clock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backend::{
+    Attempt, Busy, Claim, ClaimId, ClaimMode, Grant, Holder, Queueing, Release, Renewal,
+};
+use crate::fencing::FencingToken;
+use crate::key::Key;
+
+/// The claims that hold one key or wait for it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct LockRecord {
+    /// In the order of arrival.
+    entries: Vec<RecordEntry>,
+}
+
+/// One claim in a [`LockRecord`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RecordEntry {
+    /// The claim.
+    pub id: ClaimId,
+    /// Its mode.
+    pub mode: ClaimMode,
+    /// The first token of the grant. `None` while the claim waits.
+    pub token: Option<FencingToken>,
+    /// The number of tokens that the grant reserves.
+    pub token_block: u32,
+    /// The time of the grant, or of the arrival in the queue.
+    pub since: u64,
+    /// The end of the lease, or the time when the place in the queue lapses.
+    pub until: u64,
+    /// The time until which an upgrade of this grant blocks new shared claims. Zero without one.
+    pub upgrade_until: u64,
+    /// The claim's label.
+    pub label: Option<Arc<str>>,
+}
+
+impl RecordEntry {
+    fn new(claim: &Claim, now: u64) -> Self {
+        Self {
+            id: claim.id(),
+            mode: claim.mode(),
+            token: None,
+            token_block: claim.token_block(),
+            since: now,
+            until: after(now, claim.lease()),
+            upgrade_until: 0,
+            label: claim.label().map(Arc::from),
+        }
+    }
+
+    /// Returns whether the claim is granted. Otherwise it waits.
+    #[must_use]
+    pub fn is_granted(&self) -> bool {
+        self.token.is_some()
+    }
+
+    /// Returns this grant as operators see it.
+    fn holder(&self, key: &Key, now: u64) -> Holder {
+        Holder::new(key.clone())
+            .with_mode(self.mode)
+            .with_label(self.label.as_deref().map(str::to_owned))
+            .with_token(self.token)
+            .with_times(Some(between(self.since, now)), Some(between(now, self.until)))
+    }
+}
+
+impl LockRecord {
+    /// Creates a record without entries.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { entries: Vec::new() }
+    }
+
+    /// Returns whether no claim holds the key or waits for it.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    /// Returns the entries, in the order of their arrival.
+    #[must_use]
+    pub fn entries(&self) -> &[RecordEntry] {
+        &self.entries
+    }
+
+    /// Returns the end of the last lease or place in the queue. Zero if the record is empty.
+    #[must_use]
+    pub fn until(&self) -> u64 {
+        self.entries.iter().map(|entry| entry.until).max().unwrap_or(0)
+    }
+
+    /// Adds an entry for a grant that is recorded elsewhere, such as an exclusive one in columns of
+    /// its own.
+    pub fn insert(&mut self, entry: RecordEntry) {
+        self.entries.push(entry);
+    }
+
+    /// Returns the entry for a grant of `claim` with this token.
+    #[must_use]
+    pub fn granted_entry(
+        claim: &Claim,
+        token: FencingToken,
+        since: u64,
+        until: u64,
+    ) -> RecordEntry {
+        RecordEntry { token: Some(token), until, ..RecordEntry::new(claim, since) }
+    }
+
+    /// Removes the entries whose lease or place has ended. Returns whether there were any.
+    pub fn remove_expired(&mut self, now: u64) -> bool {
+        let before = self.entries.len();
+        self.entries.retain(|entry| now < entry.until);
+        self.entries.len() != before
+    }
+
+    /// Decides an attempt of `claim`, as [`LockBackend::try_acquire`] describes it.
+    /// `next_token` is called once if a new token is needed.
+    ///
+    /// # Errors
+    /// The error of `next_token`. The record is then unchanged, except that expired entries are
+    /// removed.
+    ///
+    /// [`LockBackend::try_acquire`]: crate::LockBackend::try_acquire
+    pub fn acquire<E>(
+        &mut self,
+        claim: &Claim,
+        now: u64,
+        next_token: impl FnOnce() -> Result<FencingToken, E>,
+    ) -> Result<Attempt, E> {
+        self.remove_expired(now);
+        let own = self.entries.iter().position(|entry| entry.id == claim.id());
+        if claim.is_conversion() {
+            return self.convert(own, claim, now, next_token);
+        }
+        if let Some(entry) = own.map(|own| &self.entries[own])
+            && let Some(token) = entry.token
+        {
+            return Ok(Attempt::Granted(Grant::new(token, between(now, entry.until))));
+        }
+        if let Some(busy) = self.busy(claim, now) {
+            return Ok(Attempt::Busy(self.queue(own, claim, now, busy)));
+        }
+        let token = next_token()?;
+        let granted = RecordEntry { token: Some(token), ..RecordEntry::new(claim, now) };
+        match own {
+            Some(own) => self.entries[own] = granted,
+            None => self.entries.push(granted),
+        }
+        Ok(Attempt::Granted(Grant::new(token, claim.lease())))
+    }
+
+    /// Returns whether an attempt of `claim` would be busy. Changes nothing, so that a waiter can
+    /// check whether a wake-up concerns it.
+    #[must_use]
+    pub fn is_busy(&self, claim: &Claim, now: u64) -> bool {
+        if claim.is_conversion() {
+            return self.has_other_grant(claim, now);
+        }
+        self.busy(claim, now).is_some()
+    }
+
+    /// Extends the lease of the grant of `claim`.
+    pub fn renew(&mut self, claim: &Claim, now: u64) -> Renewal {
+        match self.granted_mut(claim, now) {
+            Some(entry) => {
+                entry.until = entry.until.max(after(now, claim.lease()));
+                Renewal::Renewed(between(now, entry.until))
+            }
+            None => Renewal::Gone,
+        }
+    }
+
+    /// Removes the entry of `claim`, whether it is granted or waits. Returns the entry if there was
+    /// one; [`release_of`](Self::release_of) returns what it means.
+    pub fn release(&mut self, claim: &Claim) -> Option<RecordEntry> {
+        let own = self.entries.iter().position(|entry| entry.id == claim.id())?;
+        Some(self.entries.remove(own))
+    }
+
+    /// Returns the response to a release that has removed `entry`.
+    #[must_use]
+    pub fn release_of(entry: Option<&RecordEntry>, now: u64) -> Release {
+        match entry {
+            Some(entry) if entry.is_granted() && now < entry.until => Release::Freed,
+            _ => Release::NotHeld,
+        }
+    }
+
+    /// Removes all grants, and leaves the claims that wait. Returns whether a grant was alive.
+    pub fn force_release(&mut self, now: u64) -> Release {
+        let is_live = |entry: &RecordEntry| entry.is_granted() && now < entry.until;
+        let freed = self.entries.iter().any(is_live);
+        self.entries.retain(|entry| !entry.is_granted());
+        if freed { Release::Freed } else { Release::NotHeld }
+    }
+
+    /// Returns the holders, in the order of their tokens.
+    #[must_use]
+    pub fn holders(&self, key: &Key, now: u64) -> Vec<Holder> {
+        let live = |entry: &&RecordEntry| entry.is_granted() && now < entry.until;
+        let mut granted: Vec<_> = self.entries.iter().filter(live).collect();
+        granted.sort_by_key(|entry| entry.token);
+        granted.into_iter().map(|entry| entry.holder(key, now)).collect()
+    }
+
+    /// Returns the response for `claim` if it must wait.
+    fn busy(&self, claim: &Claim, now: u64) -> Option<Busy> {
+        let mode = claim.mode();
+        let live = || self.entries.iter().filter(|it| now < it.until && it.id != claim.id());
+        let granted = || live().filter(|entry| entry.is_granted());
+        if let ClaimMode::Permits { of, .. } = mode {
+            let other = granted().find_map(|entry| match entry.mode {
+                ClaimMode::Permits { of: other, .. } if other != of => Some(other),
+                _ => None,
+            });
+            if let Some(other) = other {
+                return Some(Busy::new().with_other_units(other));
+            }
+        }
+        let taken = granted().fold(0_u32, |sum, entry| sum.saturating_add(entry.mode.units()));
+        let blocks = |entry: &RecordEntry| match (entry.mode, mode) {
+            (ClaimMode::Permits { .. }, ClaimMode::Permits { take, of }) => {
+                taken.saturating_add(take) > of
+            }
+            (_, ClaimMode::Shared) if now < entry.upgrade_until => true,
+            (theirs, ours) => !theirs.is_compatible(ours),
+        };
+        // A claim waits behind those that came before it, unless both can be granted together.
+        let before = self.entries.iter().take_while(|entry| entry.id != claim.id());
+        let waiting = before.filter(|entry| now < entry.until && !entry.is_granted());
+        let is_ahead = |entry: &&RecordEntry| {
+            entry.mode.units() > 0 && mode.units() > 0 || !entry.mode.is_compatible(mode)
+        };
+        let mut busy: Option<Busy> = None;
+        let mut retry_at = None::<u64>;
+        for entry in granted().filter(|entry| blocks(entry)) {
+            retry_at = Some(match (retry_at, mode) {
+                (None, _) => entry.until,
+                // Enough units may be free before all others are.
+                (Some(at), ClaimMode::Permits { .. }) => at.min(entry.until),
+                (Some(at), _) => at.max(entry.until),
+            });
+            if busy.as_ref().is_none_or(|busy| busy.holder.is_none()) {
+                busy = Some(Busy::new().with_holder(entry.holder(claim.key(), now)));
+            }
+        }
+        for entry in waiting.filter(is_ahead) {
+            retry_at = Some(retry_at.map_or(entry.until, |at| at.min(entry.until)));
+            busy.get_or_insert_default();
+        }
+        let retry_after = between(now, retry_at.unwrap_or(now));
+        busy.map(|busy| busy.with_retry_after(retry_after))
+    }
+
+    /// Records the place of a busy claim, if it queues.
+    fn queue(&mut self, own: Option<usize>, claim: &Claim, now: u64, busy: Busy) -> Busy {
+        if busy.other_units.is_some() {
+            // The caller gets an error instead of waiting.
+            own.map(|own| self.entries.remove(own));
+            return busy;
+        }
+        let until = after(now, claim.lease());
+        if let Some(own) = own {
+            self.entries[own].until = until;
+            return busy.with_place();
+        }
+        let is_shared = |entry: &RecordEntry| entry.mode != ClaimMode::Exclusive;
+        let joins = match claim.queueing() {
+            Queueing::Join => true,
+            Queueing::ExclusiveIntent => {
+                claim.mode() == ClaimMode::Exclusive && self.entries.iter().any(is_shared)
+            }
+            Queueing::Skip => false,
+        };
+        if !joins {
+            return busy;
+        }
+        self.entries.push(RecordEntry::new(claim, now));
+        busy.with_place()
+    }
+
+    fn convert<E>(
+        &mut self,
+        own: Option<usize>,
+        claim: &Claim,
+        now: u64,
+        next_token: impl FnOnce() -> Result<FencingToken, E>,
+    ) -> Result<Attempt, E> {
+        let has_other_grant = self.has_other_grant(claim, now);
+        let until = after(now, claim.lease());
+        let Some(entry) = own.map(|own| &mut self.entries[own]) else { return Ok(Attempt::Gone) };
+        let Some(mut token) = entry.token else { return Ok(Attempt::Gone) };
+        match (entry.mode, claim.mode()) {
+            (ours, wanted) if ours == wanted => {}
+            (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
+            | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
+            (ClaimMode::Upgradable, ClaimMode::Exclusive) if !has_other_grant => {
+                token = next_token()?;
+                entry.token_block = claim.token_block();
+            }
+            (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
+                entry.upgrade_until = until;
+                let id = entry.id;
+                let others = self.entries.iter().filter(|it| it.is_granted() && it.id != id);
+                let last = others.max_by_key(|entry| entry.until);
+                let busy = last.map_or_else(Busy::new, |last| {
+                    Busy::new()
+                        .with_holder(last.holder(claim.key(), now))
+                        .with_retry_after(between(now, last.until))
+                });
+                return Ok(Attempt::Busy(busy.with_place()));
+            }
+            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            _ => return Ok(Attempt::Gone),
+        }
+        entry.mode = claim.mode();
+        entry.token = Some(token);
+        entry.upgrade_until = 0;
+        entry.until = entry.until.max(until);
+        Ok(Attempt::Granted(Grant::new(token, between(now, entry.until))))
+    }
+
+    fn has_other_grant(&self, claim: &Claim, now: u64) -> bool {
+        let others =
+            |entry: &RecordEntry| entry.is_granted() && entry.id != claim.id() && now < entry.until;
+        self.entries.iter().any(others)
+    }
+
+    fn granted_mut(&mut self, claim: &Claim, now: u64) -> Option<&mut RecordEntry> {
+        let ours = |it: &&mut RecordEntry| it.id == claim.id() && it.is_granted() && now < it.until;
+        self.entries.iter_mut().find(ours)
+    }
+}
+
+fn after(now: u64, time: Duration) -> u64 {
+    now.saturating_add(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
+}
+
+fn between(from: u64, to: u64) -> Duration {
+    Duration::from_micros(to.saturating_sub(from))
+}
