@@ -348,3 +348,165 @@ fn after(now: u64, time: Duration) -> u64 {
 fn between(from: u64, to: u64) -> Duration {
     Duration::from_micros(to.saturating_sub(from))
 }
+
+/// The text of an entry: fields of fixed width, so that a store's own language can find and change
+/// one by its position, then the label as hexadecimal digits, and `;`.
+mod text {
+    use super::{Arc, ClaimId, ClaimMode, FencingToken, InvalidRecord, LockRecord, RecordEntry};
+
+    impl LockRecord {
+        /// Returns the record as text. [`parse`](Self::parse) reads it.
+        ///
+        /// Each entry has: the claim's id (32 hexadecimal digits); the mode (`x` exclusive, `s`
+        /// shared, `u` upgradable, `p` permits; in upper case for a claim that waits); `until`,
+        /// `since` and `upgrade_until` (16 decimal digits each); the token (19); the token block,
+        /// the units taken, and all units (10 each); the label in hexadecimal digits; `;`.
+        #[must_use]
+        pub fn to_text(&self) -> String {
+            self.entries.iter().map(RecordEntry::to_text).collect()
+        }
+
+        /// Reads the text of a record.
+        ///
+        /// # Errors
+        /// [`InvalidRecord`] if it is not what [`to_text`](Self::to_text) returns.
+        pub fn parse(text: &str) -> Result<Self, InvalidRecord> {
+            let entries = text.split_terminator(';').map(RecordEntry::parse);
+            let entries = entries.collect::<Option<_>>().ok_or(InvalidRecord)?;
+            if text.is_empty() || text.ends_with(';') {
+                Ok(Self { entries })
+            } else {
+                Err(InvalidRecord)
+            }
+        }
+    }
+
+    impl RecordEntry {
+        fn to_text(&self) -> String {
+            let (letter, take, of) = match self.mode {
+                ClaimMode::Exclusive => ('x', 0, 0),
+                ClaimMode::Shared => ('s', 0, 0),
+                ClaimMode::Upgradable => ('u', 0, 0),
+                ClaimMode::Permits { take, of } => ('p', take, of),
+            };
+            let letter = if self.is_granted() { letter } else { letter.to_ascii_uppercase() };
+            let label = self.label.iter().flat_map(|label| label.bytes());
+            let label: String = label.map(|byte| format!("{byte:02x}")).collect();
+            let token = self.token.map_or(0, FencingToken::get);
+            format!(
+                "{}{letter}{:016}{:016}{:016}{token:019}{:010}{take:010}{of:010}{label};",
+                self.id, self.until, self.since, self.upgrade_until, self.token_block
+            )
+        }
+
+        /// Reads an entry without its `;`.
+        fn parse(text: &str) -> Option<Self> {
+            let mut rest = text;
+            let mut field = |width: usize| {
+                let (field, after) = rest.split_at_checked(width)?;
+                rest = after;
+                Some(field)
+            };
+            let id: ClaimId = field(32)?.parse().ok()?;
+            let letter = field(1)?;
+            let [until, since, upgrade_until] =
+                [number(field(16)?)?, number(field(16)?)?, number(field(16)?)?];
+            let token = FencingToken::new(number(field(19)?)?)?;
+            let token_block = u32::try_from(number(field(10)?)?).ok()?;
+            let take = u32::try_from(number(field(10)?)?).ok()?;
+            let of = u32::try_from(number(field(10)?)?).ok()?;
+            let mode = match letter.to_ascii_lowercase().as_str() {
+                "x" => ClaimMode::Exclusive,
+                "s" => ClaimMode::Shared,
+                "u" => ClaimMode::Upgradable,
+                "p" => ClaimMode::Permits { take, of },
+                _ => return None,
+            };
+            let is_granted = letter.bytes().all(|letter| letter.is_ascii_lowercase());
+            let label = match rest {
+                "" => None,
+                digits => Some(Arc::from(label(digits)?.as_str())),
+            };
+            Some(Self {
+                id,
+                mode,
+                token: is_granted.then_some(token),
+                token_block,
+                since,
+                until,
+                upgrade_until,
+                label,
+            })
+        }
+    }
+
+    fn number(digits: &str) -> Option<u64> {
+        let is_decimal = digits.bytes().all(|digit| digit.is_ascii_digit());
+        if is_decimal { digits.parse().ok() } else { None }
+    }
+
+    fn label(digits: &str) -> Option<String> {
+        let pairs = digits.as_bytes().chunks(2).map(|pair| {
+            let pair = std::str::from_utf8(pair).ok().filter(|pair| pair.len() == 2)?;
+            u8::from_str_radix(pair, 16).ok()
+        });
+        String::from_utf8(pairs.collect::<Option<_>>()?).ok()
+    }
+}
+
+/// The error of a text that is not a record.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("not the record of a lock; another program may have changed it")]
+#[non_exhaustive]
+pub struct InvalidRecord;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn claim(mode: ClaimMode) -> Claim {
+        Claim::new(Key::new("k").unwrap(), Duration::from_secs(10)).with_mode(mode)
+    }
+
+    fn tokens() -> impl FnMut() -> Result<FencingToken, ()> {
+        let mut last = 0;
+        move || {
+            last += 1;
+            FencingToken::new(last).ok_or(())
+        }
+    }
+
+    #[test]
+    fn a_record_survives_its_text() {
+        let mut record = LockRecord::new();
+        let mut next_token = tokens();
+        let label: Option<Arc<str>> = Some("a;b ü".into());
+        for claim in [
+            claim(ClaimMode::Shared).with_label(label),
+            claim(ClaimMode::Upgradable),
+            claim(ClaimMode::Exclusive).with_queueing(Queueing::Join),
+            claim(ClaimMode::Permits { take: 2, of: 5 }).with_queueing(Queueing::Join),
+        ] {
+            _ = record.acquire(&claim, 7_000_000, &mut next_token).unwrap();
+        }
+        let text = record.to_text();
+        assert_eq!(LockRecord::parse(&text), Ok(record));
+        assert_eq!(LockRecord::parse(""), Ok(LockRecord::new()));
+        for damaged in [&text[1..], &text[..text.len() - 1], "x;", &text.replace('s', "q")] {
+            assert_eq!(LockRecord::parse(damaged), Err(InvalidRecord));
+        }
+    }
+
+    #[test]
+    fn a_waiting_exclusive_claim_blocks_new_readers_and_lapses() {
+        let mut record = LockRecord::new();
+        let mut next_token = tokens();
+        let writer = claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
+        let (first, second) = (claim(ClaimMode::Shared), claim(ClaimMode::Shared));
+        let mut attempt = |claim: &Claim, now| record.acquire(claim, now, &mut next_token).unwrap();
+        assert!(matches!(attempt(&first, 0), Attempt::Granted(_)));
+        assert!(matches!(attempt(&writer, 1), Attempt::Busy(busy) if busy.is_queued));
+        assert!(matches!(attempt(&second, 2), Attempt::Busy(busy) if !busy.is_queued));
+        assert!(matches!(attempt(&second, 10_000_001), Attempt::Granted(_)));
+    }
+}

@@ -3,6 +3,7 @@
 mod engine;
 mod invalidations;
 mod local_permit;
+mod modes;
 mod renewals;
 mod user_code;
 mod waiting;

@@ -1,0 +1,167 @@
+//! Readers, upgrades, permits and fair queues over the in-process store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    ClaimMode, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, MemoryBackend,
+    Owner, Registry,
+};
+
+fn pair() -> (Registry, Registry) {
+    let store = MemoryBackend::new();
+    let registry = || Registry::builder(Arc::new(store.clone())).build().unwrap();
+    (registry(), registry())
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_share_and_exclude_a_writer() {
+    let (a, b) = pair();
+    let first = a.obtain("k").read().await.unwrap();
+    let second = b.obtain("k").read().await.unwrap();
+    assert!(a.obtain("k").try_lock().await.unwrap().is_none());
+    assert!(b.obtain("k").try_lock().await.unwrap().is_none());
+    assert_eq!(first.mode(), ClaimMode::Shared);
+    assert_eq!(a.obtain("k").holders().await.unwrap().len(), 2);
+    first.unlock().await.unwrap();
+    second.unlock().await.unwrap();
+    let writer = a.obtain("k").lock().await.unwrap();
+    assert!(b.obtain("k").try_read().await.unwrap().is_none());
+    writer.unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_of_one_registry_share_one_grant() {
+    let (a, _) = pair();
+    let lock = a.obtain("k");
+    let guards =
+        [lock.read().await.unwrap(), lock.read().await.unwrap(), lock.read().await.unwrap()];
+    assert_eq!(lock.holders().await.unwrap().len(), 1);
+    assert_eq!(a.held(), 1);
+    let tokens: Vec<_> = guards.iter().map(|guard| guard.fencing_token()).collect();
+    assert!(tokens.is_sorted_by(|a, b| a < b), "{tokens:?}");
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    assert!(lock.try_lock().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiting_writer_blocks_new_readers_of_other_registries() {
+    let (a, b) = pair();
+    let reader = a.obtain("k").read().await.unwrap();
+    let writer = {
+        let lock = b.obtain("k");
+        tokio::spawn(async move { lock.lock().await })
+    };
+    while a.obtain("k").try_read().await.unwrap().is_some() {
+        tokio::task::yield_now().await;
+    }
+    reader.unlock().await.unwrap();
+    let writer = writer.await.unwrap().unwrap();
+    assert!(a.obtain("k").try_read().await.unwrap().is_none());
+    writer.unlock().await.unwrap();
+    assert!(a.obtain("k").try_read().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_upgrade_waits_for_readers_and_blocks_new_ones() {
+    let (a, b) = pair();
+    let reader = b.obtain("k").read().await.unwrap();
+    let guard = a.obtain("k").upgradable().await.unwrap();
+    let before = guard.fencing_token();
+    let lost = tokio::spawn(guard.lost());
+    let upgrade = tokio::spawn(guard.upgrade());
+    while b.obtain("k").try_read_with(LockOptions::new().label("x")).await.unwrap().is_some() {
+        tokio::task::yield_now().await;
+    }
+    assert!(!upgrade.is_finished());
+    reader.unlock().await.unwrap();
+    let guard = upgrade.await.unwrap().unwrap();
+    assert_eq!(guard.mode(), ClaimMode::Exclusive);
+    assert!(guard.fencing_token() > before);
+    assert!(b.obtain("k").try_read().await.unwrap().is_none());
+    let guard = guard.downgrade().await.unwrap();
+    assert_eq!(guard.mode(), ClaimMode::Shared);
+    assert!(b.obtain("k").try_read().await.unwrap().is_some());
+    assert!(matches!(guard.upgrade().await, Err(LockError::InvalidConversion { .. })));
+    // The loss of the converted lock reaches the future of the first guard.
+    let guard = a.obtain("k").upgradable().await.unwrap();
+    drop(lost);
+    let lost = tokio::spawn(guard.lost());
+    let guard = guard.upgrade().await.unwrap();
+    assert!(b.force_release("k").await.unwrap());
+    lost.await.unwrap();
+    assert!(!guard.is_held());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_reader_that_stays_lets_an_upgrade_time_out_unchanged() {
+    let (a, b) = pair();
+    let reader = b.obtain("k").read().await.unwrap();
+    let guard = a.obtain("k").upgradable().await.unwrap();
+    let guard = guard.try_upgrade_for(Duration::from_secs(1)).await.unwrap().unwrap_err();
+    assert_eq!(guard.mode(), ClaimMode::Upgradable);
+    assert!(guard.is_held());
+    assert!(b.obtain("k").try_read_with(LockOptions::new().label("x")).await.unwrap().is_some());
+    drop(reader);
+    guard.unlock().await.unwrap();
+    b.idle().await;
+    assert!(a.obtain("k").try_lock().await.unwrap().is_some());
+}
+
+#[tokio::test(start_paused = true)]
+async fn permits_never_exceed_the_units_and_return_one_by_one() {
+    let (a, b) = pair();
+    let (first, second) = (a.semaphore("k", 3), b.semaphore("k", 3));
+    let two = first.acquire_many(2).await.unwrap();
+    assert!(second.try_acquire_many(2).await.unwrap().is_none());
+    let one = second.try_acquire().await.unwrap().unwrap();
+    assert!(first.try_acquire().await.unwrap().is_none());
+    let waiting = tokio::spawn(async move { second.acquire().await });
+    tokio::task::yield_now().await;
+    two.unlock().await.unwrap();
+    let third = waiting.await.unwrap().unwrap();
+    assert!(third.fencing_token() > one.fencing_token());
+    let error = b.semaphore("k", 4).acquire().await.unwrap_err();
+    assert!(matches!(error, LockError::OtherUnits { stated: 4, held: 3, .. }), "{error}");
+    assert!(matches!(first.acquire_many(4).await, Err(LockError::InvalidOption(_))));
+    drop((one, third));
+    first.resize(1).await.unwrap();
+    let _all = first.acquire().await.unwrap();
+    assert!(first.try_acquire().await.unwrap().is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fair_lock_is_granted_in_the_order_of_arrival() {
+    let (a, b) = pair();
+    let fair = || LockOptions::new().fair(true);
+    let held = a.obtain("k").lock_with(fair()).await.unwrap();
+    let waiting = {
+        let lock = b.obtain("k");
+        tokio::spawn(async move { lock.lock_with(fair()).await })
+    };
+    tokio::time::sleep(Duration::from_millis(10)).await;
+    held.unlock().await.unwrap();
+    // The place of the waiter comes before a caller that arrives now.
+    assert!(a.obtain("k").try_lock().await.unwrap().is_none());
+    waiting.await.unwrap().unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_owner_re_enters_what_it_holds_and_cannot_wait_for_itself() {
+    let (a, _) = pair();
+    let owner = Owner::new();
+    let options = || LockOptions::new().owner(&owner);
+    let lock = a.obtain("k");
+    let reader = lock.read_with(options()).await.unwrap();
+    let again = lock.read_with(options()).await.unwrap();
+    assert_eq!(reader.fencing_token(), again.fencing_token());
+    let error = lock.lock_with(options()).await.unwrap_err();
+    assert!(matches!(error, LockError::HeldByOwner { .. }), "{error}");
+    drop((reader, again));
+    let writer = lock.lock_with(options()).await.unwrap();
+    let inner = lock.read_with(options()).await.unwrap();
+    assert_eq!(inner.mode(), ClaimMode::Exclusive);
+    drop((writer, inner));
+}
