@@ -4,6 +4,7 @@ use std::future::Future;
 
 use crate::error::LockError;
 use crate::guard::LockGuard;
+use crate::multi::MultiLock;
 use crate::options::LockOptions;
 use crate::registry::LockRegistry;
 use crate::semaphore::Semaphore;
@@ -14,6 +15,12 @@ pub trait LockRegistryExt: LockRegistry {
     #[must_use]
     fn semaphore(&self, key: &str, units: u32) -> Semaphore {
         Semaphore::new(self.obtain(key), units)
+    }
+
+    /// Returns one lock of all `keys`, which are acquired together. No I/O.
+    #[must_use]
+    fn obtain_all<K: AsRef<str>>(&self, keys: impl IntoIterator<Item = K>) -> MultiLock {
+        MultiLock::new(keys.into_iter().map(|key| self.obtain(key.as_ref())).collect())
     }
 
     /// Acquires the lock of `key`, runs `work`, and releases the lock.

@@ -31,6 +31,7 @@ mod lease;
 mod guard;
 mod conversion;
 mod semaphore;
+mod multi;
 mod min_hold;
 mod release;
 // Background tasks and shared infrastructure.
@@ -89,6 +90,7 @@ pub use invalidation::{InvalidationSet, Invalidations};
 pub use key::{InvalidKey, Key};
 pub use lock::DistributedLock;
 pub use memory::MemoryBackend;
+pub use multi::{MultiGuard, MultiLock};
 #[cfg(lock_registry_mutants)]
 pub use mutant::{Mutant, switch_mutant};
 pub use options::LockOptions;

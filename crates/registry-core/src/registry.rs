@@ -492,6 +492,13 @@ impl RegistryBuilder {
         self
     }
 
+    /// Sets whether callers of all processes get a lock in the order in which they asked for it.
+    /// See [`LockOptions::fair`]. Default: false.
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.defaults.fair = fair;
+        self
+    }
+
     /// Sets the label that other clients see when they query the holder of a lock. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.defaults.label = Some(label.into().into());
