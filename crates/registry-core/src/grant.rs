@@ -1,8 +1,8 @@
 //! One active grant: its lease, its state, and its end.
 //!
 //! It ends when the last guard is dropped ([`ActiveGrant::end`]) or when it is lost
-//! ([`ActiveGrant::lose`]), whichever is first. In the first case, a hand-over reverts the end and
-//! passes the claim to the next local caller.
+//! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end and
+//! pass the claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -262,10 +262,9 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns the number of grants that may exist for this claim, if the outcome of any attempt is
-    /// unknown: one for each such attempt, and the known one. Otherwise returns 0, because one
-    /// release suffices.
-    pub(crate) fn possible_grants(&self) -> u32 {
+    /// Returns `unknown_attempts + 1` if any attempt has an unknown outcome. Returns 0 otherwise,
+    /// because one release suffices.
+    pub(crate) fn grants_to_reap(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -342,23 +341,23 @@ impl ActiveGrant {
             token: self.first_token,
             reason,
         });
-        let (permit_now, permit_after) = match reason {
+        let (permit_to_pass_now, permit_to_pass_after_release) = match reason {
             // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
             // may be unreachable, and the next local caller must find that out by its own request,
             // instead of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
-        drop(permit_now);
+        drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let possible_grants = self.possible_grants();
-        if reason != LostReason::Gone || possible_grants > 0 {
+        let grants_to_reap = self.grants_to_reap();
+        if reason != LostReason::Gone || grants_to_reap > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
-                permit: permit_after.map(LocalPermit::into_permit_until_released),
+                permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                possible_grants,
+                grants_to_reap,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
@@ -460,7 +459,8 @@ impl ActiveGrant {
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
             && held_for >= self.options.min_hold
-            // With less, renewals have failed, and the receiver would soon lose the lock.
+            // If less than a third of the lease remains, renewals have failed, and the receiver would
+            // soon lose the lock.
             && self.valid_until().since(now) > self.options.lease.length / 3
     }
 
@@ -585,14 +585,15 @@ impl Renewable for ActiveGrant {
 
     fn invalidate(self: Arc<Self>, now: Moment) {
         let mut state = self.state();
-        // In the phase `Ending`, the record alone suffices: `may_hand_over` then returns false.
+        // In the phase `Ending`, the grant needs no timer: the recorded invalidation makes
+        // `may_hand_over` return false.
         if state.lease.invalidated(now) && state.phase == GrantPhase::Held {
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
         }
     }
 
-    fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
+    fn take_due_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
         let mut state = self.state();
         if state.timer != Some(timer) {
             // The claim has been rescheduled since.
@@ -613,7 +614,7 @@ impl Renewable for ActiveGrant {
                 // lease.
                 let operation_timeout =
                     self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
-                let unanswered = if matches!(due, Due::Renew(_)) {
+                let previous_unanswered = if matches!(due, Due::Renew(_)) {
                     state.lease.renewal_sent(now, operation_timeout)
                 } else {
                     state.lease.verification_sent(now, operation_timeout)
@@ -622,7 +623,7 @@ impl Renewable for ActiveGrant {
                 RenewerAction::Renew {
                     requested,
                     is_verification: matches!(due, Due::Verify(_)),
-                    unanswered,
+                    unanswered: previous_unanswered,
                 }
             }
         }
@@ -652,7 +653,7 @@ impl Renewable for ActiveGrant {
             }
             is_auto_renewed
         };
-        // A verification of a claim that is not renewed does not move the end of its lease.
+        // Without automatic renewal, a verification does not extend the lease.
         if is_auto_renewed {
             self.renewed(sent_at, granted);
         }
@@ -677,7 +678,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn renewal_unanswered(&self, now: Moment) {
+    fn emit_renewal_unanswered(&self, now: Moment) {
         if self.options.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
             self.emit_renew_failed(&self.engine().no_response_error(), left);
@@ -733,8 +734,8 @@ impl EndingGrant {
         self.has_outcome = true;
     }
 
-    /// Records that the release failed, so that the claim ends with its lease. The caller calls
-    /// [`Engine::leave_to_lease`].
+    /// Records a failed release. The caller must also call [`Engine::leave_to_lease`]; the claim
+    /// then ends with its lease.
     pub(crate) fn record_failure(&mut self) {
         self.has_outcome = true;
         self.grant().engine().failed_releases.fetch_add(1, Ordering::AcqRel);

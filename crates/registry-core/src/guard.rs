@@ -344,7 +344,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.grant().possible_grants() == 0
+        && ending.grant().grants_to_reap() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -484,7 +484,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        possible_grants: grant.possible_grants(),
+        grants_to_reap: grant.grants_to_reap(),
         in_flight: context.in_flight,
         blocked: context.blocked,
     })

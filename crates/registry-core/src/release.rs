@@ -33,7 +33,7 @@ pub(crate) struct PendingRelease {
     pub(crate) lease: Duration,
     /// The number of grants that may exist for this claim, if the outcome of any attempt is
     /// unknown. 0: one release suffices.
-    pub(crate) possible_grants: u32,
+    pub(crate) grants_to_reap: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
@@ -48,7 +48,7 @@ impl PendingRelease {
             engine,
             claim,
             permit: None,
-            possible_grants: 0,
+            grants_to_reap: 0,
             in_flight: None,
             blocked: None,
         }
@@ -87,7 +87,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.possible_grants > freed {
+    if pending.grants_to_reap > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(reap_late_grants(pending, freed)));
     }
@@ -141,7 +141,7 @@ async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.possible_grants && Moment::now() < until {
+    while freed < pending.grants_to_reap && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;

@@ -47,12 +47,12 @@ impl LeaseRenewer {
             let batch_max = policy.batch_max;
             let mut has_renewal = false;
             for (timer, grant) in due {
-                match Arc::clone(&grant).next_action(timer, now) {
+                match Arc::clone(&grant).take_due_action(timer, now) {
                     RenewerAction::Nothing => {}
                     RenewerAction::Lose(reason) => _ = grant.lose(reason),
                     RenewerAction::Renew { requested, is_verification, unanswered } => {
                         if unanswered {
-                            grant.renewal_unanswered(now);
+                            grant.emit_renewal_unanswered(now);
                         }
                         has_renewal |= !is_verification;
                         let batches = renewals.entry(shard(&**backend, grant.claim())).or_default();

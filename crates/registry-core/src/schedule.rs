@@ -23,7 +23,7 @@ pub(crate) trait Renewable: Send + Sync {
     fn last_timer(&self) -> &LastTimerKey;
 
     /// Returns what to do for this claim, whose entry `timer` is due.
-    fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction;
+    fn take_due_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction;
 
     /// Returns the lease to request now, in a call that renews other claims. Returns `None` if this
     /// claim is not due soon. See
@@ -40,7 +40,7 @@ pub(crate) trait Renewable: Send + Sync {
     fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError);
 
     /// Emits an event: a renewal had no response, and is repeated now.
-    fn renewal_unanswered(&self, now: Moment);
+    fn emit_renewal_unanswered(&self, now: Moment);
 
     /// Ends the claim by loss. Returns false if the claim had ended.
     fn lose(self: Arc<Self>, reason: LostReason) -> bool;

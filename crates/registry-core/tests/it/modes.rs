@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    ClaimMode, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, MemoryBackend,
-    Owner, Registry,
+    ClaimMode, LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Registry,
 };
 
 fn pair() -> (Registry, Registry) {
