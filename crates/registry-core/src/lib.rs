@@ -96,7 +96,7 @@ pub use mutant::{Mutant, switch_mutant};
 pub use options::LockOptions;
 pub use owner::Owner;
 pub use pass_through::PassThroughBackend;
-pub use record::{InvalidRecord, LockRecord, RecordEntry};
+pub use record::{InvalidRecord, LockRecord, NewGrant, RecordChange, RecordEntry};
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;
 pub use semaphore::Semaphore;

@@ -14,6 +14,7 @@ use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
+use crate::several::ModeResult;
 use crate::store::{AcquireResult, RedisStore, key_names};
 
 /// A lock store on Redis or Valkey servers.
@@ -121,15 +122,15 @@ impl LockBackend for RedisBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let outcome = match &*self.storage {
-            Storage::Single(store) => store.try_acquire(claim, None).await,
-            Storage::Quorum(quorum) => quorum.try_acquire(claim).await,
+            Storage::Single(store) => store.try_acquire_in_mode(claim).await,
+            Storage::Quorum(quorum) => quorum.try_acquire(claim).await.map(ModeResult::Exclusive),
         };
         Ok(match outcome.map_err(|error| self.with_address(error))? {
-            AcquireResult::Granted { token, lease, .. } => {
+            ModeResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
                 // The engine must not rely on a longer lease than it requested.
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
-            AcquireResult::Busy { remaining, holder, position } => {
+            ModeResult::Exclusive(AcquireResult::Busy { remaining, holder, position }) => {
                 let mut busy = Busy::new().with_mark(position).with_holder(holder);
                 // A peer that uses Spring's spin lock publishes nothing.
                 if self.config.layout != Layout::Spring {
@@ -140,6 +141,10 @@ impl LockBackend for RedisBackend {
                     None => busy,
                 })
             }
+            ModeResult::Decided(Attempt::Busy(busy), position) => Attempt::Busy(
+                busy.with_mark(position).with_wake_check(Arc::clone(&self.storage) as _),
+            ),
+            ModeResult::Decided(attempt, _) => attempt,
         })
     }
 

@@ -879,6 +879,13 @@ impl BackendConfig for RedisConfig {
             .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER));
         if self.layout == Layout::Native {
             capabilities = capabilities.with_labels();
+            if !matches!(self.servers, ServerAddresses::Quorum(_)) {
+                capabilities = capabilities
+                    .with_shared()
+                    .with_upgradable()
+                    .with_permits()
+                    .with_fair_on_request();
+            }
         }
         if self.layout == Layout::Spring {
             // The default pause between two attempts of `RedisLockRegistry`.

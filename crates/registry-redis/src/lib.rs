@@ -35,6 +35,7 @@ mod store;
 mod names;
 mod slot;
 mod script;
+mod several;
 mod record;
 mod connections;
 mod listener;

@@ -582,7 +582,7 @@ impl QuorumMaster {
                 BackendError::transient("redis: the attempt was cancelled; retry").as_refused()
             );
         }
-        self.store.try_acquire(claim, Some(&state.round_id)).await
+        self.store.try_acquire_on_master(claim, &state.round_id).await
     }
 
     /// Releases the claim, retrying until the server responds or the lease ends. If the claim

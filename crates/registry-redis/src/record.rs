@@ -3,17 +3,17 @@
 
 use std::time::Duration;
 
-use registry_core::{FencingToken, Holder, Key};
+use registry_core::{ClaimId, FencingToken, Holder, Key};
 
 /// A lock's record. Fields that another program's value does not contain are `None`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct LockRecord {
+pub(crate) struct ExclusiveRecord {
     pub(crate) token: Option<FencingToken>,
     since_us: Option<i64>,
     label: Option<String>,
 }
 
-impl LockRecord {
+impl ExclusiveRecord {
     /// Parses a record. A value of another program yields only the `token`.
     ///
     /// The token is a separate argument, because not every layout stores it in the record.
@@ -30,6 +30,17 @@ impl LockRecord {
         let since_us = number(fields.nth(1));
         let label = fields.next().filter(|label| !label.is_empty()).map(str::to_owned);
         Self { token, since_us, label }
+    }
+
+    /// Returns the claim, the token, the time of the grant in us, and the label. Returns `None` for
+    /// a value of another program.
+    pub(crate) fn parts(bytes: &[u8]) -> Option<(ClaimId, FencingToken, u64, Option<String>)> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let (claim, rest) = text.split_at_checked(32)?;
+        let token = rest.trim_start().split([' ', '.']).next()?.parse().ok()?;
+        let record = Self::parse(bytes, None);
+        let since = u64::try_from(record.since_us?).ok()?;
+        Some((claim.parse().ok()?, FencingToken::new(token)?, since, record.label))
     }
 
     /// Returns the holder of `key`. `now_us` is the time on the server's clock.
@@ -57,8 +68,10 @@ mod tests {
 
     #[test]
     fn a_record_is_parsed() {
-        let record =
-            LockRecord::parse(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three", Some(17));
+        let record = ExclusiveRecord::parse(
+            b"000102030405060708090a0b0c0d0e0f 17 5 a label of three",
+            Some(17),
+        );
         assert_eq!(record.token, FencingToken::new(17));
         assert_eq!(record.label.as_deref(), Some("a label of three"));
         let holder = record.holder(Key::new("k").unwrap(), 1_000_005, 250);
@@ -71,7 +84,7 @@ mod tests {
         for bytes in
             [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
         {
-            let record = LockRecord::parse(bytes, None);
+            let record = ExclusiveRecord::parse(bytes, None);
             assert_eq!((record.token, record.since_us, record.label), (None, None, None));
         }
     }

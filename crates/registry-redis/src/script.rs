@@ -15,6 +15,10 @@ use crate::mutant::renew_script;
 pub(crate) struct Scripts {
     /// Grants the lock if it is free.
     pub(crate) acquire: Script,
+    /// Adds a grant to a record of several claims.
+    pub(crate) acquire_entry: Script,
+    /// Replaces a record of several claims.
+    pub(crate) replace_record: Script,
     /// Extends leases. Never recreates and never shortens a lease.
     pub(crate) renew: Script,
     /// Releases one claim's grant and publishes the release.
@@ -54,11 +58,18 @@ impl Scripts {
     }
 
     fn with_layout(layout: &str) -> Self {
-        let script = |body: &str| Script::new(format!("{layout}\n{body}"));
+        let prelude = format!(
+            "{layout}\n{}\n{}",
+            include_str!("script/tokens.lua"),
+            include_str!("script/entries.lua")
+        );
+        let script = |body: &str| Script::new(format!("{prelude}\n{body}"));
         let with_failure =
             |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
+            acquire_entry: script(include_str!("script/acquire_entry.lua")),
+            replace_record: script(include_str!("script/replace_record.lua")),
             renew: with_failure(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
             force_release: script(include_str!("script/force_release.lua")),

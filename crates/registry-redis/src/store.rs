@@ -20,8 +20,9 @@ use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, current_position};
 use crate::names::RedisKeyNames;
-use crate::record::{LockRecord, parse_pttl};
+use crate::record::{ExclusiveRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
+use crate::several::{StoredValue, parse_several};
 use crate::slot::hash_slot;
 
 /// The result of an attempt.
@@ -48,12 +49,12 @@ pub(crate) struct ClaimHolder {
 pub(crate) struct RedisStore {
     pub(crate) names: RedisKeyNames,
     pub(crate) connections: RedisConnections,
-    scripts: &'static Scripts,
+    pub(crate) scripts: &'static Scripts,
     /// Locks are distributed over hash slots.
     is_cluster: bool,
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
-    publish_command: &'static str,
+    pub(crate) publish_command: &'static str,
     pub(crate) token_memory: Duration,
     durability: Durability,
 }
@@ -117,12 +118,28 @@ impl RedisStore {
         })
     }
 
-    /// Tries to acquire the lock. `attempt` is given for a master of a quorum only.
+    /// Tries to acquire the lock on a master of a quorum.
+    pub(crate) async fn try_acquire_on_master(
+        &self,
+        claim: &Claim,
+        attempt: &str,
+    ) -> Result<AcquireResult, BackendError> {
+        let result = self.try_acquire(claim, Some(attempt)).await?;
+        // A quorum has exclusive locks only, so another program wrote this record.
+        Ok(result.unwrap_or_else(|stored| AcquireResult::Busy {
+            remaining: stored.remaining(),
+            holder: Holder::new(claim.key().clone()),
+            position: stored.position(),
+        }))
+    }
+
+    /// Tries to acquire the exclusive lock. Returns the stored value in the inner error if it is a
+    /// record of several claims. `attempt` is given for a master of a quorum only.
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
         attempt: Option<&str>,
-    ) -> Result<AcquireResult, BackendError> {
+    ) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
         let lock = self.names.lock_name(claim.key());
         // Read before the request: a later message may make the response obsolete.
         let position = current_position();
@@ -138,14 +155,24 @@ impl RedisStore {
         if let Some(attempt) = attempt {
             call = call.arg(attempt);
         }
-        let slot = self.slot(&lock);
+        let response = self.run_grant(self.slot(&lock), &call, claim).await?;
+        parse_attempt(response, claim.key(), position)
+    }
+
+    /// Runs a script that may grant `claim`. If the grant does not reach the required replicas or
+    /// disks, releases it and returns an error.
+    pub(crate) async fn run_grant(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+        claim: &Claim,
+    ) -> Result<Value, BackendError> {
         if !self.durability.is_required() {
-            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), position);
+            return self.connections.run(slot, call).await;
         }
-        let durable = self.connections.run_durably(slot, &call).await?;
-        let response = parse_attempt(durable.response, claim.key(), position)?;
-        match (response, durable.shortfall) {
-            (AcquireResult::Granted { .. }, Some(shortfall)) => {
+        let durable = self.connections.run_durably(slot, call).await?;
+        match durable.shortfall {
+            Some(shortfall) if is_grant(&durable.response) => {
                 let store_error = |outcome| {
                     BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
                 };
@@ -159,7 +186,7 @@ impl RedisStore {
                     }
                 })
             }
-            (response, _) => Ok(response),
+            _ => Ok(durable.response),
         }
     }
 
@@ -343,11 +370,22 @@ impl RedisStore {
         let held = locks.iter().zip(records).filter(|((key, _), (record, ..))| {
             !record.is_empty() && self.names.is_holder(key, record)
         });
-        let holder = |((key, _), (record, remaining, token)): (&(&Key, String), InspectedLock)| {
-            let holder = LockRecord::parse(&record, token).holder((*key).clone(), now, remaining);
-            ClaimHolder { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
-        };
-        Ok(held.map(holder).collect())
+        let mut holders = Vec::new();
+        for ((key, _), (record, remaining, token)) in held {
+            if let Some(several) = parse_several(&record)? {
+                let several = several.holders(key, u64::try_from(now).unwrap_or(0));
+                let holder = |holder| ClaimHolder { claim: Vec::new(), holder };
+                holders.extend(several.into_iter().map(holder));
+                continue;
+            }
+            let holder =
+                ExclusiveRecord::parse(&record, token).holder((*key).clone(), now, remaining);
+            holders.push(ClaimHolder {
+                claim: record.into_iter().take(CLAIM_BYTES).collect(),
+                holder,
+            });
+        }
+        Ok(holders)
     }
 
     /// Returns the holders of all locks in the namespace.
@@ -397,14 +435,14 @@ impl RedisStore {
     }
 
     /// Returns the hash slot of `lock`, or 0 outside a cluster.
-    fn slot(&self, lock: &str) -> u16 {
+    pub(crate) fn slot(&self, lock: &str) -> u16 {
         if self.is_cluster { hash_slot(lock) } else { 0 }
     }
 
     /// Returns how long the newest token is stored, in ms. It outlives the lease, because in
     /// foreign layouts the grant's token exists only there. It also covers the time until the clock
     /// has passed the last reserved token.
-    fn token_ttl_ms(&self, claim: &Claim) -> u64 {
+    pub(crate) fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
         ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
     }
@@ -433,7 +471,11 @@ pub(crate) fn key_names(config: &RedisConfig) -> RedisKeyNames {
     RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }
 
-fn parse_attempt(response: Value, key: &Key, position: u64) -> Result<AcquireResult, BackendError> {
+fn parse_attempt(
+    response: Value,
+    key: &Key,
+    position: u64,
+) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
@@ -441,23 +483,29 @@ fn parse_attempt(response: Value, key: &Key, position: u64) -> Result<AcquireRes
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
             // If another client removed the expiry, the grant outlives any lease.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
-            Ok(AcquireResult::Granted {
+            Ok(Ok(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
                 lease,
                 is_confirmed,
-            })
+            }))
         }
         [Value::Int(0), Value::Int(remaining), Value::BulkString(record), now, token] => {
             let now = parse_integer(now).ok_or_else(unexpected_response)?;
-            let holder = LockRecord::parse(record, parse_integer(token)).holder(
+            let holder = ExclusiveRecord::parse(record, parse_integer(token)).holder(
                 key.clone(),
                 now,
                 *remaining,
             );
-            Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position })
+            Ok(Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position }))
         }
+        [Value::Int(2), ..] => StoredValue::parse(&parts, position).map(Err),
         _ => Err(unexpected_response()),
     }
+}
+
+/// Returns whether the response of a script begins with 1, which means a grant.
+fn is_grant(response: &Value) -> bool {
+    matches!(response, Value::Array(parts) if matches!(parts.first(), Some(Value::Int(1))))
 }
 
 /// A lock's record, its remaining lease in ms, and its token.
@@ -476,7 +524,7 @@ fn parse_inspection(response: &[Value]) -> Result<(i64, Vec<InspectedLock>), Bac
     Ok((now, records.chunks(3).map(record).collect::<Result<_, _>>()?))
 }
 
-fn parse_integer(value: &Value) -> Option<i64> {
+pub(crate) fn parse_integer(value: &Value) -> Option<i64> {
     match value {
         Value::Int(number) => Some(*number),
         Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),

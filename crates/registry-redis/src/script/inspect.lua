@@ -13,7 +13,10 @@ for i = 1, #KEYS, 2 do
     -- a key as held.
     record = '?'
   end
-  answers[#answers + 1] = record and string.sub(record, 1, 2048) or ''
+  if record and not is_several(record) then
+    record = string.sub(record, 1, 2048)
+  end
+  answers[#answers + 1] = record or ''
   answers[#answers + 1] = redis.call('PTTL', KEYS[i])
   local has_token, token = pcall(first_token, record or '', KEYS[i + 1])
   if not has_token and not is_foreign(token) then

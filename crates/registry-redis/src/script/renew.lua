@@ -1,6 +1,24 @@
 -- KEYS: locks. ARGV: the claim and the lease in ms of each lock. Returns the granted lease of each
 -- lock in ms, or -1 if the claim does not hold the lock.
 local answers = {}
+
+-- Extends one entry of the record of several claims. Never shortens its lease.
+local function renew_entry(lock, record, claim, lease)
+  local entry, now = entry_of(record, claim), now_text()
+  local ends = entry and live_until(record, entry, now)
+  if not ends then
+    return -1
+  end
+  local renewed = string.format('%016.0f', now + lease * 1000)
+  if renewed > ends then
+    redis.call('SET', lock, string.sub(record, 1, entry + 32) .. renewed .. string.sub(record, entry + 49), 'KEEPTTL')
+  end
+  if redis.call('PTTL', lock) <= tonumber(lease) then
+    redis.call('PEXPIRE', lock, lease + 1)
+  end
+  return tonumber(lease)
+end
+
 -- REDIS_VERSION_NUM exists from version 7 on, as do the PEXPIRE options GT and NX.
 local version = redis.REDIS_VERSION_NUM
 -- From Redis 7.2 on, and in any Valkey, client tracking registers only the key that a command
@@ -13,7 +31,7 @@ for i, lock in ipairs(KEYS) do
   local claim, lease = ARGV[2 * i - 1], ARGV[2 * i]
   -- A value of another type belongs to another program. It must not fail the other locks of this
   -- call.
-  local is_read, held = pcall(holder, lock)
+  local is_read, held, record = pcall(holder, lock)
   if not is_read and not is_foreign(held) then
     return {err = failure_text(held)}
   end
@@ -30,6 +48,11 @@ for i, lock in ipairs(KEYS) do
       call('PTTL', lock)
     end
     answers[i] = tonumber(lease)
+  elseif is_read and record and is_several(record) then
+    answers[i] = renew_entry(lock, record, claim, lease)
+    if tracks_read_key then
+      call('PTTL', lock)
+    end
   else
     answers[i] = -1
   end

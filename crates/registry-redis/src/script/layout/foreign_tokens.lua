@@ -7,6 +7,11 @@ local function first_token(record, tokens)
   return string.match(redis.call('GETEX', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%W', '%%%0') .. '$')
 end
 
+-- This layout has exclusive locks only.
+local function is_several()
+  return false
+end
+
 -- This layout does not support a quorum.
 local function reassign()
 end

@@ -2,6 +2,11 @@
 -- the attempt that wrote it. A leading zero marks a provisional token, on which no majority has
 -- agreed yet.
 
+-- A key that several claims hold, or for which claims wait, is `+;` and the entries.
+local function is_several(record)
+  return string.sub(record, 1, 2) == '+;'
+end
+
 -- Returns the claim and the record. Redis treats GETEX as a write, so this read does not enable
 -- tracking.
 local function holder(lock)
