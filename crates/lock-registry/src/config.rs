@@ -378,9 +378,11 @@ fn set(
         let checked = row.check(value, scheme);
         return checked.map_err(|problem| origin.invalid(name, &problem.to_string()));
     };
-    if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_form(value)) {
+    if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_syntax(value)) {
         // The name exists for another store, so it is no secret.
-        return Err(origin.invalid(name, &format!("is {value}; {}", row.supported(scheme))));
+        return Err(
+            origin.invalid(name, &format!("is {value}; {}", row.describe_supported(scheme)))
+        );
     }
     store.set(name, value).map_err(|error| origin.invalid(name, error.problem()))
 }

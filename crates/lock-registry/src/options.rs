@@ -15,7 +15,7 @@ use crate::suggestion::suggest;
 static COMMON: &[OptionRow] = &[
     OptionRow::new(
         "url",
-        Values::Secret { shown: &[], form: "the URL of a store" },
+        Values::Secret { non_secret_values: &[], syntax: "the URL of a store" },
         "none: required",
         "the location of the lock store",
     ),
@@ -202,7 +202,7 @@ impl Options {
 /// Returns why `value` does not have the syntax of the option, with a suggestion for a misspelt
 /// name.
 pub(crate) fn syntax_error(row: &OptionRow, value: &str) -> Option<String> {
-    let problem = row.check_form(value).err()?.to_string();
+    let problem = row.check_syntax(value).err()?.to_string();
     let Values::Choice { names, .. } = row.values else { return Some(problem) };
     let Some(nearest) = suggest(value, names.iter().copied()) else { return Some(problem) };
     Some(problem.replacen("; ", &format!("; did you mean `{nearest}`? "), 1))
@@ -213,7 +213,7 @@ pub(crate) fn is_safe_to_show(name: &str, value: &str) -> bool {
     // A plain but invalid value may be the rest of a password, so the form must be right too.
     let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
     find(name).is_some_and(|row| {
-        !row.is_secret() && value.chars().all(plain) && row.check_form(value).is_ok()
+        !row.is_secret() && value.chars().all(plain) && row.check_syntax(value).is_ok()
     })
 }
 
@@ -221,7 +221,7 @@ pub(crate) fn is_safe_to_show(name: &str, value: &str) -> bool {
 pub(crate) fn redacted(name: &str, value: &str) -> String {
     match find(name) {
         _ if name == "url" => redact_url(value),
-        Some(row) => row.shown(value).unwrap_or_else(|| REDACTED.to_owned()),
+        Some(row) => row.non_secret_value(value).unwrap_or_else(|| REDACTED.to_owned()),
         None => REDACTED.to_owned(),
     }
 }
@@ -314,7 +314,7 @@ pub fn describe_options() -> Vec<OptionDescription> {
     for name in names() {
         let start = lines.len();
         let mut add = |row: &'static OptionRow, stores: String| {
-            let values = row.range();
+            let values = row.describe_values();
             let is_same = |line: &&mut OptionDescription| {
                 line.default == row.default && line.values == values && line.help == row.help
             };
@@ -475,7 +475,7 @@ mod tests {
             assert_eq!(form(row), form(first), "{}", row.name);
             let Values::Choice { names, .. } = row.values else { continue };
             for name in names {
-                assert!(first.check_form(name).is_ok(), "{} {name}", row.name);
+                assert!(first.check_syntax(name).is_ok(), "{} {name}", row.name);
             }
         }
     }

@@ -190,7 +190,7 @@ mod tests {
                     Values::Switch => "true".to_owned(),
                     Values::Count { min, .. } => min.to_string(),
                     Values::Choice { names, .. } => names[0].to_owned(),
-                    Values::Secret { shown: [name, ..], .. } => (*name).to_owned(),
+                    Values::Secret { non_secret_values: [name, ..], .. } => (*name).to_owned(),
                     _ => "/text".to_owned(),
                 };
                 let assigned = config.set(row.name, &value);
