@@ -1,8 +1,8 @@
 //! A count of active objects, and a wait until it is zero.
 //!
 //! All accesses are sequentially consistent. An acquisition increments the count and then reads the
-//! closing flag. `close` sets the flag and then reads the count. At least one of these reads must see
-//! the other side's write. The same applies to `leave` and `wait_until_zero`.
+//! closing flag. `close` sets the flag and then reads the count. At least one of these reads must
+//! see the other side's write. The same applies to `leave` and `wait_until_zero`.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -13,8 +13,8 @@ use crate::contained::with_panic_safe_waker;
 #[derive(Debug, Default)]
 pub(crate) struct ActiveCount {
     count: AtomicUsize,
-    /// A task waits or has waited. This flag is never reset, because tasks wait only while a registry
-    /// is being closed, or in tests.
+    /// A task waits or has waited. This flag is never reset, because tasks wait only while a
+    /// registry is being closed, or in tests.
     has_waiter: AtomicBool,
     is_zero: Notify,
 }

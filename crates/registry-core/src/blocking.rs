@@ -1,8 +1,8 @@
 //! A blocking API for threads that do not run async code.
 //!
 //! Calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
-//! runtime's tasks. Calls from a thread of `spawn_blocking` return the same error. In such a thread,
-//! use `Handle::block_on` with the async registry.
+//! runtime's tasks. Calls from a thread of `spawn_blocking` return the same error. In such a
+//! thread, use `Handle::block_on` with the async registry.
 
 use std::fmt;
 use std::future::Future;
@@ -24,8 +24,8 @@ use crate::registry::{CloseReport, Registry};
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
 ///
-/// Dropping the last clone, lock or guard blocks until all releases are complete, but at most for the
-/// operation time-out. Inside a runtime, the drop returns at once, and a separate thread waits.
+/// Dropping the last clone, lock or guard blocks until all releases are complete, but at most for
+/// the operation time-out. Inside a runtime, the drop returns at once, and a separate thread waits.
 ///
 /// # Examples
 /// ```
@@ -63,8 +63,8 @@ impl OwnedRuntime {
 /// time-out.
 fn shut_down(runtime: Runtime, registry: &Registry) {
     let limit = registry.operation_timeout();
-    // `block_on` would panic in a thread-local destructor. It would also have no time limit if a task
-    // blocks the runtime's thread.
+    // `block_on` would panic in a thread-local destructor. It would also have no time limit if a
+    // task blocks the runtime's thread.
     let done = Arc::new((Mutex::new(false), Condvar::new()));
     let (done_in_task, registry) = (Arc::clone(&done), registry.clone());
     runtime.spawn(async move {
@@ -236,8 +236,8 @@ impl fmt::Debug for BlockingLock {
 /// A held lock, for threads that do not run async code. See [`LockGuard`].
 #[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct BlockingGuard {
-    // This field precedes `runtime`, so that the guard is dropped while its background releaser still
-    // runs.
+    // This field precedes `runtime`, so that the guard is dropped while its background releaser
+    // still runs.
     guard: LockGuard,
     runtime: Arc<OwnedRuntime>,
 }

@@ -1,7 +1,7 @@
 //! One call to the store that completes even if its caller is dropped.
 //!
-//! The caller polls the call directly, so a call usually needs no task and no channel. If the caller
-//! is dropped before the response, the background releaser completes the call.
+//! The caller polls the call directly, so a call usually needs no task and no channel. If the
+//! caller is dropped before the response, the background releaser completes the call.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -26,8 +26,8 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 
 /// Waits for `future` for at most `limit`.
 ///
-/// A future that is ready at its first poll needs no timer. A timer can cost as much as a request to a
-/// fast store. The future is polled only once per wake-up, because each poll has a cost.
+/// A future that is ready at its first poll needs no timer. A timer can cost as much as a request
+/// to a fast store. The future is polled only once per wake-up, because each poll has a cost.
 pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) -> Option<F::Output> {
     if let Poll::Ready(response) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
         return Some(response);

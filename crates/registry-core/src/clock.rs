@@ -34,9 +34,9 @@ pub(crate) async fn sleep(span: Duration) {
 
 /// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
-/// This clock follows tokio's clock, including paused time in tests. It also counts the time for which
-/// the host is suspended. A backend uses a `Moment` for the time after which it must not rely on an
-/// earlier response.
+/// This clock follows tokio's clock, including paused time in tests. It also counts the time for
+/// which the host is suspended. A backend uses a `Moment` for the time after which it must not rely
+/// on an earlier response.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
 
@@ -56,8 +56,8 @@ impl Moment {
         Self(tokio_ns.saturating_add(suspended(boot, tokio_ns, origin)))
     }
 
-    /// Returns the current time without a check for a new suspension. The result is too early by the
-    /// time for which the host was suspended since the last call of [`now`](Self::now).
+    /// Returns the current time without a check for a new suspension. The result is too early by
+    /// the time for which the host was suspended since the last call of [`now`](Self::now).
     pub(crate) fn now_coarse() -> Self {
         Self(since_origin().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
@@ -164,8 +164,8 @@ fn nanos_between(earlier: Instant, later: Instant) -> i64 {
 /// Updates and returns the time for which this host was suspended since the origin. The value only
 /// grows.
 ///
-/// `boot` must be read before `tokio_ns`. An interruption of this thread between these reads can then
-/// hide a suspension, but cannot look like a suspension.
+/// `boot` must be read before `tokio_ns`. An interruption of this thread between these reads can
+/// then hide a suspension, but cannot look like a suspension.
 fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     let known = SUSPENDED.load(Ordering::Relaxed);
     let difference = boot.saturating_sub(origin.boot).saturating_sub(tokio_ns);
@@ -180,8 +180,8 @@ fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     SUSPENDED.fetch_max(total, Ordering::Relaxed).max(total)
 }
 
-/// Returns the time by which the boot clock is ahead of the monotonic clock. The result may be slightly
-/// too low, because this function reads the boot clock first.
+/// Returns the time by which the boot clock is ahead of the monotonic clock. The result may be
+/// slightly too low, because this function reads the boot clock first.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn boot_ahead_ns() -> i64 {
     let boot = boot_ns();

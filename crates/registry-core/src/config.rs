@@ -89,8 +89,8 @@ pub trait BackendConfig: OpenBackend {
     /// Sets an option to a value that its row accepts. Called by [`set`](Self::set).
     ///
     /// # Errors
-    /// [`InvalidValue`] if the store does not have this option, or if the value violates a rule that
-    /// the row does not contain.
+    /// [`InvalidValue`] if the store does not have this option, or if the value violates a rule
+    /// that the row does not contain.
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue>;
 
     /// Checks all options together, without I/O.
@@ -99,8 +99,8 @@ pub trait BackendConfig: OpenBackend {
     /// [`OptionError`] for the first problem.
     fn validate(&self) -> Result<(), OptionError>;
 
-    /// Returns the capabilities of a store of this configuration, without I/O. A program can thus check
-    /// the capabilities before it connects.
+    /// Returns the capabilities of a store of this configuration, without I/O. A program can thus
+    /// check the capabilities before it connects.
     ///
     /// The opened backend returns the same capabilities, unless the server has refused or limited a
     /// function.
@@ -158,8 +158,8 @@ pub trait BackendConfig: OpenBackend {
     }
 }
 
-/// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that are in
-/// `allowed`. Any other option is an error.
+/// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that
+/// are in `allowed`. Any other option is an error.
 ///
 /// # Errors
 /// `Misconfigured` for a URL that cannot be parsed or has an invalid option. The error does not
@@ -189,8 +189,8 @@ pub fn from_url<C: BackendConfig>(
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct OptionRow {
-    /// The option's name in URLs and files. The environment variable is `LOCK_REGISTRY_` and the name
-    /// in capital letters.
+    /// The option's name in URLs and files. The environment variable is `LOCK_REGISTRY_` and the
+    /// name in capital letters.
     pub name: &'static str,
     /// The accepted values.
     pub values: Values,
@@ -335,8 +335,8 @@ impl OptionRow {
         Self::new(name, Values::Time { min, max }, default, help)
     }
 
-    /// Restricts the option to the schemes for which `applies` returns `true`. `stores` describes these
-    /// stores in messages.
+    /// Restricts the option to the schemes for which `applies` returns `true`. `stores` describes
+    /// these stores in messages.
     #[must_use]
     pub const fn only(self, stores: &'static str, applies: fn(&str) -> bool) -> Self {
         Self { stores: Some(stores), applies, ..self }
@@ -411,8 +411,8 @@ impl OptionRow {
         format!("{scheme} stores support {list}")
     }
 
-    /// Returns `value` for messages, with times and numbers in their usual format. Returns `None` if
-    /// `value` may be a secret.
+    /// Returns `value` for messages, with times and numbers in their usual format. Returns `None`
+    /// if `value` may be a secret.
     #[must_use]
     pub fn non_secret_value(&self, value: &str) -> Option<String> {
         match self.values {

@@ -26,8 +26,8 @@ pub(crate) fn discard_panic(payload: Box<dyn Any + Send>) {
 ///
 /// A waker that drops its task may pass a local permit to the next caller, and thus call the next
 /// waker recursively. A long queue of such callers would overflow the stack. From [`NESTED_MAX`]
-/// nested calls on, this function therefore queues the wakers. The innermost call then runs the queued
-/// wakers in a loop.
+/// nested calls on, this function therefore queues the wakers. The innermost call then runs the
+/// queued wakers in a loop.
 pub(crate) fn wake(waker: Waker) {
     let depth = DEPTH.try_with(Cell::get).unwrap_or_default();
     if depth >= NESTED_MAX {

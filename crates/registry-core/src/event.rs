@@ -53,13 +53,13 @@ pub enum LockEvent<'a> {
     /// The store confirmed a release.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
-    /// A release failed. If the error is transient, the engine repeats the release until its outcome is
-    /// known or the lease is over.
+    /// A release failed. If the error is transient, the engine repeats the release until its
+    /// outcome is known or the lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, error: &'a BackendError },
-    /// A claim could not be released, so its key stays locked until its lease ends. The store did not
-    /// respond for the length of the lease, the store refused the release, or the registry was closed
-    /// before the end of a `min_hold`.
+    /// A claim could not be released, so its key stays locked until its lease ends. The store did
+    /// not respond for the length of the lease, the store refused the release, or the registry was
+    /// closed before the end of a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str },
     /// The registry began to close and grants no more locks.

@@ -48,13 +48,13 @@ pub trait LockRegistryExt: LockRegistry {
     /// `Ok(None)` if the lock was held until the end of [`LockOptions::wait`]. Without this option,
     /// the call waits without a time limit.
     ///
-    /// A wait of zero does not ensure that only one of several processes runs a job. A short job may
-    /// have released its key before the next process makes its attempt. To prevent this, keep the key
-    /// locked with [`LockOptions::min_hold`].
+    /// A wait of zero does not ensure that only one of several processes runs a job. A short job
+    /// may have released its key before the next process makes its attempt. To prevent this, keep
+    /// the key locked with [`LockOptions::min_hold`].
     ///
     /// # Errors
-    /// As [`execute_locked`](Self::execute_locked). [`LockError::InvalidOption`], before any I/O, if
-    /// the store does not accept the value of an option.
+    /// As [`execute_locked`](Self::execute_locked). [`LockError::InvalidOption`], before any I/O,
+    /// if the store does not accept the value of an option.
     ///
     /// # Cancel safety
     /// As [`execute_locked`](Self::execute_locked).

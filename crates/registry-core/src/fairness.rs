@@ -5,24 +5,25 @@
 //! hardly ever find the key free. The engine therefore limits the share of a key that one process
 //! takes.
 //!
-//! A *turn* of a process lasts from its first attempt to the release of its claim. A process *meets*
-//! another holder when its attempt finds the key held.
+//! A *turn* of a process lasts from its first attempt to the release of its claim. A process
+//! *meets* another holder when its attempt finds the key held.
 //!
 //! - Hand-over: a claim of a contended key is handed over within the process for at most
 //!   [`CONTENDED_SPAN`] after its grant.
 //! - Pause: after the release of such a claim, the process pauses before its next attempt. The
-//!   pause is a quarter of the time for which the process held the claim. If the store does not wake
-//!   waiters, the pause is all of this time.
+//!   pause is a quarter of the time for which the process held the claim. If the store does not
+//!   wake waiters, the pause is all of this time.
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
 //!   when the process has met as many holders as it usually meets in a turn.
 //! - Longer delay: if programs other than this library poll, and the process usually meets
 //!   [`MANY_HOLDERS_MIN`] or more holders, the delays last for [`USUALLY_MET_MAX`] holders. These
 //!   delays are also longer, so that the other programs find the key free.
 //! - Pause without contention: a process that has met no other holder pauses once per
-//!   [`FairnessLimits::uncontended_hold_max`] of holding. Waiting processes can then acquire the key.
+//!   [`FairnessLimits::uncontended_hold_max`] of holding. Waiting processes can then acquire the
+//!   key.
 //!
-//! Fairness affects only the order of acquisitions, never safety. A store with its own queue does not
-//! use this module.
+//! Fairness affects only the order of acquisitions, never safety. A store with its own queue does
+//! not use this module.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -54,8 +55,8 @@ struct FairnessLimits {
     uncontended_pause: Duration,
     /// The store does not wake waiters, so waiters poll.
     waiters_poll: bool,
-    /// The minimum of [`Contention::usually_met`] once it has reached [`MANY_HOLDERS_MIN`]. Zero unless
-    /// programs other than this library poll.
+    /// The minimum of [`Contention::usually_met`] once it has reached [`MANY_HOLDERS_MIN`]. Zero
+    /// unless programs other than this library poll.
     usually_met_min: u32,
 }
 
@@ -63,8 +64,8 @@ struct FairnessLimits {
 /// on to the next turn.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Contention {
-    /// The process has met another holder. [`Fairness::on_grant`] resets this flag after consecutive
-    /// pauses in which the process met no other holder.
+    /// The process has met another holder. [`Fairness::on_grant`] resets this flag after
+    /// consecutive pauses in which the process met no other holder.
     contended: bool,
     /// The number of other holders that the process usually meets in a turn.
     usually_met: u32,
@@ -84,8 +85,8 @@ pub(crate) struct Contention {
 }
 
 impl Fairness {
-    /// Creates the fairness of one registry. `poll` is the interval at which waiters poll if the store
-    /// does not wake them.
+    /// Creates the fairness of one registry. `poll` is the interval at which waiters poll if the
+    /// store does not wake them.
     pub(crate) fn new(store: &Capabilities, poll: Duration) -> Self {
         let is_unneeded =
             store.fair || store.reach == Reach::Process || store.class == GuaranteeClass::None;
@@ -169,8 +170,8 @@ impl FairnessLimits {
         }
     }
 
-    /// Returns the delay of attempts after a turn that held the claim for `held_for`. During the delay,
-    /// polls of programs other than this library find the key free.
+    /// Returns the delay of attempts after a turn that held the claim for `held_for`. During the
+    /// delay, polls of programs other than this library find the key free.
     fn delay_of(&self, held_for: Duration) -> Duration {
         if self.usually_met_min == 0 {
             DELAY
@@ -246,8 +247,8 @@ const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::usually_met`]. Without a maximum, nearly all of many processes would
-/// always delay their attempts.
+/// The maximum of [`Contention::usually_met`]. Without a maximum, nearly all of many processes
+/// would always delay their attempts.
 const USUALLY_MET_MAX: u32 = 16;
 /// The value of [`Contention::usually_met`] from which on the delays are longer for programs that
 /// poll.

@@ -10,8 +10,8 @@ use std::str::FromStr;
 /// smaller than its largest token so far. It thus rejects the writes of a holder that was paused
 /// beyond its lease.
 ///
-/// The tokens of one key strictly grow across clients, expiry, release and restart. A token fits into
-/// 63 bits, so that a signed database column can store it. Tokens of different keys are not
+/// The tokens of one key strictly grow across clients, expiry, release and restart. A token fits
+/// into 63 bits, so that a signed database column can store it. Tokens of different keys are not
 /// comparable.
 ///
 /// The idea is Chubby's sequencer (Burrows, OSDI 2006) and Kleppmann's fencing token (2016).

@@ -18,16 +18,18 @@ use crate::key::Key;
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
 /// A backend receives the handle through [`LockBackend::subscribe`](crate::LockBackend::subscribe).
-/// All clones notify the same registry. A handle does not keep the registry alive. Calls are cheap, do
-/// not wait and never panic. They may come from any thread, inside or outside a runtime, at any rate.
+/// All clones notify the same registry. A handle does not keep the registry alive. Calls are cheap,
+/// do not wait and never panic. They may come from any thread, inside or outside a runtime, at any
+/// rate.
 ///
 /// A notification by itself ends no lock. The registry sends a verification, which is an early
-/// renewal, and the store's response decides. If the claim is gone, the lock is lost; otherwise, the
-/// lock continues unchanged. A superfluous notification therefore costs one renewal. A missing
+/// renewal, and the store's response decides. If the claim is gone, the lock is lost; otherwise,
+/// the lock continues unchanged. A superfluous notification therefore costs one renewal. A missing
 /// notification delays the loss until the next renewal.
 ///
 /// A claim is not renewed if its holder has disabled renewal, or if it has reached `max_hold`. Its
-/// verification requests the shortest lease that the store accepts, which does not extend its lease.
+/// verification requests the shortest lease that the store accepts, which does not extend its
+/// lease.
 ///
 /// Only one verification of a claim runs at a time. Notifications during a verification cause one
 /// more verification after its response. Verifications of one claim are at least 10 ms apart. This
@@ -133,8 +135,8 @@ impl InvalidationSet {
         !self.lock().iter().any(Invalidations::is_live)
     }
 
-    /// Returns the runtime of an open registry. A backend uses it for tasks that must not end with the
-    /// runtime of the caller that starts them.
+    /// Returns the runtime of an open registry. A backend uses it for tasks that must not end with
+    /// the runtime of the caller that starts them.
     #[must_use]
     pub fn runtime(&self) -> Option<Handle> {
         let all = self.all();

@@ -1,8 +1,8 @@
 //! The lease of one active grant: its validity, its renewal times, and the reason of its end.
 //!
 //! This module reads no clock and does no I/O. It computes with times that its caller `grant` has
-//! read. The most important rule: a lease counts from the time *before* its request was sent, less a
-//! margin for clocks that run at different rates.
+//! read. The most important rule: a lease counts from the time *before* its request was sent, less
+//! a margin for clocks that run at different rates.
 
 use std::time::Duration;
 
@@ -116,8 +116,8 @@ impl Pause {
 }
 
 impl Lease {
-    /// Creates the lease of a grant. The store granted it for the duration `granted`, in response to
-    /// a request sent at `sent_at`.
+    /// Creates the lease of a grant. The store granted it for the duration `granted`, in response
+    /// to a request sent at `sent_at`.
     pub(crate) fn from_grant(
         options: LeaseOptions,
         sent_at: Moment,
@@ -287,8 +287,8 @@ impl Lease {
     }
 
     /// Shortens the pause after a failure, because an invalidation may mean that the store is
-    /// reachable again. Each further invalidation shortens the pause less. Returns false if the pause
-    /// is already shorter.
+    /// reachable again. Each further invalidation shortens the pause less. Returns false if the
+    /// pause is already shorter.
     fn shorten_pause(&mut self, now: Moment) -> bool {
         let pause = Pause::starting(now, self.verification_interval());
         let is_shorter = pause.until < self.pause.until;
@@ -305,7 +305,8 @@ impl Lease {
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
-    /// Returns whether the claim is renewed automatically. The response then also extends the lease.
+    /// Returns whether the claim is renewed automatically. The response then also extends the
+    /// lease.
     pub(crate) fn on_confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_verifications = 0;
         // The response to an older request says nothing about a later invalidation.
@@ -371,8 +372,8 @@ impl Lease {
     }
 }
 
-/// Returns the margin to subtract from a lease: 1 % plus 2 ms, as in Redlock (redis.io, "Distributed
-/// locks"). The clocks of the store and of this host may run at different rates.
+/// Returns the margin to subtract from a lease: 1 % plus 2 ms, as in Redlock (redis.io,
+/// "Distributed locks"). The clocks of the store and of this host may run at different rates.
 pub(crate) fn drift_margin(lease: Duration) -> Duration {
     lease / 100 + Duration::from_millis(2)
 }
@@ -392,8 +393,8 @@ pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 /// changes would cause an endless loop.
 const VERIFICATION_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// The maximum number of consecutive renewals without a response. The lease renewer then waits for a
-/// response before it sends the next renewal.
+/// The maximum number of consecutive renewals without a response. The lease renewer then waits for
+/// a response before it sends the next renewal.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The `min_hold` of a lock that its holder has released: must_renew the lease until the `min_hold` is
-//! over. Its caller `guard` then releases the claim.
+//! The `min_hold` of a lock that its holder has released: must_renew the lease until the `min_hold`
+//! is over. Its caller `guard` then releases the claim.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ use crate::error::LostReason;
 use crate::invalidation::Epoch;
 use crate::lease::{drift_margin, lease_covering};
 
-/// Sends `Ok` once the first renewal has an outcome or no renewal is needed. Sends the reason if the
-/// claim is lost.
+/// Sends `Ok` once the first renewal has an outcome or no renewal is needed. Sends the reason if
+/// the claim is lost.
 pub(crate) type FirstRenewalSender = oneshot::Sender<Result<(), LostReason>>;
 
 /// The rest of the `min_hold` of a claim without guards.
@@ -38,11 +38,11 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
         }
     }
 
-    /// Waits until the end of the `min_hold`, and must_renew the lease if the lease would end before.
-    /// Returns early if the claim is lost.
+    /// Waits until the end of the `min_hold`, and must_renew the lease if the lease would end
+    /// before. Returns early if the claim is lost.
     ///
-    /// An invalidation of the key also causes a renewal, which detects a forced release. Local callers
-    /// must not wait for the rest of the `min_hold` after a forced release.
+    /// An invalidation of the key also causes a renewal, which detects a forced release. Local
+    /// callers must not wait for the rest of the `min_hold` after a forced release.
     async fn renew_until_end(&self, mut first_renewal: Option<FirstRenewalSender>) {
         let (engine, end) = (self.engine, self.end);
         let mut send_outcome = |outcome| first_renewal.take().map(|sender| sender.send(outcome));

@@ -18,7 +18,8 @@ static NEXT_TOKEN: AtomicU64 = AtomicU64::new(1);
 /// The tokens of all keys come from one counter of this process, which starts at 1. They cannot be
 /// compared with the tokens of other processes, so [`Capabilities::fencing`] is false.
 ///
-/// Use this store in tests of code that locks, and in deployments with a single process and no store.
+/// Use this store in tests of code that locks, and in deployments with a single process and no
+/// store.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct PassThroughBackend;

@@ -16,14 +16,15 @@ use crate::registry::Registry;
 use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 impl Registry {
-    /// Waits up to `wait` for the local permit of `key`, then runs `attempts` and returns its output.
+    /// Waits up to `wait` for the local permit of `key`, then runs `attempts` and returns its
+    /// output.
     ///
     /// A backend uses this method for a lock that it acquires without the engine. Without a permit,
     /// such an acquisition would wait while local callers hand a claim over to each other.
     ///
-    /// After one second without a permit, `attempts` also runs while this call waits for the permit.
-    /// Otherwise, the holder of the permit might wait for a row that this caller has locked, and only
-    /// the store can detect this deadlock.
+    /// After one second without a permit, `attempts` also runs while this call waits for the
+    /// permit. Otherwise, the holder of the permit might wait for a row that this caller has
+    /// locked, and only the store can detect this deadlock.
     ///
     /// The permit is released when `attempts` is ready, or after the length of the registry's
     /// lease. In the latter case, `attempts` continues while this call waits for its next permit.
@@ -65,8 +66,8 @@ impl Registry {
             if let Ok((_, Some(output))) = run.await {
                 return output;
             }
-            // This call polls `attempts` during the wait, because the store may grant its request at
-            // any time.
+            // This call polls `attempts` during the wait, because the store may grant its request
+            // at any time.
             permit = tokio::select! {
                 biased;
                 output = &mut attempts => return output,

@@ -14,8 +14,8 @@ use crate::error::BackendError;
 use crate::event::LockEvent;
 use crate::mutant::{Mutant, mutated};
 
-/// A local permit that stays taken until the release of the claim has an outcome. Its drop passes the
-/// permit to the next local caller.
+/// A local permit that stays taken until the release of the claim has an outcome. Its drop passes
+/// the permit to the next local caller.
 ///
 /// This is a trait because `local_lock` depends on this module.
 pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
@@ -43,8 +43,8 @@ pub(crate) struct PendingRelease {
 }
 
 impl PendingRelease {
-    /// Creates the release of a claim without a local permit. All attempts of this claim have a known
-    /// outcome.
+    /// Creates the release of a claim without a local permit. All attempts of this claim have a
+    /// known outcome.
     pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
         Self {
             lease: claim.lease(),

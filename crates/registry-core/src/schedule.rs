@@ -27,8 +27,8 @@ pub(crate) trait Renewable: Send + Sync {
     /// schedules the next entry.
     fn begin_due_action(self: Arc<Self>, key: ScheduleKey, now: Moment) -> RenewerAction;
 
-    /// Returns the lease to request now, in a call that renews other claims, and records the renewal
-    /// as sent. Returns `None` if this claim is not due soon. See
+    /// Returns the lease to request now, in a call that renews other claims, and records the
+    /// renewal as sent. Returns `None` if this claim is not due soon. See
     /// [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
     fn begin_early_renewal(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration>;
 
@@ -71,8 +71,8 @@ pub(crate) struct ScheduleKey {
     is_renewal: bool,
 }
 
-/// The key of the last entry that a local lock had in the schedule. The entry may have been removed.
-/// The fields are accessed only while the schedule is locked.
+/// The key of the last entry that a local lock had in the schedule. The entry may have been
+/// removed. The fields are accessed only while the schedule is locked.
 #[derive(Debug, Default)]
 pub(crate) struct LastScheduleKey {
     at: AtomicI64,
@@ -162,8 +162,8 @@ impl Schedule {
     /// Begins a round of the task: returns the claims that are due, and sets
     /// [`wakes_at`](Self::wakes_at). Returns `None` after [`stop`](Self::stop).
     ///
-    /// A due claim stays in the schedule, and thus in [`all`](Self::all), until the lease renewer has
-    /// handled it.
+    /// A due claim stays in the schedule, and thus in [`all`](Self::all), until the lease renewer
+    /// has handled it.
     pub(crate) fn begin_round(
         &self,
         now: Moment,

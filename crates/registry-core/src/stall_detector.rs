@@ -4,8 +4,8 @@
 //! waiting future therefore keeps this state in a [`SuspensionCell`]. One task per registry checks
 //! these cells.
 //!
-//! `unpolled_max` is the time for which a future may go without a poll. After half of this time, the
-//! task wakes the future once. After all of this time, the task takes the state: it abandons an
+//! `unpolled_max` is the time for which a future may go without a poll. After half of this time,
+//! the task wakes the future once. After all of this time, the task takes the state: it abandons an
 //! acquisition, and the background releaser completes a call to the store.
 
 use std::collections::BTreeMap;
@@ -23,8 +23,8 @@ use crate::mutant::{Mutant, mutated};
 
 /// An object that the stall detector checks.
 pub(crate) trait StallCheck: Send + Sync {
-    /// Checks for futures that are not polled, and takes over their work. The task calls this method
-    /// several times within `unpolled_max`. Returns false if no further check is needed.
+    /// Checks for futures that are not polled, and takes over their work. The task calls this
+    /// method several times within `unpolled_max`. Returns false if no further check is needed.
     fn check_for_stall(self: Arc<Self>, now: Moment) -> bool;
 }
 
@@ -163,8 +163,8 @@ pub(crate) trait SuspendedState: Send + Sized + 'static {
     fn abandon(self, cell: &Arc<SuspensionCell<Self>>);
 }
 
-/// The cell that contains the state of a future. The stall detector takes the state if the future is
-/// not polled.
+/// The cell that contains the state of a future. The stall detector takes the state if the future
+/// is not polled.
 pub(crate) struct SuspensionCell<S: SuspendedState> {
     unpolled_max: Duration,
     /// Locked while the future is polled, so that a poll need not move the state.
@@ -287,7 +287,8 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
     }
 }
 
-/// The future's handle of its [`SuspensionCell`]. Dropping the handle drops the content of the cell.
+/// The future's handle of its [`SuspensionCell`]. Dropping the handle drops the content of the
+/// cell.
 pub(crate) struct Suspension<'a, S: SuspendedState> {
     stall_detector: &'a StallDetector,
     unpolled_max: Duration,
@@ -300,8 +301,8 @@ impl<'a, S: SuspendedState> Suspension<'a, S> {
         Self { stall_detector, unpolled_max, cell: None }
     }
 
-    /// Polls `step` until it is ready, and returns `state` with the output. The cell contains `state`
-    /// during this wait. If the stall detector has taken `state`, this method returns the
+    /// Polls `step` until it is ready, and returns `state` with the output. The cell contains
+    /// `state` during this wait. If the stall detector has taken `state`, this method returns the
     /// replacement.
     pub(crate) async fn run<T>(
         &mut self,

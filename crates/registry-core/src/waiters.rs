@@ -15,12 +15,12 @@ use tokio::time::timeout;
 
 use crate::contained::with_panic_safe_waker;
 
-/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the backend's state of a
-/// waiter, for example the version of the record at its last attempt.
+/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the backend's state
+/// of a waiter, for example the version of the record at its last attempt.
 ///
-/// The backend must register a waiter first, then check whether the key has changed since the attempt,
-/// and then await the waiter. In this order, no wake-up is missed. This type locks no mutex while it
-/// calls wakers, so a woken task may use the `Waiters` at once.
+/// The backend must register a waiter first, then check whether the key has changed since the
+/// attempt, and then await the waiter. In this order, no wake-up is missed. This type locks no
+/// mutex while it calls wakers, so a woken task may use the `Waiters` at once.
 ///
 /// # Examples
 /// ```
@@ -50,7 +50,8 @@ use crate::contained::with_panic_safe_waker;
 /// ```
 pub struct Waiters<K, W = ()> {
     table: Mutex<WaiterTable<K, W>>,
-    /// A waiter was registered, the last waiter was removed, or [`Waiters::notify_task`] was called.
+    /// A waiter was registered, the last waiter was removed, or [`Waiters::notify_task`] was
+    /// called.
     changed: Notify,
 }
 
@@ -74,8 +75,8 @@ pub struct Waiter<'a, K: Ord, W> {
 }
 
 impl<K: Ord + Clone, W> Waiters<K, W> {
-    /// Registers a waiter of `key`. Each later wake-up of the key ends its wait, even a wake-up before
-    /// the call of [`Waiter::woken`].
+    /// Registers a waiter of `key`. Each later wake-up of the key ends its wait, even a wake-up
+    /// before the call of [`Waiter::woken`].
     pub fn register(&self, key: K, state: W) -> Waiter<'_, K, W> {
         let (wake, woken) = oneshot::channel();
         let mut table = self.table();
@@ -94,8 +95,8 @@ impl<K: Ord + Clone, W> Waiters<K, W> {
         drop(woken);
     }
 
-    /// Wakes the waiters for which `predicate` returns true. `predicate` runs while a mutex is locked,
-    /// and must not use these `Waiters`.
+    /// Wakes the waiters for which `predicate` returns true. `predicate` runs while a mutex is
+    /// locked, and must not use these `Waiters`.
     pub fn wake_if(&self, mut predicate: impl FnMut(&K, &mut W) -> bool) {
         let mut table = self.table();
         let woken = table.entries.extract_if(.., |(key, _), (state, _)| predicate(key, state));
@@ -110,8 +111,8 @@ impl<K: Ord + Clone, W> Waiters<K, W> {
         drop(woken);
     }
 
-    /// Calls `visit` for each waiter, in the order of the keys. `visit` runs while a mutex is locked,
-    /// and must not use these `Waiters`.
+    /// Calls `visit` for each waiter, in the order of the keys. `visit` runs while a mutex is
+    /// locked, and must not use these `Waiters`.
     pub fn for_each(&self, mut visit: impl FnMut(&K, &mut W)) {
         let mut table = self.table();
         table.entries.iter_mut().for_each(|((key, _), (state, _))| visit(key, state));
@@ -135,8 +136,8 @@ impl<K: Ord, W> Waiters<K, W> {
         self.table().entries.is_empty()
     }
 
-    /// Starts the task that wakes the waiters, unless the task runs. Call this method after registering
-    /// a waiter.
+    /// Starts the task that wakes the waiters, unless the task runs. Call this method after
+    /// registering a waiter.
     pub fn ensure_task(&self, spawn: impl FnOnce() -> JoinHandle<()>) {
         let mut table = self.table();
         if table.task.as_ref().is_none_or(JoinHandle::is_finished) {
@@ -149,8 +150,8 @@ impl<K: Ord, W> Waiters<K, W> {
         self.table().task.as_ref().is_some_and(|task| !task.is_finished())
     }
 
-    /// Waits until a waiter is registered. Returns false after `linger` without a waiter. The calling
-    /// task must then end, and the next waiter starts another task.
+    /// Waits until a waiter is registered. Returns false after `linger` without a waiter. The
+    /// calling task must then end, and the next waiter starts another task.
     ///
     /// Only the task that [`ensure_task`](Self::ensure_task) started may call this method.
     ///
@@ -170,8 +171,8 @@ impl<K: Ord, W> Waiters<K, W> {
         true
     }
 
-    /// Returns whether no waiter is registered. If true, the calling task must end, and the next waiter
-    /// starts another task.
+    /// Returns whether no waiter is registered. If true, the calling task must end, and the next
+    /// waiter starts another task.
     ///
     /// Only the task that [`ensure_task`](Self::ensure_task) started may call this method.
     pub fn try_stop(&self) -> bool {
@@ -213,7 +214,8 @@ impl<K: Ord, W> Waiters<K, W> {
     }
 
     fn table(&self) -> MutexGuard<'_, WaiterTable<K, W>> {
-        // No code can panic halfway through a change of the table, so a poisoned table is consistent.
+        // No code can panic halfway through a change of the table, so a poisoned table is
+        // consistent.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -400,8 +402,8 @@ mod tests {
         }
     }
 
-    /// Starts a task that lingers for a second without a waiter. Returns the number of changes that the
-    /// task has seen.
+    /// Starts a task that lingers for a second without a waiter. Returns the number of changes that
+    /// the task has seen.
     fn start(waiters: &Arc<TestWaiters>) -> Arc<AtomicUsize> {
         let seen = Arc::<AtomicUsize>::default();
         waiters.ensure_task(|| {

@@ -1,7 +1,7 @@
 //! Splits a store URL into its parts, and parses logins, hosts, paths and options for all stores.
 //!
-//! A general URL parser cannot parse lists of hosts. It would also normalise `.` and `..` in a path,
-//! which changes the meaning of a path with symbolic links.
+//! A general URL parser cannot parse lists of hosts. It would also normalise `.` and `..` in a
+//! path, which changes the meaning of a path with symbolic links.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,8 +15,8 @@ use crate::error::{BackendError, BackendErrorKind};
 
 /// The parts of a URL: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
 ///
-/// Errors show only the scheme and fixed text, because any other part may contain a password. This is
-/// most likely in a malformed URL.
+/// Errors show only the scheme and fixed text, because any other part may contain a password. This
+/// is most likely in a malformed URL.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct UrlParts<'a> {
@@ -222,8 +222,8 @@ impl<'a> UrlParts<'a> {
         path_from_bytes(path).ok_or_else(|| self.invalid("contains a path that is not UTF-8"))
     }
 
-    /// Decodes percent-encoding. Refuses a `%` without two hexadecimal digits, which usually should be
-    /// `%25`.
+    /// Decodes percent-encoding. Refuses a `%` without two hexadecimal digits, which usually should
+    /// be `%25`.
     fn decode(&self, part: &str) -> Result<Vec<u8>, BackendError> {
         if !is_well_encoded(part) {
             return Err(self.invalid(
@@ -283,8 +283,8 @@ fn parse_host(host: &str, default_port: u16) -> Option<Host> {
     Some((name.to_owned(), port))
 }
 
-/// Returns whether `host` is a host with an optional port. This is false for `user:password`, unless
-/// the password is a number.
+/// Returns whether `host` is a host with an optional port. This is false for `user:password`,
+/// unless the password is a number.
 #[must_use]
 pub fn is_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {
