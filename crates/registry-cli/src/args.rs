@@ -110,7 +110,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_grace)]
     pub(crate) grace: Duration,
     /// The key of the lock; write `--` before a key that may begin with `-`
-    // Required, but it may also follow the first `--`: see `key_and_command`.
+    // The key is required, but may also follow the first `--`: see `key_and_command`.
     pub(crate) key: Option<OsString>,
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -130,10 +130,9 @@ const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
 impl RunArgs {
     /// Returns the key, and the command with its arguments.
     ///
-    /// If no key precedes the first `--`, the key may follow it. This requires a second `--` after
-    /// the key, or a key that begins with `-`, as no command does. Any other word there is a
-    /// command whose key is missing. It must not be taken as the key, with its first argument as
-    /// the command.
+    /// The key usually precedes the first `--`. It may also follow the first `--`, if a second `--`
+    /// follows the key, or if the key begins with `-`. Any other word after the first `--` is a
+    /// command, and its key is missing. Such a command must not be taken as the key.
     pub(crate) fn key_and_command(&self) -> Result<(&OsString, &[OsString]), CliError> {
         let found = match (&self.key, &*self.command) {
             (Some(key), command) => Some((key, command)),
@@ -204,12 +203,13 @@ pub(crate) struct AcquireArgs {
 }
 
 impl AcquireArgs {
-    /// Returns how long to wait, or `None` for no limit.
+    /// Returns the time limit of the wait, or `None` for no limit.
     pub(crate) fn wait_limit(&self) -> Option<Duration> {
         if self.no_wait { Some(Duration::ZERO) } else { self.wait }
     }
 
-    /// Returns the options of the lock, without the wait, which starts before connecting.
+    /// Returns the options of the lock. The wait is not included, because it starts before
+    /// connecting.
     pub(crate) fn options(&self) -> LockOptions {
         let mut options = LockOptions::new();
         if let Some(min_hold) = self.min_hold {

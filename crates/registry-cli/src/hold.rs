@@ -25,7 +25,7 @@ use crate::store::StoreConfig;
 pub(crate) struct HoldCommand {
     key: Key,
     store: StoreConfig,
-    wait: AcquireOptions,
+    acquire_options: AcquireOptions,
 }
 
 #[derive(Debug, Serialize)]
@@ -48,7 +48,7 @@ impl HoldCommand {
     ) -> Result<Self, CliError> {
         let key = args::parse_key(&hold.key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&hold.acquire)?;
-        Ok(Self { key, store, wait: AcquireOptions::from_args(&hold.acquire) })
+        Ok(Self { key, store, acquire_options: AcquireOptions::from_args(&hold.acquire) })
     }
 
     /// Acquires the lock, holds it until stdin ends, a signal arrives or the lock is lost, and
@@ -58,7 +58,7 @@ impl HoldCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { key, store, wait } = self;
+        let Self { key, store, acquire_options } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -67,29 +67,31 @@ impl HoldCommand {
         };
         warn_about_process_reach(&registry, output);
         let lock = registry.obtain(key.as_str());
-        let status = match acquire(&lock, &wait, started_at, &observer, &mut signals, output).await
-        {
-            Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
-            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-            Ok(AcquireOutcome::Guard(guard)) => {
-                let fences = registry.capabilities().fencing;
-                hold_until_end(guard, fences, &mut signals, output).await
-            }
-            Err(failure) => Err(failure),
-        };
-        close_after(&registry, &status, wait.min_hold, &mut signals).await;
+        let status =
+            match acquire(&lock, &acquire_options, started_at, &observer, &mut signals, output)
+                .await
+            {
+                Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
+                Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+                Ok(AcquireOutcome::Guard(guard)) => {
+                    let has_fencing = registry.capabilities().fencing;
+                    hold_until_end(guard, has_fencing, &mut signals, output).await
+                }
+                Err(failure) => Err(failure),
+            };
+        close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
         status
     }
 }
 
 async fn hold_until_end(
     guard: LockGuard,
-    fences: bool,
+    has_fencing: bool,
     signals: &mut Signals,
     output: Output,
 ) -> Result<u8, CliError> {
     let key = guard.key().to_owned();
-    let token = fences.then(|| guard.fencing_token().get());
+    let token = has_fencing.then(|| guard.fencing_token().get());
     let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
     let mut printing = Box::pin(print_line(held));
     let mut printed = None;
@@ -99,12 +101,13 @@ async fn hold_until_end(
             () = stdin_closed() => {}
         }
     });
-    // If the line cannot be written, the reader is not notified of the lock. So it is released.
+    // If the line cannot be written, its reader does not know of the lock. The loop then ends, and
+    // the lock is released.
     while !matches!(printed, Some(Err(_))) {
         tokio::select! {
             biased;
             reason = guard.lost() => {
-                // The engine knows of the loss, so the drop releases nothing.
+                // The engine has handled the loss, so the drop sends no release.
                 drop(guard);
                 report_loss(output, key, reason).await;
                 return Ok(exit::LOST);
@@ -114,8 +117,8 @@ async fn hold_until_end(
         }
     }
     if printed.is_none() {
-        // The reader may still read the line, even if it has closed the stdin of `lockreg`. The
-        // limit applies because it may never read.
+        // The reader may still read the line after it has closed the stdin of `lockreg`. If the
+        // reader never reads, the limit ends the wait.
         printed = timeout(READ_LIMIT, printing).await.ok();
     }
     let released = guard.unlock().await;
@@ -142,12 +145,11 @@ async fn report_loss(output: Output, key: String, reason: LostReason) {
     }
 }
 
-/// Prints `value` on stdout and waits for it asynchronously. Signals and a loss must be handled
-/// even if no process reads stdout.
+/// Prints `value` on stdout and waits asynchronously until it is written. `lockreg` must handle
+/// signals and a loss even if no process reads stdout.
 async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliError> {
     let (sender, written) = oneshot::channel();
-    // A separate thread, which ends with the process. The runtime would wait for one of its own
-    // threads.
+    // A separate thread ends with the process. The runtime would wait for one of its own threads.
     std::thread::Builder::new()
         .name("stdout".to_owned())
         .spawn(move || {
@@ -157,7 +159,7 @@ async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliErr
     written.await.unwrap_or_else(|error| Err(CliError::Output(io::Error::other(error))))
 }
 
-/// How long a reader of stdout has for the last line before `lockreg` ends.
+/// The time that the reader of stdout has for the last line before `lockreg` ends.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
 async fn termination_signal(signals: &mut Signals) {
@@ -167,8 +169,7 @@ async fn termination_signal(signals: &mut Signals) {
 /// Waits until the other end of stdin is closed, and ignores the input.
 async fn stdin_closed() {
     let (sender, ended) = oneshot::channel();
-    // A separate thread, which ends with the process. The runtime would wait for one of its own
-    // threads.
+    // A separate thread ends with the process. The runtime would wait for one of its own threads.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {
         let mut buffer = [0; 4_096];
         let mut stdin = io::stdin().lock();

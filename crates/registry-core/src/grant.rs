@@ -25,7 +25,7 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::release::{PendingRelease, PermitUntilReleased, release_in_background};
-use crate::schedule::{LastTimerKey, Renewable, RenewerAction, TimerKey};
+use crate::schedule::{LastScheduleKey, Renewable, RenewerAction, ScheduleKey};
 
 /// The parts of a pending claim that the active grant takes over.
 pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<ClaimOptions>);
@@ -65,7 +65,7 @@ struct GrantState {
     lease: Lease,
     /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
-    timer: Option<TimerKey>,
+    timer: Option<ScheduleKey>,
     /// The number of tokens used, after the first: by hand-overs, or by readers that joined.
     hand_overs: u32,
     /// The number of holds. More than one only in a shared grant.
@@ -97,12 +97,12 @@ impl ActiveGrant {
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
-        let mut lease = Lease::granted(options.lease, sent_at, granted.lease, now);
+        let mut lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((permit, claim, options)));
         }
         if let Some(after) = permit.local_lock().engine().verify_after() {
-            lease.verify_first_at(now.after(after));
+            lease.schedule_first_verification(now.after(after));
         }
         permit.on_granted(now);
         let started = Started {
@@ -147,7 +147,7 @@ impl ActiveGrant {
             max_hold: options.lease.max_hold.map(|max| max.saturating_sub(held_for)),
             ..options.lease
         };
-        let lease = Lease::granted(lease_options, sent_at, granted.lease, now);
+        let lease = Lease::from_grant(lease_options, sent_at, granted.lease, now);
         let started = Started {
             local_lock: Arc::clone(&self.local_lock),
             granted_at: self.granted_at,
@@ -527,7 +527,7 @@ impl ActiveGrant {
             if matches!(state.lease.due(now), Due::Over(_)) {
                 None
             } else {
-                state.lease.renewed(sent_at, granted);
+                state.lease.on_renewed(sent_at, granted);
                 self.valid_until.store(state.lease.valid_until().to_bits(), Ordering::Release);
                 self.cancel_timer(&mut state);
                 self.set_timer(&mut state, now);
@@ -556,12 +556,12 @@ impl ActiveGrant {
             Due::Over(_) => (now, false),
         };
         let this: Arc<dyn Renewable> = Arc::<Self>::clone(self);
-        state.timer = Some(self.engine().schedule.set(at, renewal, this, now));
+        state.timer = Some(self.engine().schedule.insert(at, renewal, this, now));
     }
 
     fn cancel_timer(&self, state: &mut GrantState) {
         if let Some(timer) = state.timer.take() {
-            self.engine().schedule.cancel(timer);
+            self.engine().schedule.remove(timer);
         }
     }
 
@@ -575,8 +575,8 @@ impl Renewable for ActiveGrant {
         &self.claim
     }
 
-    fn last_timer(&self) -> &LastTimerKey {
-        &self.local_lock.last_timer
+    fn last_schedule_key(&self) -> &LastScheduleKey {
+        &self.local_lock.last_schedule_key
     }
 
     fn lose(self: Arc<Self>, reason: LostReason) -> bool {
@@ -587,13 +587,13 @@ impl Renewable for ActiveGrant {
         let mut state = self.state();
         // In the phase `Ending`, the grant needs no timer: the recorded invalidation makes
         // `may_hand_over` return false.
-        if state.lease.invalidated(now) && state.phase == GrantPhase::Held {
+        if state.lease.on_invalidated(now) && state.phase == GrantPhase::Held {
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
         }
     }
 
-    fn take_due_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
+    fn begin_due_action(self: Arc<Self>, timer: ScheduleKey, now: Moment) -> RenewerAction {
         let mut state = self.state();
         if state.timer != Some(timer) {
             // The claim has been rescheduled since.
@@ -615,9 +615,9 @@ impl Renewable for ActiveGrant {
                 let operation_timeout =
                     self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
                 let previous_unanswered = if matches!(due, Due::Renew(_)) {
-                    state.lease.renewal_sent(now, operation_timeout)
+                    state.lease.on_renewal_sent(now, operation_timeout)
                 } else {
-                    state.lease.verification_sent(now, operation_timeout)
+                    state.lease.on_verification_sent(now, operation_timeout)
                 };
                 self.set_timer(&mut state, now);
                 RenewerAction::Renew {
@@ -629,7 +629,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn renew_early(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
+    fn begin_early_renewal(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;
@@ -637,16 +637,16 @@ impl Renewable for ActiveGrant {
         let requested = state.lease.batch_renewal_lease(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
-        state.lease.renewal_sent(now, operation_timeout);
+        state.lease.on_renewal_sent(now, operation_timeout);
         self.cancel_timer(&mut state);
         self.set_timer(&mut state, now);
         Some(requested)
     }
 
-    fn confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
+    fn on_confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
         let is_auto_renewed = {
             let mut state = self.state();
-            let is_auto_renewed = state.lease.confirmed(sent_at);
+            let is_auto_renewed = state.lease.on_confirmed(sent_at);
             if !is_auto_renewed && state.phase == GrantPhase::Held {
                 self.cancel_timer(&mut state);
                 self.set_timer(&mut state, Moment::now());
@@ -659,7 +659,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
+    fn on_renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
         let (is_auto_renewed, valid_for) = {
             let mut state = self.state();
@@ -668,7 +668,7 @@ impl Renewable for ActiveGrant {
             }
             // Random, so that clients do not all retry at once when the store is reachable again.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
-            let is_auto_renewed = state.lease.request_failed(sent_at, now, pause);
+            let is_auto_renewed = state.lease.on_request_failed(sent_at, now, pause);
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
             (is_auto_renewed, state.lease.valid_until().since(now))
@@ -678,7 +678,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn emit_renewal_unanswered(&self, now: Moment) {
+    fn emit_unanswered_renewal(&self, now: Moment) {
         if self.options.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
             self.emit_renew_failed(&self.engine().no_response_error(), left);

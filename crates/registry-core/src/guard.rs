@@ -19,7 +19,7 @@ use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
 use crate::key::Key;
-use crate::min_hold::{FirstRenewal, MinHold};
+use crate::min_hold::{FirstRenewalSender, MinHold};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
@@ -455,7 +455,7 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
 struct ReleaseContext {
     /// A release that is already in flight.
     in_flight: Option<Call<Result<Release, BackendError>>>,
-    first_renewal: Option<FirstRenewal>,
+    first_renewal: Option<FirstRenewalSender>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
     blocked: Option<oneshot::Sender<BackendError>>,
 }

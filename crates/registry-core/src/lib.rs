@@ -38,7 +38,7 @@ mod release;
 mod renewer;
 mod schedule;
 mod background;
-mod watch;
+mod stall_detector;
 mod engine;
 mod event;
 mod active_count;

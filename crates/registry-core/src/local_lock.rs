@@ -29,8 +29,8 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::release::PermitUntilReleased;
-use crate::schedule::LastTimerKey;
-use crate::watch::Watched;
+use crate::schedule::LastScheduleKey;
+use crate::stall_detector::StallCheck;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
@@ -165,7 +165,7 @@ pub(crate) struct LocalLock {
     /// request.
     epoch: AtomicU32,
     /// The last entry of this key in the schedule. The lease renewer finds the active grant by it.
-    pub(crate) last_timer: LastTimerKey,
+    pub(crate) last_schedule_key: LastScheduleKey,
 }
 
 #[derive(Default)]
@@ -190,9 +190,9 @@ struct WaitQueue {
     unreceived: Option<SentAdmission>,
     /// The guards of a re-entry or of a shared grant, until a check finds them received.
     unreceived_guards: Vec<SentAdmission>,
-    /// The id of this lock's registration with the registry's watch, and the shortest
+    /// The id of this lock's registration with the stall detector, and the shortest
     /// `unpolled_max` of its waiters. `None` if there is nothing to check.
-    watch_registration: Option<(u64, Duration)>,
+    stall_registration: Option<(u64, Duration)>,
     closed: bool,
 }
 
@@ -353,7 +353,7 @@ impl LocalLock {
             has_waiters: false.into(),
             has_store_error: false.into(),
             epoch: 0.into(),
-            last_timer: LastTimerKey::default(),
+            last_schedule_key: LastScheduleKey::default(),
         }
     }
 
@@ -424,7 +424,7 @@ impl LocalLock {
             };
             wait_queue.push(ticket, waiter);
             self.has_waiters.store(true, Ordering::Relaxed);
-            self.watch_queue(&mut wait_queue, options.lease.length);
+            self.register_with_stall_detector(&mut wait_queue, options.lease.length);
             WaiterGuard { local_lock: self, ticket: Some(ticket), channel }
         };
         self.engine.emit(|| crate::LockEvent::Waiting { key: self.key.as_str() });
@@ -446,19 +446,23 @@ impl LocalLock {
         admission
     }
 
-    /// Registers this local lock with the registry's watch, so that a waiter that is not polled for
+    /// Registers this local lock with the stall detector, so that a waiter that is not polled for
     /// `unpolled_max` is detected in time.
-    fn watch_queue(self: &Arc<Self>, wait_queue: &mut WaitQueue, unpolled_max: Duration) {
-        if wait_queue.watch_registration.is_some_and(|(_, shortest)| shortest <= unpolled_max) {
+    fn register_with_stall_detector(
+        self: &Arc<Self>,
+        wait_queue: &mut WaitQueue,
+        unpolled_max: Duration,
+    ) {
+        if wait_queue.stall_registration.is_some_and(|(_, shortest)| shortest <= unpolled_max) {
             return;
         }
-        let watch = self.engine.background.watch();
-        if let Some((ticket, _)) = wait_queue.watch_registration {
-            watch.deregister(ticket);
+        let stall_detector = self.engine.background.stall_detector();
+        if let Some((id, _)) = wait_queue.stall_registration {
+            stall_detector.deregister(id);
         }
         let local_lock: Weak<Self> = Arc::downgrade(self);
-        let ticket = watch.register(local_lock, unpolled_max);
-        wait_queue.watch_registration = Some((ticket, unpolled_max));
+        let id = stall_detector.register(local_lock, unpolled_max);
+        wait_queue.stall_registration = Some((id, unpolled_max));
     }
 
     /// Records a store error of the caller with the local permit.
@@ -577,8 +581,8 @@ impl LocalLock {
     }
 }
 
-impl Watched for LocalLock {
-    fn check(self: Arc<Self>, now: Moment) -> bool {
+impl StallCheck for LocalLock {
+    fn check_for_stall(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
         wait_queue.unreceived.take_if(|sent| !sent.channel.is_open());
@@ -593,7 +597,7 @@ impl Watched for LocalLock {
             || !wait_queue.unreceived_guards.is_empty()
             || !wait_queue.waiters.is_empty();
         if !needs_checks {
-            wait_queue.watch_registration = None;
+            wait_queue.stall_registration = None;
             wait_queue.unreceived_guards = Vec::new();
         }
         drop(wait_queue);
@@ -758,8 +762,8 @@ impl fmt::Debug for LocalLock {
 impl Drop for LocalLock {
     fn drop(&mut self) {
         let wait_queue = self.wait_queue.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some((ticket, _)) = wait_queue.watch_registration {
-            self.engine.background.watch().deregister(ticket);
+        if let Some((id, _)) = wait_queue.stall_registration {
+            self.engine.background.stall_detector().deregister(id);
         }
         // Here the local lock can no longer be upgraded, but its entry is still in the table.
         interleaving_point();

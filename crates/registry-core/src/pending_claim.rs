@@ -16,7 +16,7 @@ use futures_util::future::FutureExt as _;
 use crate::backend::{Attempt, Claim, Grant};
 use crate::call::{Call, CallFuture, first_poll};
 use crate::clock::{Moment, sleep};
-use crate::contained::{catch_panic, discard};
+use crate::contained::{catch_panic, discard_panic};
 use crate::engine::{Engine, FirstPoll};
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
@@ -26,7 +26,7 @@ use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::release::{PendingRelease, release_claim, release_in_background};
-use crate::watch::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
@@ -233,7 +233,7 @@ impl PendingClaim {
     }
 
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
-        let in_flight = self.in_flight.take().and_then(|mut call| call.take());
+        let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;
         if mutated(Mutant::CancelledAcquireLeaks) {
             return;
@@ -310,7 +310,7 @@ async fn finish_and_release(
         }
     };
     let panicked = |payload| {
-        discard(payload);
+        discard_panic(payload);
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match response.unwrap_or_else(panicked) {

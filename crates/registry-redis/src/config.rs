@@ -99,14 +99,14 @@ const OPTIONS: &[OptionRow] = &[
     .only("redis+unix stores", |scheme| scheme.ends_with("+unix")),
     OptionRow::new(
         "sentinel_password",
-        Values::Secret { shown: &[], form: "a text" },
+        Values::Secret { non_secret_values: &[], syntax: "a text" },
         "none",
         "the password for the sentinels",
     )
     .only("redis+sentinel stores", is_sentinel),
     OptionRow::new(
         "sentinel_user",
-        Values::Secret { shown: &[], form: "a text" },
+        Values::Secret { non_secret_values: &[], syntax: "a text" },
         "none",
         "the user for the sentinels; requires `sentinel_password`",
     )

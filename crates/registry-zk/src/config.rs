@@ -81,13 +81,16 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "acl",
-        Values::Secret { shown: &["open", "creator"], form: "a list of SCHEME:ID:RIGHTS" },
+        Values::Secret {
+            non_secret_values: &["open", "creator"],
+            syntax: "a list of SCHEME:ID:RIGHTS",
+        },
         "`open`",
         "the access rights of created nodes",
     ),
     OptionRow::new(
         "auth",
-        Values::Secret { shown: &[], form: "SCHEME:CREDENTIALS" },
+        Values::Secret { non_secret_values: &[], syntax: "SCHEME:CREDENTIALS" },
         "none",
         "a login, for schemes other than user and password in the URL",
     ),

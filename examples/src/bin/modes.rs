@@ -19,7 +19,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: upgrade
     let guard = prices.upgradable().await?; // reads beside other readers
     let guard = guard.upgrade().await?; // waits until they have left, and blocks new ones
-    println!("readers are excluded: {}", other_process.obtain("prices").try_read().await?.is_none());
+    println!(
+        "readers are excluded: {}",
+        other_process.obtain("prices").try_read().await?.is_none()
+    );
     let guard = guard.downgrade().await?; // lets readers in, without a release in between
     println!("mode: {}", guard.mode());
     guard.unlock().await?;

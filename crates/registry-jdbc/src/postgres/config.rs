@@ -42,7 +42,7 @@ const POSTGRES_OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "listen",
-        Values::Secret { shown: &["off"], form: "a `postgres:` URL without options" },
+        Values::Secret { non_secret_values: &["off"], syntax: "a `postgres:` URL without options" },
         "the store's URL; with `prepared=false` `off`",
         "a direct connection, past any pooler, that receives release notifications; percent-encoded in the query of a URL",
     ),
