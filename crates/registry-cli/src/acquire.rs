@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lock_registry::{
-    DistributedLock, FencingToken, Holder, LockError, LockGuard, LockOptions, Reach, Registry,
+    FencingToken, Holder, LockError, LockOptions, Reach, Registry,
     observe::{LockEvent, Observer},
 };
 use nix::sys::signal::Signal;
@@ -17,13 +17,14 @@ use tokio::time::{Instant, timeout};
 
 use crate::args::AcquireArgs;
 use crate::exit::{CliError, LOST};
+use crate::lock::{HeldLock, RequestedLock};
 use crate::output::{HolderView, Output, describe_holder, format_coarse, printable, whole_millis};
 use crate::signals::Signals;
 
 /// The result of an acquisition.
 #[derive(Debug)]
 pub(crate) enum AcquireOutcome {
-    Guard(LockGuard),
+    Held(HeldLock),
     /// Other clients held the lock until the deadline.
     Busy,
     /// A signal requested the end of this process before the lock was acquired.
@@ -106,9 +107,10 @@ impl AcquireOptions {
     }
 }
 
-/// Acquires `lock`. The wait counts from `started`, which is before connecting.
+/// Acquires `lock`, whose key is `key`. The wait counts from `started`, which is before connecting.
 pub(crate) async fn acquire(
-    lock: &DistributedLock,
+    lock: &RequestedLock,
+    key: &str,
     acquire_options: &AcquireOptions,
     started: Instant,
     observer: &LockObserver,
@@ -120,9 +122,8 @@ pub(crate) async fn acquire(
     if let Some(wait_limit) = wait_limit {
         options = options.wait(wait_limit.saturating_sub(started.elapsed()));
     }
-    let mut acquiring = Box::pin(lock.lock_with(options));
-    let mut reporter =
-        WaitReporter::new(lock.key(), started, wait_limit != Some(Duration::ZERO), output);
+    let mut acquiring = Box::pin(lock.lock(key, options));
+    let mut reporter = WaitReporter::new(key, started, wait_limit != Some(Duration::ZERO), output);
     let mut redraw = tokio::time::interval(REDRAW_INTERVAL);
     let outcome = loop {
         tokio::select! {
@@ -139,7 +140,7 @@ pub(crate) async fn acquire(
     };
     drop(reporter);
     match outcome {
-        Ok(guard) => return Ok(AcquireOutcome::Guard(guard)),
+        Ok(held) => return Ok(AcquireOutcome::Held(held)),
         Err(LockError::WaitElapsed { .. }) => {}
         Err(error) => return Err(error.into()),
     }
@@ -151,8 +152,8 @@ pub(crate) async fn acquire(
     };
     output.notice(
         "not_obtained",
-        &format!("{} is held by {}{limit_note}", printable(lock.key()), describe_holder(holder.as_ref())),
-        json!({ "key": lock.key(), "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
+        &format!("{} is held by {}{limit_note}", printable(key), describe_holder(holder.as_ref())),
+        json!({ "key": key, "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
     );
     Ok(AcquireOutcome::Busy)
 }

@@ -186,6 +186,22 @@ pub(crate) struct AcquireArgs {
     /// The exit status if the lock was not acquired in time, 0 to 255
     #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_OBTAINED)]
     pub(crate) conflict_exit_code: u8,
+    /// Shares the lock with other holders that share it; excludes exclusive holders
+    #[arg(long, conflicts_with_all = ["permits", "also"])]
+    pub(crate) shared: bool,
+    /// Takes permits of a semaphore with this number of units; all callers must state the same
+    /// number
+    #[arg(long, value_name = "UNITS", conflicts_with = "also", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) permits: Option<u32>,
+    /// The number of units to take
+    #[arg(long, value_name = "UNITS", requires = "permits", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) take: u32,
+    /// Waits in the order of arrival, over all processes that use this option
+    #[arg(long)]
+    pub(crate) fair: bool,
+    /// A further key; all keys are locked together or not at all. May be repeated
+    #[arg(long, value_name = "KEY")]
+    pub(crate) also: Vec<OsString>,
     /// How long the key stays locked if this process dies. The lease is renewed while the process
     /// runs, unless LOCK_REGISTRY_RENEW=false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
@@ -218,11 +234,14 @@ impl AcquireArgs {
         if let Some(max_hold) = self.max_hold {
             options = options.max_hold(max_hold);
         }
+        if self.fair {
+            options = options.fair(true);
+        }
         options
     }
 }
 
-/// Prints the holder of a lock; status 1 if the key is not locked
+/// Prints the holders of a lock; status 1 if the key is not locked
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
     /// The key of the lock; if it may begin with `-`, write `--` before it

@@ -5,7 +5,7 @@ use std::io::{self, Read as _};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
+use lock_registry::{FencingToken, LockError, LostReason, observe::Observer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::oneshot;
@@ -16,6 +16,7 @@ use crate::acquire::{
 };
 use crate::args;
 use crate::exit::{self, CliError};
+use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, json_to_stdout, printable, whole_millis};
 use crate::signals::{Signals, is_termination_signal};
 use crate::store::StoreConfig;
@@ -23,7 +24,7 @@ use crate::store::StoreConfig;
 /// A validated `lockreg hold`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct HoldCommand {
-    key: Key,
+    request: LockRequest,
     store: StoreConfig,
     acquire_options: AcquireOptions,
 }
@@ -48,7 +49,8 @@ impl HoldCommand {
     ) -> Result<Self, CliError> {
         let key = args::parse_key(&hold.key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&hold.acquire)?;
-        Ok(Self { key, store, acquire_options: AcquireOptions::from_args(&hold.acquire) })
+        let request = LockRequest::check(key, &hold.acquire)?;
+        Ok(Self { request, store, acquire_options: AcquireOptions::from_args(&hold.acquire) })
     }
 
     /// Acquires the lock, holds it until stdin ends, a signal arrives or the lock is lost, and
@@ -58,7 +60,7 @@ impl HoldCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { key, store, acquire_options } = self;
+        let Self { request, store, acquire_options } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -66,32 +68,39 @@ impl HoldCommand {
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_about_process_reach(&registry, output);
-        let lock = registry.obtain(key.as_str());
-        let status =
-            match acquire(&lock, &acquire_options, started_at, &observer, &mut signals, output)
-                .await
-            {
-                Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
-                Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-                Ok(AcquireOutcome::Guard(guard)) => {
-                    let has_fencing = registry.capabilities().fencing;
-                    hold_until_end(guard, has_fencing, &mut signals, output).await
-                }
-                Err(failure) => Err(failure),
-            };
+        let lock = request.obtain(&registry);
+        let status = match acquire(
+            &lock,
+            request.key(),
+            &acquire_options,
+            started_at,
+            &observer,
+            &mut signals,
+            output,
+        )
+        .await
+        {
+            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Held(guard)) => {
+                let has_fencing = registry.capabilities().fencing;
+                hold_until_end(guard, has_fencing, &mut signals, output).await
+            }
+            Err(failure) => Err(failure),
+        };
         close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
         status
     }
 }
 
 async fn hold_until_end(
-    guard: LockGuard,
+    guard: HeldLock,
     has_fencing: bool,
     signals: &mut Signals,
     output: Output,
 ) -> Result<u8, CliError> {
     let key = guard.key().to_owned();
-    let token = has_fencing.then(|| guard.fencing_token().get());
+    let token = guard.fencing_token().filter(|_| has_fencing).map(FencingToken::get);
     let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
     let mut printing = Box::pin(print_line(held));
     let mut printed = None;
@@ -106,7 +115,7 @@ async fn hold_until_end(
     while !matches!(printed, Some(Err(_))) {
         tokio::select! {
             biased;
-            reason = guard.lost() => {
+            (key, reason) = guard.lost() => {
                 // The engine has handled the loss, so the drop sends no release.
                 drop(guard);
                 report_loss(output, key, reason).await;
@@ -123,7 +132,7 @@ async fn hold_until_end(
     }
     let released = guard.unlock().await;
     match (released, printed) {
-        (Err(LockError::Lost { reason, .. }), _) => {
+        (Err(LockError::Lost { key, reason, .. }), _) => {
             report_loss(output, key, reason).await;
             Ok(exit::LOST)
         }

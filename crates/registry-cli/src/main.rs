@@ -12,6 +12,7 @@ mod hold;
 mod run;
 mod signals;
 mod acquire;
+mod lock;
 // Administering a store.
 mod bench;
 mod doctor;

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use lock_registry::Holder;
+use lock_registry::{ClaimMode, Holder};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -206,6 +206,11 @@ pub(crate) fn table<const N: usize>(
 pub(crate) struct HolderView<'a> {
     pub(crate) key: &'a str,
     pub(crate) held: bool,
+    /// `exclusive`, `shared`, `upgradable` or `permits`.
+    pub(crate) mode: Option<&'static str>,
+    /// The units that the holder has taken, and all units of the semaphore.
+    pub(crate) units: Option<u32>,
+    pub(crate) units_of: Option<u32>,
     pub(crate) label: Option<&'a str>,
     pub(crate) token: Option<u64>,
     pub(crate) held_for_ms: Option<u64>,
@@ -217,6 +222,9 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
         Self {
             key: holder.key.as_str(),
             held: true,
+            mode: Some(mode_name(holder.mode)),
+            units: permits(holder.mode).map(|(take, _)| take),
+            units_of: permits(holder.mode).map(|(_, of)| of),
             label: holder.label.as_deref(),
             token: holder.token.map(u64::from),
             held_for_ms: holder.held_for.map(whole_millis),
@@ -228,18 +236,49 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
 impl<'a> HolderView<'a> {
     /// Returns the view of a key that is not locked.
     pub(crate) fn unlocked(key: &'a str) -> Self {
-        Self { key, held: false, label: None, token: None, held_for_ms: None, lease_left_ms: None }
+        Self {
+            key,
+            held: false,
+            mode: None,
+            units: None,
+            units_of: None,
+            label: None,
+            token: None,
+            held_for_ms: None,
+            lease_left_ms: None,
+        }
+    }
+}
+
+/// Returns the name of a mode in JSON.
+fn mode_name(mode: ClaimMode) -> &'static str {
+    match mode {
+        ClaimMode::Exclusive => "exclusive",
+        ClaimMode::Shared => "shared",
+        ClaimMode::Upgradable => "upgradable",
+        ClaimMode::Permits { .. } => "permits",
+        _ => "other",
+    }
+}
+
+/// Returns the units that a permit takes, and all units.
+fn permits(mode: ClaimMode) -> Option<(u32, u32)> {
+    match mode {
+        ClaimMode::Permits { take, of } => Some((take, of)),
+        _ => None,
     }
 }
 
 /// The columns of a table of holders.
-pub(crate) const HOLDER_HEADING: [&str; 5] = ["KEY", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
+pub(crate) const HOLDER_HEADING: [&str; 6] =
+    ["KEY", "MODE", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
 
 /// A row of a table of holders.
-pub(crate) fn holder_row(holder: &Holder) -> [String; 5] {
+pub(crate) fn holder_row(holder: &Holder) -> [String; 6] {
     let unknown = || "-".to_owned();
     [
         printable(holder.key.as_str()),
+        holder.mode.to_string(),
         holder.label.as_deref().map_or_else(unknown, printable),
         holder.token.map_or_else(unknown, |token| token.to_string()),
         holder.held_for.map_or_else(unknown, format_coarse),

@@ -12,7 +12,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
+use lock_registry::{LockError, LostReason, observe::Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
@@ -26,6 +26,7 @@ use crate::acquire::{
 };
 use crate::args;
 use crate::exit::{self, CliError, causes};
+use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, printable};
 use crate::signals::{Signals, is_termination_signal};
 use crate::store::StoreConfig;
@@ -33,7 +34,7 @@ use crate::store::StoreConfig;
 /// A validated `lockreg run`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct RunCommand {
-    key: Key,
+    request: LockRequest,
     program: Program,
     store: StoreConfig,
     acquire_options: AcquireOptions,
@@ -48,8 +49,9 @@ impl RunCommand {
         // The command is checked last. Any other mistake must end with 64, and not with the status
         // of a missing command.
         let program = Program::find(command.to_vec())?;
+        let request = LockRequest::check(key, &run.acquire)?;
         Ok(Self {
-            key,
+            request,
             program,
             store,
             acquire_options: AcquireOptions::from_args(&run.acquire),
@@ -63,7 +65,7 @@ impl RunCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { key, program, store, acquire_options, grace } = self;
+        let Self { request, program, store, acquire_options, grace } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -71,20 +73,27 @@ impl RunCommand {
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_about_process_reach(&registry, output);
-        let lock = registry.obtain(key.as_str());
-        let status =
-            match acquire(&lock, &acquire_options, started_at, &observer, &mut signals, output)
-                .await
-            {
-                Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
-                Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-                Ok(AcquireOutcome::Guard(guard)) => {
-                    let has_fencing = registry.capabilities().fencing;
-                    let locked = LockedRun { guard, has_fencing, program: &program, grace, output };
-                    locked.run(&observer, &mut signals).await
-                }
-                Err(failure) => Err(failure),
-            };
+        let lock = request.obtain(&registry);
+        let status = match acquire(
+            &lock,
+            request.key(),
+            &acquire_options,
+            started_at,
+            &observer,
+            &mut signals,
+            output,
+        )
+        .await
+        {
+            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
+            Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
+            Ok(AcquireOutcome::Held(guard)) => {
+                let has_fencing = registry.capabilities().fencing;
+                let locked = LockedRun { guard, has_fencing, program: &program, grace, output };
+                locked.run(&observer, &mut signals).await
+            }
+            Err(failure) => Err(failure),
+        };
         close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
         status
     }
@@ -92,7 +101,7 @@ impl RunCommand {
 
 /// A held lock, and the command to run under it.
 struct LockedRun<'a> {
-    guard: LockGuard,
+    guard: HeldLock,
     /// The store has fencing, so the token can protect a resource.
     has_fencing: bool,
     program: &'a Program,
@@ -129,8 +138,8 @@ impl LockedRun<'_> {
         // The release may detect a loss that no renewal has detected. The command may have run
         // after this loss.
         let lost = match (lost, &released) {
-            (None, Err(LockError::Lost { reason, .. })) => {
-                report_loss(output, &key, *reason);
+            (None, Err(LockError::Lost { key, reason, .. })) => {
+                report_loss(output, key, *reason);
                 true
             }
             (lost, _) => lost.is_some(),
@@ -155,9 +164,8 @@ impl LockedRun<'_> {
 
     /// Starts the command under the watchdog.
     async fn start(&self) -> Result<(CommandProcess, Watchdog, Terminal), CliError> {
-        // `protect` checks that the lock is still held. This process may have been stopped since
-        // the lock was granted.
-        self.guard.protect(std::future::ready(())).await?;
+        // This process may have been stopped since the lock was granted.
+        self.guard.check().await?;
         let terminal = Terminal::open();
         let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
         let environment = vec![
@@ -166,7 +174,10 @@ impl LockedRun<'_> {
             // wrong.
             (
                 "LOCKREG_FENCING_TOKEN",
-                self.has_fencing.then(|| self.guard.fencing_token().to_string()),
+                self.guard
+                    .fencing_token()
+                    .filter(|_| self.has_fencing)
+                    .map(|token| token.to_string()),
             ),
         ];
         match CommandProcess::start(self.program, environment, terminal.is_foreground_job()).await {
@@ -175,7 +186,7 @@ impl LockedRun<'_> {
                 watchdog.extend_lease(self.guard.valid_for());
                 // This process may have been stopped again before the watchdog knew of the lease.
                 // From here on, the watchdog handles a stop of this process.
-                if let Err(error) = self.guard.protect(std::future::ready(())).await {
+                if let Err(error) = self.guard.check().await {
                     watchdog.shut_down();
                     return Err(error.into());
                 }
@@ -192,7 +203,7 @@ impl LockedRun<'_> {
 
 /// Handles all events of a command that runs under a lock, until its end.
 struct Supervisor<'a> {
-    guard: &'a LockGuard,
+    guard: &'a HeldLock,
     running: CommandProcess,
     watchdog: Watchdog,
     terminal: Terminal,
@@ -226,7 +237,7 @@ impl Supervisor<'_> {
                 biased;
                 // The loss has priority: if this process was stopped beyond the lease, it must end
                 // the command before it continues the command.
-                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.next_change() => match change {
                     StateChange::Ended(exit_state) => break exit_state,
@@ -247,7 +258,7 @@ impl Supervisor<'_> {
             }
             tokio::select! {
                 biased;
-                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 // A process that ignores one signal may end after another signal.
                 signal = signals.next() => {
                     if is_termination_signal(signal) {
@@ -264,13 +275,13 @@ impl Supervisor<'_> {
         exit_state
     }
 
-    fn on_lost(&mut self, reason: LostReason) {
+    fn on_lost(&mut self, key: &str, reason: LostReason) {
         self.lost = Some(reason);
         // The signal is sent before `disarm`. Otherwise, a stop of this process between the two
         // would leave the command running.
         self.request_termination(Signal::SIGTERM);
         self.watchdog.disarm();
-        report_loss(self.output, self.guard.key(), reason);
+        report_loss(self.output, key, reason);
     }
 
     fn on_signal(&mut self, signal: Signal) {

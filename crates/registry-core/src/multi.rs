@@ -215,6 +215,13 @@ pub struct MultiGuard {
     guards: Vec<LockGuard>,
 }
 
+/// Makes a guard of one key a guard of several keys.
+impl From<LockGuard> for MultiGuard {
+    fn from(guard: LockGuard) -> Self {
+        Self { guards: vec![guard] }
+    }
+}
+
 impl MultiGuard {
     /// Returns the guards of the keys, sorted by key.
     pub fn guards(&self) -> &[LockGuard] {
@@ -231,6 +238,12 @@ impl MultiGuard {
     pub fn valid_until(&self) -> Instant {
         let ends = self.guards.iter().map(LockGuard::valid_until);
         ends.min().unwrap_or_else(|| tokio::time::Instant::now().into_std())
+    }
+
+    /// Returns how long all keys are certainly held without a further renewal.
+    #[must_use]
+    pub fn valid_for(&self) -> Duration {
+        self.guards.iter().map(LockGuard::valid_for).min().unwrap_or_default()
     }
 
     /// Returns whether all keys are certainly held now.
