@@ -114,6 +114,12 @@ impl RegistryConfig {
         self
     }
 
+    /// Sets whether waiters of all processes get a lock in the order of their arrival.
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.code.replace("fair", fair.to_string());
+        self
+    }
+
     /// Sets the pause between two attempts of a waiter, unless a notification ends it.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.replace("poll", format_time(poll));

@@ -108,6 +108,9 @@ pub(crate) async fn open(
     if let Some(renew) = parsed(&options, "renew", parse_switch)? {
         builder = builder.auto_renew(renew);
     }
+    if let Some(fair) = parsed(&options, "fair", parse_switch)? {
+        builder = builder.fair(fair);
+    }
     if let Some(poll) = parsed(&options, "poll", parse_time)?.or_else(|| store.poll()) {
         builder = builder.poll(poll);
     }

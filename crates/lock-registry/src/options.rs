@@ -34,6 +34,12 @@ static DEFAULT_ROWS: &[OptionRow] = &[
         "`32`, and up to 64 within 20 ms of the grant",
         "maximum consecutive hand-overs of a lock within this process; each hand-over reserves a token",
     ),
+    OptionRow::new(
+        "fair",
+        Values::Switch,
+        "`false`",
+        "whether waiters of all processes get a lock in the order of their arrival",
+    ),
     OptionRow::TIMEOUT,
     OptionRow::new(
         "label",
@@ -373,6 +379,7 @@ mod tests {
             ("namespace", "shop"),
             ("lease", "1m 30s"),
             ("renew", "false"),
+            ("fair", "true"),
             ("poll", "250ms"),
             ("handoff", "0"),
             ("timeout", "3s"),

@@ -57,14 +57,14 @@ pub fn format_time(time: Duration) -> String {
     humantime::format_duration(time).to_string()
 }
 
-/// Parses `true` or `false`.
+/// Parses `true` or `false`; `on` and `off` mean the same.
 ///
 /// # Errors
 /// [`InvalidValue`] for any other text.
 pub fn parse_switch(text: &str) -> Result<bool, InvalidValue> {
     match text {
-        "true" => Ok(true),
-        "false" => Ok(false),
+        "true" | "on" => Ok(true),
+        "false" | "off" => Ok(false),
         _ => Err(InvalidValue::new("is not a boolean; write `true` or `false`")),
     }
 }
