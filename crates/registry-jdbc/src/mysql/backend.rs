@@ -22,7 +22,7 @@ use super::row::MySqlRowProtocol;
 use super::session::MySqlSessionProtocol;
 use super::sql::{self, MySqlStatements, SIZES};
 use super::statement::{self, StatementBinder};
-use super::waiters::MySqlWaiters;
+use super::waiters::MySqlReleasePoller;
 use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
@@ -30,7 +30,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, Wakes,
+    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, WakeupSource,
 };
 
 pub(super) type MySqlRows = Rows<MySql>;
@@ -41,11 +41,11 @@ impl Dialect for MySql {
     const SCHEMA: &'static str = sql::SCHEMA;
     const BYTES_PREFIX: &'static str = "x'";
     const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
-    const RENEWS_ONE_LEASE: bool = true;
+    const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
 
     type Statements = MySqlStatements;
-    type Wakes = MySqlWakes;
+    type Wakeups = MySqlWakeups;
     type Session = MySqlSessionProtocol;
     type RowLock = MySqlRowProtocol;
 
@@ -95,18 +95,18 @@ impl Dialect for MySql {
         Ok(row.try_get::<i64, _>(index)? != 0)
     }
 
-    fn has_wakes(_: &MySqlConfig, mode: &SqlMode) -> bool {
+    fn has_wakeups(_: &MySqlConfig, mode: &SqlMode) -> bool {
         !matches!(mode, SqlMode::Spring(_))
     }
 
-    fn wakes(store: &Store<Self>, namespace: &str) -> MySqlWakes {
+    fn wakeups(store: &Store<Self>, namespace: &str) -> MySqlWakeups {
         let statements = Arc::clone(&store.statements);
         let binder = StatementBinder { statements, namespace: namespace.to_owned() };
-        MySqlWakes(Some(MySqlWaiters::new(Arc::clone(&store.client), Arc::new(binder))))
+        MySqlWakeups(Some(MySqlReleasePoller::new(Arc::clone(&store.client), Arc::new(binder))))
     }
 
     fn granted_token(answer: &Answer<MySqlRow>) -> Result<Option<i64>, BackendError> {
-        Ok(match answer.assigned {
+        Ok(match answer.last_insert_id {
             0 => None,
             token => Some(i64::try_from(token).unwrap_or(-1)),
         })
@@ -119,7 +119,7 @@ impl Dialect for MySql {
         position: u64,
         error: BackendError,
     ) -> Result<Option<Attempt>, BackendError> {
-        match rows.find_holder(claim, position).await {
+        match rows.attempt_from_current_row(claim, position).await {
             Ok(Some(held)) => Ok(Some(held)),
             // The statement was rejected, so nothing was granted.
             Ok(None) | Err(_) => Err(error),
@@ -163,7 +163,7 @@ impl Dialect for MySql {
             if !is_locked(rows, key, ConnectionUse::Acquire).await?
                 || rows
                     .store
-                    .query(&rows.store.statements.row_seen, [rows.id(key)])
+                    .query(&rows.store.statements.lease_left, [rows.id(key)])
                     .await?
                     .is_empty()
             {
@@ -180,7 +180,7 @@ impl Dialect for MySql {
             Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
             None => end_lease(rows, key).await?,
         };
-        rows.wakes.on_release(key);
+        rows.wakeups.on_release(key);
         Ok(released)
     }
 
@@ -226,10 +226,10 @@ impl Dialect for MySql {
 }
 
 /// A task that polls for waiting callers. None polls Spring's table.
-pub(crate) struct MySqlWakes(pub(super) Option<MySqlWaiters>);
+pub(crate) struct MySqlWakeups(pub(super) Option<MySqlReleasePoller>);
 
-impl Wakes for MySqlWakes {
-    fn mark(&self, _: u64, token: FencingToken) -> u64 {
+impl WakeupSource for MySqlWakeups {
+    fn busy_mark(&self, _: u64, token: FencingToken) -> u64 {
         token.get()
     }
 
@@ -240,8 +240,8 @@ impl Wakes for MySqlWakes {
         }
     }
 
-    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
-        self.0.as_ref().map(MySqlWaiters::wake_check)
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
+        self.0.as_ref().map(MySqlReleasePoller::wake_check)
     }
 
     fn on_release(&self, key: &Key) {
@@ -381,7 +381,7 @@ async fn holder_connection(
 ) -> Result<Option<HolderConnection>, BackendError> {
     let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id(key)]);
     let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
-        Err(error) if MySql::lacks_holder_marks(&error) => return Ok(None),
+        Err(error) if MySql::lacks_holder_locks(&error) => return Ok(None),
         found => found?,
     };
     let Some(row) = found.first() else { return Ok(None) };

@@ -18,11 +18,12 @@ pub(crate) type MySqlClient = SqlClient<MySql>;
 pub(super) fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
     let lock_timeout = config.settings.busy_timeout.as_millis().div_ceil(1_000);
     let lock_timeout = u64::try_from(lock_timeout).unwrap_or(u64::MAX);
-    ConnectionPool::new(config.statement_options(), config.settings.pool_limits())
-        .with_after_connect(Box::new(move |connection: &mut MySqlConnection| {
+    ConnectionPool::new(config.connect_options(), config.settings.pool_limits()).with_after_connect(
+        Box::new(move |connection: &mut MySqlConnection| {
             let after_connect = sqlx::raw_sql(sql::session(lock_timeout));
             async move { after_connect.execute(connection).await.map(drop) }.boxed()
-        }))
+        }),
+    )
 }
 
 impl SqlClient<MySql> {

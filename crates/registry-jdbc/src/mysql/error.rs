@@ -57,7 +57,7 @@ impl ServerErrors for MySql {
     }
 
     /// Returns whether the server has no named locks. Nodes of some clusters have none.
-    fn lacks_holder_marks(error: &BackendError) -> bool {
+    fn lacks_holder_locks(error: &BackendError) -> bool {
         matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
     }
 }

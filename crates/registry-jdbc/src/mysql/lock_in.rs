@@ -88,7 +88,7 @@ async fn try_lock(
     }
     let newest = Value::Number(row.try_get(3).map_err(classify)?);
     let values = [id(), Value::MaybeBytes(claim), newest];
-    let seen = send(connection, key, &texts.row_seen_in, values).await?;
+    let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
     check_store(rows, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
         // The snapshot is older than the last grant: the transaction would read rows that its

@@ -143,7 +143,7 @@ mod tests {
         lock_and_release(&backend, "orders/42").await;
         let rows = backend.rows().unwrap();
         let id: String = rows.row_id(row_claim.key()).hex();
-        let mut others = MySqlConnection::connect_with(&config.statement_options()).await.unwrap();
+        let mut others = MySqlConnection::connect_with(&config.connect_options()).await.unwrap();
         let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
         let mut query_number = async |text: String| {
             let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();

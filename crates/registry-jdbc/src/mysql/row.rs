@@ -16,8 +16,8 @@ use super::statement::{fetch, send};
 use super::waiters;
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    ErrorEffect, LockAttempt, QueryMode, RowLockConnections, RowLockPermit, RowStatements, SILENCE,
-    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
+    ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
+    RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
 /// The SQL of one lock's connection.
@@ -39,7 +39,7 @@ struct MySqlRowTransaction {
     /// The server's id of the connection.
     connection: u64,
     /// Whether the connection holds the named lock that identifies the holder.
-    is_named: bool,
+    has_holder_lock: bool,
 }
 
 impl MySqlRowProtocol {
@@ -48,7 +48,7 @@ impl MySqlRowProtocol {
         if let Some(row) = store.query(&texts.lock_row, [self.rows.id(key)]).await?.first() {
             return Ok(!flag::<MySql>(row, 0)?);
         }
-        Ok(store.query(&texts.row_seen, [self.rows.id(key)]).await?.is_empty())
+        Ok(store.query(&texts.lease_left, [self.rows.id(key)]).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -60,16 +60,17 @@ impl MySqlRowProtocol {
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
             let (texts, id) = (&self.rows.store.statements, || self.rows.id(claim.key()));
-            let values = [id(), Value::claim(claim), Value::block(claim), Value::label(claim)];
+            let values =
+                [id(), Value::claim(claim), Value::token_block(claim), Value::label(claim)];
             let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
                 .await?
-                .assigned;
+                .last_insert_id;
             if token != 0 {
                 let token = fencing_token::<MySql>(i64::try_from(token).unwrap_or(-1));
                 return token.map(Some).map_err(SessionFailure::Broken);
             }
             self.check_writable(connected).await?;
-            let rows = send_once(&mut connected.connection, &texts.row_seen, [id()]).await?.rows;
+            let rows = send_once(&mut connected.connection, &texts.lease_left, [id()]).await?.rows;
             match rows.first() {
                 None => {
                     let key = Value::key(claim.key());
@@ -118,15 +119,16 @@ impl MySqlRowProtocol {
             return Ok(false);
         };
         let number = read(row, 0)?;
-        let statements = format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
+        let statements =
+            format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::holder_lock_name(claim.id()));
         let named = fetch(&mut connected.connection, statements).await;
-        let is_named = match named {
+        let has_holder_lock = match named {
             Ok(_) => true,
             // Some clusters have no named locks. The holder of the row is not shown there.
             Err(error) if MySql::error_effect(&error) == ErrorEffect::Rejected => false,
             Err(error) => return Err(broken(error)),
         };
-        connected.transaction = Some(MySqlRowTransaction { connection: number, is_named });
+        connected.transaction = Some(MySqlRowTransaction { connection: number, has_holder_lock });
         Ok(true)
     }
 }
@@ -149,7 +151,7 @@ impl SessionProtocol for MySqlRowProtocol {
         if let Some(connection) = idle {
             return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
-        let connecting = super::session::connect(&self.rows.store.config, SILENCE);
+        let connecting = super::session::connect(&self.rows.store.config, IDLE_TIMEOUT);
         let connected = timeout(self.rows.store.settings().connect_timeout, connecting).await;
         let connection = connected
             .map_err(|_| {
@@ -181,8 +183,9 @@ impl SessionProtocol for MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
         _: &Key,
     ) -> Result<(), SessionFailure> {
-        let is_named = connected.transaction.as_ref().is_some_and(|held| held.is_named);
-        let end = if is_named { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
+        let has_holder_lock =
+            connected.transaction.as_ref().is_some_and(|held| held.has_holder_lock);
+        let end = if has_holder_lock { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
         fetch(&mut connected.connection, end.into()).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
@@ -193,7 +196,7 @@ impl SessionProtocol for MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
         // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
-        let rows = fetch(&mut connected.connection, CURRENT_GRANT.into()).await.map_err(broken)?;
+        let rows = fetch(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
         if Some(read::<u64>(row, 0)?) != held_by {
@@ -243,5 +246,5 @@ const WRITE_CLAIM_PAUSES: [Duration; 5] = [
 const SAVEPOINT: &str = "SAVEPOINT lock_registry_row";
 
 /// Releases no earlier lock. Returns the connection's id, and whether the server is still writable.
-const CURRENT_GRANT: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
+const CHECK_SESSION: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";

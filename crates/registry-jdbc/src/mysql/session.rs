@@ -17,7 +17,7 @@ use super::sql;
 use super::waiters;
 use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
-    LockAttempt, SILENCE, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
+    IDLE_TIMEOUT, LockAttempt, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
     StatementText, TokenPlan, Value,
 };
 
@@ -47,14 +47,14 @@ impl MySqlSessionConnection {
 impl MySqlSessionProtocol {
     /// Returns whether the named lock is free and there is no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let values = [self.row_name(key), self.rows.id(key)];
+        let values = [self.lock_name_value(key), self.rows.id(key)];
         let text = &self.rows.store.statements.session_is_free;
         let rows = self.rows.store.query(text, values).await?;
         let free = rows.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
     }
 
-    fn row_name(&self, key: &Key) -> Value {
+    fn lock_name_value(&self, key: &Key) -> Value {
         Value::Word(self.rows.row_id(key).hex())
     }
 
@@ -92,7 +92,7 @@ impl MySqlSessionProtocol {
             Value::label(claim),
         ];
         let text = &self.rows.store.statements.session_write_claim;
-        let token = send_once(&mut connected.connection, text, values).await?.assigned;
+        let token = send_once(&mut connected.connection, text, values).await?.last_insert_id;
         if token == 0 {
             // No claim was written: the key has a lease, or the server is read-only.
             return self.check_session(connected).await.map(|()| None);
@@ -154,9 +154,9 @@ impl SessionProtocol for MySqlSessionProtocol {
 
     async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
         let connecting = async {
-            let mut connection = connect(&self.rows.store.config, SILENCE).await?;
+            let mut connection = connect(&self.rows.store.config, IDLE_TIMEOUT).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
-            let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
+            let row = query(CHECK_SESSION).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
         match timeout(self.rows.store.settings().connect_timeout, connecting).await {
@@ -174,10 +174,10 @@ impl SessionProtocol for MySqlSessionProtocol {
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
         const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK($1, 0) AS SIGNED)";
-        let seen = match &plan.last {
+        let seen = match &plan.last_row {
             None => {
                 let got = self
-                    .fetch_number(connected, TRY_LOCK, Some(self.row_name(claim.key())))
+                    .fetch_number(connected, TRY_LOCK, Some(self.lock_name_value(claim.key())))
                     .await?;
                 Ok((got == Some(1), None))
             }
@@ -209,7 +209,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         key: &Key,
     ) -> Result<(), SessionFailure> {
         const UNLOCK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK($1) AS SIGNED)";
-        let unlocked = self.fetch_number(connected, UNLOCK, Some(self.row_name(key))).await;
+        let unlocked = self.fetch_number(connected, UNLOCK, Some(self.lock_name_value(key))).await;
         unlocked.map(drop).map_err(SessionFailure::into_broken)
     }
 
@@ -217,7 +217,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         &self,
         connected: &mut MySqlSessionConnection,
     ) -> Result<(), SessionFailure> {
-        match self.fetch_number(connected, CURRENT_GRANT, None).await? {
+        match self.fetch_number(connected, CHECK_SESSION, None).await? {
             Some(0) => Err(SessionFailure::Broken(error::read_only(error::STORE))),
             _ => Ok(()),
         }
@@ -231,7 +231,8 @@ impl SessionProtocol for MySqlSessionProtocol {
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
         let (texts, id) = (&self.rows.store.statements, self.rows.id(claim.key()));
-        let (own, token, block) = (Value::claim(claim), Value::token(token), Value::block(claim));
+        let (own, token, block) =
+            (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {
             let earlier = Value::bytes(&row_claim.to_bytes());
             let values = [id.clone(), own.clone(), token.clone(), block.clone(), earlier];
@@ -252,17 +253,17 @@ impl SessionProtocol for MySqlSessionProtocol {
 /// statement.
 pub(super) async fn connect(
     config: &MySqlConfig,
-    silence: Duration,
+    idle_timeout: Duration,
 ) -> Result<MySqlConnection, sqlx::Error> {
-    let mut connection = MySqlConnection::connect_with(&config.statement_options()).await?;
+    let mut connection = MySqlConnection::connect_with(&config.connect_options()).await?;
     sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
-    let silence = i64::try_from(silence.as_secs()).unwrap_or(i64::MAX);
-    query("SET SESSION wait_timeout = ?").bind(silence).execute(&mut connection).await?;
+    let idle_timeout = i64::try_from(idle_timeout.as_secs()).unwrap_or(i64::MAX);
+    query("SET SESSION wait_timeout = ?").bind(idle_timeout).execute(&mut connection).await?;
     Ok(connection)
 }
 
 /// Returns the connection's id, and whether the server is still writable.
-const CURRENT_GRANT: &str =
+const CHECK_SESSION: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
 /// How long a statement waits for a row. The server accepts only whole seconds.

@@ -69,7 +69,7 @@ pub(crate) struct MySqlStatements {
     pub(super) clear_ended: StatementText,
     pub(super) insert_row: StatementText,
     pub(super) lock_row: StatementText,
-    pub(super) row_seen_in: StatementText,
+    pub(super) is_current_in_snapshot: StatementText,
     pub(super) raise_token: StatementText,
     pub(super) session_write_claim: StatementText,
     pub(super) session_try_lock: StatementText,
@@ -78,7 +78,7 @@ pub(crate) struct MySqlStatements {
     pub(super) session_update_claim: StatementText,
     pub(super) row_write_claim: StatementText,
     pub(super) row_lock: StatementText,
-    pub(super) row_seen: StatementText,
+    pub(super) lease_left: StatementText,
     pub(super) purge_candidates: StatementText,
     pub(super) raise_floor: StatementText,
     pub(super) purge: StatementText,
@@ -98,7 +98,7 @@ impl MySqlStatements {
         let text = |template: &str| {
             let text = template
                 .replace("{free}", FREE)
-                .replace("{is_seen}", IS_SEEN)
+                .replace("{is_in_snapshot}", IS_IN_SNAPSHOT)
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
@@ -121,10 +121,10 @@ impl MySqlStatements {
             )),
             current_grant: text(CURRENT_GRANT),
             holders: holders(HOLDER_CONNECTION_ID),
-            leases: Some(holders("NULL")),
+            lease_holders_only: Some(holders("NULL")),
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
-            fence_held: text(FENCE_HELD),
+            fence_session_grant: text(FENCE_SESSION_GRANT),
         };
         Self {
             rows,
@@ -139,7 +139,7 @@ impl MySqlStatements {
             clear_ended: text(CLEAR_ENDED),
             insert_row: text(INSERT_ROW),
             lock_row: text(LOCK_ROW),
-            row_seen_in: text(ROW_SEEN_IN),
+            is_current_in_snapshot: text(IS_CURRENT_IN_SNAPSHOT),
             raise_token: text(RAISE_TOKEN),
             session_write_claim: text(&ACQUIRE.replace("{end}", "0")),
             session_try_lock: text(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
@@ -148,7 +148,7 @@ impl MySqlStatements {
             session_update_claim: text(SESSION_UPDATE_CLAIM),
             row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
-            row_seen: text(ROW_SEEN),
+            lease_left: text(LEASE_LEFT),
             purge_candidates: text(PURGE_CANDIDATES),
             raise_floor: text(RAISE_FLOOR),
             purge: text(PURGE),
@@ -162,21 +162,18 @@ const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
 // Without the clock, which would hide the bug.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
     "GREATEST(0, {locks}.token)",
 );
-const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
-    "GREATEST({now}, token + block)",
-    "GREATEST(0, token)",
-);
+const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation =
+    SqlMutation::new(Mutant::ConstantToken, "GREATEST({now}, token + block)", "GREATEST(0, token)");
 const REACQUIRES_HELD_KEY: SqlMutation =
-    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "TRUE");
+    SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "TRUE");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
 const SESSION_SKIPS_ROW_CHECK: SqlMutation =
-    SqlMutation::new(Mutant::SessionTrustsItsMemory, "AND l.claim = $2", "AND $2 IS NOT NULL");
+    SqlMutation::new(Mutant::SessionSkipsClaimCheck, "AND l.claim = $2", "AND $2 IS NOT NULL");
 
 /// Returns [`SCHEMA`] for names that begin with `prefix`.
 pub(super) fn schema(prefix: &str) -> SqlStr {
@@ -272,7 +269,7 @@ const CURRENT_GRANT: &str = "\
     WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
 /// Returns the query for holders of one key or of a namespace. The holder is a lease, or a
-/// connection that has the row locked and holds the named lock of [`row_name`].
+/// connection that has the row locked and holds the named lock of [`holder_lock_name`].
 ///
 /// Parameter: id or namespace.
 fn holders(condition: &str, holder_connection: &str) -> String {
@@ -292,7 +289,7 @@ const HOLDER_CONNECTION_ID: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LO
 
 /// Returns the name of the named lock that a connection takes while it has the row locked for this
 /// claim. The name is unique.
-pub(super) fn row_name(claim: ClaimId) -> String {
+pub(super) fn holder_lock_name(claim: ClaimId) -> String {
     format!("lock_registry_row_{claim}")
 }
 
@@ -347,11 +344,11 @@ const FORCE_RELEASE: &str = "\
 ///
 /// Parameters: id, claim, token.
 const FENCE: &str = "\
-    SELECT {is_seen} FROM {locks} AS l \
+    SELECT {is_in_snapshot} FROM {locks} AS l \
     WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block AND l.until > {now} FOR UPDATE";
 
 /// Whether a select that locks nothing sees the row `l` that a locking select has found.
-const IS_SEEN: &str = "\
+const IS_IN_SNAPSHOT: &str = "\
     CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
 /// Whether no lease is held on the key, and whether the row still names the last holder. No result
@@ -396,7 +393,7 @@ const LOCK_ROW: &str = "\
 /// snapshot even when the row is locked by another transaction.
 ///
 /// Parameters: id, claim, token.
-const ROW_SEEN_IN: &str = "\
+const IS_CURRENT_IN_SNAPSHOT: &str = "\
     SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED) FROM {meta} WHERE id = 1";
 
 /// Writes the token of a grant that lasts as long as the transaction, and leaves a free row.
@@ -447,8 +444,8 @@ const SESSION_ENSURE_ROW: &str = "\
 /// even if the connection has ended. The lock is shared, because that connection may also have it.
 ///
 /// Parameters: id, claim, token.
-const FENCE_HELD: &str = "\
-    SELECT {is_seen} FROM {locks} AS l \
+const FENCE_SESSION_GRANT: &str = "\
+    SELECT {is_in_snapshot} FROM {locks} AS l \
     WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block LOCK IN SHARE MODE";
 
 /// Writes a claim and a larger token to the row, unless there is a lease on it or a transaction has
@@ -477,7 +474,7 @@ const ROW_LOCK: &str = "\
 /// The remaining time of a lease on the key, or NULL without one. No result if there is no row.
 ///
 /// Parameter: id.
-const ROW_SEEN: &str = "\
+const LEASE_LEFT: &str = "\
     SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = $1";
 
 /// The dead rows of a batch, each with its largest token. A batch starts at a random position: ids
@@ -485,9 +482,9 @@ const ROW_SEEN: &str = "\
 ///
 /// Parameters: position, rows, microseconds that a row must have been dead for.
 const PURGE_CANDIDATES: &str = "\
-    SELECT piece.id, piece.token + piece.block - 1 \
-    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS piece \
-    WHERE piece.until <= {now} - $3";
+    SELECT batch.id, batch.token + batch.block - 1 \
+    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS batch \
+    WHERE batch.until <= {now} - $3";
 
 /// Records the largest token of rows before they are deleted. Between the two statements, a token
 /// is covered twice.

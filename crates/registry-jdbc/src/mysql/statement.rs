@@ -12,7 +12,7 @@ use sqlx::{
 use std::sync::Arc;
 
 use super::sql::{self, MySqlStatements};
-use crate::server::statement::safe;
+use crate::server::statement::trusted_sql;
 use crate::server::{Answer, QueryMode, RowId, Statement, Value};
 
 pub(super) fn send<'c>(
@@ -31,7 +31,7 @@ pub(super) fn send<'c>(
             match result {
                 Either::Left(done) => {
                     answer.changed += done.rows_affected();
-                    answer.assigned = done.last_insert_id();
+                    answer.last_insert_id = done.last_insert_id();
                 }
                 Either::Right(row) => answer.rows.push(row),
             }
@@ -63,7 +63,7 @@ fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
             &texts[index.expect("the length is one of these sizes")]
         }
     };
-    let query = query(safe(text));
+    let query = query(trusted_sql(text));
     let values = statement.text.parameters.iter().map(|&index| &statement.values[index]);
     values.fold(query, |query, value| match value {
         Value::Bytes(bytes) => query.bind(bytes),

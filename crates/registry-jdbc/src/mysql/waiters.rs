@@ -3,7 +3,7 @@
 //!
 //! These servers send no notifications, so the store polls. One task per backend polls all awaited
 //! keys that are due, with one plain read by primary key. The task exists while there are waiters,
-//! and [`LINGER`] longer. It writes and locks nothing.
+//! and [`IDLE_TIME_MAX`] longer. It writes and locks nothing.
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
 //!   and 250 ms. So a release after one second is seen up to an eighth of a second late. A long
@@ -42,10 +42,10 @@ const PAUSE_AFTER_POLL_MAX: Duration = Duration::from_secs(1);
 /// How long a successful poll counts as recent: longer than the longest pause and rest together.
 const CONFIRMATION_MAX_AGE: Duration = Duration::from_secs(2);
 /// How long the task stays without waiters, because another wait is likely.
-const LINGER: Duration = Duration::from_secs(1);
+const IDLE_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend, and the task that polls for them.
-pub(super) struct MySqlWaiters {
+pub(super) struct MySqlReleasePoller {
     shared: Arc<PollerShared>,
 }
 
@@ -65,7 +65,7 @@ struct PolledWaiter {
     due: Instant,
 }
 
-impl MySqlWaiters {
+impl MySqlReleasePoller {
     pub(super) fn new(client: Arc<MySqlClient>, statements: Arc<StatementBinder>) -> Self {
         let (waiters, answered_at) = (Waiters::default(), Mutex::default());
         Self { shared: Arc::new(PollerShared { client, statements, waiters, answered_at }) }
@@ -106,15 +106,15 @@ impl MySqlWaiters {
     }
 }
 
-impl Drop for MySqlWaiters {
+impl Drop for MySqlReleasePoller {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl fmt::Debug for MySqlWaiters {
+impl fmt::Debug for MySqlReleasePoller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlWaiters")
+        f.debug_struct("MySqlReleasePoller")
             .field("waiters", &self.shared.waiters)
             .finish_non_exhaustive()
     }
@@ -135,7 +135,7 @@ impl PollerShared {
 
     /// Runs the task.
     async fn run(self: Arc<Self>) {
-        while self.waiters.wait_for_waiter(LINGER).await {
+        while self.waiters.wait_for_waiter(IDLE_TIME_MAX).await {
             let mut next = None;
             self.waiters.for_each(|_, waiter| next = next.into_iter().chain([waiter.due]).min());
             let Some(next) = next else { continue };

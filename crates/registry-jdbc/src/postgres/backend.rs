@@ -28,7 +28,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, Wakes,
+    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, WakeupSource,
 };
 
 pub(super) type PgRows = Rows<Postgres>;
@@ -40,11 +40,11 @@ impl Dialect for Postgres {
     // This form does not depend on the server's setting for backslashes.
     const BYTES_PREFIX: &'static str = "E'\\\\x";
     const RENEWALS_MAX: usize = 1000;
-    const RENEWS_ONE_LEASE: bool = false;
+    const RENEWAL_NEEDS_EQUAL_LEASES: bool = false;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = true;
 
     type Statements = PgStatements;
-    type Wakes = PgWakes;
+    type Wakeups = PgWakeups;
     type Session = PgSessionProtocol;
     type RowLock = PgRowProtocol;
 
@@ -106,12 +106,12 @@ impl Dialect for Postgres {
         row.try_get(index)
     }
 
-    fn has_wakes(config: &PostgresConfig, _: &SqlMode) -> bool {
+    fn has_wakeups(config: &PostgresConfig, _: &SqlMode) -> bool {
         config.listener_options().is_some()
     }
 
-    fn wakes(store: &Store<Self>, namespace: &str) -> PgWakes {
-        PgWakes::new(&store.config, namespace)
+    fn wakeups(store: &Store<Self>, namespace: &str) -> PgWakeups {
+        PgWakeups::new(&store.config, namespace)
     }
 
     fn granted_token(answer: &Answer<PgRow>) -> Result<Option<i64>, BackendError> {
@@ -141,8 +141,8 @@ impl Dialect for Postgres {
 
     /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
     async fn is_locked_by_transaction(rows: &PgRows, key: &Key) -> Result<bool, BackendError> {
-        let mark = Value::Number(rows.row_id(key).transaction_mark());
-        let marked = rows.store.query(&rows.store.statements.locked_in, [mark]).await?;
+        let mark = Value::Number(rows.row_id(key).holder_lock_key());
+        let marked = rows.store.query(&rows.store.statements.has_holder_lock, [mark]).await?;
         flag::<Self>(one_row::<Self>(&marked)?, 0)
     }
 
@@ -153,7 +153,7 @@ impl Dialect for Postgres {
             let statement = Statement::new(text, values);
             store.client.send(ConnectionUse::Release, resend, &statement).await
         };
-        let notification = rows.wakes.notification(rows.row_id(key));
+        let notification = rows.wakeups.notification(rows.row_id(key));
         let values = [&[rows.id(key)], &notification[..2]].concat();
         let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
         if released == Release::Freed {
@@ -189,7 +189,7 @@ impl Dialect for Postgres {
         diagnose::check_server(store).await
     }
 
-    async fn diagnose_wakes(rows: &PgRows) -> Option<Finding> {
+    async fn diagnose_wakeups(rows: &PgRows) -> Option<Finding> {
         diagnose::check_listener(rows).await
     }
 
@@ -208,12 +208,12 @@ impl Dialect for Postgres {
 }
 
 /// Release notifications, if the configuration has a listener.
-pub(crate) struct PgWakes {
+pub(crate) struct PgWakeups {
     pub(super) listener: Option<PgReleaseListener>,
     pub(super) channel: NotificationChannel,
 }
 
-impl PgWakes {
+impl PgWakeups {
     pub(super) fn new(config: &PostgresConfig, namespace: &str) -> Self {
         let channel = NotificationChannel::new(RowId::namespace_hash(namespace));
         let listener =
@@ -222,12 +222,12 @@ impl PgWakes {
     }
 }
 
-impl Wakes for PgWakes {
+impl WakeupSource for PgWakeups {
     fn position(&self) -> u64 {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
-    fn mark(&self, position: u64, _: FencingToken) -> u64 {
+    fn busy_mark(&self, position: u64, _: FencingToken) -> u64 {
         position
     }
 
@@ -238,7 +238,7 @@ impl Wakes for PgWakes {
         }
     }
 
-    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
         self.listener.as_ref().map(PgReleaseListener::wake_check)
     }
 

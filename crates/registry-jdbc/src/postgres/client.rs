@@ -11,7 +11,7 @@ use super::error;
 use crate::server::{AfterConnect, ConnectionPool, PoolError};
 
 pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
-    let pool = ConnectionPool::new(config.statement_options(), config.settings.pool_limits());
+    let pool = ConnectionPool::new(config.connect_options(), config.settings.pool_limits());
     // Not through a pooler, which may assign the connection to another client. There each statement
     // sets its own limit.
     match config.statements {
@@ -22,7 +22,7 @@ pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
 
 /// Opens a connection outside the pool.
 pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, BackendError> {
-    let server = config.statement_options();
+    let server = config.connect_options();
     match timeout(config.settings.connect_timeout, PgConnection::connect_with(&server)).await {
         Ok(connected) => connected.map_err(|error| error::not_connected(PoolError::Sqlx(error))),
         Err(_) => Err(error::not_connected(PoolError::TimedOut)),

@@ -177,20 +177,20 @@ impl PostgresConfig {
     pub(super) fn query_mode(&self) -> QueryMode {
         match self.statements {
             StatementMode::Prepared => QueryMode::Prepared,
-            StatementMode::Unprepared => self.simple_query_mode(),
+            StatementMode::Unprepared => self.plain_query_mode(),
         }
     }
 
     /// Returns the mode that sends statements as plain text, whatever the configuration is.
-    pub(super) fn simple_query_mode(&self) -> QueryMode {
-        QueryMode::Simple { lock_timeout: self.settings.busy_timeout }
+    pub(super) fn plain_query_mode(&self) -> QueryMode {
+        QueryMode::PlainPooled { lock_timeout: self.settings.busy_timeout }
     }
 
     /// Returns the client's options for the listener, or `None` if it is off.
     pub(super) fn listener_options(&self) -> Option<PgConnectOptions> {
         match &self.listen {
             Listen::SameServer => match self.statements {
-                StatementMode::Prepared => Some(self.statement_options()),
+                StatementMode::Prepared => Some(self.connect_options()),
                 // A pooler would not pass notifications on.
                 StatementMode::Unprepared => None,
             },

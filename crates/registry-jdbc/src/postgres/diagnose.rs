@@ -14,10 +14,10 @@ use crate::server::{
 
 /// Returns a finding if the listener does not receive notifications.
 pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
-    let listener = rows.wakes.listener.as_ref()?;
+    let listener = rows.wakeups.listener.as_ref()?;
     let payload = format!("try_{:016x}", fastrand::u64(..));
     let text = StatementText::numbered(NOTIFY);
-    let channel = rows.wakes.channel.name().to_owned();
+    let channel = rows.wakeups.channel.name().to_owned();
     let values = [Value::Word(channel), Value::Word(payload.clone())];
     let notify = async { rows.store.query(&text, values).await.map(drop) };
     let cause = match listener.self_test(&payload, notify).await {

@@ -11,7 +11,7 @@ use super::error;
 use super::statement::fetch;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::from_micros;
-use crate::server::{LockableRows, ServerErrors as _, Statement, Value, Wakes as _};
+use crate::server::{LockableRows, ServerErrors as _, Statement, Value, WakeupSource as _};
 
 pub(super) async fn attempt_until(
     lockable: LockableRows<'_, Postgres>,
@@ -21,7 +21,7 @@ pub(super) async fn attempt_until(
 ) -> Result<Option<FencingToken>, LockInError> {
     let rows = lockable.rows;
     loop {
-        let position = rows.wakes.position();
+        let position = rows.wakeups.position();
         match attempt(lockable, connection, key, deadline.remaining()).await? {
             LockInOutcome::Granted(token) => return Ok(Some(token)),
             _ if deadline.remaining().is_zero() => return Ok(None),
@@ -30,11 +30,11 @@ pub(super) async fn attempt_until(
             LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
             LockInOutcome::Held { remaining } => {
                 let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
-                let _ = timeout(limit, rows.wakes.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
             }
             LockInOutcome::InSession => {
                 let limit = POLL_INTERVAL.min(deadline.remaining());
-                let _ = timeout(limit, rows.wakes.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
             }
         }
     }
@@ -131,11 +131,11 @@ fn statement<'a>(
         Value::key(key),
         Value::Bytes(rows.store.id.clone()),
         Value::Word(format!("{}ms", row_wait.as_millis().max(1))),
-        Value::Number(id.transaction_mark()),
+        Value::Number(id.holder_lock_key()),
     ];
-    values.extend(rows.wakes.notification(id).drain(..2));
+    values.extend(rows.wakeups.notification(id).drain(..2));
     values.push(Value::Number(id.advisory_lock_key()));
-    let text = if lockable.in_sessions { &texts.lock_in_session } else { &texts.lock_in };
+    let text = if lockable.has_session_locks { &texts.lock_in_session } else { &texts.lock_in };
     Statement::new(text, values)
 }
 

@@ -15,8 +15,8 @@ use super::error::{self, row_locked};
 use super::statement::{fetch, send};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
-    LockAttempt, RowLockConnections, RowLockPermit, SILENCE, ServerErrors as _, SessionFailure,
-    SessionProtocol, Statement, TokenPlan, Value, Wakes as _,
+    IDLE_TIMEOUT, LockAttempt, RowLockConnections, RowLockPermit, ServerErrors as _,
+    SessionFailure, SessionProtocol, Statement, TokenPlan, Value, WakeupSource as _,
 };
 
 /// Sends the statements of one lock's session.
@@ -70,7 +70,7 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let query_mode = self.rows.store.config.simple_query_mode();
+        let query_mode = self.rows.store.config.plain_query_mode();
         let answer = send(&mut connected.connection, statement, query_mode).await;
         Ok(answer.map_err(error::session_failure)?.rows)
     }
@@ -89,7 +89,7 @@ impl PgRowProtocol {
                 self.rows.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
-                Value::block(claim),
+                Value::token_block(claim),
                 Value::label(claim),
                 Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
             ],
@@ -118,9 +118,9 @@ impl PgRowProtocol {
             [
                 self.rows.id(claim.key()),
                 Value::claim(claim),
-                Value::Number(id.transaction_mark()),
-                Value::Word(format!("{}s", SILENCE.as_secs())),
-                Value::Number(claim_mark(claim.id())),
+                Value::Number(id.holder_lock_key()),
+                Value::Word(format!("{}s", IDLE_TIMEOUT.as_secs())),
+                Value::Number(claim_lock_key(claim.id())),
             ],
         );
         // Sent as one message. The settings end with the transaction.
@@ -139,13 +139,13 @@ impl PgRowProtocol {
     }
 
     /// Returns whether a transaction has marked itself as holding this lock.
-    async fn is_marked(
+    async fn has_holder_lock(
         &self,
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<bool, SessionFailure> {
-        let mark = Value::Number(self.rows.row_id(key).transaction_mark());
-        let statement = Statement::new(&self.rows.store.statements.locked_in, [mark]);
+        let mark = Value::Number(self.rows.row_id(key).holder_lock_key());
+        let statement = Statement::new(&self.rows.store.statements.has_holder_lock, [mark]);
         let rows = self.send(connected, &statement).await?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
         flag::<Postgres>(row, 0).map_err(SessionFailure::Broken)
@@ -193,7 +193,7 @@ impl SessionProtocol for PgRowProtocol {
                 }
                 Ok(ClaimWrite::Leased) => return Ok(LockAttempt::Busy(None)),
                 Ok(ClaimWrite::Locked) => {
-                    if self.is_marked(connected, claim.key()).await? {
+                    if self.has_holder_lock(connected, claim.key()).await? {
                         return Ok(LockAttempt::Busy(None));
                     }
                 }
@@ -215,7 +215,7 @@ impl SessionProtocol for PgRowProtocol {
         key: &Key,
     ) -> Result<(), SessionFailure> {
         let id = self.rows.row_id(key);
-        let notification = self.rows.wakes.notification(id);
+        let notification = self.rows.wakeups.notification(id);
         let statement = Statement::new(&self.rows.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
         connected
@@ -252,7 +252,7 @@ impl SessionProtocol for PgRowProtocol {
 
 /// Returns the mark of the transaction that holds the lock for this claim. If two claims have the
 /// same mark, a holder may be listed under the wrong name.
-fn claim_mark(claim: ClaimId) -> i64 {
+fn claim_lock_key(claim: ClaimId) -> i64 {
     let mut mark = [0; 8];
     mark.copy_from_slice(&claim.to_bytes()[..8]);
     i64::from_be_bytes(mark)

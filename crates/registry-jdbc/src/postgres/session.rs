@@ -16,8 +16,8 @@ use super::error::{self, corrupt};
 use super::statement::{fetch, send};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
-    LockAttempt, PoolError, SILENCE, ServerErrors as _, SessionFailure, SessionProtocol, Statement,
-    TokenPlan, Value, Wakes as _,
+    IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionProtocol,
+    Statement, TokenPlan, Value, WakeupSource as _,
 };
 
 /// Sends the statements of a session.
@@ -116,7 +116,7 @@ impl PgSessionProtocol {
         claim: &Claim,
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
-        let Some(last) = &plan.last else {
+        let Some(last) = &plan.last_row else {
             return self.write_claim(connected, claim, plan, WriteMode::Acquired).await;
         };
         let id = self.rows.row_id(claim.key());
@@ -215,7 +215,7 @@ impl SessionProtocol for PgSessionProtocol {
         let configure = async {
             // The server checks the connection as well. On a Unix socket some of these settings
             // have no effect.
-            let seconds = SILENCE.as_secs();
+            let seconds = IDLE_TIMEOUT.as_secs();
             let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
@@ -260,9 +260,9 @@ impl SessionProtocol for PgSessionProtocol {
     ) -> Result<(), SessionFailure> {
         let id = self.rows.row_id(key);
         let mut values = vec![Value::Number(id.advisory_lock_key())];
-        values.extend(self.rows.wakes.notification(id));
+        values.extend(self.rows.wakeups.notification(id));
         let text = &self.rows.store.statements.session_unlock;
-        let statement = Statement::new(text, values).at_most_one();
+        let statement = Statement::new(text, values).with_at_most_one_row();
         self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
     }
 
@@ -288,7 +288,7 @@ impl SessionProtocol for PgSessionProtocol {
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token(token),
-                Value::block(claim),
+                Value::token_block(claim),
                 Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
                 Value::bytes(&row_claim.to_bytes()),
             ],
@@ -296,7 +296,7 @@ impl SessionProtocol for PgSessionProtocol {
         self.send(connected, &statement).await.map(drop)
     }
 
-    fn name(&self, key: &Key) -> Vec<u8> {
+    fn lock_name(&self, key: &Key) -> Vec<u8> {
         self.rows.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
 }

@@ -1,6 +1,6 @@
 //! All statements of the store. Each is a transaction of its own and takes one round trip. So a
 //! dropped future cannot leave a transaction open. The exceptions run in a transaction of the
-//! caller ([`FENCE`], [`FENCE_HELD`], [`LOCK_IN`]) or in that of a row lock ([`ROW_LOCK`],
+//! caller ([`FENCE`], [`FENCE_SESSION_GRANT`], [`LOCK_IN`]) or in that of a row lock ([`ROW_LOCK`],
 //! [`ROW_NOTIFY`]).
 //!
 //! A row is held if it has a claim and `until` is in the future. A claim that ends with a
@@ -43,7 +43,7 @@ pub(crate) struct PgStatements {
     pub(super) row_write_claim: StatementText,
     pub(super) row_lock: StatementText,
     pub(super) row_notify: StatementText,
-    pub(super) locked_in: StatementText,
+    pub(super) has_holder_lock: StatementText,
     pub(super) purge: StatementText,
 }
 
@@ -58,14 +58,14 @@ impl PgStatements {
         let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
-                .replace("{claim_mark}", CLAIM_MARK)
+                .replace("{claim_lock_key}", CLAIM_LOCK_KEY)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
             StatementText::numbered(&text)
         };
         let holders = |condition| {
-            text(&HOLDERS.replace("{condition}", condition).replace("{marked}", MARKED))
+            text(&HOLDERS.replace("{condition}", condition).replace("{holder_locks}", HOLDER_LOCKS))
         };
         let rows = RowStatements {
             meta: text(META),
@@ -79,15 +79,15 @@ impl PgStatements {
                 of_key: holders("id = $1::bytea"),
                 of_namespace: holders("namespace = $1::bytea"),
             },
-            leases: None,
+            lease_holders_only: None,
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
-            fence_held: text(FENCE_HELD),
+            fence_session_grant: text(FENCE_SESSION_GRANT),
         };
         Self {
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
             force_release: text(FORCE_RELEASE),
-            end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
+            end_row_holder: text(&END_ROW_HOLDER.replace("{holder_locks}", HOLDER_LOCKS)),
             lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
@@ -112,7 +112,7 @@ impl PgStatements {
             row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
             row_notify: text(ROW_NOTIFY),
-            locked_in: text(LOCKED_IN),
+            has_holder_lock: text(HAS_HOLDER_LOCK),
             purge: text(PURGE),
             rows,
             tables,
@@ -126,21 +126,21 @@ const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
 // The mutated texts omit the clock, which would hide the mutation.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "greatest(excluded.token, l.token + l.block)",
     "greatest(0, l.token)",
 );
 const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "greatest({now}, l.token + l.block)",
     "greatest(0, l.token)",
 );
 const REACQUIRES_HELD_KEY: SqlMutation =
-    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "true");
+    SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "true");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
 const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
-    Mutant::SessionTrustsItsMemory,
+    Mutant::SessionSkipsClaimCheck,
     "AND claim = $2::bytea",
     "AND $2::bytea IS NOT NULL",
 );
@@ -223,16 +223,16 @@ const CURRENT_GRANT: &str = "\
 const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
-    WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
+    WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_lock_key} IN (SELECT mark FROM ({holder_locks}) AS marked))";
 
 /// The marks of all transactions, with the ids of their server processes.
-const MARKED: &str = "\
+const HOLDER_LOCKS: &str = "\
     SELECT (classid::bigint << 32) | objid::bigint AS mark, pid FROM pg_locks \
     WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
 
 /// The mark of the transaction that holds the lock for the row's claim; see [`ROW_LOCK`].
-const CLAIM_MARK: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
+const CLAIM_LOCK_KEY: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
 
 /// Extends the grants that are still alive. Returns, for each claim, the time left and whether its
 /// grant exists.
@@ -285,7 +285,7 @@ const FORCE_RELEASE: &str = "\
 /// Parameters: id, milliseconds
 const END_ROW_HOLDER: &str = "\
     WITH holder AS MATERIALIZED ( \
-        SELECT marked.pid FROM {locks} JOIN ({marked}) AS marked ON marked.mark = {claim_mark} WHERE id = $1::bytea AND claim IS NOT NULL) \
+        SELECT marked.pid FROM {locks} JOIN ({holder_locks}) AS marked ON marked.mark = {claim_lock_key} WHERE id = $1::bytea AND claim IS NOT NULL) \
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
 /// Finds the grant as it was issued, and keeps its row from passing to another claim until the
@@ -326,7 +326,7 @@ const LOCK_IN_SESSION: &str = "\
 ///
 /// Parameters: id, namespace, key, store, lock_timeout, mark, channel, message
 const LOCK_IN: &str = "\
-    WITH patience AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
     clock AS MATERIALIZED (SELECT {now} AS now), \
     meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND uuid_send(store) = $4::bytea), \
@@ -340,7 +340,7 @@ const LOCK_IN: &str = "\
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
             greatest(now, floor + 1, (SELECT token + block FROM seen)), 1, NULL, now, now \
-        FROM patience, clock, allowed, marked \
+        FROM settings, clock, allowed, marked \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = NULL, \
@@ -353,9 +353,9 @@ const LOCK_IN: &str = "\
         RETURNING token) \
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         CASE WHEN level.name NOT LIKE 'read %' THEN level.name END, \
-        set_config('lock_timeout', patience.was, true), \
+        set_config('lock_timeout', settings.was, true), \
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_busy} \
-    FROM patience CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
+    FROM settings CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
 /// Acquires an advisory lock for the session, unless the session has it, and writes a larger token
 /// to the row. For clients that request a lease the row is free.
@@ -376,11 +376,11 @@ const LOCK_IN: &str = "\
 ///
 /// Parameters: id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_ACQUIRE: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
+    WITH settings AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT token, block, CASE WHEN claim IS NOT NULL AND until > {now} THEN until - {now} END AS lease_left \
-        FROM {locks}, ease WHERE id = $1::bytea), \
-    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease {unless_leased}), \
+        FROM {locks}, settings WHERE id = $1::bytea), \
+    tried AS MATERIALIZED (SELECT {taken} AS got FROM settings {unless_leased}), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l, clock WHERE l.id = $1::bytea FOR UPDATE OF l SKIP LOCKED), \
@@ -403,7 +403,7 @@ const SESSION_ACQUIRE: &str = "\
         coalesce(tried.got, false) AND seen.token IS NOT NULL AND NOT EXISTS (SELECT FROM mine), \
         CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END, \
         CASE WHEN tried.got AND taken.token IS NULL THEN pg_advisory_unlock($7::bigint) END \
-    FROM ease LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
+    FROM settings LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
 
 /// Acquires an advisory lock for the session. Prepared by [`session_prepare`].
 ///
@@ -413,13 +413,14 @@ const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::big
 /// Returns the time, if the row still contains this claim.
 ///
 /// Parameters: id, claim
-const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
+const SESSION_READ_CLAIM: &str =
+    "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
 
-/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_SEEN`], for
+/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_READ_CLAIM`], for
 /// [`SESSION_TRY_LOCK`].
 fn session_prepare() -> String {
     format!(
-        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
+        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_READ_CLAIM}"
     )
 }
 
@@ -451,9 +452,9 @@ const SESSION_UNLOCK: &str = "\
 ///
 /// Parameters: id, namespace, key, claim, token, block, lock_timeout, earlier claim
 const SESSION_ENSURE_ROW: &str = "\
-    WITH ease AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
-    clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
+    clock AS MATERIALIZED (SELECT {now} AS now FROM settings), \
     kept AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, 0 FROM clock \
@@ -464,13 +465,13 @@ const SESSION_ENSURE_ROW: &str = "\
             since = greatest(l.since, {now}) \
         WHERE l.claim = $8::bytea AND l.token <= excluded.token AND excluded.token < l.token + l.block \
         RETURNING id) \
-    SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
+    SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM settings";
 
 /// Like [`FENCE`], for a lock that ends with a connection. The next holder must change the row
 /// first, even if the connection is lost.
 ///
 /// Parameters: id, claim, token
-const FENCE_HELD: &str = "\
+const FENCE_SESSION_GRANT: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block \
     FOR KEY SHARE";
@@ -483,14 +484,14 @@ const FENCE_HELD: &str = "\
 ///
 /// Parameters: id, namespace, key, claim, block, label, lock_timeout
 const ROW_WRITE_CLAIM: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
+    WITH settings AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
-        SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
+        SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, settings WHERE id = $1::bytea), \
     found AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
         WHERE l.id = $1::bytea AND (l.claim IS NULL OR l.until <= {now}) AND EXISTS (SELECT FROM seen) \
         FOR UPDATE SKIP LOCKED), \
-    noted AS ( \
+    updated AS ( \
         UPDATE {locks} AS l SET \
             id = l.id, \
             claim = $4::bytea, \
@@ -501,14 +502,14 @@ const ROW_WRITE_CLAIM: &str = "\
             until = 0 \
         FROM found WHERE l.id = found.id \
         RETURNING l.token), \
-    made AS ( \
+    inserted AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
-        FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
+        FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, settings \
         WHERE NOT EXISTS (SELECT FROM seen) \
         ON CONFLICT (id) DO NOTHING \
         RETURNING token), \
-    granted AS (SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)) AS token) \
+    granted AS (SELECT coalesce((SELECT token FROM updated), (SELECT token FROM inserted)) AS token) \
     SELECT token, EXISTS (SELECT FROM seen WHERE leased), \
         CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
     FROM granted";
@@ -522,7 +523,7 @@ const ROW_WRITE_CLAIM: &str = "\
 ///
 /// Parameters: id, claim, mark, silence, mark of the claim
 const ROW_LOCK: &str = "\
-    WITH ease AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT set_config('idle_in_transaction_session_timeout', $4::text, true), set_config('tcp_user_timeout', $4::text, true), \
             set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), \
             set_config('tcp_keepalives_count', '3', true), set_config('synchronous_commit', 'off', true), \
@@ -530,7 +531,7 @@ const ROW_LOCK: &str = "\
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l WHERE l.id = $1::bytea AND l.claim = $2::bytea FOR NO KEY UPDATE SKIP LOCKED), \
     marked AS MATERIALIZED ( \
-        SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, ease) \
+        SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, settings) \
     SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
 
 /// Notifies the listeners, if there are any, when the transaction is committed; see
@@ -543,7 +544,7 @@ const ROW_NOTIFY: &str = "\
 /// Returns whether a transaction has marked itself as holding this lock.
 ///
 /// Parameters: mark
-const LOCKED_IN: &str = "\
+const HAS_HOLDER_LOCK: &str = "\
     SELECT EXISTS ( \
         SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
             AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
@@ -554,11 +555,11 @@ const LOCKED_IN: &str = "\
 ///
 /// Parameters: position, rows, minimum microseconds since the row's end
 const PURGE: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    piece AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
+    WITH settings AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
+    batch AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
     dead AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
-        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
+        WHERE l.id IN (SELECT id FROM batch WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
         FOR UPDATE SKIP LOCKED), \
-    deleted AS (DELETE FROM {locks} AS l USING dead, ease WHERE l.id = dead.id RETURNING l.id) \
+    deleted AS (DELETE FROM {locks} AS l USING dead, settings WHERE l.id = dead.id RETURNING l.id) \
     SELECT count(*) FROM deleted";

@@ -7,7 +7,7 @@ use registry_core::{BackendError, Claim, Release, Renewal};
 use sqlx::MySql;
 use tokio::time::Instant;
 
-use super::backend::{MySqlWakes, SentRenewal, limit, wait_for_fence};
+use super::backend::{MySqlWakeups, SentRenewal, limit, wait_for_fence};
 use super::config::MySqlConfig;
 use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
@@ -26,7 +26,7 @@ impl SpringDialect for MySql {
 
     /// Returns the quoted name.
     fn table_name(config: &MySqlConfig, table: &SpringTable) -> String {
-        let (database, name) = table.name();
+        let (database, name) = table.schema_and_name();
         let database = database.or_else(|| config.server.get_database()).unwrap_or_default();
         format!("{}.{}", quoted(database), quoted(&name))
     }
@@ -35,7 +35,7 @@ impl SpringDialect for MySql {
         store: &Store<Self>,
         table: &SpringTable,
     ) -> Result<Option<(String, bool)>, BackendError> {
-        let (database, name) = table.name();
+        let (database, name) = table.schema_and_name();
         let database = database.or_else(|| store.config.server.get_database()).unwrap_or_default();
         let values = [Value::Word(database.to_owned()), Value::Word(name)];
         let columns = store.query(&StatementText::positional(sql::COLUMNS, &[]), values).await?;
@@ -59,18 +59,18 @@ impl SpringDialect for MySql {
         MySqlSpringStatements::new(&store.config, lock, table)
     }
 
-    fn spring_wakes(_: &Store<Self>, _: &str) -> MySqlWakes {
-        MySqlWakes(None)
+    fn spring_wakeups(_: &Store<Self>, _: &str) -> MySqlWakeups {
+        MySqlWakeups(None)
     }
 
-    fn table_part(lock: &str, table: &SpringTable) -> String {
+    fn region_scope(lock: &str, table: &SpringTable) -> String {
         // In most collations, regions that differ only in case are equal.
         format!("{lock} {}", table.region().to_ascii_lowercase())
     }
 
-    fn native_namespace(table_part: &str) -> Vec<u8> {
+    fn native_namespace(region_scope: &str) -> Vec<u8> {
         // A hash, because a table's name may be too long.
-        [b"\xffspring ", RowId::for_foreign_lock(table_part, "").bytes()].concat()
+        [b"\xffspring ", RowId::for_foreign_lock(region_scope, "").bytes()].concat()
     }
 
     async fn renew_spring(
