@@ -1,4 +1,4 @@
-//! What differs from other servers in the backend. The statements are in `sql`.
+//! Implements the backend's `Dialect` for PostgreSQL. The statements are in `sql`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -88,7 +88,7 @@ impl Dialect for Postgres {
 
     fn bytes(row: &PgRow, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error> {
         let value = row.try_get_raw(index)?;
-        // sqlx does not read this text format, which `bytea_output=escape` selects.
+        // The setting `bytea_output=escape` selects this text format, which sqlx cannot read.
         if value.format() == PgValueFormat::Text
             && let Ok(text) = value.as_bytes()
             && !text.starts_with(b"\\x")
@@ -139,14 +139,15 @@ impl Dialect for Postgres {
         renew(&rows.store, &rows.store.statements.renew, values, claims).await
     }
 
-    /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
+    /// Returns whether a transaction holds the holder lock of this key; see
+    /// [`RowId::holder_lock_key`].
     async fn is_locked_by_transaction(rows: &PgRows, key: &Key) -> Result<bool, BackendError> {
-        let mark = Value::Number(rows.row_id(key).holder_lock_key());
-        let marked = rows.store.query(&rows.store.statements.has_holder_lock, [mark]).await?;
-        flag::<Self>(one_row::<Self>(&marked)?, 0)
+        let lock_key = Value::Number(rows.row_id(key).holder_lock_key());
+        let found = rows.store.query(&rows.store.statements.has_holder_lock, [lock_key]).await?;
+        flag::<Self>(one_row::<Self>(&found)?, 0)
     }
 
-    /// Frees `key`: ends a lease, or the connection that has the row locked for a claim.
+    /// Frees `key`: ends a lease, or ends the connection that has the row locked for a claim.
     async fn force_release(rows: &PgRows, key: &Key) -> Result<Release, BackendError> {
         let (store, texts) = (&rows.store, &rows.store.statements);
         let send = async |text, resend, values: Vec<Value>| {
@@ -164,7 +165,7 @@ impl Dialect for Postgres {
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
-                // The ended transaction was not committed, so it has sent no notification.
+                // The ended transaction was not committed, so it sent no notification.
                 send(&texts.row_notify, Resend::Allowed, notification).await?;
                 Ok(Release::Freed)
             }
@@ -176,7 +177,7 @@ impl Dialect for Postgres {
         }
     }
 
-    /// A trigger of the tables keeps the largest of the deleted tokens in the same transaction.
+    /// In the same transaction, a trigger of the tables records the largest of the deleted tokens.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age];
@@ -242,7 +243,7 @@ impl WakeupSource for PgWakeups {
         self.listener.as_ref().map(PgReleaseListener::wake_check)
     }
 
-    /// Channel, message and presence lock.
+    /// Returns the channel, the message, and the key of the presence lock.
     fn notification(&self, id: RowId) -> Vec<Value> {
         let presence_lock = Value::Number(self.channel.presence_lock(id.notification_id()));
         let channel = Value::Word(self.channel.name().to_owned());
@@ -260,7 +261,8 @@ pub(super) fn leases(claims: &[&Claim]) -> Value {
     Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect())
 }
 
-/// Sends a renewal, and reads one row for each claim: the time left, and whether the grant exists.
+/// Sends a renewal. Reads one row for each claim: the time left if it was renewed, and whether the
+/// grant exists.
 pub(super) async fn renew(
     store: &Store<Postgres>,
     text: &StatementText,

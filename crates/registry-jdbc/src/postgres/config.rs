@@ -81,11 +81,11 @@ pub enum StatementMode {
 /// Where the listener receives release notifications.
 #[derive(Clone)]
 pub(super) enum Listen {
-    /// From the server that receives the statements.
+    /// The listener connects to the server that receives the statements.
     SameServer,
-    /// From another address, which bypasses the pooler of the statements.
+    /// The listener connects to another address, which bypasses the pooler of the statements.
     OtherServer(Box<PgConnectOptions>),
-    /// Nowhere: waiting callers poll.
+    /// There is no listener, so waiting callers poll.
     Off,
 }
 
@@ -201,7 +201,7 @@ impl PostgresConfig {
         }
     }
 
-    /// Returns the environment variables with file names that the client reads and this
+    /// Returns the environment variables that would make the client read files, and that this
     /// configuration does not override.
     fn unset_file_variables(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
@@ -387,7 +387,7 @@ fn conflicting_variable(server: &PgConnectOptions, names: &[&'static str]) -> Op
 }
 
 fn with_fixed_options(server: PgConnectOptions) -> PgConnectOptions {
-    // A pooler refuses settings that it does not know, and no floating-point numbers are read here.
+    // A pooler refuses the startup parameter `extra_float_digits`, which this store does not need.
     server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
@@ -395,7 +395,7 @@ fn with_fixed_options(server: PgConnectOptions) -> PgConnectOptions {
 const PORT: u16 = 5432;
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-// Implemented manually: the client's options contain a password and print it.
+// Implemented manually, because the debug output of the client's options contains the password.
 impl fmt::Debug for PostgresConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresConfig")

@@ -23,9 +23,9 @@ pub(super) fn send<'c>(
             QueryMode::Prepared => bound(statement).fetch_all(connection).await?,
             QueryMode::Plain => fetch(connection, statement.inlined::<Postgres>()).await?,
             QueryMode::PlainPooled { lock_timeout } => {
-                // Two statements in one message are one transaction. The first completes before the
-                // second waits for anything. Its setting ends with that transaction, so it does not
-                // reach a pooler's next client.
+                // Two statements in one message are one transaction. `SET LOCAL` completes before
+                // the second statement waits. Its setting ends with the transaction, so it does not
+                // affect the pooler's next client.
                 let lock_timeout = lock_timeout.as_millis().max(1);
                 let text = statement.inlined::<Postgres>();
                 fetch(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))

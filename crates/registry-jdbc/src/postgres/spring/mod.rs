@@ -1,4 +1,4 @@
-//! What differs from other servers for locks in the table of a Spring Integration
+//! Implements `SpringDialect` for PostgreSQL: locks in the table of a Spring Integration
 //! `JdbcLockRegistry`.
 
 mod sql;
@@ -26,7 +26,8 @@ impl SpringDialect for Postgres {
 
     type SpringStatements = PgSpringStatements;
 
-    /// Unquoted as in Spring's statements, so that the server converts the letters to lower case.
+    /// Returns the unquoted name, as in Spring's statements: the server converts its letters to
+    /// lower case.
     fn table_name(config: &PostgresConfig, table: &SpringTable) -> String {
         let (schema, name) = table.schema_and_name();
         match schema.or(config.schema.as_deref()) {
@@ -92,8 +93,8 @@ impl SpringDialect for Postgres {
         claim: &Claim,
     ) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());
-        // The fenced transaction locks the row, and the calling code may be what must end that
-        // transaction.
+        // The fenced transaction locks the row. If the caller of this release must end that
+        // transaction, a longer wait is useless.
         let lock_timeout = match claim.is_fenced() {
             true => FENCED_ROW_TIMEOUT,
             false => spring.store.settings().busy_timeout,
@@ -113,6 +114,6 @@ impl SpringDialect for Postgres {
     }
 }
 
-/// How long the release of a fenced claim waits for the row. Other statements that read the row
-/// lock it for a shorter time.
+/// How long the release of a fenced claim waits for the row. Statements of other clients lock the
+/// row for a shorter time.
 const FENCED_ROW_TIMEOUT: Duration = Duration::from_millis(100);
