@@ -1,5 +1,5 @@
-//! Row locks: a transaction of the store locks the row for as long as the lock is held (`SELECT …
-//! LOCK IN SHARE MODE`).
+//! Row locks: while a lock is held, a transaction of this backend keeps its row locked by `SELECT …
+//! LOCK IN SHARE MODE`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,7 @@ use crate::server::{
     RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
-/// The SQL of one lock's connection.
+/// Sends the statements of one lock's session.
 pub(crate) struct MySqlRowProtocol {
     rows: Arc<MySqlRows>,
     connections: RowLockConnections<MySqlConnection>,
@@ -38,7 +38,8 @@ pub(crate) struct MySqlRowConnection {
 struct MySqlRowTransaction {
     /// The server's id of the connection.
     connection: u64,
-    /// Whether the connection holds the named lock that identifies the holder.
+    /// Whether the connection holds the holder lock: the named lock that shows which claim holds
+    /// the row.
     has_holder_lock: bool,
 }
 
@@ -78,8 +79,8 @@ impl MySqlRowProtocol {
                     send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
-                // Locked by a holder, or for milliseconds by another client that checks whether it
-                // is free.
+                // A holder has locked the row, or another client that checks whether the row is
+                // free has locked it for milliseconds.
                 Some(_) => sleep(pause).await,
             }
         }
@@ -94,9 +95,9 @@ impl MySqlRowProtocol {
         let statements: &RowStatements = self.rows.store.statements.as_ref().as_ref();
         let rows = send_once(&mut connected.connection, &statements.meta, []).await?.rows;
         let message = "the meta table has no row";
-        let lost = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
-        if read::<i64>(rows.first().ok_or_else(lost)?, 2)? == 0 {
-            // New connections may lead to the server's successor.
+        let missing = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
+        if read::<i64>(rows.first().ok_or_else(missing)?, 2)? == 0 {
+            // After a failover, new connections may reach the new primary.
             self.connections.close_idle();
             return Err(SessionFailure::Broken(error::read_only(error::STORE)));
         }
@@ -124,7 +125,8 @@ impl MySqlRowProtocol {
         let named = fetch(&mut connected.connection, statements).await;
         let has_holder_lock = match named {
             Ok(_) => true,
-            // Some clusters have no named locks. The holder of the row is not shown there.
+            // Some clusters have no named locks. On such a cluster the holder of the row is not
+            // listed.
             Err(error) if MySql::error_effect(&error) == ErrorEffect::Rejected => false,
             Err(error) => return Err(broken(error)),
         };
@@ -169,7 +171,7 @@ impl SessionProtocol for MySqlRowProtocol {
     ) -> Result<LockAttempt, SessionFailure> {
         let claimed = self.write_claim(connected, claim).await;
         if matches!(claimed, Err(SessionFailure::Broken(_))) {
-            // The other idle connections are probably broken too.
+            // The remaining idle connections are probably broken too.
             self.connections.close_idle();
         }
         let Some(token) = claimed? else { return Ok(LockAttempt::Busy(None)) };
@@ -195,7 +197,8 @@ impl SessionProtocol for MySqlRowProtocol {
         &self,
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
-        // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
+        // If the transaction has ended, the statement fails, because its savepoint no longer
+        // exists.
         let rows = fetch(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
@@ -218,7 +221,7 @@ impl SessionProtocol for MySqlRowProtocol {
         None
     }
 
-    /// Polls at growing intervals, because the server sends no notifications.
+    /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
     }
@@ -228,12 +231,14 @@ impl SessionProtocol for MySqlRowProtocol {
     }
 }
 
-/// Within a transaction, any error may have ended the transaction, and with it the lock.
+/// Converts an error inside the transaction. Any such error may have ended the transaction, and
+/// with it the lock.
 fn broken(error: sqlx::Error) -> SessionFailure {
     SessionFailure::Broken(MySql::explain(error))
 }
 
-/// A row that is locked for longer than their sum has a holder. The server does not report which.
+/// The pauses between attempts to write the claim to a locked row. A row that is locked for longer
+/// than their sum has a holder. The server does not report the holder.
 const WRITE_CLAIM_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),
@@ -245,6 +250,7 @@ const WRITE_CLAIM_PAUSES: [Duration; 5] = [
 /// The savepoint that identifies the transaction.
 const SAVEPOINT: &str = "SAVEPOINT lock_registry_row";
 
-/// Releases no earlier lock. Returns the connection's id, and whether the server is still writable.
+/// Checks the transaction by a rollback to its savepoint, which releases no lock that is older than
+/// the savepoint. Returns the connection's id, and whether the server is still writable.
 const CHECK_SESSION: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";

@@ -21,19 +21,20 @@ use crate::server::{
     StatementText, TokenPlan, Value,
 };
 
-/// The SQL of a session's connection.
+/// Sends the statements of a session.
 pub(crate) struct MySqlSessionProtocol {
     rows: Arc<MySqlRows>,
 }
 
-/// A connection and the server's id of it.
+/// A connection with its id on the server.
 pub(crate) struct MySqlSessionConnection {
     connection: MySqlConnection,
     id: u64,
 }
 
 impl MySqlSessionConnection {
-    /// Compares the connection id in the first column, to detect a proxy that switches connections.
+    /// Checks that the first column is the id of this connection. A proxy that changes connections
+    /// returns another id.
     fn check_connection(&self, row: &MySqlRow) -> Result<(), SessionFailure> {
         if read::<u64>(row, 0)? == self.id {
             return Ok(());
@@ -45,7 +46,7 @@ impl MySqlSessionConnection {
 }
 
 impl MySqlSessionProtocol {
-    /// Returns whether the named lock is free and there is no lease.
+    /// Returns whether the named lock is free and the key has no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
         let values = [self.lock_name_value(key), self.rows.id(key)];
         let text = &self.rows.store.statements.session_is_free;
@@ -71,7 +72,8 @@ impl MySqlSessionProtocol {
         read(row, 1)
     }
 
-    /// Writes the claim, after the named lock was acquired. Returns `None` if the key has a lease.
+    /// Issues the token after the named lock was acquired. Writes the claim, unless the token was
+    /// reserved. Returns `None` if the key has a lease.
     async fn grant(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -103,8 +105,8 @@ impl MySqlSessionProtocol {
         granted.ok_or_else(|| SessionFailure::Broken(corrupt::<MySql>("a row's token is invalid")))
     }
 
-    /// Acquires the named lock. Also returns the time if the row still contains a claim of the
-    /// session.
+    /// Acquires the named lock. Returns whether it was free, and the server's time if the row still
+    /// contains `row_claim`.
     async fn lock_and_read(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -121,7 +123,7 @@ impl MySqlSessionProtocol {
     }
 }
 
-/// The named lock's name is the row's id.
+/// Returns the parameters of `session_try_lock`. The name of the named lock is the row's id.
 pub(super) fn try_lock_values(
     rows: &MySqlRows,
     key: &Key,
@@ -192,7 +194,7 @@ impl SessionProtocol for MySqlSessionProtocol {
             Ok(Some(granted)) => Ok(LockAttempt::Grant(granted)),
             Ok(None) => self.unlock(connected, claim.key()).await.map(|()| LockAttempt::Busy(None)),
             Err(SessionFailure::Rejected(error)) => {
-                // The session holds the lock even if the next statement failed.
+                // The session holds the named lock even if the next statement failed.
                 self.unlock(connected, claim.key()).await?;
                 if MySql::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));
@@ -243,20 +245,20 @@ impl SessionProtocol for MySqlSessionProtocol {
         send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }
 
-    /// Polls at growing intervals, because the server sends no notifications.
+    /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
     }
 }
 
-/// Opens a connection outside of the pool, which the server closes after this time without a
-/// statement.
+/// Opens a connection outside of the pool. The server closes the connection after `idle_timeout`
+/// without a statement.
 pub(super) async fn connect(
     config: &MySqlConfig,
     idle_timeout: Duration,
 ) -> Result<MySqlConnection, sqlx::Error> {
     let mut connection = MySqlConnection::connect_with(&config.connect_options()).await?;
-    sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
+    sqlx::raw_sql(sql::session_settings(ROW_WAIT.as_secs())).execute(&mut connection).await?;
     let idle_timeout = i64::try_from(idle_timeout.as_secs()).unwrap_or(i64::MAX);
     query("SET SESSION wait_timeout = ?").bind(idle_timeout).execute(&mut connection).await?;
     Ok(connection)

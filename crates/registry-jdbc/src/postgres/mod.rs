@@ -15,7 +15,8 @@ mod client;
 mod error;
 // Waiting for a release by any process.
 mod listener;
-// Locks that last as long as a connection: one for all locks, or one for each.
+// Locks that last as long as a connection: one connection for all locks, or one connection for each
+// lock.
 mod session;
 mod row;
 // Locks in the caller's own transaction.

@@ -18,7 +18,8 @@ mod encryption;
 // What this process knows of recently used rows.
 mod row_id;
 mod recent_rows;
-// Locks that last as long as a connection: one for all locks, or one for each.
+// Locks that last as long as a connection: one connection for all locks, or one connection for each
+// lock.
 mod session;
 mod sessions;
 mod connection_actor;
