@@ -3,7 +3,7 @@
 use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
-use super::error::Detached;
+use super::error::FileMismatch;
 
 /// A write-ahead log above this size is reported: no checkpoint succeeds.
 const WAL_BYTES_MAX: u64 = 64 * 1024 * 1024;
@@ -14,7 +14,7 @@ impl SqliteBackend {
         match self.writer.check() {
             // This error is a finding, because removing the hard link repairs the store. Further
             // checks would fail.
-            Err(error) if Detached::from_error(&error) == Some(Detached::HardLink) => {
+            Err(error) if FileMismatch::from_error(&error) == Some(FileMismatch::HardLink) => {
                 return Ok(vec![Finding::warning(error.to_string())]);
             }
             answer => answer?,

@@ -1,4 +1,4 @@
-//! Opens the file: reads it, creates missing tables, and detects a reboot.
+//! Opens the file: checks its tables, creates missing tables, and detects a reboot.
 
 use std::path::Path;
 
@@ -43,8 +43,8 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<OpenedSt
     };
     let database_id = paths.database_id().map_err(BackendError::as_refused)?;
 
-    // This connection stays open until the others are open, so that SQLite does not delete the log
-    // and the index.
+    // This connection stays open until the writer and the reader are open, so that SQLite does not
+    // delete the log and the index.
     let options = connection::options(path).create_if_missing(false);
     let connect = |options| {
         ReconnectingConnection::open(
