@@ -441,10 +441,10 @@ mod tests {
         let first = acquire_token(&a, &held).await;
         clock.advance(Duration::from_secs(10));
 
-        let renewal = expect_busy(&b, &claim("k")).await;
-        assert_eq!(renewal.retry_after, Some(Duration::from_secs(20)));
-        assert_eq!(renewal.mark, first);
-        let holder = renewal.holder.unwrap();
+        let reply = expect_busy(&b, &claim("k")).await;
+        assert_eq!(reply.retry_after, Some(Duration::from_secs(20)));
+        assert_eq!(reply.mark, first);
+        let holder = reply.holder.unwrap();
         assert_eq!(holder.key, key("k"));
         assert_eq!(holder.label.as_deref(), Some(label));
         assert_eq!(holder.token.unwrap().get(), first);

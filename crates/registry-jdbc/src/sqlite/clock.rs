@@ -422,7 +422,7 @@ mod tests {
             wait_for_retry().await;
             rollback(&mut other).await;
         };
-        let (busy_reply, ()) = tokio::join!(renewal, unblock);
-        assert_eq!(busy_reply[0].as_ref().unwrap(), &Renewal::Gone);
+        let (renewed, ()) = tokio::join!(renewal, unblock);
+        assert_eq!(renewed[0].as_ref().unwrap(), &Renewal::Gone);
     }
 }

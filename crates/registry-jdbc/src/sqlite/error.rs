@@ -332,12 +332,8 @@ mod tests {
             (200, Protocol, false),
         ];
         for &(code, kind, refused) in table {
-            let verdict = classify_code(code);
-            assert_eq!(
-                (verdict.kind, verdict.refused),
-                (kind, refused),
-                "code {code}: {verdict:?}"
-            );
+            let class = classify_code(code);
+            assert_eq!((class.kind, class.refused), (kind, refused), "code {code}: {class:?}");
         }
     }
 

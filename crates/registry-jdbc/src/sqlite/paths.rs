@@ -185,12 +185,12 @@ impl DatabasePaths {
 
     /// Returns whether this process has this index of the log open.
     ///
-    /// All connections of a process share the index that the first of them opened, so opening a new
-    /// connection does not verify it. Without `/proc`, returns `true`.
+    /// All connections of a process share the index that the first connection opened, so a new
+    /// connection does not reopen the index. Without `/proc`, returns `true`.
     pub(super) fn has_shared_memory_open(&self, ids: &FileIds) -> bool {
         let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
-        // Compares names first: `metadata` of another descriptor's file, perhaps on an unreachable
-        // file server, could block forever.
+        // The names are compared first, because `metadata` of an unrelated file on an unreachable
+        // file server could block forever.
         descriptors.flatten().map(|descriptor| descriptor.path()).any(|descriptor| {
             fs::read_link(&descriptor).is_ok_and(|file| file.file_name() == self.shm.file_name())
                 && fs::metadata(&descriptor).is_ok_and(|open| FileId::of(&open) == ids.shm)
@@ -238,15 +238,15 @@ fn has_hard_links(_metadata: &Metadata) -> bool {
     false
 }
 
-/// Returns whether the path is a mount point. Its log and index would then be in the
-/// folder of the mount point, not in that of the file.
+/// Returns whether the path is a mount point. If so, log and index would be in the mount point's
+/// folder, not in the folder of the mounted file.
 fn is_mounted(path: &Path) -> bool {
     let Some(path) = path.to_str() else { return false };
     fs::read_to_string("/proc/self/mountinfo").is_ok_and(|mounts| is_mount_point(path, &mounts))
 }
 
-/// `mounts` has the format of `/proc/self/mountinfo`: one line per mount, with the mount point in
-/// the fifth field.
+/// Returns whether `mounts` contains the mount point `path`. `mounts` has the format of
+/// `/proc/self/mountinfo`: one line for each mount, with the mount point in the fifth field.
 fn is_mount_point(path: &str, mounts: &str) -> bool {
     let escaped = path
         .replace('\\', r"\134")
@@ -270,8 +270,8 @@ fn path_error(path: &Path, error: std::io::Error) -> BackendError {
     at_path(kind, path, message).with_source(error).as_refused()
 }
 
-/// Calls `faccessat`, because mode and owner do not decide: root, access lists and read-only mounts
-/// matter too.
+/// Calls `faccessat`, because mode and owner are not sufficient: root, access lists and read-only
+/// mounts also matter.
 #[cfg(target_os = "linux")]
 fn is_writable(path: &Path) -> bool {
     use nix::fcntl::{AT_FDCWD, AtFlags};
