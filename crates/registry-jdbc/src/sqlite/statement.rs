@@ -1,4 +1,4 @@
-//! Binds parameters to the statements of `sql`. Each new statement reads the clock; no other code
+//! Binds parameters to the statements of `sql`. Each binding reads the clock again. No other code
 //! sets the times of a row.
 
 use std::sync::Arc;
@@ -13,8 +13,8 @@ use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// Binds the parameters that all statements of one backend share. Their types are cloned without a
-/// deep copy.
+/// Binds the parameters of statements. The fields are the parameters that all statements of a
+/// backend share; their clones share memory.
 #[derive(Debug)]
 pub(super) struct SqliteStatementBinder {
     pub(super) clock: Arc<dyn StoreClock>,
@@ -88,8 +88,8 @@ impl SqliteStatementBinder {
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
     ///
     /// A process may be paused after it read the clock, and resume after a lease has expired. The
-    /// statement then prolongs that lease if the key was not granted meanwhile. This is safe,
-    /// because no other claim was granted the key before, and none is granted it afterwards.
+    /// statement then prolongs that lease, if no other claim was granted the key meanwhile. This is
+    /// safe, because until then no other claim held the key.
     pub(super) fn renew(&self, size: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
         let now = self.clock.now();
         let mut statement = self.batch_query(size, now);
