@@ -50,8 +50,8 @@ enum Storage {
 impl WakeCheck for Storage {
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         match self {
-            Self::Single(store) => store.is_wake_confirmed(claim.key()),
-            Self::Quorum(quorum) => quorum.is_wake_confirmed(claim.key()),
+            Self::Single(store) => store.is_subscribed(claim.key()),
+            Self::Quorum(quorum) => quorum.is_subscribed(claim.key()),
         }
     }
 }

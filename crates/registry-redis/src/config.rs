@@ -26,14 +26,14 @@ pub struct RedisConfig {
     pub(crate) namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
-    pub(crate) token_memory: Duration,
+    pub(crate) token_retention: Duration,
     pub(crate) durability: Durability,
-    pub(crate) restart_guard: Duration,
+    pub(crate) min_uptime: Duration,
     pem_files: PemFiles,
     /// The engine's lease and time-out, and limits that depend on them, as set by options.
-    lease: Option<Duration>,
-    timeout: Option<Duration>,
-    replica_timeout: Option<Duration>,
+    lease_option: Option<Duration>,
+    timeout_option: Option<Duration>,
+    replica_timeout_option: Option<Duration>,
     restart_guard_option: Option<Duration>,
 }
 
@@ -364,7 +364,7 @@ impl RedisConfig {
         service: impl Into<String>,
     ) -> Self {
         Self::with_servers(ServerAddresses::Sentinel {
-            sentinels: addresses(sentinels),
+            sentinels: tcp_addresses(sentinels),
             service: service.into(),
         })
     }
@@ -372,14 +372,14 @@ impl RedisConfig {
     /// Configures a cluster by some of its members, which report the others.
     #[must_use]
     pub fn cluster(members: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::with_servers(ServerAddresses::Cluster(addresses(members)))
+        Self::with_servers(ServerAddresses::Cluster(tcp_addresses(members)))
     }
 
     /// Configures a quorum of independent masters. A claim that more than half of them grant holds
     /// the lock.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::with_servers(ServerAddresses::Quorum(addresses(masters)))
+        Self::with_servers(ServerAddresses::Quorum(tcp_addresses(masters)))
     }
 
     /// Parses a URL. The schemes with `rediss` instead of `redis` encrypt the connections (feature
@@ -438,7 +438,7 @@ impl RedisConfig {
                 (ServerAddresses::Single(ServerAddress::Unix(path)), "")
             }
             "sentinel" => {
-                let sentinels = addresses(url.hosts(hosts, SENTINEL_PORT, &syntax)?);
+                let sentinels = tcp_addresses(url.hosts(hosts, SENTINEL_PORT, &syntax)?);
                 let path = url.path.strip_prefix('/').unwrap_or_default();
                 let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
                 let service = url.text(service, "a service")?;
@@ -449,9 +449,10 @@ impl RedisConfig {
                 }
                 (ServerAddresses::Sentinel { sentinels, service }, number)
             }
-            "cluster" => {
-                (ServerAddresses::Cluster(addresses(url.hosts(hosts, PORT, &syntax)?)), url.path)
-            }
+            "cluster" => (
+                ServerAddresses::Cluster(tcp_addresses(url.hosts(hosts, PORT, &syntax)?)),
+                url.path,
+            ),
             _ => {
                 let masters = url.hosts(hosts, PORT, &syntax)?;
                 if masters.len() < QUORUM_MIN {
@@ -459,7 +460,7 @@ impl RedisConfig {
                         "contains fewer than {QUORUM_MIN} servers, which tolerate no failure; {syntax}"
                     )));
                 }
-                (ServerAddresses::Quorum(addresses(masters)), url.path)
+                (ServerAddresses::Quorum(tcp_addresses(masters)), url.path)
             }
         };
         let mut config = Self::with_servers(servers);
@@ -495,17 +496,17 @@ impl RedisConfig {
             namespace: None,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
-            token_memory: Duration::from_secs(24 * 60 * 60),
+            token_retention: Duration::from_secs(24 * 60 * 60),
             durability: Durability {
                 replicas: 0,
                 fsync: Fsync::NotRequired,
                 limit: REPLICA_TIMEOUT,
             },
-            restart_guard: Duration::ZERO,
+            min_uptime: Duration::ZERO,
             pem_files: PemFiles::default(),
-            lease: None,
-            timeout: None,
-            replica_timeout: None,
+            lease_option: None,
+            timeout_option: None,
+            replica_timeout_option: None,
             restart_guard_option: None,
         }
     }
@@ -621,7 +622,7 @@ impl RedisConfig {
     /// does.
     #[must_use]
     pub fn with_token_memory(mut self, token_memory: Duration) -> Self {
-        self.token_memory = token_memory;
+        self.token_retention = token_memory;
         self
     }
 
@@ -658,7 +659,7 @@ impl RedisConfig {
     /// use. A master that logs all writes (`appendfsync always`) does not need it.
     #[must_use]
     pub fn with_restart_guard(mut self, restart_guard: Duration) -> Self {
-        self.restart_guard = restart_guard;
+        self.min_uptime = restart_guard;
         self
     }
 
@@ -683,9 +684,9 @@ impl RedisConfig {
     fn check_limits(&self) -> Result<(), OptionError> {
         for (option, value) in [
             ("connect_timeout", self.connect_timeout),
-            ("token_memory", self.token_memory),
+            ("token_memory", self.token_retention),
             ("replica_timeout", self.durability.limit),
-            ("restart_guard", self.restart_guard),
+            ("restart_guard", self.min_uptime),
         ] {
             // A store that does not have the option uses its default.
             if self.kind().option(option, self.scheme()).is_some() {
@@ -699,7 +700,7 @@ impl RedisConfig {
             let problem = "is not shorter than response_timeout";
             return Err(OptionError::new("replica_timeout", problem));
         }
-        let lease = self.lease.unwrap_or(Duration::from_secs(30));
+        let lease = self.lease_option.unwrap_or(Duration::from_secs(30));
         if let Some(guard) = self.restart_guard_option
             && !guard.is_zero()
             && guard < lease
@@ -713,8 +714,8 @@ impl RedisConfig {
                 ),
             ));
         }
-        let timeout = self.timeout.unwrap_or(Duration::from_secs(3));
-        match self.replica_timeout {
+        let timeout = self.timeout_option.unwrap_or(Duration::from_secs(3));
+        match self.replica_timeout_option {
             Some(given) if given >= timeout => Err(OptionError::new(
                 "replica_timeout",
                 format!(
@@ -729,7 +730,7 @@ impl RedisConfig {
 
     fn check_servers(&self) -> Result<(), OptionError> {
         let is_quorum = matches!(self.servers, ServerAddresses::Quorum(_));
-        if !self.restart_guard.is_zero() && !is_quorum {
+        if !self.min_uptime.is_zero() && !is_quorum {
             return Err(OptionError::new("restart_guard", "is for a quorum"));
         }
         let all = match &self.servers {
@@ -766,11 +767,11 @@ impl RedisConfig {
     }
 
     /// Adjusts the limits that depend on the engine's time-out.
-    fn derive_limits(&mut self) {
-        let Some(timeout) = self.timeout else { return };
+    fn derive_time_limits(&mut self) {
+        let Some(timeout) = self.timeout_option else { return };
         // The connection must outlast the engine's time-out.
         self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
-        if self.replica_timeout.is_none() {
+        if self.replica_timeout_option.is_none() {
             // The engine ignores a grant whose wait for replicas takes longer than its time-out.
             self.durability.limit = REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN);
         }
@@ -811,11 +812,11 @@ impl BackendConfig for RedisConfig {
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
-            "lease" => self.lease = Some(parse_time(value)?),
-            "timeout" => self.timeout = Some(parse_time(value)?),
+            "lease" => self.lease_option = Some(parse_time(value)?),
+            "timeout" => self.timeout_option = Some(parse_time(value)?),
             "layout" => self.layout = parse_choice(value, &LAYOUTS)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
-            "token_memory" => self.token_memory = parse_time(value)?,
+            "token_memory" => self.token_retention = parse_time(value)?,
             "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
             "replicas" => self.durability.replicas = parse_count(value)?,
             "fsync" => {
@@ -826,11 +827,11 @@ impl BackendConfig for RedisConfig {
             }
             "replica_timeout" => {
                 self.durability.limit = parse_time(value)?;
-                self.replica_timeout = Some(self.durability.limit);
+                self.replica_timeout_option = Some(self.durability.limit);
             }
             "restart_guard" => {
-                self.restart_guard = parse_time(value)?;
-                self.restart_guard_option = Some(self.restart_guard);
+                self.min_uptime = parse_time(value)?;
+                self.restart_guard_option = Some(self.min_uptime);
             }
             "db" => self.connection.database = parse_count(value)?,
             "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
@@ -838,7 +839,7 @@ impl BackendConfig for RedisConfig {
             _ if self.pem_files.assign(name, value)? => {}
             _ => return Err(InvalidValue::unknown_option()),
         }
-        self.derive_limits();
+        self.derive_time_limits();
         Ok(())
     }
 
@@ -930,7 +931,7 @@ fn incomplete_login(url: &UrlParts<'_>) -> BackendError {
     )
 }
 
-fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
+fn tcp_addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
     all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
 
@@ -968,7 +969,7 @@ impl fmt::Debug for RedisConfig {
             .field("namespace", &self.namespace())
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
-            .field("token_memory", &self.token_memory)
+            .field("token_memory", &self.token_retention)
             .field("durability", &self.durability)
             .finish_non_exhaustive()
     }

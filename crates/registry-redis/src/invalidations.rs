@@ -66,7 +66,7 @@ impl InvalidationForwarder {
 
     /// Invalidates these keys after [`UNTRACKED_KEY_DELAY`], because the server sends no
     /// invalidations for them.
-    pub(crate) fn notify_soon<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
+    pub(crate) fn notify_after_delay<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
         let mut keys = self.0.untracked_keys.lock().unwrap_or_else(PoisonError::into_inner);
         let is_idle = keys.is_empty();
         keys.extend(names.filter_map(|name| self.parse_key(name)));

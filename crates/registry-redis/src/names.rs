@@ -189,7 +189,7 @@ impl RedisKeyNames {
 
     /// Returns whether `record` can belong to a holder of `key`. Other programs may use keys with
     /// such a name.
-    pub(crate) fn is_holder(&self, key: &Key, record: &[u8]) -> bool {
+    pub(crate) fn may_be_lock_record(&self, key: &Key, record: &[u8]) -> bool {
         let uuid = |id: &[u8]| {
             id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
         };

@@ -37,7 +37,7 @@ macro_rules! foreign_layout {
 }
 
 impl Scripts {
-    pub(crate) fn of(layout: Layout) -> &'static Self {
+    pub(crate) fn for_layout(layout: Layout) -> &'static Self {
         static NATIVE: OnceLock<Scripts> = OnceLock::new();
         static SPRING: OnceLock<Scripts> = OnceLock::new();
         static REDISSON: OnceLock<Scripts> = OnceLock::new();

@@ -30,7 +30,7 @@ pub(crate) enum AcquireResult {
         token: FencingToken,
         lease: Duration,
         /// False while the token is provisional, which occurs only in a quorum.
-        is_confirmed: bool,
+        is_token_agreed: bool,
     },
     Busy {
         remaining: Option<Duration>,
@@ -54,7 +54,7 @@ pub(crate) struct RedisStore {
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
     publish_command: &'static str,
-    pub(crate) token_memory: Duration,
+    pub(crate) token_retention: Duration,
     durability: Durability,
 }
 
@@ -67,7 +67,7 @@ impl RedisStore {
         let connections =
             RedisConnections::new(config, channel_scheme(config), invalidations).await?;
         connections.connect().await?;
-        Ok(Self::with_connections(connections, config))
+        Ok(Self::from_connections(connections, config))
     }
 
     /// Creates the store of one quorum master, without connecting: the master may be down.
@@ -82,18 +82,18 @@ impl RedisStore {
             channel_scheme(config),
             invalidations,
         )?;
-        Ok(Self::with_connections(connections, config))
+        Ok(Self::from_connections(connections, config))
     }
 
-    fn with_connections(connections: RedisConnections, config: &RedisConfig) -> Self {
+    fn from_connections(connections: RedisConnections, config: &RedisConfig) -> Self {
         let scheme = channel_scheme(config);
         Self {
             connections,
-            scripts: Scripts::of(config.layout),
+            scripts: Scripts::for_layout(config.layout),
             is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
             is_single: matches!(config.servers, ServerAddresses::Single(_)),
             publish_command: if scheme.is_sharded { "SPUBLISH" } else { "PUBLISH" },
-            token_memory: config.token_memory,
+            token_retention: config.token_retention,
             durability: config.durability,
             names: scheme.names,
         }
@@ -121,7 +121,7 @@ impl RedisStore {
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
-        attempt: Option<&str>,
+        round_id: Option<&str>,
     ) -> Result<AcquireResult, BackendError> {
         let lock = self.names.lock_name(claim.key());
         // Read before the request: a later message may make the response obsolete.
@@ -135,15 +135,19 @@ impl RedisStore {
             .arg(claim.token_block())
             .arg(self.token_ttl_ms(claim))
             .arg(claim.label().unwrap_or_default());
-        if let Some(attempt) = attempt {
-            call = call.arg(attempt);
+        if let Some(round_id) = round_id {
+            call = call.arg(round_id);
         }
         let slot = self.slot(&lock);
         if !self.durability.is_required() {
-            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), position);
+            return parse_acquire_response(
+                self.connections.run(slot, &call).await?,
+                claim.key(),
+                position,
+            );
         }
         let durable = self.connections.run_durably(slot, &call).await?;
-        let response = parse_attempt(durable.response, claim.key(), position)?;
+        let response = parse_acquire_response(durable.response, claim.key(), position)?;
         match (response, durable.shortfall) {
             (AcquireResult::Granted { .. }, Some(shortfall)) => {
                 let store_error = |outcome| {
@@ -245,11 +249,11 @@ impl RedisStore {
     pub(crate) async fn withdraw(
         &self,
         claim: &Claim,
-        attempt: &str,
+        round_id: &str,
     ) -> Result<Release, BackendError> {
         let lock = self.names.lock_name(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
-        let call = call.arg(self.names.holder_id(claim.id())).arg(attempt);
+        let call = call.arg(self.names.holder_id(claim.id())).arg(round_id);
         self.run_release(&lock, call).await
     }
 
@@ -276,7 +280,7 @@ impl RedisStore {
     pub(crate) async fn store_token(
         &self,
         claim: &Claim,
-        attempt: &str,
+        round_id: &str,
         token: FencingToken,
     ) -> Result<bool, BackendError> {
         let lock = self.names.lock_name(claim.key());
@@ -285,7 +289,7 @@ impl RedisStore {
             .store_token
             .call([lock.as_str(), &self.names.token_key(&lock)])
             .arg(self.names.holder_id(claim.id()))
-            .arg(attempt)
+            .arg(round_id)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
             .arg(self.token_ttl_ms(claim));
@@ -304,10 +308,10 @@ impl RedisStore {
     }
 
     /// Returns whether a release message for `key` would arrive.
-    pub(crate) fn is_wake_confirmed(&self, key: &Key) -> bool {
+    pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
         let lock = self.names.lock_name(key);
         let node = self.connections.known_node(self.slot(&lock));
-        node.is_some_and(|node| node.listener.is_confirmed(&self.names.channel(&lock)))
+        node.is_some_and(|node| node.listener.is_subscribed(&self.names.channel(&lock)))
     }
 
     /// Returns the holders of those `keys` that are locked.
@@ -341,7 +345,7 @@ impl RedisStore {
         let response: Vec<Value> = parse_response(self.connections.run(slot, &call).await?)?;
         let (now, records) = parse_inspection(&response)?;
         let held = locks.iter().zip(records).filter(|((key, _), (record, ..))| {
-            !record.is_empty() && self.names.is_holder(key, record)
+            !record.is_empty() && self.names.may_be_lock_record(key, record)
         });
         let holder = |((key, _), (record, remaining, token)): (&(&Key, String), InspectedLock)| {
             let holder = LockRecord::parse(&record, token).holder((*key).clone(), now, remaining);
@@ -406,7 +410,7 @@ impl RedisStore {
     /// has passed the last reserved token.
     fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
-        ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
+        ceil_millis(self.token_retention.max(claim.lease() * 2) + reserved)
     }
 }
 
@@ -433,18 +437,23 @@ pub(crate) fn key_names(config: &RedisConfig) -> RedisKeyNames {
     RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }
 
-fn parse_attempt(response: Value, key: &Key, position: u64) -> Result<AcquireResult, BackendError> {
+fn parse_acquire_response(
+    response: Value,
+    key: &Key,
+    position: u64,
+) -> Result<AcquireResult, BackendError> {
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
-            let is_confirmed = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
+            let is_token_agreed =
+                !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
             // If another client removed the expiry, the grant outlives any lease.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
             Ok(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
                 lease,
-                is_confirmed,
+                is_token_agreed,
             })
         }
         [Value::Int(0), Value::Int(remaining), Value::BulkString(record), now, token] => {

@@ -25,7 +25,7 @@ const REFRESH_INTERVAL: Duration = Duration::from_secs(10);
 /// The time limit for a server's response while no other server has responded.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the other servers are awaited after the first response.
-const OTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
+const FURTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
 /// The minimum pause between two rounds of queries.
 const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(100);
 /// The pause before a retry in a slot that is migrating.
@@ -46,7 +46,7 @@ struct ClusterState {
     owners: RwLock<Vec<Option<Arc<RedisNode>>>>,
     /// An error of the last round of queries.
     last_error: Mutex<Option<RedisError>>,
-    refresh: Notify,
+    refresh_requested: Notify,
     /// The number of completed rounds of queries.
     refresh_count: watch::Sender<u64>,
 }
@@ -66,7 +66,7 @@ impl ClusterTopology {
             nodes: Mutex::default(),
             owners: RwLock::new(vec![None; SLOT_COUNT]),
             last_error: Mutex::default(),
-            refresh: Notify::new(),
+            refresh_requested: Notify::new(),
             refresh_count: watch::Sender::new(0),
         });
         let task = tokio::spawn(refresh_topology(Arc::clone(&state)));
@@ -118,7 +118,7 @@ impl Topology for ClusterTopology {
     async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
         let ErrorKind::Server(kind) = error.kind() else {
             if is_connection_error(error) {
-                self.state.refresh.notify_one();
+                self.state.refresh_requested.notify_one();
             }
             return ErrorAction::Fail;
         };
@@ -127,12 +127,13 @@ impl Topology for ClusterTopology {
                 let Some((address, slot)) = error.redirect_node() else { return ErrorAction::Fail };
                 let is_asking = kind == ServerErrorKind::Ask;
                 let target = parse_address(address, node.name());
-                let Some(Ok(target)) = target.map(|target| self.state.node_at(&target)) else {
+                let Some(Ok(target)) = target.map(|target| self.state.get_or_create_node(&target))
+                else {
                     return ErrorAction::Fail;
                 };
                 if !is_asking {
                     self.state.set_owner(slot, &target);
-                    self.state.refresh.notify_one();
+                    self.state.refresh_requested.notify_one();
                 }
                 ErrorAction::Retry { node: target, is_asking }
             }
@@ -144,7 +145,7 @@ impl Topology for ClusterTopology {
             | ServerErrorKind::MasterDown
             | ServerErrorKind::ReadOnly
             | ServerErrorKind::BusyLoading => {
-                self.state.refresh.notify_one();
+                self.state.refresh_requested.notify_one();
                 ErrorAction::Fail
             }
             _ => ErrorAction::Fail,
@@ -154,7 +155,7 @@ impl Topology for ClusterTopology {
 
 impl ClusterState {
     /// Returns the server at `address`. Creates its `RedisNode` if necessary.
-    fn node_at(&self, address: &ServerAddress) -> RedisResult<Arc<RedisNode>> {
+    fn get_or_create_node(&self, address: &ServerAddress) -> RedisResult<Arc<RedisNode>> {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(node) = nodes.get(address) {
             return Ok(Arc::clone(node));
@@ -199,7 +200,7 @@ impl ClusterState {
         // The current round may have queried the servers before this call.
         let required_count = *refresh_count.borrow() + 2;
         for _ in 0..2 {
-            self.refresh.notify_one();
+            self.refresh_requested.notify_one();
             let limit = (RESPONSE_TIMEOUT + REFRESH_PAUSE_MIN) * 3;
             let changed = timeout(
                 limit,
@@ -215,7 +216,7 @@ impl ClusterState {
     async fn refresh_slot_map(&self) {
         let mut queried: Vec<Arc<RedisNode>> = self.masters();
         for member in &self.members {
-            if let Ok(node) = self.node_at(member)
+            if let Ok(node) = self.get_or_create_node(member)
                 && !queried.iter().any(|queried| Arc::ptr_eq(queried, &node))
             {
                 queried.push(node);
@@ -239,9 +240,9 @@ impl ClusterState {
                         // outdated map.
                         deadline
                             .as_mut()
-                            .reset(tokio::time::Instant::now() + OTHER_RESPONSES_TIMEOUT);
+                            .reset(tokio::time::Instant::now() + FURTHER_RESPONSES_TIMEOUT);
                     }
-                    if newest.as_ref().is_none_or(|newest| slot_map.rank > newest.rank) {
+                    if newest.as_ref().is_none_or(|newest| slot_map.freshness > newest.freshness) {
                         newest = Some(slot_map);
                     }
                 }
@@ -259,7 +260,7 @@ impl ClusterState {
     fn apply_slot_map(&self, ranges: Vec<SlotRange>) {
         let mut new_owners = vec![None; SLOT_COUNT];
         for SlotRange { first, last, master } in ranges {
-            let Ok(node) = self.node_at(&master) else { continue };
+            let Ok(node) = self.get_or_create_node(&master) else { continue };
             if let Some(slots) = new_owners.get_mut(usize::from(first)..=usize::from(last)) {
                 slots.fill(Some(node));
             }
@@ -294,7 +295,7 @@ async fn refresh_topology(state: Arc<ClusterState>) {
         state.refresh_count.send_modify(|refresh_count| *refresh_count += 1);
         sleep(REFRESH_PAUSE_MIN).await;
         tokio::select! {
-            () = state.refresh.notified() => {}
+            () = state.refresh_requested.notified() => {}
             () = sleep(REFRESH_INTERVAL) => {}
         }
     }
@@ -303,7 +304,7 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 /// One server's view of the cluster.
 struct SlotMap {
     /// Whether the server reports a healthy cluster, then its configuration epoch.
-    rank: (bool, u64),
+    freshness: (bool, u64),
     ranges: Vec<SlotRange>,
 }
 
@@ -331,7 +332,7 @@ async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
         let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
         return Err((down, "the server reports no slots").into());
     }
-    Ok(SlotMap { rank: (is_healthy, epoch.unwrap_or(0)), ranges })
+    Ok(SlotMap { freshness: (is_healthy, epoch.unwrap_or(0)), ranges })
 }
 
 /// A range of slots and its owner.

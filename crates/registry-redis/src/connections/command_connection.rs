@@ -37,24 +37,24 @@ struct SharedConnection {
     /// The connection attempt; all its users drive it together.
     connecting: Shared<ConnectFuture>,
     closed: ClosedFlag,
-    traffic: Arc<Traffic>,
+    activity: Arc<ResponseActivity>,
 }
 
 /// The responses of a connection.
 #[derive(Default)]
-struct Traffic {
+struct ResponseActivity {
     responses: AtomicU64,
     /// A second connection is being opened for comparison.
-    is_comparing: AtomicBool,
+    is_probing: AtomicBool,
     replaced: Notify,
 }
 
 /// Marks that a caller is opening the second connection.
-struct ComparisonGuard<'a>(&'a Traffic);
+struct ProbeGuard<'a>(&'a ResponseActivity);
 
-impl Drop for ComparisonGuard<'_> {
+impl Drop for ProbeGuard<'_> {
     fn drop(&mut self) {
-        self.0.is_comparing.store(false, Ordering::Release);
+        self.0.is_probing.store(false, Ordering::Release);
     }
 }
 
@@ -152,11 +152,15 @@ impl CommandConnection {
 
     /// Replaces the connection `used` by `fresh` if `used` is still current. Of many commands that
     /// fail together, only the first replaces it.
-    fn replace(&self, used: &SharedConnection, fresh: impl FnOnce() -> SharedConnection) -> bool {
+    fn replace(
+        &self,
+        used: &SharedConnection,
+        replacement: impl FnOnce() -> SharedConnection,
+    ) -> bool {
         let mut current = self.lock();
         let is_current = current.connecting.ptr_eq(&used.connecting);
         if is_current {
-            *current = fresh();
+            *current = replacement();
         }
         is_current
     }
@@ -171,40 +175,41 @@ impl CommandConnection {
         used: &SharedConnection,
         mut request: Pin<&mut impl Future<Output = RedisResult<T>>>,
     ) -> RedisResult<T> {
-        let traffic = &*used.traffic;
-        let mut replaced = pin!(traffic.replaced.notified());
+        let activity = &*used.activity;
+        let mut replaced = pin!(activity.replaced.notified());
         replaced.as_mut().enable();
         loop {
-            let responses = traffic.responses.load(Ordering::Acquire);
-            let is_unresponsive = || traffic.responses.load(Ordering::Acquire) == responses;
+            let responses = activity.responses.load(Ordering::Acquire);
+            let is_unresponsive = || activity.responses.load(Ordering::Acquire) == responses;
             tokio::select! {
                 biased;
                 response = &mut request => {
                     if !response.as_ref().is_err_and(RedisError::is_timeout) {
-                        traffic.responses.fetch_add(1, Ordering::AcqRel);
+                        activity.responses.fetch_add(1, Ordering::AcqRel);
                     }
                     return response;
                 }
                 () = &mut replaced => return Err(timed_out()),
                 () = sleep(self.probe_after) => {}
             }
-            if !is_unresponsive() || traffic.is_comparing.swap(true, Ordering::AcqRel) {
+            if !is_unresponsive() || activity.is_probing.swap(true, Ordering::AcqRel) {
                 continue;
             }
-            let _comparison = ComparisonGuard(traffic);
-            let fresh = start_connecting(&self.connect_fn);
-            let fresh_result = tokio::select! {
+            let _probe = ProbeGuard(activity);
+            let replacement = start_connecting(&self.connect_fn);
+            let replacement_result = tokio::select! {
                 biased;
                 response = &mut request => {
-                    traffic.responses.fetch_add(1, Ordering::AcqRel);
+                    activity.responses.fetch_add(1, Ordering::AcqRel);
                     return response;
                 }
                 () = &mut replaced => return Err(timed_out()),
-                result = fresh.connecting.clone() => result,
+                result = replacement.connecting.clone() => result,
             };
-            if fresh_result.is_ok() && is_unresponsive() && self.replace(used, || fresh) {
+            if replacement_result.is_ok() && is_unresponsive() && self.replace(used, || replacement)
+            {
                 (self.on_replaced)();
-                traffic.replaced.notify_waiters();
+                activity.replaced.notify_waiters();
                 return Err(timed_out());
             }
         }
@@ -220,7 +225,7 @@ fn start_connecting(connect: &impl Fn(ClosedFlag) -> ConnectFuture) -> SharedCon
     SharedConnection {
         connecting: connect(Arc::clone(&closed)).shared(),
         closed,
-        traffic: Arc::default(),
+        activity: Arc::default(),
     }
 }
 

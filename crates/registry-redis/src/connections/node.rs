@@ -138,7 +138,7 @@ impl RedisNode {
 
     /// Runs a script. `is_asking`: the slot of its keys is still migrating to this server.
     pub(crate) async fn run(&self, call: &ScriptCall<'_>, is_asking: bool) -> RedisResult<Value> {
-        let prefix = self.prefix(call, is_asking);
+        let prefix = self.prepare_prefix(call, is_asking);
         if prefix.is_none() {
             return self.commands.run(call).await;
         }
@@ -152,10 +152,10 @@ impl RedisNode {
     /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply to
     /// the very next command, so only one of them is possible. While a slot migrates, its locks are
     /// therefore not tracked, and are verified at short intervals instead.
-    fn prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
+    fn prepare_prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
         if is_asking {
             if call.is_tracked() {
-                self.invalidations.notify_soon(call.keys());
+                self.invalidations.notify_after_delay(call.keys());
             }
             return Some(Prefix::Asking);
         }
@@ -217,7 +217,7 @@ impl RedisNode {
             &self.durable_connections
                 [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
         };
-        let prefix = self.prefix(call, is_asking);
+        let prefix = self.prepare_prefix(call, is_asking);
         let responses =
             self.run_pipelined(connection, call, prefix, Some(self.wait_command())).await?;
         let mut responses = responses.into_iter().skip(usize::from(prefix.is_some()));
@@ -315,7 +315,8 @@ async fn reconnect_after_loss(
                 break;
             }
             was_down = true;
-            sleep((started_at.elapsed() / 10).clamp(RECONNECT_MIN, RECONNECT_MAX)).await;
+            sleep((started_at.elapsed() / 10).clamp(RECONNECT_PAUSE_MIN, RECONNECT_PAUSE_MAX))
+                .await;
         }
         if was_down {
             // Verifications during the outage failed, and the next ones would follow only after a
@@ -375,6 +376,6 @@ const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// replica.
 const RESET_INTERVAL_MIN: Duration = Duration::from_secs(1);
 /// The limits of the pause between connection attempts, which is a tenth of the outage.
-const RECONNECT_MIN: Duration = Duration::from_millis(20);
-const RECONNECT_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(20);
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const RECONNECT_LIMIT: Duration = Duration::from_secs(300);

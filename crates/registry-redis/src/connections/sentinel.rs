@@ -45,7 +45,7 @@ struct SentinelState {
     addresses: String,
     /// The master that connections lead to, once it is known.
     master: Mutex<Option<ServerAddress>>,
-    refresh: Notify,
+    refresh_requested: Notify,
 }
 
 struct Sentinel {
@@ -82,7 +82,7 @@ impl SentinelTopology {
             sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
             addresses: join_addresses(sentinels),
             master: Mutex::default(),
-            refresh: Notify::new(),
+            refresh_requested: Notify::new(),
         });
         let connector = master_connector(config.clone(), Arc::clone(&state));
         let node = Arc::new(RedisNode::new(
@@ -131,7 +131,7 @@ impl Topology for SentinelTopology {
                 // The connection is intact, but its server is no longer the master.
                 self.node.reset_connections();
             }
-            self.state.refresh.notify_one();
+            self.state.refresh_requested.notify_one();
         }
         ErrorAction::Fail
     }
@@ -175,7 +175,7 @@ impl SentinelState {
     }
 
     /// Records the master and returns whether it replaces another one.
-    fn set_master(&self, address: &ServerAddress) -> bool {
+    fn replace_master(&self, address: &ServerAddress) -> bool {
         let mut master = self.master();
         let replaces_other = master.as_ref().is_some_and(|master| master != address);
         *master = Some(address.clone());
@@ -236,7 +236,7 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
                 return Ok(connection);
             }
             // A failover is in progress.
-            state.refresh.notify_one();
+            state.refresh_requested.notify_one();
             Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
                 .into())
         })
@@ -259,7 +259,7 @@ async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
                     sleep(REFRESH_PAUSE_MIN).await;
                     let is_subscribed = tokio::select! {
                         message = messages.next() => message.is_some(),
-                        () = state.refresh.notified() => true,
+                        () = state.refresh_requested.notified() => true,
                         () = sleep(REFRESH_INTERVAL) => true,
                     };
                     if !is_subscribed {
@@ -288,7 +288,7 @@ async fn subscribe_to_failovers(sentinel: &redis::Client) -> Option<redis::aio::
 
 async fn refresh_master(state: &SentinelState, node: &RedisNode) {
     if let Ok(address) = state.resolve_master().await
-        && state.set_master(&address)
+        && state.replace_master(&address)
     {
         node.reset_connections();
     }
