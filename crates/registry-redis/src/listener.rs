@@ -2,7 +2,7 @@
 //! lock has one subscription. This module handles channels and does not interpret locks. A
 //! `RedisNode` owns one [`ReleaseListener`].
 //!
-//! A message may be lost with its connection, so every reconnect wakes all waiters. The engine also
+//! A broken connection may lose messages, so every reconnection wakes all waiters. The engine also
 //! polls, so no waiter depends on messages alone. Commands never use this connection, because a
 //! push message could be mistaken for the response to a command.
 
@@ -247,8 +247,7 @@ async fn serve(
     mut pushes: mpsc::UnboundedReceiver<PushInfo>,
     subscribe_requests: &mut mpsc::UnboundedReceiver<Arc<str>>,
 ) -> DisconnectReason {
-    // The table already contains the channels of earlier requests, unless `remove_idle` has removed
-    // them.
+    // `subscribe` below covers the channels of earlier requests, because the table contains them.
     while subscribe_requests.try_recv().is_ok() {}
     if let Some(common) = table.scheme.names.common_channel()
         && !send_for_all(&mut connection, "SUBSCRIBE", &[common.into()]).await

@@ -1,11 +1,12 @@
-//! A quorum of independent masters. A claim that more than half of them grant holds the lock.
+//! A quorum of independent masters. A claim holds the lock if more than half of the masters grant
+//! it.
 //!
 //! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
 //! the engine counts the lease from before the first request, on a monotonic clock. Second, a grant
 //! has a fencing token: the largest token that the granting majority returned. The quorum writes
 //! this token to a majority that still has the claim, and only then reports the grant. Any later
-//! grant shares a master with that majority, so its token is larger. Only a master that lost its
-//! data and whose clock is behind breaks this rule.
+//! grant shares a master with that majority, so its token is larger. The exception is a shared
+//! master that lost its data and whose clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
 //! responses may change the decision, the quorum awaits them for a grace period: twice the time
@@ -57,8 +58,8 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// `Some` once the process has run for `min_uptime`. The first attempt after this time stores
-    /// the process age again, before the stored age expires.
+    /// `Some` once some client has observed the process for `min_uptime`. The first attempt after
+    /// this time stores the process age again, before the stored age expires.
     verified_until: Option<Instant>,
 }
 
@@ -372,7 +373,7 @@ impl Quorum {
     }
 
     /// Returns the holders that a majority of the masters reports. An unresponsive master counts as
-    /// reporting each of them.
+    /// a report of each holder.
     async fn agreed_holders(
         &self,
         mut requests: PendingResponses<Vec<ClaimHolder>>,
@@ -467,7 +468,7 @@ async fn identify_master(masters: &[Arc<QuorumMaster>], index: usize) -> Result<
     if master.first_run_id.get().is_none() {
         let id = match master.store.run_id().await {
             Ok(id) => id,
-            // The server responds but does not disclose its `run_id`.
+            // The server responds, but the user may not read the `run_id`.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
             Err(error) => return Err(error),
         };
@@ -945,7 +946,8 @@ impl RenewalVotes {
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOutcome {
     // Two masters return the same token only if a majority has agreed on it. Otherwise several
     // attempts may have blocked each other. These attempts retry after a random pause. A release
-    // message would wake all of them at the same time, and they would block each other again.
+    // message would wake all these attempts at the same time, and the attempts would block each
+    // other again.
     let agreed_index = busy.iter().position(|(_, holder)| {
         busy.iter().filter(|(_, other)| holder.token == other.token).count() > 1
     });
@@ -1042,7 +1044,7 @@ impl<T> PendingResponses<T> {
             response = self.calls.next() => match response {
                 Some(Ok(response)) => ResponseEvent::Response(response),
                 Some(Err(_)) => {
-                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another one")))
+                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another runtime")))
                 }
                 None => ResponseEvent::AllReceived,
             },

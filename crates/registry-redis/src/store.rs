@@ -1,6 +1,6 @@
-//! Lock operations on servers with one shared history: a single server, a master and its replicas,
-//! or a cluster. Lua is in `script`, key names are in `names`, and routing to servers is in
-//! `connections`.
+//! Lock operations on a single server, on a master with replicas, on a cluster, or on one master of
+//! a quorum. `script` contains the Lua code, `names` the key names, and `connections` the routing
+//! to servers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,22 +24,23 @@ use crate::record::{LockRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
 use crate::slot::hash_slot;
 
-/// The result of an attempt.
+/// The store's response to an acquisition.
 pub(crate) enum AcquireResult {
     Granted {
         token: FencingToken,
         lease: Duration,
-        /// False while the token is provisional, which occurs only in a quorum.
+        /// In a quorum, false until a majority of the masters has stored the token. Otherwise true.
         is_token_agreed: bool,
     },
     Busy {
+        /// `None` if the lock has no expiry.
         remaining: Option<Duration>,
         holder: Holder,
         position: u64,
     },
 }
 
-/// The holder of a lock and its claim.
+/// The holder of a lock, and its claim as the store records it.
 pub(crate) struct ClaimHolder {
     pub(crate) claim: Vec<u8>,
     pub(crate) holder: Holder,
@@ -49,7 +50,7 @@ pub(crate) struct RedisStore {
     pub(crate) names: RedisKeyNames,
     pub(crate) connections: RedisConnections,
     scripts: &'static Scripts,
-    /// Locks are distributed over hash slots.
+    /// Each lock belongs to a hash slot.
     is_cluster: bool,
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
@@ -70,7 +71,7 @@ impl RedisStore {
         Ok(Self::from_connections(connections, config))
     }
 
-    /// Creates the store of one quorum master, without connecting: the master may be down.
+    /// Creates the store of one quorum master. Does not connect, because the master may be down.
     pub(crate) fn for_quorum_master(
         address: &ServerAddress,
         config: &RedisConfig,
@@ -99,12 +100,13 @@ impl RedisStore {
         }
     }
 
-    /// Returns whether the store is a single server, whose findings need no server name.
+    /// Returns whether the store is a single server. Findings of such a store need no server name.
     pub(crate) fn is_single_server(&self) -> bool {
         self.is_single
     }
 
-    /// Returns a number for the server that holds `key`. Keys with the same number fail together.
+    /// Returns a number that identifies the server of `key`. Keys with the same number fail
+    /// together.
     pub(crate) fn shard(&self, key: &Key) -> u32 {
         if !self.is_cluster {
             return 0;
@@ -117,14 +119,15 @@ impl RedisStore {
         })
     }
 
-    /// Tries to acquire the lock. `attempt` is given for a master of a quorum only.
+    /// Tries to acquire the lock. Only a quorum passes a `round_id`.
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
         round_id: Option<&str>,
     ) -> Result<AcquireResult, BackendError> {
         let lock = self.names.lock_name(claim.key());
-        // Read before the request: a later message may make the response obsolete.
+        // The client reads the position before the request, so that `wait` reports each release
+        // after the request.
         let position = current_position();
         let mut call = self
             .scripts
@@ -153,8 +156,8 @@ impl RedisStore {
                 let store_error = |outcome| {
                     BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
                 };
-                // Unless the release is confirmed, the outcome of the acquisition is unknown.
-                // Boxed, because it is large and rarely needed.
+                // If the release fails, the outcome of the acquisition is unknown. The box keeps
+                // this rarely needed, large future out of the caller's future.
                 Err(match Box::pin(self.release(claim)).await {
                     Ok(_) => store_error("was released").as_refused(),
                     Err(failure) => {
@@ -184,7 +187,7 @@ impl RedisStore {
                 && locks.len() > 1
                 && renewed.as_ref().is_err_and(BackendError::refused)
             {
-                // While a slot migrates, its keys are spread over two servers.
+                // A migrating slot has its keys on two servers, and one script cannot access both.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
             let renewed_lease = |position| {
@@ -229,7 +232,8 @@ impl RedisStore {
         if !self.durability.is_required() {
             return parse_response(self.connections.run(slot, call).await?);
         }
-        // A renewal that a failover may undo must not count.
+        // A failover may undo a renewal without the required durability, so such a renewal is an
+        // error.
         let durable = self.connections.run_durably(slot, call).await?;
         match durable.shortfall {
             Some(shortfall) => Err(BackendError::transient(format!("redis: {shortfall}"))),
@@ -245,7 +249,7 @@ impl RedisStore {
         self.run_release(&lock, call).await
     }
 
-    /// Releases the grant of one attempt of a claim.
+    /// Releases the claim's grant if the round `round_id` wrote it.
     pub(crate) async fn withdraw(
         &self,
         claim: &Claim,
@@ -276,7 +280,8 @@ impl RedisStore {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Stores the token of a majority. Returns false if the claim does not hold the lock here.
+    /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
+    /// round `round_id`.
     pub(crate) async fn store_token(
         &self,
         claim: &Claim,
@@ -297,24 +302,24 @@ impl RedisStore {
         Ok(stored == 1)
     }
 
-    /// Waits until `key` may have been released after `position`.
+    /// Waits for a possible release of `key` after `position`.
     pub(crate) async fn wait(&self, key: &Key, position: u64) {
         let lock = self.names.lock_name(key);
         match self.connections.known_node(self.slot(&lock)) {
             Some(node) => node.listener.wait(&self.names.channel(&lock), position).await,
-            // No server is known for the slot; the engine polls.
+            // The server of the slot is unknown, so the engine polls.
             None => std::future::pending().await,
         }
     }
 
-    /// Returns whether a release message for `key` would arrive.
+    /// Returns whether the client is subscribed to the release messages of `key`.
     pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
         let lock = self.names.lock_name(key);
         let node = self.connections.known_node(self.slot(&lock));
         node.is_some_and(|node| node.listener.is_subscribed(&self.names.channel(&lock)))
     }
 
-    /// Returns the holders of those `keys` that are locked.
+    /// Returns the holders of all locked keys among `keys`.
     pub(crate) async fn inspect_keys(
         &self,
         keys: &[Key],
@@ -372,7 +377,7 @@ impl RedisStore {
         let mut keys = Vec::new();
         let mut cursor = 0_u64;
         let started_at = Instant::now();
-        // SCAN visits a bounded part of the database per call, so other clients are not blocked.
+        // Each SCAN call visits a bounded part of the database, so other clients are not blocked.
         loop {
             let scan = redis::cmd("SCAN")
                 .arg(cursor)
@@ -391,7 +396,8 @@ impl RedisStore {
             if cursor == 0 {
                 return Ok(keys);
             }
-            // A proxy may never return cursor 0. The caller's own time-out is over by now.
+            // A proxy may never return cursor 0. The engine's shorter time-out is over at this
+            // point.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
                     "redis: listing took longer than {LIST_TIMEOUT:?}; move the locks to a database with fewer keys"
@@ -405,9 +411,9 @@ impl RedisStore {
         if self.is_cluster { hash_slot(lock) } else { 0 }
     }
 
-    /// Returns how long the newest token is stored, in ms. It outlives the lease, because in
-    /// foreign layouts the grant's token exists only there. It also covers the time until the clock
-    /// has passed the last reserved token.
+    /// Returns the time in ms for which the token key is stored. The token key outlives the lease,
+    /// because in foreign layouts only this key contains the grant's token. The time also covers
+    /// the interval until the clock has passed the last reserved token.
     fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
         ceil_millis(self.token_retention.max(claim.lease() * 2) + reserved)
@@ -448,7 +454,7 @@ fn parse_acquire_response(
             let is_token_agreed =
                 !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
-            // If another client removed the expiry, the grant outlives any lease.
+            // Without an expiry, which another client has removed, the grant never ends.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
             Ok(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
@@ -469,7 +475,7 @@ fn parse_acquire_response(
     }
 }
 
-/// A lock's record, its remaining lease in ms, and its token.
+/// The record of a lock, its remaining lease in ms, and its token.
 type InspectedLock = (Vec<u8>, i64, Option<i64>);
 
 /// Returns the server's time and the record of each lock.
@@ -504,19 +510,19 @@ pub(crate) fn unexpected_response() -> BackendError {
     )
 }
 
-/// Rounds up to whole milliseconds: a lease must not be shorter than requested.
+/// Rounds up to whole milliseconds, because a lease must not be shorter than requested.
 pub(crate) fn ceil_millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
-/// The length of a claim in the native layout.
+/// The length of a claim id in the native layout, in bytes.
 const CLAIM_BYTES: usize = 32;
-/// The number of keys that one SCAN call visits.
+/// The approximate number of keys that one SCAN call visits.
 const SCAN_COUNT: usize = 500;
-/// The number of locks per call of the inspect script. With tracking, some servers record all
-/// keys at each read.
+/// The number of locks per call of the inspect script. With client tracking, some servers register
+/// all keys of the script at each read.
 const KEYS_PER_INSPECTION: usize = 20;
 /// The number of concurrent calls of the inspect script.
 const INSPECTIONS_MAX: usize = 32;
-/// Ten times the engine's time-out.
+/// The time limit for listing all locks: ten times the engine's default time-out.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,5 +1,5 @@
-//! Maintains the slot map of a cluster. Applies `MOVED` and `ASK` redirections at once. Queries the
-//! servers again after errors and at regular intervals.
+//! Maintains the slot map of a cluster. Follows `MOVED` and `ASK` redirections at once. Refreshes
+//! the slot map after errors and at regular intervals.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,13 +20,13 @@ use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 use crate::slot::SLOT_COUNT;
 
-/// The interval between regular queries.
+/// The interval between regular refreshes.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(10);
 /// The time limit for a server's response while no other server has responded.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the other servers are awaited after the first response.
+/// The time limit for further responses after the first response.
 const FURTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
-/// The minimum pause between two rounds of queries.
+/// The minimum pause between two refreshes.
 const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(100);
 /// The pause before a retry in a slot that is migrating.
 const MIGRATION_RETRY_DELAY: Duration = Duration::from_millis(20);
@@ -42,12 +42,12 @@ struct ClusterState {
     channel_scheme: ChannelScheme,
     invalidations: InvalidationForwarder,
     nodes: Mutex<HashMap<ServerAddress, Arc<RedisNode>>>,
-    /// The owner of each slot.
+    /// The master of each slot, by slot number.
     owners: RwLock<Vec<Option<Arc<RedisNode>>>>,
-    /// An error of the last round of queries.
+    /// An error of the last refresh, if any.
     last_error: Mutex<Option<RedisError>>,
     refresh_requested: Notify,
-    /// The number of completed rounds of queries.
+    /// The number of completed refreshes.
     refresh_count: watch::Sender<u64>,
 }
 
@@ -86,7 +86,7 @@ impl Topology for ClusterTopology {
         if let Some(node) = self.known_node(slot) {
             return Ok(node);
         }
-        // No owner is known; the next round of queries may find one.
+        // The master of the slot is unknown. A refresh may find it.
         self.state.refresh_now().await;
         self.known_node(slot).ok_or_else(|| {
             let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
@@ -194,25 +194,21 @@ impl ClusterState {
         }
     }
 
-    /// Waits for a round of queries that begins after this call.
+    /// Requests a refresh and waits until a refresh completes.
     async fn refresh_now(&self) {
         let mut refresh_count = self.refresh_count.subscribe();
-        // The current round may have queried the servers before this call.
-        let required_count = *refresh_count.borrow() + 2;
+        let count_before = *refresh_count.borrow();
         for _ in 0..2 {
             self.refresh_requested.notify_one();
             let limit = (RESPONSE_TIMEOUT + REFRESH_PAUSE_MIN) * 3;
-            let changed = timeout(
-                limit,
-                refresh_count.wait_for(|refresh_count| *refresh_count + 1 >= required_count),
-            );
-            if changed.await.is_ok() {
+            let refreshed = timeout(limit, refresh_count.wait_for(|count| *count > count_before));
+            if refreshed.await.is_ok() {
                 return;
             }
         }
     }
 
-    /// Queries the servers for the slot map, until one responds.
+    /// Queries all known servers for the slot map, and applies the newest map.
     async fn refresh_slot_map(&self) {
         let mut queried: Vec<Arc<RedisNode>> = self.masters();
         for member in &self.members {
@@ -222,7 +218,7 @@ impl ClusterState {
                 queried.push(node);
             }
         }
-        // All servers are queried concurrently, so that dead servers do not delay the others.
+        // The queries run concurrently, so that a dead server does not delay the refresh.
         let mut slot_maps: FuturesUnordered<_> =
             queried.iter().map(async |node| query_slot_map(node).await).collect();
         let mut newest: Option<SlotMap> = None;
@@ -236,7 +232,7 @@ impl ClusterState {
             match response {
                 Some(Ok(slot_map)) => {
                     if newest.is_none() {
-                        // A server that is partitioned from the others may respond first, with an
+                        // A server that is partitioned from the cluster may respond first, with an
                         // outdated map.
                         deadline
                             .as_mut()
@@ -274,12 +270,12 @@ impl ClusterState {
             (std::mem::replace(&mut *owners, new_owners), has_moved)
         };
         if has_moved {
-            // Locks that the new owner does not have are lost. It sends no invalidations for the
-            // others until tracking is enabled for them.
+            // The new master may have lost some locks. It sends no invalidations for the remaining
+            // locks until their next renewal enables tracking.
             self.invalidations.registries().notify_all();
         }
         drop(old_owners);
-        // A server without slots has no locks, so its connections are not needed.
+        // A server without slots has no locks, so the client drops its connections.
         let masters = self.masters();
         let members = &self.members;
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
@@ -303,7 +299,8 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, then its configuration epoch.
+    /// Whether the server reports a healthy cluster, and the server's configuration epoch. Larger
+    /// values are newer.
     freshness: (bool, u64),
     ranges: Vec<SlotRange>,
 }
@@ -335,14 +332,14 @@ async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
     Ok(SlotMap { freshness: (is_healthy, epoch.unwrap_or(0)), ranges })
 }
 
-/// A range of slots and its owner.
+/// A range of slots and its master.
 struct SlotRange {
     first: u16,
     last: u16,
     master: ServerAddress,
 }
 
-/// Parses the response to `CLUSTER SLOTS`; `queried` is the address of the queried server.
+/// Parses the response to `CLUSTER SLOTS`. `queried` is the address of the queried server.
 fn parse_slots(response: &Value, queried: &str) -> Option<Vec<SlotRange>> {
     let Value::Array(ranges) = response else { return None };
     ranges.iter().map(|range| parse_range(range, queried)).collect()
@@ -363,8 +360,8 @@ fn parse_range(range: &Value, queried: &str) -> Option<SlotRange> {
     Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
 }
 
-/// Parses `HOST:PORT`. A server that does not know its own host name omits it; the host of
-/// `queried` replaces it.
+/// Parses `HOST:PORT`. If a server omits its host name, because it does not know it, the host of
+/// `queried` replaces the name.
 fn parse_address(text: &str, queried: &str) -> Option<ServerAddress> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host {
