@@ -593,9 +593,9 @@ impl QuorumMaster {
         self.store.try_acquire(claim, Some(&state.round_id)).await
     }
 
-    /// Releases the claim. Retries until the server responds or the lease ends. If `may_still_grant`
-    /// returns true, also retries after `NotHeld`, because a late request may still acquire the
-    /// lock.
+    /// Releases the claim. Retries until the server responds or the lease ends. If
+    /// `may_still_grant` returns true, also retries after `NotHeld`, because a late request may
+    /// still acquire the lock.
     async fn release_with_retries(
         &self,
         claim: &Claim,
