@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use registry_core::{ClaimId, FencingToken, Holder, Key};
 
-/// A lock's record. Fields that another program's value does not contain are `None`.
+/// The record of a lock. A field is `None` if another program wrote the value without this field.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ExclusiveRecord {
     pub(crate) token: Option<FencingToken>,
@@ -14,7 +14,7 @@ pub(crate) struct ExclusiveRecord {
 }
 
 impl ExclusiveRecord {
-    /// Parses a record. A value of another program yields only the `token`.
+    /// Parses a record. For a value of another program, only the `token` can be `Some`.
     ///
     /// The token is a separate argument, because not every layout stores it in the record.
     pub(crate) fn parse(bytes: &[u8], token: Option<i64>) -> Self {
@@ -53,7 +53,7 @@ impl ExclusiveRecord {
     }
 }
 
-/// Converts the result of PTTL; `None` for a key without an expiry.
+/// Converts the result of PTTL. Returns `None` for a key without an expiry.
 pub(crate) fn parse_pttl(remaining_ms: i64) -> Option<Duration> {
     u64::try_from(remaining_ms).ok().map(Duration::from_millis)
 }
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_value_yields_no_fields() {
+    fn a_value_of_another_program_has_no_fields() {
         for bytes in
             [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
         {

@@ -1,7 +1,7 @@
 -- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants; claims that wait also
 -- lose their places. Returns 1 if the lock was held, otherwise 0.
-local held, record = holder(KEYS[1])
-if not held then
+local current_claim, record = read_holder(KEYS[1])
+if not current_claim then
   return 0
 end
 local freed = 1
@@ -17,7 +17,7 @@ if is_several(record) then
 end
 redis.call('DEL', KEYS[1])
 for i = 3, #ARGV do
-  -- The release succeeds even if this user may not publish.
+  -- With pcall, the release succeeds even if the user may not publish.
   redis.pcall(ARGV[1], ARGV[i], ARGV[2])
 end
 return freed
