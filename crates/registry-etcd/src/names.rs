@@ -103,7 +103,7 @@ impl KeyNames {
         };
         let parsed = Key::new(&key).ok()?;
         self.check_key(&parsed).ok()?;
-        // Accepts only the encoding that `queue` returns.
+        // Only the encoding that `queue_prefix` returns is a valid name.
         self.queue_prefix(&parsed)
             .strip_suffix(b"/")?
             .ends_with(name.rsplit_once('/')?.0.as_bytes())

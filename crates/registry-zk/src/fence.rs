@@ -1,9 +1,8 @@
-//! Writes to ZooKeeper that succeed only if the lock is still held; ZooKeeper itself checks the
-//! fencing token.
+//! Writes to ZooKeeper that succeed only if the lock is still held.
 //!
-//! The servers execute all writes of a multi or none, and one part of each multi checks that the
-//! holder's node exists. That node is deleted before another client can hold the lock. A late write
-//! of a former holder is therefore refused.
+//! The servers execute all writes of a multi request or none. Each multi request also checks that
+//! the holder's node exists. The servers delete the holder's node before another client can hold
+//! the lock. They therefore refuse a late write of a former holder.
 
 use std::fmt;
 
@@ -14,32 +13,31 @@ use crate::backend::ZkBackend;
 use crate::error::{timed_out, to_backend_error};
 use crate::path::is_valid_path;
 
-/// Creates fenced writes for a lock in the same ZooKeeper.
+/// Creates fenced writes to the ensemble that also stores the lock.
 ///
 /// # Examples
 /// ```no_run
 /// use registry_core::LockGuard;
 /// use registry_zk::{FenceError, Multi};
 ///
-/// # async fn example(guard: LockGuard) -> Result<(), FenceError> {
-/// // Executed together, and only if the guard still holds the lock.
-/// guard.multi()?.set("/balance", "17.50", None).create("/journal/7", "-2.50").commit().await?;
+/// # async fn example(guard: LockGuard) -> Result<(), FenceError> { // The servers execute both
+/// writes or none, and only if the guard still holds the lock. guard.multi()?.set("/balance",
+/// "17.50", None).create("/journal/7", "-2.50").commit().await?;
 /// # Ok(())
 /// # }
 /// ```
 pub trait Multi {
-    /// Starts a set of writes that are executed together, and only if this guard still holds the
-    /// lock.
+    /// Starts a multi request. The servers execute all its writes or none, and only if this guard
+    /// still holds the lock.
     ///
     /// Paths are relative to the chroot. Nothing is sent before [`commit`](FencedMulti::commit).
     ///
-    /// # Errors
-    /// [`FenceError::Lost`] if the lock is known to be lost, [`FenceError::Unsupported`] if it is
-    /// in another kind of store.
+    /// # Errors [`FenceError::Lost`] if the lock is known to be lost. [`FenceError::Unsupported`]
+    /// if the lock is in another kind of store.
     fn multi(&self) -> Result<FencedMulti<'_>, FenceError>;
 }
 
-/// Writes that are executed together under a lock. Created by [`Multi::multi`].
+/// The writes of a multi request under a lock. [`Multi::multi`] creates this value.
 #[must_use = "nothing is written before `commit`"]
 pub struct FencedMulti<'a> {
     guard: &'a LockGuard,
@@ -64,8 +62,7 @@ impl WriteStep {
         }
     }
 
-    /// Returns the maximum bytes of this step in a request, without the part that is equal for all
-    /// steps.
+    /// Returns the maximum bytes of this step in a request, without `STEP_BYTES` and the chroot.
     fn bytes(&self, acl_bytes: usize) -> usize {
         let payload = match self {
             Self::Create { data, .. } => data.len().saturating_add(acl_bytes),
@@ -82,10 +79,10 @@ impl WriteStep {
 pub enum Written {
     /// The node was created.
     Created,
-    /// The node has new data and this version.
+    /// The node has the new data and this version.
     #[non_exhaustive]
     Set {
-        /// Number of writes to the node's data.
+        /// The number of writes to the node's data.
         version: i32,
     },
     /// The node was deleted.
@@ -94,7 +91,8 @@ pub enum Written {
     Checked,
 }
 
-/// Error of a fenced multi. Except for [`Store`](Self::Store), nothing was written.
+/// The error of a fenced multi request. After [`Store`](Self::Store), the writes may have been
+/// executed. After any other error, nothing was written.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
@@ -114,7 +112,7 @@ pub enum FenceError {
         /// The key.
         key: String,
     },
-    /// The servers refused one write, and therefore executed none.
+    /// The servers refused one write and therefore executed no write.
     #[error("write {step} (counted from 0) was refused")]
     #[non_exhaustive]
     Refused {
@@ -127,10 +125,10 @@ pub enum FenceError {
     #[error("the writes have {bytes} bytes; the limit is {max} bytes, so split them", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
-        /// Size of the writes with their paths.
+        /// The size of the writes with their paths.
         bytes: usize,
     },
-    /// Store error. If [`BackendError::refused`] returns true, nothing was written; otherwise the
+    /// A store error. If [`BackendError::refused`] returns true, nothing was written. Otherwise the
     /// outcome is unknown.
     #[error("the fenced writes failed")]
     #[non_exhaustive]
@@ -153,18 +151,20 @@ impl Multi for LockGuard {
 }
 
 impl FencedMulti<'_> {
-    /// Maximum bytes of all writes together, with their paths. By default, servers break the
-    /// connection at a request of 1 MiB (`jute.maxbuffer`), and the locks of a process share one
+    /// The maximum bytes of all writes together, with their paths. By default, servers break the
+    /// connection at a request of 1 MiB (`jute.maxbuffer`). The locks of a process share this
     /// connection.
     pub const BYTES_MAX: usize = 1_000_000;
 
-    /// Creates a node that outlives the session, with this client's rights for created nodes.
+    /// Adds a write that creates a persistent node, with the rights that this client gives to
+    /// created nodes.
     pub fn create(mut self, path: impl Into<String>, data: impl Into<Vec<u8>>) -> Self {
         self.steps.push(WriteStep::Create { path: path.into(), data: data.into() });
         self
     }
 
-    /// Writes a node's data. With a version, only if the node has that version.
+    /// Adds a write of a node's data. If a version is given, the servers refuse all writes unless
+    /// the node has this version.
     pub fn set(
         mut self,
         path: impl Into<String>,
@@ -175,13 +175,14 @@ impl FencedMulti<'_> {
         self
     }
 
-    /// Deletes a node. With a version, only if the node has that version.
+    /// Adds a write that deletes a node. If a version is given, the servers refuse all writes
+    /// unless the node has this version.
     pub fn delete(mut self, path: impl Into<String>, version: Option<i32>) -> Self {
         self.steps.push(WriteStep::Delete { path: path.into(), version });
         self
     }
 
-    /// Refuses all writes unless the node has this version.
+    /// Adds a check. The servers refuse all writes unless the node has this version.
     pub fn check(mut self, path: impl Into<String>, version: i32) -> Self {
         self.steps.push(WriteStep::Check { path: path.into(), version });
         self
@@ -193,12 +194,11 @@ impl FencedMulti<'_> {
     /// After these errors, nothing was written:
     /// - [`FenceError::Lost`] if the lock was lost,
     /// - [`FenceError::Refused`] if the servers refuse one of the writes,
-    /// - [`FenceError::TooLarge`] if they exceed [`BYTES_MAX`](Self::BYTES_MAX).
+    /// - [`FenceError::TooLarge`] if the writes exceed [`BYTES_MAX`](Self::BYTES_MAX).
     ///
     /// After [`FenceError::Store`], the writes may have been executed.
     ///
-    /// # Cancel safety
-    /// Dropping the future leaves it unknown whether the writes were executed.
+    /// # Cancel safety If the future is dropped, the writes may or may not be executed.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let backend = self.backend;
         self.send().await.map_err(|error| match error {
@@ -218,7 +218,7 @@ impl FencedMulti<'_> {
             node.ok_or_else(|| lost(guard))?
         };
         let (node, czxid) = node;
-        // The same claim may have had another node earlier.
+        // The claim may have had a different node with a different token earlier.
         if i64::from(guard.fencing_token()) != czxid || !guard.is_held() {
             return Err(lost(guard));
         }
@@ -267,7 +267,7 @@ impl FencedMulti<'_> {
 }
 
 impl FencedMulti<'_> {
-    /// Returns the maximum bytes of the request.
+    /// Returns the maximum size of the request in bytes.
     fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acl_bytes =
             acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
@@ -308,5 +308,6 @@ fn not_sent(error: Error) -> FenceError {
     store_error(to_backend_error(&error).as_refused())
 }
 
-/// Maximum bytes of a step without its path, data and rights: numbers and length fields.
+/// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
+/// length fields.
 const STEP_BYTES: usize = 40;
