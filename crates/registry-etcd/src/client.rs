@@ -57,7 +57,7 @@ pub(crate) struct MemberConnection {
     channel: Channel,
     /// `HOST:PORT` of the member, for messages.
     address: Arc<str>,
-    token: Option<MetadataValue<Ascii>>,
+    auth_token: Option<MetadataValue<Ascii>>,
     pub(crate) id: u64,
     opened_at: Instant,
     /// The time at which data last arrived, in milliseconds after `opened_at`.
@@ -167,7 +167,7 @@ impl EtcdClient {
         let limits = RequestLimits { idle_timeout, total: self.0.response_timeout };
         let mut has_new_login = false;
         loop {
-            let connection = self.connection().await.map_err(CallError::Other)?;
+            let connection = self.get_or_connect().await.map_err(CallError::Other)?;
             let failure = match connection
                 .await_response(unary(&connection, request.clone()), limits)
                 .await
@@ -224,7 +224,7 @@ impl EtcdClient {
             grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
             let mut request = Request::new(requests);
             request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
-            add_token(&mut request, connection);
+            add_auth_token(&mut request, connection);
             let codec = ProstCodec::<Q, A>::default();
             grpc.streaming(request, PathAndQuery::from_static(path), codec).await
         };
@@ -243,7 +243,7 @@ impl EtcdClient {
 
     /// Returns the current connection or opens a new one. Tries the members in order, beginning
     /// with the current one.
-    pub(crate) async fn connection(&self) -> Result<MemberConnection, BackendError> {
+    pub(crate) async fn get_or_connect(&self) -> Result<MemberConnection, BackendError> {
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
         }
@@ -332,13 +332,21 @@ impl EtcdClient {
         let id = self.0.next_connection_id.fetch_add(1, Ordering::Relaxed);
         let (opened_at, last_received_ms) = (Instant::now(), Arc::default());
         let address = address(endpoint).into();
-        let mut connection =
-            MemberConnection { channel, address, token: None, id, opened_at, last_received_ms };
+        let mut connection = MemberConnection {
+            channel,
+            address,
+            auth_token: None,
+            id,
+            opened_at,
+            last_received_ms,
+        };
         if let Some(Credentials { user, password }) = &self.0.credentials {
             let request = AuthenticateRequest { name: user.clone(), password: password.clone() };
             let limit = self.0.response_timeout;
             let response = timeout(limit, unary(&connection, request)).await;
-            connection.token = match response.map_err(|_| response_timed_out(limit).as_refused())? {
+            connection.auth_token = match response
+                .map_err(|_| response_timed_out(limit).as_refused())?
+            {
                 Ok(response) => {
                     let mut token: MetadataValue<Ascii> =
                         response.token.parse().map_err(|_| protocol_error())?;
@@ -366,14 +374,14 @@ async fn unary<C: UnaryCall>(
     let mut grpc = Grpc::new(channel).max_decoding_message_size(RESPONSE_BYTES_MAX);
     grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
     let mut request = Request::new(message);
-    add_token(&mut request, connection);
+    add_auth_token(&mut request, connection);
     let codec = ProstCodec::<C, C::Response>::default();
     let response = grpc.unary(request, PathAndQuery::from_static(C::PATH), codec).await?;
     Ok(response.into_inner())
 }
 
-fn add_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
-    if let Some(token) = &connection.token {
+fn add_auth_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
+    if let Some(token) = &connection.auth_token {
         request.metadata_mut().insert("token", token.clone());
     }
 }

@@ -317,7 +317,7 @@ async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, stream_index:
             continue;
         };
         let mut in_flight = InFlight { queue: &queue, sent: VecDeque::from([first_request]) };
-        match client.connection().await {
+        match client.get_or_connect().await {
             Ok(connection) => {
                 if serve_stream(&client, &connection, stream_index, &mut in_flight).await {
                     pause = PAUSE_MIN;

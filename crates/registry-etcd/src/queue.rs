@@ -145,7 +145,7 @@ impl EtcdBackend {
             return self.adopt_entry(claim, entry_guard, first_entry).await;
         }
         Ok(QueueStep::Done(Attempt::Busy(
-            busy(claim, &first_entry).with_mark(predecessor_revision(&first_entry)),
+            busy_with_holder(claim, &first_entry).with_mark(predecessor_revision(&first_entry)),
         )))
     }
 
@@ -398,8 +398,8 @@ impl EtcdBackend {
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
             Some(predecessor) => {
-                let busy =
-                    first_entry.map_or_else(Busy::new, |first_entry| busy(claim, first_entry));
+                let busy = first_entry
+                    .map_or_else(Busy::new, |first_entry| busy_with_holder(claim, first_entry));
                 let busy = busy.with_mark(u64::try_from(predecessor.create_revision).unwrap_or(0));
                 predecessor.last_busy = first_entry.map(|_| (busy.clone(), Moment::now()));
                 Ok(Attempt::Busy(busy))
@@ -597,7 +597,7 @@ impl EtcdBackend {
                         predecessor.last_seen_revision.saturating_add(1),
                     )
                 });
-                let outcome = predecessor.watch.insert(watch).outcome();
+                let outcome = predecessor.watch.insert(watch).wait_for_outcome();
                 let interval = extension_interval(entry.lease.ttl());
                 let since = Moment::now().since(entry.lease.last_extended());
                 Some((outcome, interval, interval.saturating_sub(since)))
@@ -611,7 +611,7 @@ impl EtcdBackend {
                 Ok(Some((name, last_seen_revision))) => {
                     let watch =
                         self.watcher.watch_predecessor(name, last_seen_revision.saturating_add(1));
-                    (watch.outcome(), Some(watch), None, None)
+                    (watch.wait_for_outcome(), Some(watch), None, None)
                 }
                 Ok(None) => return,
                 Err(_) => return sleep(RETRY_PAUSE).await,
@@ -698,7 +698,7 @@ impl EtcdBackend {
     }
 }
 
-fn busy(claim: &Claim, first_entry: &KeyValue) -> Busy {
+fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
     Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 

@@ -32,12 +32,12 @@ pub(crate) fn decode_holder(
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
-        .with_token(token(first_entry))
+        .with_token(fencing_token(first_entry))
         .with_times(held_for.map(Duration::from_millis), remaining)
 }
 
 /// Returns a holder's fencing token: the creation revision of its key.
-pub(crate) fn token(first_entry: &KeyValue) -> Option<FencingToken> {
+pub(crate) fn fencing_token(first_entry: &KeyValue) -> Option<FencingToken> {
     FencingToken::try_from(first_entry.create_revision).ok()
 }
 

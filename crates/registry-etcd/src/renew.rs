@@ -58,7 +58,7 @@ impl EtcdBackend {
                     (Some(_), Err(error)) => Err(error.clone()),
                 };
                 if matches!(result, Ok(Renewal::Gone)) {
-                    self.abandon_lost(claim).await;
+                    self.abandon_lost_entry(claim).await;
                 }
                 result
             }
@@ -150,9 +150,9 @@ impl EtcdBackend {
         };
         let tombstone = tombstone.as_ref().map(|(name, lease)| (&**name, *lease));
         let tombstone_lease = tombstone.map(|(_, lease)| lease);
-        let longer = self.pool.grant(ttl_seconds).await?;
+        let longer_lease = self.pool.grant(ttl_seconds).await?;
         let attached =
-            txn::attach_lease(&renewal.name, renewal.create_revision, longer.id, tombstone);
+            txn::attach_lease(&renewal.name, renewal.create_revision, longer_lease.id, tombstone);
         // If the outcome is unknown, the next renewal reads the lease of the key.
         let attached = self.execute(attached).await.map_err(|failure| {
             if let (CallError::LeaseNotFound, Some(lease)) = (&failure, tombstone_lease) {
@@ -161,10 +161,10 @@ impl EtcdBackend {
             failure.into_error()
         });
         if !attached?.succeeded {
-            self.pool.revoke_later(longer.id);
+            self.pool.revoke_later(longer_lease.id);
             return Ok(None);
         }
-        renewal.lease = longer;
+        renewal.lease = longer_lease;
         renewal.new_ttl_seconds = Some(ttl_seconds);
         renewal.tombstone_lease = tombstone_lease;
         Ok(Some(renewal))
@@ -267,7 +267,7 @@ impl EtcdBackend {
     }
 
     /// Abandons the entry of a lock that is reported as lost.
-    async fn abandon_lost(&self, claim: &Claim) {
+    async fn abandon_lost_entry(&self, claim: &Claim) {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         if entry_guard.as_ref().is_some_and(|entry| entry.is_granted)
             && let Some(entry) = entry_guard.take()

@@ -57,7 +57,8 @@ impl TombstoneLeases {
             if let Some(lease) = self.extend_lease_if_due(ttl_seconds, keep_alive) {
                 return Ok(lease);
             }
-            let start = || pool.grant(ttl_seconds.saturating_mul(TTL_FACTOR)).boxed().shared();
+            let start =
+                || pool.grant(ttl_seconds.saturating_mul(TOMBSTONE_TTL_FACTOR)).boxed().shared();
             all.entry(ttl_seconds).or_insert_with(start).clone()
         };
         let granted = pending_grant.clone().await;
@@ -149,4 +150,4 @@ impl TombstoneLeases {
 }
 
 /// The duration of a tombstone's lease, as a multiple of the duration of the entry's lease.
-const TTL_FACTOR: i64 = 3;
+const TOMBSTONE_TTL_FACTOR: i64 = 3;

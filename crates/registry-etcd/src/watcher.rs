@@ -90,7 +90,7 @@ impl KeyWatch {
     }
 
     /// Waits until the watch ends, and returns its result.
-    pub(crate) fn outcome(&self) -> impl Future<Output = WatchOutcome> + Send + use<> {
+    pub(crate) fn wait_for_outcome(&self) -> impl Future<Output = WatchOutcome> + Send + use<> {
         let state = Arc::clone(&self.state);
         async move {
             loop {
@@ -246,7 +246,7 @@ async fn serve_stream(
     if !apply(first_command, watches) || watches.0.is_empty() {
         return;
     }
-    let Ok(connection) = client.connection().await else { return };
+    let Ok(connection) = client.get_or_connect().await else { return };
     let mut disconnects = client.disconnects();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let Ok(mut responses) = client.open_stream(&connection, WATCH, outgoing).await else {
@@ -258,7 +258,7 @@ async fn serve_stream(
     let mut progress_requested_at: Option<Instant> = None;
     loop {
         let has_watches = !watches.0.is_empty();
-        let check_at = progress_requested_at.unwrap_or_else(|| connection.last_received())
+        let liveness_check_at = progress_requested_at.unwrap_or_else(|| connection.last_received())
             + client.response_timeout();
         tokio::select! {
             command = commands.recv() => {
@@ -294,7 +294,7 @@ async fn serve_stream(
                 drop(disconnected);
                 return;
             }
-            () = sleep_until(check_at), if has_watches => {
+            () = sleep_until(liveness_check_at), if has_watches => {
                 if connection.has_received_within(client.response_timeout()) {
                     progress_requested_at = None;
                 } else if progress_requested_at.is_some() {

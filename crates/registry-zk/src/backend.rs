@@ -89,7 +89,7 @@ impl ZkBackend {
     /// its nodes take 96 KiB. See [`with_sessions_max`](ZkConfig::with_sessions_max).
     #[must_use]
     pub fn session_ids(&self) -> Vec<i64> {
-        self.sessions.live().iter().map(|session| session.id()).collect()
+        self.sessions.live_sessions().iter().map(|session| session.id()).collect()
     }
 
     pub(crate) fn sessions(&self) -> &Arc<SessionPool> {
@@ -174,7 +174,7 @@ impl LockBackend for ZkBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let sessions = self.sessions.live();
+        let sessions = self.sessions.live_sessions();
         let results = sessions.iter().map(|session| self.renew_in(session, claims));
         let results = join_all(results).await;
         // A claim without an entry in any session is gone.
@@ -241,7 +241,7 @@ impl LockAdmin for ZkBackend {
 impl WakeCheck for SessionPool {
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         let found = self.find_entry(claim.id());
-        found.is_some_and(|(session, entry)| recipe::is_watched(&session, &entry))
+        found.is_some_and(|(session, entry)| recipe::is_predecessor_watched(&session, &entry))
     }
 }
 

@@ -111,7 +111,7 @@ impl StoppableClient {
     }
 
     /// Waits until the client is stopped. Does not keep the client alive.
-    pub(crate) fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
+    pub(crate) fn wait_until_stopped(&self) -> impl Future<Output = ()> + Send + 'static {
         let mut is_stopped = self.is_stopped.subscribe();
         async move {
             // An error means that the client was dropped, which counts as stopped.

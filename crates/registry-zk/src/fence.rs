@@ -63,7 +63,7 @@ impl WriteStep {
     }
 
     /// Returns the maximum bytes of this step in a request, without `STEP_BYTES` and the chroot.
-    fn bytes(&self, acl_bytes: usize) -> usize {
+    fn bytes_upper_bound(&self, acl_bytes: usize) -> usize {
         let payload = match self {
             Self::Create { data, .. } => data.len().saturating_add(acl_bytes),
             Self::Set { data, .. } => data.len(),
@@ -144,7 +144,7 @@ impl Multi for LockGuard {
             return Err(FenceError::Unsupported { key: self.key().to_owned() });
         };
         if !self.is_held() {
-            return Err(lost(self));
+            return Err(lost_error(self));
         }
         Ok(FencedMulti { guard: self, backend, steps: Vec::new() })
     }
@@ -209,29 +209,29 @@ impl FencedMulti<'_> {
 
     async fn send(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
-        let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
+        let claim = guard.claim_for_fence().map_err(|_| lost_error(guard))?;
         let found = self.backend.sessions().find_entry(claim.id());
-        let (session, entry) = found.ok_or_else(|| lost(guard))?;
+        let (session, entry) = found.ok_or_else(|| lost_error(guard))?;
         let node = {
             let state = entry.state.lock().await;
             let node = state.node.as_ref().map(|node| (node.path.clone(), node.czxid));
-            node.ok_or_else(|| lost(guard))?
+            node.ok_or_else(|| lost_error(guard))?
         };
         let (node, czxid) = node;
         // The claim may have had a different node with a different token earlier.
         if i64::from(guard.fencing_token()) != czxid || !guard.is_held() {
-            return Err(lost(guard));
+            return Err(lost_error(guard));
         }
         let chroot = session.config().chroot.as_deref().unwrap_or_default();
         let acls = session.config().acls();
-        let bytes = self.bytes(&node, chroot, &acls);
+        let bytes = self.bytes_upper_bound(&node, chroot, &acls);
         if bytes > Self::BYTES_MAX {
             return Err(FenceError::TooLarge { bytes });
         }
         session.wait_until_connected().await.map_err(store_error)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
         let client = session.client();
-        let mut writer = client.new_check_writer(&node, None).map_err(not_sent)?;
+        let mut writer = client.new_check_writer(&node, None).map_err(not_sent_error)?;
         for (index, step) in self.steps.iter().enumerate() {
             let refused = |source| FenceError::Refused { step: index, source };
             if !is_valid_path(step.path()) {
@@ -255,7 +255,7 @@ impl FencedMulti<'_> {
             .map_err(|_| store_error(timed_out(limit)))?;
         match response.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
             Ok(results) => Ok(results.into_iter().map(write_result).collect()),
-            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost(guard)),
+            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost_error(guard)),
             Err(CheckWriteError::OperationFailed { index, source }) => {
                 Err(FenceError::Refused { step: index, source })
             }
@@ -268,10 +268,10 @@ impl FencedMulti<'_> {
 
 impl FencedMulti<'_> {
     /// Returns the maximum size of the request in bytes.
-    fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
+    fn bytes_upper_bound(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acl_bytes =
             acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
-        let steps = self.steps.iter().map(|step| step.bytes(acl_bytes));
+        let steps = self.steps.iter().map(|step| step.bytes_upper_bound(acl_bytes));
         let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
         steps.fold(common.saturating_add(node.len()), usize::saturating_add)
     }
@@ -296,7 +296,7 @@ fn write_result(result: MultiWriteResult) -> Written {
     }
 }
 
-fn lost(guard: &LockGuard) -> FenceError {
+fn lost_error(guard: &LockGuard) -> FenceError {
     FenceError::Lost { key: guard.key().to_owned() }
 }
 
@@ -304,7 +304,7 @@ fn store_error(source: BackendError) -> FenceError {
     FenceError::Store { source }
 }
 
-fn not_sent(error: Error) -> FenceError {
+fn not_sent_error(error: Error) -> FenceError {
     store_error(to_backend_error(&error).as_refused())
 }
 

@@ -143,7 +143,7 @@ impl QueueEntry {
         match state.held_until {
             Some(until) => until <= now,
             None => {
-                let idle = state.lease.max(IDLE_MIN);
+                let idle = state.lease.max(ABANDON_AFTER_MIN);
                 self.waiters.load(Ordering::Acquire) == 0
                     && lock(&self.last_active_at).after(idle) <= now
             }
@@ -196,7 +196,7 @@ impl NodeWatch {
         reservation: WatchReservation,
         client: &StoppableClient,
     ) -> Self {
-        let stopped = client.stopped();
+        let stopped = client.wait_until_stopped();
         let changed = async move {
             tokio::select! {
                 // `stopped` is polled first, because the watcher of a stopped client panics.
@@ -215,7 +215,7 @@ impl NodeWatch {
         self.0.clone().now_or_never().is_some()
     }
 
-    pub(crate) async fn fired(self) {
+    pub(crate) async fn wait_until_fired(self) {
         self.0.await;
     }
 }
@@ -261,4 +261,4 @@ impl Drop for WatchReservation {
 
 /// The minimum idle time of an abandoned claim. After a store error, a waiter may pause for some
 /// time before its next attempt.
-const IDLE_MIN: Duration = Duration::from_secs(5);
+const ABANDON_AFTER_MIN: Duration = Duration::from_secs(5);

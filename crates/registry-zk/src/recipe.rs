@@ -284,7 +284,7 @@ async fn is_predecessor_unchanged(
     }
     tokio::select! {
         biased;
-        () = watch.clone().fired() => {
+        () = watch.clone().wait_until_fired() => {
             // A watch also fires when the client that set it is stopped. The session then continues
             // on a new client.
             session.wait_until_connected().await?;
@@ -298,7 +298,7 @@ async fn is_predecessor_unchanged(
 }
 
 /// Returns whether a watch reports the deletion of the node directly before the waiter.
-pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
+pub(crate) fn is_predecessor_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
     let Ok(state) = entry.state.try_lock() else { return false };
     let Some(WatchedPredecessor { watch: Some(watch), .. }) = &state.predecessor else {
         return false;
@@ -544,7 +544,7 @@ fn request_verification_when_fired(
 ) {
     let (sessions, entry) = (Arc::downgrade(sessions), Arc::downgrade(entry));
     session.spawn(async move {
-        watch.fired().await;
+        watch.wait_until_fired().await;
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
         // After a release by this process, no holder needs a verification.
         if entry.state.lock().await.held_until.is_some() {
@@ -559,7 +559,7 @@ pub(crate) async fn wait_for_predecessor(entry: &QueueEntry) {
     let watch =
         entry.state.lock().await.predecessor.as_ref().map(|predecessor| predecessor.watch.clone());
     match watch {
-        Some(Some(watch)) => watch.fired().await,
+        Some(Some(watch)) => watch.wait_until_fired().await,
         // Without a watch, no event arrives. The engine limits this wait and polls.
         Some(None) => pending().await,
         None => {}
@@ -575,7 +575,7 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str) {
     let Some(head) = queue.head() else { return };
     let path = format!("{dir}/{head}");
     match session.with_request_timeout(watch_data(session, &path)).await {
-        Ok(Ok((_, _, Some(watch)))) => watch.fired().await,
+        Ok(Ok((_, _, Some(watch)))) => watch.wait_until_fired().await,
         Ok(Ok((_, _, None))) => pending().await,
         _ => {}
     }

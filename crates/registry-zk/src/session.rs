@@ -92,7 +92,7 @@ impl SessionPool {
     }
 
     /// Returns all sessions that have not ended, oldest first.
-    pub(crate) fn live(&self) -> Vec<Arc<ZkSession>> {
+    pub(crate) fn live_sessions(&self) -> Vec<Arc<ZkSession>> {
         lock(&self.live).iter().filter(|session| !session.has_ended()).map(Arc::clone).collect()
     }
 
@@ -130,15 +130,15 @@ impl SessionPool {
                 session.wait_until_connected().await?;
                 return Ok((session, entry));
             }
-            let new = QueueEntry::new(claim, dir(), self.config.naming);
-            let (session, bytes_max) = match self.find_session_for(&new) {
+            let new_entry = QueueEntry::new(claim, dir(), self.config.naming);
+            let (session, bytes_max) = match self.find_session_for(&new_entry) {
                 Some(found) => found,
-                None => self.open_for(&new).await?,
+                None => self.open_for(&new_entry).await?,
             };
             // The entry is inserted only after the session is connected, so an outage leaves no
             // unused entry.
             session.wait_until_connected().await?;
-            if let Some(entry) = self.insert_entry(&session, claim.id(), new, bytes_max) {
+            if let Some(entry) = self.insert_entry(&session, claim.id(), new_entry, bytes_max) {
                 return Ok((session, entry));
             }
         }
@@ -170,7 +170,7 @@ impl SessionPool {
     /// during an outage. The servers' connection limit may then permit only one more connection,
     /// which a session with held locks needs.
     fn may_open_extra_session(&self) -> bool {
-        let live = self.live();
+        let live = self.live_sessions();
         live.len() < self.config.sessions_max as usize
             && live.iter().all(|session| session.is_connected())
             && *lock(&self.extra_session_allowed_at) <= Moment::now()
@@ -223,7 +223,7 @@ impl SessionPool {
             return Ok(session);
         }
         if let Some(entry) = entry {
-            let live = self.live();
+            let live = self.live_sessions();
             if live.len() >= self.config.sessions_max as usize {
                 let bytes = live.iter().map(|session| lock(&session.entries).bytes).sum();
                 return Err(SessionsExhausted {
@@ -272,7 +272,7 @@ impl SessionPool {
 
     /// Stops the disconnected client of `session` in the background. Then attaches the session to a
     /// new client as soon as a server responds.
-    fn reattach(self: &Arc<Self>, session: &Arc<ZkSession>) {
+    fn reattach_in_background(self: &Arc<Self>, session: &Arc<ZkSession>) {
         let old_client = session.client();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
         let config = Arc::clone(&self.config);
@@ -343,7 +343,7 @@ impl SessionPool {
 
 impl fmt::Debug for SessionPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SessionPool").field("live", &self.live()).finish_non_exhaustive()
+        f.debug_struct("SessionPool").field("live", &self.live_sessions()).finish_non_exhaustive()
     }
 }
 
@@ -377,12 +377,12 @@ struct SessionEntries {
     /// is certainly deleted.
     bytes: usize,
     /// The time at which an entry was last removed.
-    emptied_at: Moment,
+    last_removal_at: Moment,
 }
 
 impl Default for SessionEntries {
     fn default() -> Self {
-        Self { by_claim: HashMap::new(), bytes: 0, emptied_at: Moment::now() }
+        Self { by_claim: HashMap::new(), bytes: 0, last_removal_at: Moment::now() }
     }
 }
 
@@ -411,12 +411,12 @@ impl SessionEntries {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
             self.bytes -= entry.node_bytes;
-            self.emptied_at = Moment::now();
+            self.last_removal_at = Moment::now();
         }
     }
 
     fn unused_for(&self, now: Moment) -> Duration {
-        if self.by_claim.is_empty() { now.since(self.emptied_at) } else { Duration::ZERO }
+        if self.by_claim.is_empty() { now.since(self.last_removal_at) } else { Duration::ZERO }
     }
 }
 
@@ -646,7 +646,7 @@ impl ZkSession {
 
     /// Waits for the response to one request. Returns `None` if the client is stopped first.
     pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
-        let stopped = self.client().stopped();
+        let stopped = self.client().wait_until_stopped();
         tokio::select! {
             biased;
             () = stopped => None,
@@ -852,7 +852,7 @@ async fn keep_alive(
                 let state = session.client().state();
                 if state == SessionState::Disconnected {
                     if disconnected_at.get_or_insert(now).after(reconnect_limit) <= now {
-                        sessions.reattach(&session);
+                        sessions.reattach_in_background(&session);
                         // The next client gets its own `keep_alive` task.
                         return;
                     }

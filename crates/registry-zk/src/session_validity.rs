@@ -107,9 +107,17 @@ mod tests {
             "a response proves nothing about its own request"
         );
         validity.record_majority_response(at(8), at(8));
-        assert_eq!(validity.remaining(at(8)), secs(12), "4 s are too close");
+        assert_eq!(
+            validity.remaining(at(8)),
+            secs(12),
+            "the request was sent within the report delay"
+        );
         validity.record_majority_response(at(9), at(9));
-        assert_eq!(validity.remaining(at(9)), secs(15), "the leader knows of the request of 4 s");
+        assert_eq!(
+            validity.remaining(at(9)),
+            secs(15),
+            "the leader knows of the request sent at 4 s"
+        );
         validity.record_majority_response(at(7), at(9));
         assert_eq!(
             validity.remaining(at(9)),
@@ -128,11 +136,23 @@ mod tests {
         for sent_at in [1, 3, 5, 7] {
             validity.record_majority_response(at(sent_at), at(8));
         }
-        assert_eq!(validity.remaining(at(8)), secs(12), "from the request of the session");
+        assert_eq!(
+            validity.remaining(at(8)),
+            secs(12),
+            "the validity starts with the request for the session"
+        );
         validity.record_majority_response(at(12), at(12));
-        assert_eq!(validity.remaining(at(12)), secs(8), "4 s are too close");
+        assert_eq!(
+            validity.remaining(at(12)),
+            secs(8),
+            "the request was sent within the report delay"
+        );
         validity.record_majority_response(at(13), at(13));
-        assert_eq!(validity.remaining(at(13)), secs(14), "the leader knows of the request of 7 s");
+        assert_eq!(
+            validity.remaining(at(13)),
+            secs(14),
+            "the leader knows of the request sent at 7 s"
+        );
     }
 
     #[test]
