@@ -721,7 +721,7 @@ const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
 const EXTENSION_RETRY_MIN: Duration = Duration::from_millis(100);
 /// The minimum interval at which a waiter extends its lease.
 const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
-/// The maximum interval, regardless of the TTL that the member reports.
+/// The maximum interval, regardless of how long the reported lease lasts.
 const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// The delay of the next grant after a holder's entry was deleted without a release. The holder
 /// detects the loss in this time. The backend watches each lock that is held for 25 ms. The delay
