@@ -268,8 +268,8 @@ mod tests {
 
     #[test]
     fn no_edit_of_one_character_shows_a_secret() {
-        // Each password contains `canary` twice. An edit damages at most one of them, and the test
-        // recognises the other.
+        // Each password contains `canary` twice. An edit damages at most one occurrence, and
+        // the test finds the second occurrence.
         for url in [
             "redis://user:canarycanary@host:6379/0?lease=30s",
             "rediss://:canarycanary@host",

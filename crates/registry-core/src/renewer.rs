@@ -1,4 +1,4 @@
-//! The lease renewer: renews the held claims of a registry and ends those whose lease runs out.
+//! The lease renewer: renews the held claims of a registry, and ends a claim whose lease runs out.
 //! Time arithmetic is in `lease`.
 //!
 //! A registry has one task and one schedule. The task renews claims that are due together in

@@ -261,8 +261,8 @@ impl<S: SuspendedState> StallCheck for SuspensionCell<S> {
         }
         let unpolled = now.since(poll_state.unpolled_since);
         if !poll_state.woken {
-            // A future that waits for the store's response is not polled either. Its task polls it
-            // after a wake-up.
+            // A future that waits for the store's response is not polled either. The wake-up makes
+            // its task poll the future, unless the task is stalled.
             if unpolled >= self.unpolled_max / 2 {
                 poll_state.woken = true;
                 let waker = poll_state.waker.clone();

@@ -52,7 +52,7 @@ impl PemFiles {
         "the private key of `cert`, without a passphrase",
     );
 
-    /// Sets one of the three options. Returns whether `name` is one of them.
+    /// Sets the option `name`. Returns false if `name` is not `ca`, `cert` or `key`.
     ///
     /// # Errors
     /// [`InvalidValue`] if the value is not a path.
