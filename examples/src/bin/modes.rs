@@ -1,6 +1,6 @@
 //! Readers and writers, permits, a fair lock, and several keys at once.
 
-use lock_registry::{LockOptions, LockRegistry as _, LockRegistryExt as _};
+use lock_registry::{LockOptions, LockRegistryExt as _};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
-    Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimMode, FencingToken,
+    Finding, Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -21,6 +21,7 @@ use super::connection::ReconnectingConnection;
 use super::error::{FileMismatch, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
+use super::several::MARKER;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
 use super::waiters::SqliteWaiters;
@@ -225,6 +226,18 @@ impl SqliteBackend {
         }))
     }
 
+    fn holders_of(&self, held: SqliteGrant) -> Result<Vec<Holder>, BackendError> {
+        if held.claim == MARKER {
+            return self.holders_of_record(&held.key, held.label.as_deref());
+        }
+        Ok(vec![held.into_holder(self.statements.clock.now())])
+    }
+
+    /// Remembers a token that this process has taken, for the choice of the next statement.
+    pub(super) fn raise_next_token_min(&self, token: i64) {
+        self.next_token_min.fetch_max(token.saturating_add(1), Ordering::Relaxed);
+    }
+
     pub(super) fn column<'r, T>(&self, row: &'r SqliteRow, index: usize) -> Result<T, BackendError>
     where
         T: sqlx::Decode<'r, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
@@ -232,17 +245,17 @@ impl SqliteBackend {
         row.try_get(index).map_err(|error| explain(error, self.path()))
     }
 
-    fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
+    pub(super) fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
         FencingToken::try_from(token)
             .map_err(|_| self.corrupt_row("the token of a row is negative"))
     }
 
-    fn corrupt_row(&self, message: &str) -> BackendError {
+    pub(super) fn corrupt_row(&self, message: &str) -> BackendError {
         let message = format!("{message}; it was changed manually; correct or delete the row");
         at_path(BackendErrorKind::Protocol, self.path(), message)
     }
 
-    fn other_boot_error(&self) -> BackendError {
+    pub(super) fn other_boot_error(&self) -> BackendError {
         let message = "a process of another host, or of a container with its own boot id, has opened the file; \
                        locks in a file exclude only the processes of one host; use a store that several hosts share";
         at_path(BackendErrorKind::Misconfigured, self.path(), message).as_refused()
@@ -276,6 +289,9 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if claim.mode() != ClaimMode::Exclusive || claim.is_conversion() {
+            return self.try_acquire_several(claim).await;
+        }
         // Another process may release the key between the failed statement and the query. After
         // this many repetitions, the attempt returns `Busy` without a holder, and the engine
         // retries the attempt.
@@ -287,6 +303,11 @@ impl LockBackend for SqliteBackend {
             if let Some(held) = self.current_grant(claim.key()).await? {
                 let now = self.statements.clock.now();
                 let lease_left = duration_between(now, held.until);
+                if held.claim == MARKER
+                    || claim.joins_queue() && held.claim != claim.id().to_bytes()
+                {
+                    return self.try_acquire_several(claim).await;
+                }
                 if held.claim == claim.id().to_bytes() {
                     return Ok(Attempt::Granted(Grant::new(held.token, lease_left)));
                 }
@@ -310,9 +331,16 @@ impl LockBackend for SqliteBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let statements = Arc::clone(&self.statements);
         let released = claim.clone();
-        let limit = if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX };
         let make_statement = move || statements.release(&released);
-        let changes = match self.writer.execute_within(limit, make_statement).await {
+        let release = async {
+            if claim.mode() == ClaimMode::Exclusive
+                && self.writer.execute_within(release_limit(claim), make_statement).await? > 0
+            {
+                return Ok(Release::Freed);
+            }
+            self.release_several(claim).await
+        };
+        let released = match release.await {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
                 return Err(fenced_transaction_open(error, self.path()));
             }
@@ -323,7 +351,7 @@ impl LockBackend for SqliteBackend {
             answer => answer?,
         };
         self.purge_at_random(claim).await;
-        Ok(release_outcome(changes))
+        Ok(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -344,18 +372,21 @@ impl LockBackend for SqliteBackend {
 #[async_trait]
 impl LockAdmin for SqliteBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        let held = self.current_grant(key).await?;
-        Ok(held.map(|held| held.into_holder(self.statements.clock.now())).into_iter().collect())
+        match self.current_grant(key).await? {
+            Some(held) => self.holders_of(held),
+            None => Ok(Vec::new()),
+        }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let statements = Arc::clone(&self.statements);
         let rows = self.reader.fetch_all(move || statements.list()).await?;
-        let now = self.statements.clock.now();
         let mut holders = Vec::with_capacity(rows.len());
         for row in &rows {
             let claim = self.column(row, 2)?;
-            holders.extend(self.decode_grant(row, claim)?.map(|held| held.into_holder(now)));
+            if let Some(held) = self.decode_grant(row, claim)? {
+                holders.extend(self.holders_of(held)?);
+            }
         }
         Ok(holders)
     }
@@ -374,6 +405,11 @@ impl LockAdmin for SqliteBackend {
 /// How long the release of a fenced claim waits for other writers. The claim's own fenced
 /// transaction may be such a writer.
 const FENCED_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Returns how long the release of `claim` waits for other writers.
+pub(super) fn release_limit(claim: &Claim) -> Duration {
+    if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX }
+}
 
 const fn release_outcome(changes: u64) -> Release {
     if changes == 0 { Release::NotHeld } else { Release::Freed }

@@ -160,6 +160,10 @@ impl BackendConfig for SqliteConfig {
             .with_wakes()
             .with_labels()
             .with_inspect()
+            .with_shared()
+            .with_upgradable()
+            .with_permits()
+            .with_fair_on_request()
     }
 
     fn address(&self) -> String {

@@ -10,6 +10,7 @@ mod paths;
 // The operations on a lock's row, and their SQL.
 mod backend;
 mod renew;
+mod several;
 mod statement;
 mod clock;
 mod sql;

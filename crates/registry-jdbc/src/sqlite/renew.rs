@@ -27,7 +27,15 @@ impl SqliteBackend {
                 continue;
             }
             match self.renew_chunk(chunk).await {
-                Ok(renewals) => results.extend(renewals.into_iter().map(Ok)),
+                Ok(renewals) => {
+                    for (renewal, claim) in renewals.into_iter().zip(chunk) {
+                        results.push(match renewal {
+                            // The claim may be in the record of several claims.
+                            Renewal::Gone => self.renew_several(claim).await,
+                            renewed => Ok(renewed),
+                        });
+                    }
+                }
                 // The files were replaced, so a process with the new files may have been granted
                 // the keys.
                 Err(error) if FileMismatch::from_error(&error).is_some() => {

@@ -80,6 +80,37 @@ pub(super) const CURRENT_GRANT: &str = "\
     LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
     WHERE meta.id = 1";
 
+/// Returns the boot of the store, the largest token of all deleted rows, and the columns of a key's
+/// row, which are NULL if it has none. Claims of an earlier boot are NULL too.
+///
+/// Parameters: namespace, key, boot.
+pub(super) const READ_ROW: &str = "\
+    SELECT meta.boot, meta.floor, CASE WHEN l.boot = ?3 THEN l.claim END, \
+        l.token, l.block, CASE WHEN l.boot = ?3 THEN l.label END, l.since, l.until \
+    FROM main.lock_registry_meta AS meta \
+    LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
+    WHERE meta.id = 1";
+
+/// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
+/// returned it: claim, token and label are compared.
+///
+/// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old token,
+/// old label.
+pub(super) const WRITE_ROW: &str = "\
+    INSERT INTO main.lock_registry_locks \
+        (namespace, key, claim, token, block, label, since, until, boot) \
+    SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?9 \
+    ON CONFLICT (namespace, key) DO UPDATE SET \
+        claim = excluded.claim, \
+        token = excluded.token, \
+        block = excluded.block, \
+        label = excluded.label, \
+        since = excluded.since, \
+        until = excluded.until, \
+        boot = excluded.boot \
+    WHERE token = ?11 AND CASE WHEN boot = ?9 THEN claim END IS ?10 \
+        AND CASE WHEN boot = ?9 THEN label END IS ?12";
+
 /// Like [`CURRENT_GRANT`], for every held key. Parameters: namespace, now, boot.
 pub(super) const LIST_GRANTS: &str = "\
     SELECT boot, key, claim, token, label, since, until, boot FROM main.lock_registry_locks \
@@ -101,16 +132,23 @@ pub(super) const FORCE_RELEASE: &str = "\
     WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
 
 /// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
-/// token.
+/// token. In the row of several claims, this is the claim's entry; the positions are those of
+/// [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
 /// The assignment changes nothing, but counts as a write. Until the transaction ends, no other
 /// connection can write, so no other claim can be granted the key.
 ///
-/// Parameters: namespace, key, claim, token, now, boot.
+/// Parameters: namespace, key, claim, token, now, boot, claim as text.
 pub(crate) const FENCE: &str = "\
     UPDATE main.lock_registry_locks SET block = block \
-    WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND token <= ?4 AND ?4 < token + block \
-        AND until > ?5 AND boot = ?6 \
+    WHERE namespace = ?1 AND key = ?2 AND until > ?5 AND boot = ?6 \
+        AND (claim = ?3 AND token <= ?4 AND ?4 < token + block \
+            OR claim = x'2b' AND instr(label, ?7) > 0 \
+                AND substr(label, instr(label, ?7) + 32, 1) BETWEEN 'a' AND 'z' \
+                AND CAST(substr(label, instr(label, ?7) + 33, 16) AS INTEGER) > ?5 \
+                AND CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) <= ?4 \
+                AND ?4 < CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) \
+                    + CAST(substr(label, instr(label, ?7) + 100, 10) AS INTEGER)) \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
 
 /// Returns the row after which the next search for dead rows starts.
@@ -190,13 +228,15 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
-/// Returns those of the keys that are held, with the tokens of their grants. Parameters: now, boot,
+/// Returns those of the keys that are held, with the tokens of their grants. For a key that several
+/// claims can hold, `since` with the highest bit takes the place of the token. Parameters: now, boot,
 /// namespace, then the keys.
 pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
         text: format!(
-            "SELECT key, token FROM main.lock_registry_locks \
+            "SELECT key, CASE WHEN claim = x'2b' THEN since | -9223372036854775808 ELSE token END \
+             FROM main.lock_registry_locks \
              WHERE claim IS NOT NULL AND until > ?1 AND boot = ?2 AND namespace = ?3 \
                  AND key IN ({})",
             parameters(4, items_max, 1)

@@ -9,6 +9,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
+use super::several::SqliteRowState;
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
@@ -83,6 +84,36 @@ impl SqliteStatementBinder {
             .bind(i64::from(token))
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
+            .bind(claim.id().to_string())
+    }
+
+    pub(super) fn read_row(&self, key: &Key) -> SqliteQuery {
+        query(sql::READ_ROW)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(key))
+            .bind(Arc::clone(&self.boot))
+    }
+
+    /// Binds [`sql::WRITE_ROW`]: `new` replaces `old`.
+    pub(super) fn write_row(
+        &self,
+        key: &Key,
+        old: &SqliteRowState,
+        new: &SqliteRowState,
+    ) -> SqliteQuery {
+        query(sql::WRITE_ROW)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(key))
+            .bind(new.claim.clone())
+            .bind(new.token)
+            .bind(new.block)
+            .bind(new.label.clone())
+            .bind(new.since)
+            .bind(new.until)
+            .bind(Arc::clone(&self.boot))
+            .bind(old.claim.clone())
+            .bind(old.token)
+            .bind(old.label.clone())
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].

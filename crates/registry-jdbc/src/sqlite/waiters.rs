@@ -5,7 +5,8 @@
 //! so waiting does not slow down writers:
 //!
 //! - The task wakes a waiter if its key is free. The first read after the registration of a waiter
-//!   also wakes it if the key has another grant than the known grant. If a free key is granted
+//!   also wakes it if the key has another grant than the known grant. If several claims can hold
+//!   the key, each change that may let the waiter in wakes it. If a free key is granted
 //!   again before the read, the task does not wake its waiters, so few processes compete for the
 //!   key.
 //! - The kernel reports a commit during its write, just before other processes can read the commit.
@@ -27,6 +28,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
+use super::several::MARK_OF_SEVERAL;
 use super::sql;
 use super::statement::SqliteStatementBinder;
 use super::worker::WorkerThread;
@@ -238,7 +240,10 @@ impl ReleaseWatcher {
             }
             let is_first_read = std::mem::replace(&mut known.is_new, false);
             let held_token = held_tokens.get(key.as_str().as_bytes());
-            held_token.is_none_or(|token| is_first_read && *token != known.token)
+            held_token.is_none_or(|token| {
+                let is_several = (*token | known.token) & MARK_OF_SEVERAL != 0;
+                (is_first_read || is_several) && *token != known.token
+            })
         });
     }
 }
