@@ -194,7 +194,7 @@ pub enum LockInError {
         /// The isolation level of the transaction.
         level: String,
     },
-    /// Another transaction conflicts with this one. Roll back and retry.
+    /// Another transaction conflicts with this transaction. Roll back and retry.
     #[error(
         "another transaction conflicts with the acquisition of lock {key:?}; roll back and retry"
     )]

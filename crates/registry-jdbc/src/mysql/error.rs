@@ -1,6 +1,6 @@
 //! Maps errors of the server and the client to `BackendError`: one decision for each error number.
 //!
-//! The numbers are those of <https://mariadb.com/kb/en/mariadb-error-codes/> and of MySQL's error
+//! The numbers are from <https://mariadb.com/kb/en/mariadb-error-codes/> and from MySQL's error
 //! reference. Every statement is one transaction, so a failed statement has had no effect. If the
 //! connection ends with the error, the outcome is unknown.
 

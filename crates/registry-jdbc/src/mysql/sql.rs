@@ -321,7 +321,7 @@ const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
-/// Returns those of the ids whose keys are held, with the tokens of their grants. Parameters: ids.
+/// Returns the ids of held keys, with the tokens of their grants. Parameters: ids.
 const HELD: &str = "\
     SELECT id, token FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
@@ -471,8 +471,8 @@ const ROW_WRITE_CLAIM: &str = "\
 
 /// Locks the row for a transaction, if the row contains the claim.
 ///
-/// The row lock is shared: it excludes statements that write a claim, lock the row for a
-/// transaction or grant a lease, and permits a fence of the holder.
+/// The row lock is shared. It permits a fence of the holder. It excludes statements that write a
+/// claim, lock the row for a transaction or grant a lease.
 ///
 /// Parameters: id, claim.
 const ROW_LOCK: &str = "\

@@ -139,7 +139,7 @@ impl PostgresConfig {
     /// Sets the URL at which the listener connects, for a server behind a pooler.
     ///
     /// `LISTEN` needs a connection that stays with one server process. The listener's connection is
-    /// encrypted in the same way as the others.
+    /// encrypted in the same way as all other connections.
     ///
     /// # Errors
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may

@@ -8,10 +8,10 @@
 //! times are the server's, from `clock_timestamp()`. `now()` is unsuitable: it is constant during a
 //! transaction, even while a statement waits for a row.
 //!
-//! No statement relies on session state, except those of session locks ([`SESSION_TRY_LOCK`]):
-//! behind a pooler, each statement may run in another session. A statement changes settings by
-//! `set_config(…, true)`, whose effect lasts until the statement's end. The position of the call in
-//! the statement determines when the effect begins.
+//! Only statements of session locks ([`SESSION_TRY_LOCK`]) rely on session state: behind a pooler,
+//! each statement may run in another session. A statement changes settings by `set_config(…,
+//! true)`, whose effect lasts until the statement's end. The position of the call in the statement
+//! determines when the effect begins.
 //!
 //! A statement that grants a key to another claim locks the key's row FOR UPDATE. Renewals and
 //! releases lock the row only FOR NO KEY UPDATE. A fenced transaction locks the row FOR KEY SHARE,

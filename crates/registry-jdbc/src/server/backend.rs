@@ -99,8 +99,8 @@ pub enum SqlMode {
     /// one of the pooler's connections.
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
-    /// retryable error after `busy_timeout`, because the server does not report why a row is
-    /// locked. Galera nodes lock no rows for each other: use the same node for all clients.
+    /// retryable error after `busy_timeout`. The server does not report why a row is locked. Galera
+    /// nodes lock no rows for each other: use the same node for all clients.
     Row,
     /// A lock is a row in the table of a Spring Integration `JdbcLockRegistry`. This program and
     /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.

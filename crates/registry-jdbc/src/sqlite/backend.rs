@@ -36,8 +36,8 @@ use super::waiters::SqliteWaiters;
 /// Opening the file permanently switches it to SQLite's write-ahead log. The file may also contain
 /// tables of the application. The names of the lock tables begin with `lock_registry_`. The file
 /// must be on a local disk: network file systems lack the locks and the shared memory that SQLite
-/// needs, and each host has its own boot. When a process of another boot opens the file, operations
-/// of the earlier processes return errors.
+/// needs. Also, each host has its own boot. When a process of another boot opens the file,
+/// operations of the earlier processes return errors.
 ///
 /// Each operation checks the file, its log and its index before it returns a result. If one of
 /// these files was removed or replaced while in use, operations fail and all grants end. A hard

@@ -1,7 +1,7 @@
 //! Maps SQLite's error codes to `BackendError`.
 //!
-//! The codes are those of <https://www.sqlite.org/rescode.html>. The low byte is the primary code.
-//! An extended code has its own decision only if its remedy differs.
+//! The codes are from <https://www.sqlite.org/rescode.html>. The low byte is the primary code. An
+//! extended code has its own decision only if its remedy differs.
 
 use std::path::Path;
 

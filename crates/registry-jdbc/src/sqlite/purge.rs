@@ -180,7 +180,8 @@ mod tests {
         backend.writer.execute(insert("elsewhere")).await.unwrap();
         acquire(&backend, &claim("held")).await;
         clock.advance(backend.config.purge_after);
-        // 1,401 rows, 512 at a time. Another process continues where this one stopped.
+        // The table has 1,401 rows, and a range 512. Another process continues at the stored
+        // position.
         assert_eq!(purge_ranges(&backend, 1).await, 512);
         backend.close().await;
         let backend = folder.open_backend_with_clock(&clock).await;

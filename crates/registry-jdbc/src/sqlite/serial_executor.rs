@@ -1,7 +1,7 @@
 //! Runs asynchronous calls on one value, one at a time. Used by `connection`.
 //!
-//! If the value is free, the caller polls its own call (an in-place call), because a switch to
-//! another task takes a tenth of a statement's time. All other calls are queued for one task on the
+//! If the value is free, the caller polls its own call (an in-place call). This saves a switch to
+//! another task, a tenth of a statement's time. All other calls are queued for one task on the
 //! backend's own thread. Calls of low priority run after all other queued calls. The task also
 //! takes over an in-place call:
 //! - when another call is queued,

@@ -2,8 +2,8 @@
 //! a transaction open.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Every statement that relies on a row also checks the boot in the meta row: after a
-//! process of another boot has stored its boot id, this process must not grant or renew.
+//! Every statement that relies on a row also checks the boot in the meta row. After a process of
+//! another boot has stored its boot id, this process must not grant or renew.
 
 use std::sync::LazyLock;
 
@@ -228,7 +228,7 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
-/// Returns those of the keys that are held, with the tokens of their grants. For a key that several
+/// Returns the held keys, with the tokens of their grants. For a key that several
 /// claims can hold, `since` with the highest bit takes the place of the token. Parameters: now, boot,
 /// namespace, then the keys.
 pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
