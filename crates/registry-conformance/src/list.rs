@@ -186,6 +186,54 @@ macro_rules! __for_all_clauses {
                 a_renewal_out_of_range_is_refused_before_any_request [],
                 a_registry_returns_the_capabilities_of_its_store [],
             }
+            shared {
+                readers_of_two_clients_hold_together [faithful shared],
+                a_reader_excludes_writers [faithful shared],
+                a_writer_excludes_readers [faithful shared],
+                a_writer_is_granted_after_the_last_reader [faithful shared],
+                concurrent_readers_and_writers_never_hold_together [faithful shared],
+                a_waiting_writer_blocks_new_readers [faithful shared],
+                the_place_of_a_waiting_writer_lapses_with_its_lease [faithful shared],
+                a_waiting_writer_that_repeats_its_attempt_keeps_its_place [faithful shared],
+                a_released_waiting_writer_lets_readers_in_at_once [faithful shared],
+                a_writer_that_does_not_wait_blocks_no_readers [faithful shared],
+                a_repeated_shared_acquire_is_one_grant [faithful shared],
+                each_reader_expires_by_itself [faithful shared],
+                a_writer_is_granted_after_the_readers_expire [faithful shared],
+                a_renewal_extends_only_its_own_reader [faithful shared],
+                a_batch_renews_readers_of_one_key [faithful shared],
+                a_release_of_one_reader_keeps_the_others [faithful shared],
+                a_release_of_another_claim_ends_no_reader [faithful shared],
+                tokens_of_readers_and_writers_increase [faithful shared fencing],
+                a_forced_release_ends_all_readers [faithful shared inspect],
+                inspect_returns_all_readers [faithful shared inspect],
+                inspect_returns_the_mode_of_each_holder [faithful shared inspect],
+                the_last_reader_wakes_a_waiting_writer [faithful shared wakes],
+                a_writer_that_gives_up_wakes_a_waiting_reader [faithful shared wakes],
+                a_mode_that_the_store_does_not_have_is_refused_before_any_request [],
+                readers_of_two_processes_hold_together [shared],
+                try_read_returns_none_while_a_writer_holds_the_lock [shared],
+                an_attempt_that_does_not_wait_leaves_no_record [shared],
+                a_waiting_lock_call_blocks_readers_of_other_processes [shared],
+                readers_without_a_pause_do_not_starve_a_writer [shared],
+                a_dropped_waiting_lock_call_lets_readers_in [shared],
+                a_lock_call_that_gives_up_lets_readers_in [shared],
+                a_dropped_waiting_read_call_leaves_nothing_behind [shared],
+                waiting_readers_acquire_the_lock_after_a_writer [shared],
+                readers_of_one_process_share_one_grant [shared inspect handoff],
+                guards_of_readers_have_increasing_tokens [shared fencing],
+                a_lost_shared_grant_is_reported_to_all_its_readers [shared handoff],
+                a_lost_reader_does_not_affect_readers_of_other_processes [shared],
+                a_forced_release_is_reported_to_all_readers [shared inspect],
+                a_shared_lock_is_renewed_beyond_its_lease [shared],
+                a_writer_acquires_the_lock_of_a_dead_reader [shared],
+                an_owner_reenters_its_shared_lock_as_a_reader_only [shared],
+                close_ends_readers_and_waiting_callers [shared],
+                critical_sections_of_readers_and_writers_never_overlap [shared],
+                read_may_be_dropped_at_every_poll [shared],
+                a_lock_call_behind_a_reader_may_be_dropped_at_every_poll [shared],
+                a_read_with_a_lost_reply_leaves_no_grant [shared],
+            }
             loss {
                 a_holder_is_notified_when_its_claim_is_gone [],
                 a_lost_lock_stays_lost [],
@@ -304,6 +352,18 @@ macro_rules! need {
     };
     (handoff) => {
         Need::Handoff
+    };
+    (fair_on_request) => {
+        Need::FairOnRequest
+    };
+    (shared) => {
+        Need::Shared
+    };
+    (upgradable) => {
+        Need::Upgradable
+    };
+    (permits) => {
+        Need::Permits
     };
     (wakes) => {
         Need::Wakes

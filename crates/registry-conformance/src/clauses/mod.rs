@@ -29,6 +29,8 @@ pub mod keys;
 // Options and re-entry.
 pub mod options;
 pub mod reentry;
+// Modes and the queue on request.
+pub mod shared;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.
