@@ -37,7 +37,7 @@ impl Store for TableStore {
 registry_conformance::conformance! {
     harness = TableHarness,
     runs = 199,
-    skips = 79,
+    skips = 121,
     without = [
         fair,
         fair_on_request,

@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 266,
+///     runs = 308,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

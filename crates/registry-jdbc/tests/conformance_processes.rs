@@ -88,6 +88,6 @@ impl Store for SqliteProcessesStore {
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
     runs = 228,
-    skips = 50,
+    skips = 92,
     without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations],
 }

@@ -31,6 +31,7 @@ pub mod options;
 pub mod reentry;
 // Modes and the queue on request.
 pub mod shared;
+pub mod upgradable;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.

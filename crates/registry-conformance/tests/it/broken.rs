@@ -12,7 +12,7 @@ mod without_a_bug {
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
         runs = 221,
-        skips = 57,
+        skips = 99,
         without = [
         fair,
         fair_on_request,

@@ -74,8 +74,8 @@ mod seed_1 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 1_000 },
-        runs = 160,
-        skips = 118,
+        runs = 178,
+        skips = 142,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }
@@ -85,8 +85,8 @@ mod seed_2 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 2_000 },
-        runs = 160,
-        skips = 118,
+        runs = 178,
+        skips = 142,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
 }
