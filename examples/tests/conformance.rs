@@ -36,8 +36,8 @@ impl Store for TableStore {
 
 registry_conformance::conformance! {
     harness = TableHarness,
-    runs = 199,
-    skips = 121,
+    runs = 200,
+    skips = 170,
     without = [
         fair,
         fair_on_request,

@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 308,
+///     runs = 358,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

@@ -20,7 +20,7 @@ impl Harness for SqliteHarness {
 
 registry_conformance::conformance! {
     harness = SqliteHarness,
-    runs = 222,
-    skips = 98,
+    runs = 223,
+    skips = 147,
     without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations, remote],
 }

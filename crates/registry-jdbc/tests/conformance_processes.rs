@@ -87,7 +87,7 @@ impl Store for SqliteProcessesStore {
 
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
-    runs = 228,
-    skips = 92,
+    runs = 229,
+    skips = 141,
     without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations],
 }

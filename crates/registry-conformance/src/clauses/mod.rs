@@ -30,6 +30,8 @@ pub mod keys;
 pub mod options;
 pub mod reentry;
 // Modes and the queue on request.
+pub mod fair_queue;
+pub mod permits;
 pub mod shared;
 pub mod upgradable;
 // Notification of losses.

@@ -11,8 +11,8 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
-        runs = 221,
-        skips = 99,
+        runs = 222,
+        skips = 148,
         without = [
         fair,
         fair_on_request,
