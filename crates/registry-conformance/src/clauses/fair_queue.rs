@@ -83,6 +83,7 @@ pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestCon
         sleep(context.renewed_lease() / 4).await;
         busy(&*second, &waiter).await;
     }
+    sleep(context.renewed_lease() / 4).await;
     freed(&*first, &holder).await;
     busy(&*first, &behind).await;
     granted(&*second, &waiter).await;

@@ -518,15 +518,18 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
 }
 
-/// The units of a process that does not renew return when its lease ends, and a waiting caller takes
-/// them.
+/// The units of a process that has died return when its lease ends, and a waiting caller takes them.
+/// Other permits stay held.
 pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestContext) {
-    let (holding, waiting) = (context.registry().await, context.registry().await);
-    let options = LockOptions::new().lease(context.short_lease()).auto_renew(false);
-    let dead = semaphore(&holding, 3).acquire_with(2, options).await.expect("two units are free");
-    let alive = semaphore(&holding, 3).acquire().await.expect("one unit is free");
-    let wait = LockOptions::new().wait(context.short_lease() + context.max_wait());
-    let taken = semaphore(&waiting, 3).try_acquire_with(2, wait).await.expect("it answers");
+    let faulty = context.faulty(Faults::none()).await;
+    let (dying, waiting) =
+        (context.registry_over(&faulty, context.short_lease()), context.registry().await);
+    let dead = semaphore(&dying, 3).acquire_many(2).await.expect("two units are free");
+    faulty.apply(Faults::outage());
+    let waiting = semaphore(&waiting, 3);
+    let alive = waiting.acquire().await.expect("one unit is free");
+    let options = LockOptions::new().wait(context.short_lease() + context.max_wait());
+    let taken = waiting.try_acquire_with(2, options).await.expect("the store answers");
     let taken = taken.expect("the lease of the dead holder ends");
     assert!(!dead.is_held(), "more units than there are");
     assert!(alive.is_held());
