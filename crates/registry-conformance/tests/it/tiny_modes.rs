@@ -278,7 +278,7 @@ impl ModesBackend {
             let mut token = *self.last_token.lock().unwrap();
             edit(&mut shown, |entry| {
                 token += 1;
-                entry.token = entry.token.or(FencingToken::new(token));
+                entry.token = entry.token.or_else(|| FencingToken::new(token));
             });
         }
         let mut holders = shown.holders(key, self.now());
