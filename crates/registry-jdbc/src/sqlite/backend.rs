@@ -393,8 +393,12 @@ impl LockAdmin for SqliteBackend {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
-        let changes = self.writer.execute(move || statements.force_release(&key)).await?;
-        Ok(release_outcome(changes))
+        let forced = key.clone();
+        let changes = self.writer.execute(move || statements.force_release(&forced)).await?;
+        if changes > 0 {
+            return Ok(Release::Freed);
+        }
+        self.force_release_several(&key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -409,10 +413,6 @@ const FENCED_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Returns how long the release of `claim` waits for other writers.
 pub(super) fn release_limit(claim: &Claim) -> Duration {
     if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX }
-}
-
-const fn release_outcome(changes: u64) -> Release {
-    if changes == 0 { Release::NotHeld } else { Release::Freed }
 }
 
 impl fmt::Debug for SqliteBackend {

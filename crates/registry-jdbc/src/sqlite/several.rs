@@ -6,6 +6,7 @@
 //! read. `since` grows with each change that may let a waiter in; waiters compare it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Holder, Key, LockRecord,
@@ -80,7 +81,7 @@ impl SqliteBackend {
             if claim.is_conversion() {
                 new.since = new.since.max(row.state.since + 1);
             }
-            if self.write_row(claim, &row.state, &new).await? {
+            if self.write_row(claim.key(), release_limit(claim), &row.state, &new).await? {
                 return Ok(self.with_mark(attempt, &new));
             }
         }
@@ -102,8 +103,26 @@ impl SqliteBackend {
                 // No later grant exists, so the next one can use the unused tokens.
                 new.block = new.block.min(i64::from(claim.token_block()));
             }
-            if self.write_row(claim, &row, &new).await? {
+            if self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
                 return Ok(LockRecord::release_of(Some(&entry), now));
+            }
+        }
+        Err(self.too_many_changes())
+    }
+
+    /// Ends all grants of the key. Claims that wait keep their places.
+    pub(super) async fn force_release_several(&self, key: &Key) -> Result<Release, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let row = self.read_row(key).await?.state;
+            let now = self.now();
+            let mut record = self.record(key, &row, now)?;
+            if !row.is_several() || record.force_release(now) == Release::NotHeld {
+                return Ok(Release::NotHeld);
+            }
+            let mut new = self.row_with(&row, &record, now);
+            new.since = new.since.max(row.since + 1);
+            if self.write_row(key, Duration::MAX, &row, &new).await? {
+                return Ok(Release::Freed);
             }
         }
         Err(self.too_many_changes())
@@ -124,7 +143,7 @@ impl SqliteBackend {
                 until: record.until().cast_signed(),
                 ..row.clone()
             };
-            if new == row || self.write_row(claim, &row, &new).await? {
+            if new == row || self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
                 return Ok(renewal);
             }
         }
@@ -180,7 +199,7 @@ impl SqliteBackend {
         if let Some(id) = row.claim.as_deref().and_then(|claim| claim.try_into().ok())
             && is_live
         {
-            let holder = Claim::new(key.clone(), std::time::Duration::ZERO)
+            let holder = Claim::new(key.clone(), Duration::ZERO)
                 .with_id(registry_core::ClaimId::from_bits(u128::from_be_bytes(id)))
                 .with_token_block(u32::try_from(row.block).unwrap_or(u32::MAX))
                 .with_label(row.label.as_deref().map(Into::into));
@@ -211,14 +230,15 @@ impl SqliteBackend {
 
     async fn write_row(
         &self,
-        claim: &Claim,
+        key: &Key,
+        limit: Duration,
         old: &SqliteRowState,
         new: &SqliteRowState,
     ) -> Result<bool, BackendError> {
         let statements = Arc::clone(&self.statements);
-        let (key, old, new) = (claim.key().clone(), old.clone(), new.clone());
+        let (key, old, new) = (key.clone(), old.clone(), new.clone());
         let make_statement = move || statements.write_row(&key, &old, &new);
-        Ok(self.writer.execute_within(release_limit(claim), make_statement).await? > 0)
+        Ok(self.writer.execute_within(limit, make_statement).await? > 0)
     }
 
     fn token_after(&self, row: &ReadRow) -> Result<FencingToken, BackendError> {

@@ -126,10 +126,10 @@ pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-/// Ends the grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
+/// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
-    WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
+    WHERE namespace = ?1 AND key = ?2 AND claim <> x'2b' AND until > ?3 AND boot = ?4";
 
 /// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
 /// token. In the row of several claims, this is the claim's entry; the positions are those of

@@ -1,21 +1,26 @@
--- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants; claims that wait also
--- lose their places. Returns 1 if the lock was held, otherwise 0.
+-- KEYS: the lock. ARGV: publish command, message, channels. Ends all grants. Claims that wait keep
+-- their places. Returns 1 if the lock was held, otherwise 0.
 local current_claim, record = read_holder(KEYS[1])
 if not current_claim then
   return 0
 end
-local freed = 1
+local freed, waiting = 1, ''
 if is_several(record) then
   freed = 0
-  local now, entry = now_text(), 3
-  while entry < #record do
-    if live_until(record, entry, now) then
+  local now = now_text()
+  for entry in string.gmatch(string.sub(record, 3), '[^;]*;') do
+    if string.find(entry, '^%u', 33) then
+      waiting = waiting .. entry
+    elseif live_until(entry, 1, now) then
       freed = 1
     end
-    entry = string.find(record, ';', entry, true) + 1
   end
 end
-redis.call('DEL', KEYS[1])
+if waiting == '' then
+  redis.call('DEL', KEYS[1])
+else
+  redis.call('SET', KEYS[1], '+;' .. waiting, 'KEEPTTL')
+end
 for i = 3, #ARGV do
   -- With pcall, the release succeeds even if the user may not publish.
   redis.pcall(ARGV[1], ARGV[i], ARGV[2])

@@ -73,7 +73,7 @@ impl ServerSet for RedisServer {
 
 #[test]
 fn a_server_passes_all_clauses() {
-    run_all_clauses::<RedisServer>(226, 144);
+    run_all_clauses::<RedisServer>(362, 8);
 }
 
 #[async_trait]
@@ -99,7 +99,7 @@ impl ServerSet for SentinelSetup {
 
 #[test]
 fn a_sentinel_master_passes_all_clauses() {
-    run_all_clauses::<SentinelSetup>(226, 144);
+    run_all_clauses::<SentinelSetup>(362, 8);
 }
 
 #[async_trait]
@@ -131,7 +131,7 @@ impl ServerSet for RedisCluster {
 
 #[test]
 fn a_cluster_passes_all_clauses() {
-    run_all_clauses::<RedisCluster>(226, 144);
+    run_all_clauses::<RedisCluster>(362, 8);
 }
 
 #[async_trait]
@@ -199,7 +199,7 @@ impl ServerSet for TlsServer {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_passes_all_clauses() {
-    run_all_clauses::<TlsServer>(226, 144);
+    run_all_clauses::<TlsServer>(362, 8);
 }
 
 /// A server with locks in the Spring Integration layout.
