@@ -19,6 +19,7 @@ pub use crate::layout::Layout;
 pub use crate::options::{OptionDescription, Origin, describe_options};
 pub use crate::redact::redact_url;
 pub use crate::scheme::describe_schemes;
+pub use registry_core::InvalidOption;
 
 /// The configuration of a registry: its lock store and options, merged from several sources.
 ///

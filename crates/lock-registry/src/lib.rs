@@ -34,11 +34,16 @@ pub use connect::connect;
 pub use registry_core::blocking;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, ClaimMode, CloseReport, ConfigError, DistributedLock, Executed,
-    FencingToken, GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockError, LockGuard,
-    LockOptions, LockRegistry, LockRegistryExt, LostReason, MultiGuard, MultiLock, Owner, Reach,
-    Registry, RoutingRegistry, Semaphore,
+    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
+    GuaranteeClass, Holder, InvalidKey, Key, LockError, LockGuard, LockOptions, LockRegistry,
+    LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
 };
+
+/// Locks of several holders or of several keys: their types, which `read`, `semaphore` and
+/// `obtain_all` return.
+pub mod modes {
+    pub use registry_core::{ClaimMode, MultiGuard, MultiLock, Semaphore};
+}
 
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
 /// server.

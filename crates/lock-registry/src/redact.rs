@@ -18,9 +18,9 @@ use crate::{scheme, store_url};
 /// # Examples
 /// ```
 /// # use lock_registry::config::redact_url;
-/// assert_eq!(redact_url("redis://app:hunter2@db:6379/0?lease=30s"), "redis://***@db:6379/0?lease=30s");
-/// assert_eq!(redact_url("redis://app:hun/ter2@db"), "redis://***");
-/// assert_eq!(redact_url("sqlite:locks.db"), "sqlite:locks.db");
+/// assert_eq!(redact_url("redis://app:hunter2@db:6379/0?lease=30s"),
+/// "redis://***@db:6379/0?lease=30s"); assert_eq!(redact_url("redis://app:hun/ter2@db"),
+/// "redis://***"); assert_eq!(redact_url("sqlite:locks.db"), "sqlite:locks.db");
 /// ```
 #[must_use]
 pub fn redact_url(url: &str) -> String {

@@ -5,7 +5,8 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use lock_registry::{ConfigError, InvalidOption, LockError};
+use lock_registry::config::InvalidOption;
+use lock_registry::{ConfigError, LockError};
 
 /// The key is not locked (`show`, `break`), or there is a warning (`doctor --strict`).
 pub(crate) const NEGATIVE: u8 = 1;

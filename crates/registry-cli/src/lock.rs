@@ -3,9 +3,10 @@
 use std::future::Future;
 use std::time::Duration;
 
+use lock_registry::modes::{MultiGuard, MultiLock, Semaphore};
 use lock_registry::{
     DistributedLock, FencingToken, Key, LockError, LockGuard, LockOptions, LockRegistryExt as _,
-    LostReason, MultiGuard, MultiLock, Registry, Semaphore,
+    LostReason, Registry,
 };
 
 use crate::args::{self, AcquireArgs};

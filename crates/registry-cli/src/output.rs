@@ -8,7 +8,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use lock_registry::{ClaimMode, Holder};
+use lock_registry::Holder;
+use lock_registry::modes::ClaimMode;
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{Attempt, Busy, Claim, ClaimMode, Queueing};
+use crate::backend::{Attempt, Busy, Claim, Queueing};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, store_error};
 use crate::error::{BackendError, BackendErrorKind, LockError};
@@ -15,6 +15,7 @@ use crate::grant::ActiveGrant;
 use crate::guard::{Hold, LockGuard};
 use crate::key::Key;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;

@@ -17,6 +17,7 @@ use crate::error::BackendError;
 use crate::fencing::FencingToken;
 use crate::invalidation::Invalidations;
 use crate::key::{InvalidKey, Key};
+use crate::mode::ClaimMode;
 
 /// A lock store.
 ///
@@ -474,65 +475,6 @@ impl serde::Serialize for ClaimId {
 impl<'de> serde::Deserialize<'de> for ClaimId {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         String::deserialize(deserializer)?.parse().map_err(serde::de::Error::custom)
-    }
-}
-
-/// Which other claims may hold the same key at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
-#[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
-#[non_exhaustive]
-pub enum ClaimMode {
-    /// No other claim.
-    Exclusive,
-    /// Any number of shared claims, and one upgradable claim.
-    Shared,
-    /// Any number of shared claims. Can be converted to exclusive without a release in between.
-    Upgradable,
-    /// Other permits, as long as not more than `of` units are taken in all.
-    Permits {
-        /// The units that this claim takes, at least one and at most `of`.
-        take: u32,
-        /// The units that the key has. All claims must state the same number.
-        of: u32,
-    },
-}
-
-impl ClaimMode {
-    /// Returns whether one claim of each mode may hold a key together. For permits, this also
-    /// checks that the units of the two fit.
-    #[must_use]
-    pub fn is_compatible(self, other: Self) -> bool {
-        match (self, other) {
-            (Self::Shared, Self::Shared | Self::Upgradable) | (Self::Upgradable, Self::Shared) => {
-                true
-            }
-            (Self::Permits { take, of }, Self::Permits { take: others, of: other_of }) => {
-                of == other_of && take.saturating_add(others) <= of
-            }
-            _ => false,
-        }
-    }
-
-    /// Returns the units that a claim of this mode takes. Zero if the mode is not `Permits`.
-    #[must_use]
-    pub fn units(self) -> u32 {
-        match self {
-            Self::Permits { take, .. } => take,
-            _ => 0,
-        }
-    }
-}
-
-/// Formats the mode as `exclusive`, `shared`, `upgradable`, or `permits 2 of 10`.
-impl fmt::Display for ClaimMode {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Exclusive => f.write_str("exclusive"),
-            Self::Shared => f.write_str("shared"),
-            Self::Upgradable => f.write_str("upgradable"),
-            Self::Permits { take, of } => write!(f, "permits {take} of {of}"),
-        }
     }
 }
 

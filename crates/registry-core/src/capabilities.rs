@@ -4,7 +4,7 @@
 use std::fmt;
 use std::time::Duration;
 
-use crate::backend::ClaimMode;
+use crate::mode::ClaimMode;
 
 /// Which faults a store survives with one holder per lock and with safe fenced writes.
 ///

@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::acquire::wait_for_attempt;
-use crate::backend::{Attempt, ClaimMode};
+use crate::backend::Attempt;
 use crate::clock::Moment;
 use crate::engine::{backoff, lost_error, store_error};
 use crate::error::{LockError, LostReason};
 use crate::guard::{Hold, LockGuard};
+use crate::mode::ClaimMode;
 
 impl LockGuard {
     /// Makes this lock exclusive. Waits without a time limit until all shared holders have released

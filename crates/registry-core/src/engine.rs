@@ -10,7 +10,7 @@ use std::time::Duration;
 use futures_util::future::FutureExt as _;
 
 use crate::active_count::ActiveCount;
-use crate::backend::{Attempt, Claim, ClaimMode, LockBackend, Release, Renewal};
+use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
@@ -22,6 +22,7 @@ use crate::fairness::Fairness;
 use crate::invalidation::InvalidationQueue;
 use crate::key::Key;
 use crate::memory::MemoryBackend;
+use crate::mode::ClaimMode;
 use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::schedule::Schedule;

@@ -8,8 +8,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::ClaimMode;
 use crate::key::InvalidKey;
+use crate::mode::ClaimMode;
 
 /// The reason why a lock operation failed.
 ///
@@ -22,7 +22,8 @@ pub enum LockError {
     /// whether a retry can help.
     #[non_exhaustive]
     Backend {
-        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break` or `diagnose`.
+        /// The operation: `acquire`, `convert`, `extend`, `release`, `inspect`, `list`, `break` or
+        /// `diagnose`.
         operation: &'static str,
         /// The key; `*` for an operation on the whole store.
         key: String,

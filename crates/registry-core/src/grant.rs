@@ -1,8 +1,8 @@
 //! One active grant: its lease, its state, and its end.
 //!
-//! It ends when the last guard is dropped ([`ActiveGrant::end`]) or when it is lost
-//! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end and
-//! pass the claim to the next local caller.
+//! It ends when the last guard is dropped ([`ActiveGrant::end_hold`]) or when it is lost
+//! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end
+//! and pass the claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 
-use crate::backend::{Claim, ClaimMode, Grant};
+use crate::backend::{Claim, Grant};
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
@@ -21,6 +21,7 @@ use crate::guard::{Hold, LockGuard};
 use crate::invalidation::Epoch;
 use crate::lease::{Due, Lease, LeaseOptions};
 use crate::local_lock::{LocalLock, LocalPermit};
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
@@ -481,8 +482,8 @@ impl ActiveGrant {
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
             && held_for >= self.options.min_hold
-            // If less than a third of the lease remains, renewals have failed, and the receiver would
-            // soon lose the lock.
+            // If less than a third of the lease remains, renewals have failed, and the receiver
+            // would soon lose the lock.
             && self.valid_until().since(now) > self.options.lease.length / 3
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
 
-use crate::backend::{Claim, ClaimMode, LockBackend, Release, Renewal};
+use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::call::Call;
 use crate::clock::Moment;
 use crate::contained::with_panic_safe_waker;
@@ -20,6 +20,7 @@ use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
 use crate::key::Key;
 use crate::min_hold::{FirstRenewalSender, MinHold};
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
@@ -602,8 +603,8 @@ impl Hold {
         self.successor.get()?.upgrade()
     }
 
-    /// Removes one guard. Returns `None` if others remain, or other holds of a shared grant. The last one ends the hold; the result
-    /// is an error if the lock was lost before.
+    /// Removes one guard. Returns `None` if others remain, or other holds of a shared grant. The
+    /// last one ends the hold; the result is an error if the lock was lost before.
     pub(crate) fn remove_guard(&self) -> Option<Result<EndingGrant, LostReason>> {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;

@@ -48,6 +48,7 @@ mod contained;
 mod interleave;
 // Values.
 mod key;
+mod mode;
 mod owner;
 mod fencing;
 mod capabilities;
@@ -74,8 +75,8 @@ pub mod blocking;
 pub mod observe;
 
 pub use backend::{
-    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, InvalidClaimId, LockAdmin,
-    LockBackend, Queueing, Release, Renewal, Severity, WakeCheck,
+    Attempt, Busy, Claim, ClaimId, Finding, Grant, Holder, InvalidClaimId, LockAdmin, LockBackend,
+    Queueing, Release, Renewal, Severity, WakeCheck,
 };
 pub use capabilities::{Capabilities, GuaranteeClass, Reach, RenewalPolicy};
 pub use clock::Moment;
@@ -90,6 +91,7 @@ pub use invalidation::{InvalidationSet, Invalidations};
 pub use key::{InvalidKey, Key};
 pub use lock::DistributedLock;
 pub use memory::MemoryBackend;
+pub use mode::ClaimMode;
 pub use multi::{MultiGuard, MultiLock};
 #[cfg(lock_registry_mutants)]
 pub use mutant::{Mutant, switch_mutant};

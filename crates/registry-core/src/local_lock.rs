@@ -14,7 +14,6 @@ use std::sync::{Arc, PoisonError, Weak};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use crate::backend::ClaimMode;
 use crate::clock::Moment;
 use crate::contained::wake;
 use crate::engine::Engine;
@@ -25,6 +24,7 @@ use crate::guard::{Hold, LockGuard};
 use crate::interleave::{Mutex, MutexGuard, interleaving_point};
 use crate::invalidation::Epoch;
 use crate::key::Key;
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
@@ -382,8 +382,8 @@ impl LocalLock {
     /// `owner` already holds the lock.
     ///
     /// A caller of another mode than exclusive that does not wait gets a permit in any case, which
-    /// nobody else waits for: the permit of the caller in front does not mean that the store would
-    /// refuse this one.
+    /// no other caller waits for: the permit of the caller in front does not mean that the store
+    /// would refuse this one.
     pub(crate) async fn enter(
         self: &Arc<Self>,
         owner: Option<&Owner>,

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::acquire::acquire;
-use crate::backend::{ClaimMode, Holder};
+use crate::backend::Holder;
 use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::key::InvalidKey;
 use crate::local_lock::LocalLock;
+use crate::mode::ClaimMode;
 use crate::options::LockOptions;
 
 /// A lock: one key of a registry.
@@ -158,8 +159,9 @@ impl DistributedLock {
     /// Acquires this lock for reading: shared with other readers and one
     /// [upgradable](Self::upgradable) holder, without an exclusive one. Waits without a time limit.
     ///
-    /// A waiting exclusive caller blocks new readers, in other processes too, so that readers cannot
-    /// starve it. Readers of one process share one grant of the store where its lease allows this.
+    /// A waiting exclusive caller blocks new readers, in other processes too, so that readers
+    /// cannot starve it. Readers of one process share one grant of the store where its lease allows
+    /// this.
     ///
     /// # Errors
     /// As [`lock`](Self::lock). [`LockError::Unsupported`] if the store has no shared locks, before
@@ -202,8 +204,8 @@ impl DistributedLock {
         self.try_read_with(LockOptions::new()).await
     }
 
-    /// Acquires this lock for reading, waiting at most `wait`. Returns `Ok(None)` if it was not free
-    /// for readers until the deadline.
+    /// Acquires this lock for reading, waiting at most `wait`. Returns `Ok(None)` if it was not
+    /// free for readers until the deadline.
     ///
     /// # Errors
     /// As [`try_lock_for`](Self::try_lock_for) and [`read`](Self::read).
@@ -299,8 +301,8 @@ impl DistributedLock {
         self.acquire(ClaimMode::Upgradable, options).await
     }
 
-    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, it tries
-    /// once. Returns `Ok(None)` if the lock was not free in time.
+    /// Acquires this lock as [upgradable](Self::upgradable) with `options`. Without a wait, it
+    /// tries once. Returns `Ok(None)` if the lock was not free in time.
     ///
     /// # Errors
     /// As [`try_lock_with`](Self::try_lock_with) and [`upgradable`](Self::upgradable).

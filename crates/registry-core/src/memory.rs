@@ -13,8 +13,8 @@ use dashmap::mapref::multiple::RefMulti;
 use tokio::sync::Notify;
 
 use crate::backend::{
-    Attempt, Busy, Claim, ClaimId, ClaimMode, Grant, Holder, LockAdmin, LockBackend, Release,
-    Renewal, WakeCheck,
+    Attempt, Busy, Claim, ClaimId, Grant, Holder, LockAdmin, LockBackend, Release, Renewal,
+    WakeCheck,
 };
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
@@ -22,6 +22,7 @@ use crate::error::{BackendError, BackendErrorKind};
 use crate::fencing::FencingToken;
 use crate::invalidation::{InvalidationSet, Invalidations};
 use crate::key::Key;
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::record::{LockRecord, RecordEntry};
 

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::ClaimMode;
 use crate::capabilities::Capabilities;
 use crate::error::InvalidOption;
 use crate::fairness::CONTENDED_SPAN;
 use crate::lease::{LeaseOptions, lease_covering};
+use crate::mode::ClaimMode;
 use crate::owner::Owner;
 
 /// The options of an acquisition. An option that is not set comes from the registry.

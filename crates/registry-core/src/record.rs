@@ -8,11 +8,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::backend::{
-    Attempt, Busy, Claim, ClaimId, ClaimMode, Grant, Holder, Queueing, Release, Renewal,
-};
+use crate::backend::{Attempt, Busy, Claim, ClaimId, Grant, Holder, Queueing, Release, Renewal};
 use crate::fencing::FencingToken;
 use crate::key::Key;
+use crate::mode::ClaimMode;
 
 /// The claims that hold one key or wait for it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

@@ -13,7 +13,7 @@ use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use crate::active_count::ActiveCount;
-use crate::backend::{ClaimMode, Finding, Holder, LockBackend, Release};
+use crate::backend::{Finding, Holder, LockBackend, Release};
 use crate::background::BackgroundReleaser;
 use crate::call::{Call, within};
 use crate::capabilities::Capabilities;
@@ -27,6 +27,7 @@ use crate::key::Key;
 use crate::local_lock::{LocalLock, LocalLocks};
 use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
+use crate::mode::ClaimMode;
 use crate::mutant::{Mutant, mutated};
 use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, HandOverLimits, LockOptions};

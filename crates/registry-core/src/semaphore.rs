@@ -5,10 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use crate::backend::{ClaimMode, Holder};
+use crate::backend::Holder;
 use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
 use crate::options::LockOptions;
 
 /// A semaphore: a key of a registry with a number of units, of which each permit takes some.

@@ -1,8 +1,8 @@
-//! Attempts on keys that several claims can hold: shared claims, permits, and claims that wait in the
-//! store.
+//! Attempts on keys that several claims can hold: shared claims, permits, and claims that wait in
+//! the store.
 //!
-//! [`LockRecord`] decides. Its text is the value of the lock's key, after `+;`. An attempt reads the
-//! value, decides, and writes the new value if the old one has not changed meanwhile. The first
+//! [`LockRecord`] decides. Its text is the value of the lock's key, after `+;`. An attempt reads
+//! the value, decides, and writes the new value if the old one has not changed meanwhile. The first
 //! attempt on a key that is probably free skips the read.
 
 use registry_core::{

@@ -518,8 +518,8 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
 }
 
-/// The units of a process that has died return when its lease ends, and a waiting caller takes them.
-/// Other permits stay held.
+/// The units of a process that has died return when its lease ends, and a waiting caller takes
+/// them. Other permits stay held.
 pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (dying, waiting) =

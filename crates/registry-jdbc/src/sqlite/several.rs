@@ -1,7 +1,7 @@
 //! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
 //!
-//! [`LockRecord`] decides. The row of such a key has the claim [`MARKER`], the text of the record as
-//! its label, and the end of the last entry as `until`. The statements for exclusive claims find
+//! [`LockRecord`] decides. The row of such a key has the claim [`MARKER`], the text of the record
+//! as its label, and the end of the last entry as `until`. The statements for exclusive claims find
 //! such a row held, and never change it. A change is written only if the row is still as it was
 //! read. `since` grows with each change that may let a waiter in; waiters compare it.
 

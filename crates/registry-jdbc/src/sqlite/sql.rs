@@ -94,8 +94,8 @@ pub(super) const READ_ROW: &str = "\
 /// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
 /// returned it: claim, token and label are compared.
 ///
-/// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old token,
-/// old label.
+/// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old
+/// token, old label.
 pub(super) const WRITE_ROW: &str = "\
     INSERT INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
@@ -126,7 +126,8 @@ pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-/// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
+/// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now,
+/// boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
     WHERE namespace = ?1 AND key = ?2 AND claim <> x'2b' AND until > ?3 AND boot = ?4";
@@ -228,9 +229,9 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
-/// Returns the held keys, with the tokens of their grants. For a key that several
-/// claims can hold, `since` with the highest bit takes the place of the token. Parameters: now, boot,
-/// namespace, then the keys.
+/// Returns the held keys, with the tokens of their grants. For a key that several claims can hold,
+/// `since` with the highest bit takes the place of the token. Parameters: now, boot, namespace,
+/// then the keys.
 pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
