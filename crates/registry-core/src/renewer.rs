@@ -116,6 +116,8 @@ impl LeaseRenewer {
                         // epoch after it is added.
                         local_lock.invalidate();
                         affected.extend(self.schedule.find(&local_lock.last_timer));
+                        let concurrent = local_lock.concurrent_grants().into_iter();
+                        affected.extend(concurrent.map(|grant| grant as Arc<dyn Renewable>));
                     }
                 }
                 affected

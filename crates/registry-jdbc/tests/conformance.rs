@@ -21,6 +21,6 @@ impl Harness for SqliteHarness {
 registry_conformance::conformance! {
     harness = SqliteHarness,
     runs = 223,
-    skips = 147,
+    skips = 151,
     without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations, remote],
 }

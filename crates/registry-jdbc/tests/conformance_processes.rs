@@ -88,6 +88,6 @@ impl Store for SqliteProcessesStore {
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
     runs = 229,
-    skips = 141,
+    skips = 145,
     without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations],
 }
