@@ -53,6 +53,15 @@ programs! {
         "contains a path, which etcd does not support",
     ],
     code [] [] says ["held as Some(\"nightly report\")", "still locked: true", "free: true"],
+    modes [] [] says [
+        "a writer is excluded: true",
+        "readers are excluded: true",
+        "mode: shared",
+        "all units are taken: true",
+        "holder: permits 2 of 3",
+        "holder: permits 1 of 3",
+        "keys: accounts/3, accounts/7",
+    ],
     leases [] [] says [
         "17 rows",
         "lost: its lease ran out before a renewal was confirmed",

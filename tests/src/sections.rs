@@ -13,6 +13,11 @@ use registry_testkit::history::{HistoryEvent, HistoryEventKind, host_clock};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 
+/// How long opening a connection may take. Long enough for any machine.
+pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a request may take. Long enough for any machine, and shorter than the lease.
+pub const TIMEOUT: Duration = Duration::from_secs(20);
+
 /// The work of one process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -1,7 +1,7 @@
 //! The configuration of a registry from a URL, a file, the environment and code.
 
-// Merges the options of all sources by precedence. The options are in `options`, the meaning of
-// URLs is in `store_url`, and `connect` opens the result.
+// This file merges the options of all sources by precedence. `options` declares the options,
+// `store_url` parses URLs, and `connect` opens the registry.
 
 use std::fmt;
 use std::sync::Arc;
@@ -30,13 +30,14 @@ pub use crate::scheme::describe_schemes;
 /// - the query of the store URL,
 /// - the default.
 ///
-/// The URL itself is chosen in the same way. Only the query of the chosen URL counts.
+/// The strongest source of a URL determines the URL. Only the query of this URL counts.
 ///
 /// # Options
 #[doc = include_str!("options.md")]
 ///
-/// Every option has the same name and form in each source: `lease=30s` in a URL, `lease = "30s"` in
-/// TOML, `LOCK_REGISTRY_LEASE=30s` in the environment. Any other name is an error in every source.
+/// Every option has the same name and syntax in each source: `lease=30s` in a URL, `lease = "30s"`
+/// in TOML, `LOCK_REGISTRY_LEASE=30s` in the environment. An unknown name is an error in every
+/// source.
 ///
 /// `Debug` and errors never show a user name, a password or a URL that cannot be parsed.
 ///
@@ -63,14 +64,14 @@ pub struct RegistryConfig {
     file: Options,
     observers: Vec<Arc<dyn Observer>>,
     connect_within: Option<Duration>,
-    /// The first error of a deserialized section. `check` returns it, because a deserializer's
-    /// error would quote the surrounding text, which may contain a password.
+    /// The first error of a deserialized section, which `check` returns. A deserializer's own error
+    /// would quote the surrounding text, which may contain a password.
     #[cfg(feature = "config")]
     pub(crate) deferred_error: Option<ConfigError>,
 }
 
 impl RegistryConfig {
-    /// Maximum length of a namespace in bytes.
+    /// The maximum length of a namespace in bytes.
     pub const NAMESPACE_BYTES_MAX: usize = 255;
 
     /// Returns a configuration without any option.
@@ -78,8 +79,8 @@ impl RegistryConfig {
         Self::default()
     }
 
-    /// Returns a configuration with this store URL. The options in its query are weaker than those
-    /// of any other source.
+    /// Returns a configuration with this store URL. The options in its query are weaker than the
+    /// options of any other source.
     ///
     /// # Errors
     /// [`ConfigError`] if the URL is invalid or its store is not built in.
@@ -89,19 +90,19 @@ impl RegistryConfig {
         Ok(config)
     }
 
-    /// Sets the store URL. It is parsed when the configuration is checked or connected.
+    /// Sets the store URL. [`check`](Self::check) and [`connect`](Self::connect) parse the URL.
     pub fn url(mut self, url: impl Into<String>) -> Self {
         self.code.replace("url", url);
         self
     }
 
-    /// Separates these locks from those of other namespaces in the same store.
+    /// Sets the namespace. Locks in different namespaces of a store are independent.
     pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
         self.code.replace("namespace", namespace);
         self
     }
 
-    /// Sets how long a key stays locked after its holder dies.
+    /// Sets the time for which a key stays locked after its holder dies.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.code.replace("lease", format_time(lease));
         self
@@ -110,6 +111,12 @@ impl RegistryConfig {
     /// Sets whether the leases of held locks are renewed.
     pub fn renew(mut self, renew: bool) -> Self {
         self.code.replace("renew", renew.to_string());
+        self
+    }
+
+    /// Sets whether waiters of all processes get a lock in the order of their arrival.
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.code.replace("fair", fair.to_string());
         self
     }
 
@@ -126,14 +133,14 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets how long the store may take to respond to one operation.
+    /// Sets the time limit for the store's response to one operation.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.code.replace("timeout", format_time(timeout));
         self
     }
 
-    /// Sets the text shown to other clients that ask for the holder of a lock. It must not contain
-    /// a secret.
+    /// Sets the text that other clients see as the holder of a lock. The text must not contain a
+    /// secret.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.code.replace("label", label);
         self
@@ -145,8 +152,8 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets one option from text of the program's command line. Errors and
-    /// [`settings`](Self::settings) call it `--NAME`, with dashes.
+    /// Sets one option from text of the program's command line. Errors name the option `--NAME`,
+    /// with dashes.
     ///
     /// # Errors
     /// [`ConfigError`] if the option `name` does not exist, is already set, or does not accept this
@@ -163,9 +170,9 @@ impl RegistryConfig {
         Ok(self)
     }
 
-    /// Sets how long [`connect`](Self::connect) repeats failed connection attempts, instead of the
-    /// option `connect_timeout`. The first attempt may take `connect_timeout` even if that is
-    /// longer.
+    /// Sets the time for which [`connect`](Self::connect) repeats failed connection attempts. This
+    /// time replaces the option `connect_timeout`, except for the first attempt: its limit is still
+    /// `connect_timeout`, even if that limit is longer.
     pub fn connect_within(mut self, limit: Duration) -> Self {
         self.connect_within = Some(limit);
         self
@@ -185,10 +192,10 @@ impl RegistryConfig {
         self.resolve().map(drop)
     }
 
-    /// Returns what the store of this configuration can do, without I/O.
+    /// Returns the capabilities of the store of this configuration, without I/O.
     ///
-    /// The opened store can do the same, except for what its server refuses or limits. For example,
-    /// ZooKeeper servers limit sessions, and with them leases.
+    /// The opened store has the same capabilities, unless its server refuses or limits a function.
+    /// For example, ZooKeeper servers limit the length of sessions, and thus of leases.
     ///
     /// # Errors
     /// As [`RegistryConfig::check`].
@@ -204,7 +211,7 @@ impl RegistryConfig {
         Ok(self.resolve()?.store.capabilities())
     }
 
-    /// Opens the store. Everything is validated before any I/O.
+    /// Validates the configuration, and then opens the store.
     ///
     /// Repeats an attempt that fails with a transient error: connection refused, name not resolved,
     /// or server starting. The pause grows with each attempt, until `connect_timeout` or the time
@@ -222,8 +229,8 @@ impl RegistryConfig {
         connect::open(resolved, self.observers, self.connect_within).await
     }
 
-    /// Returns the options that are set, each with the source that won. Contains no secrets: the
-    /// URL is shown as by [`redact_url`].
+    /// Returns the options that are set, each with its strongest source. The result contains no
+    /// secrets. [`redact_url`] redacts the URL.
     ///
     /// # Errors
     /// As [`RegistryConfig::check`].
@@ -231,7 +238,7 @@ impl RegistryConfig {
         self.resolve()?;
         let sources = self.options_by_source()?;
         let settings = options::names().into_iter().filter_map(|name| {
-            let (origin, value) = winner(&sources, name)?;
+            let (origin, value) = strongest_value(&sources, name)?;
             Some(Setting { name, value: options::redacted(name, value), origin })
         });
         Ok(settings.collect())
@@ -260,8 +267,7 @@ impl RegistryConfig {
             .find_map(|options| options.get("url"))
     }
 
-    /// Validates the configuration, and sets the options of all sources in the store, the strongest
-    /// last.
+    /// Validates the configuration, and sets the options of all sources in the store.
     fn resolve(&self) -> Result<Resolved, ConfigError> {
         #[cfg(feature = "config")]
         if let Some(error) = &self.deferred_error {
@@ -270,7 +276,7 @@ impl RegistryConfig {
         let Some(url) = self.selected_url() else {
             return Err(ConfigError::Invalid(format!(
                 "no store URL is set; set `url`, for example to `sqlite:PATH`; known schemes: {}",
-                scheme::known()
+                scheme::list_of_schemes()
             )));
         };
         let store = StoreUrl::parse(url)?.store;
@@ -319,7 +325,7 @@ pub struct Setting {
     pub name: &'static str,
     /// The option's value, without secrets.
     pub value: String,
-    /// The source that won.
+    /// The strongest source of the option.
     pub origin: Origin,
 }
 
@@ -327,13 +333,14 @@ pub struct Setting {
 #[derive(Debug)]
 pub(crate) struct Resolved {
     pub(crate) store: Box<dyn BackendConfig>,
-    /// Options that are not set here have the default of the store or the engine.
+    /// The merged options of all sources. An absent option has the default of the store or the
+    /// engine.
     pub(crate) options: Options,
 }
 
 impl Resolved {
-    /// Sets the options of all sources in `store`, and validates the result. The strongest source
-    /// is the first in `sources`, and the last to be set.
+    /// Sets the options of all sources in `store`, and validates the result. The first source in
+    /// `sources` is the strongest. Its options are set last, so that they replace other values.
     fn new(
         mut store: Box<dyn BackendConfig>,
         sources: &[(Origin, Options)],
@@ -341,13 +348,13 @@ impl Resolved {
         let mut merged = Options::default();
         for (origin, source) in sources.iter().rev() {
             for (name, value) in source.iter().filter(|(name, _)| *name != "url") {
-                set(&mut *store, *origin, name, value)?;
+                check_and_set(&mut *store, *origin, name, value)?;
                 merged.replace(name, value);
             }
         }
         store.validate().map_err(|error| {
             let option = error.option();
-            match option.and_then(|option| Some((option, winner(sources, option)?))) {
+            match option.and_then(|option| Some((option, strongest_value(sources, option)?))) {
                 Some((option, (origin, _))) => origin.invalid(option, error.problem()),
                 None => invalid(&*store, error),
             }
@@ -356,13 +363,16 @@ impl Resolved {
     }
 }
 
-/// Returns the strongest source of `option`, and its value.
-fn winner<'a>(sources: &'a [(Origin, Options)], option: &str) -> Option<(Origin, &'a str)> {
+/// Returns the strongest source of `option`, and the value in this source.
+fn strongest_value<'a>(
+    sources: &'a [(Origin, Options)],
+    option: &str,
+) -> Option<(Origin, &'a str)> {
     sources.iter().find_map(|(origin, options)| Some((*origin, options.get(option)?)))
 }
 
-/// Checks an option for this store, and sets it if the store reads it.
-fn set(
+/// Checks an option for this store. Sets the option in the store if the store's row declares it.
+fn check_and_set(
     store: &mut dyn BackendConfig,
     origin: Origin,
     name: &str,
@@ -370,28 +380,29 @@ fn set(
 ) -> Result<(), ConfigError> {
     let scheme = store.scheme();
     let Some(row) = store.kind().option(name, scheme) else {
-        let Some(row) = options::common(name) else {
-            let stores = options::stores_with(name);
+        let Some(row) = options::default_row(name) else {
+            let stores = options::describe_stores_with(name);
             let problem = format!("is an option of {stores}; the store is {scheme}");
             return Err(origin.invalid(name, &problem));
         };
         let checked = row.check(value, scheme);
         return checked.map_err(|problem| origin.invalid(name, &problem.to_string()));
     };
-    if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_form(value)) {
-        // The name exists for another store, so it is no secret.
-        return Err(origin.invalid(name, &format!("is {value}; {}", row.supported(scheme))));
+    if let (Values::Choice { .. }, Err(_)) = (row.values, row.check_syntax(value)) {
+        // The value exists for another store, so it is no secret.
+        return Err(
+            origin.invalid(name, &format!("is {value}; {}", row.describe_supported(scheme)))
+        );
     }
     store.set(name, value).map_err(|error| origin.invalid(name, error.problem()))
 }
 
-/// Returns the error that no option of a source causes.
+/// Returns the error for a problem that no single option of a source causes.
 fn invalid(store: &dyn BackendConfig, error: OptionError) -> ConfigError {
     ConfigError::Invalid(error.into_backend_error(store.kind().name).to_string())
 }
 
-/// Parses a time such as `30s`, `1500ms` or `1m 30s`. All options, variables and command lines of
-/// this project use this format.
+/// Parses a time such as `30s`, `1500ms` or `1m 30s`. All sources of options use this format.
 ///
 /// # Errors
 /// [`ConfigError::Invalid`] if the text has no unit, is negative or is not a time.
@@ -432,7 +443,7 @@ mod tests {
             _ => "//h",
         };
         let url = StoreUrl::parse(&format!("{scheme}:{address}"));
-        let store = url.expect("the address has the form of the scheme").store;
+        let store = url.expect("the address has the syntax of the scheme").store;
         let mut options = Options::default();
         let set = values.iter().try_for_each(|(name, value)| options.set(origin, name, value));
         let resolved = set.and_then(|()| Resolved::new(store, &[(origin, options)]));

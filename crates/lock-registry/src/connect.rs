@@ -34,8 +34,8 @@ use crate::options::Options;
 /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`: a Redis or Valkey server. Feature `redis`.
 /// - `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]`: the master that these
 ///   sentinels name. Feature `redis`.
-/// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`: the cluster of these members, not
-///   necessarily all of them. Feature `redis`.
+/// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`: the cluster that these members belong to.
+///   Feature `redis`.
 /// - `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]`: a majority of these independent
 ///   masters, three or more. Feature `redis`.
 /// - `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…`: the same over
@@ -50,8 +50,8 @@ use crate::options::Options;
 ///
 /// # Errors
 /// [`ConfigError`] if the URL is invalid, its store is not built in, or the store cannot be opened.
-/// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled. Everything is
-/// validated before any I/O where possible. No error shows a password.
+/// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled. No error shows a
+/// password. The configuration is validated before any I/O.
 ///
 /// # Cancel safety
 /// Dropping the future closes all connections opened so far. A database file that was created
@@ -72,14 +72,14 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     RegistryConfig::new().url(url).connect().await
 }
 
-/// Opens the registry that `resolved` describes. Repeats failed attempts for `limit`, by default
-/// for `connect_timeout`.
+/// Opens the registry that `resolved` describes. Repeats failed attempts for `limit`. Without a
+/// `limit`, repeats them for `connect_timeout`.
 pub(crate) async fn open(
     resolved: Resolved,
     observers: Vec<Arc<dyn Observer>>,
     limit: Option<Duration>,
 ) -> Result<Registry, ConfigError> {
-    // Stores open connections on the runtime; some would panic without one.
+    // Stores open connections on the runtime. Without a runtime, some client libraries panic.
     Registry::check_runtime()?;
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
@@ -107,6 +107,9 @@ pub(crate) async fn open(
     }
     if let Some(renew) = parsed(&options, "renew", parse_switch)? {
         builder = builder.auto_renew(renew);
+    }
+    if let Some(fair) = parsed(&options, "fair", parse_switch)? {
+        builder = builder.fair(fair);
     }
     if let Some(poll) = parsed(&options, "poll", parse_time)?.or_else(|| store.poll()) {
         builder = builder.poll(poll);
@@ -144,7 +147,7 @@ async fn open_with_retries(
 ) -> Result<Arc<dyn LockBackend>, ConfigError> {
     let deadline = Instant::now() + limit.min(CONNECT_TIMEOUT_MAX);
     let mut pause = RETRY_PAUSE;
-    // Terminates: the deadline is fixed, and the pause is never zero.
+    // The loop terminates, because the deadline is fixed and the pause is never zero.
     loop {
         let source = match store.open().await {
             Ok(backend) => return Ok(backend),
@@ -165,8 +168,8 @@ async fn open_with_retries(
     }
 }
 
-/// Returns the first of `hosts` whose name cannot be resolved. Client libraries report that as
-/// a lost connection.
+/// Returns the first of `hosts` whose name cannot be resolved. Client libraries report such a host
+/// only as a lost connection.
 async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
     for (host, port) in hosts {
         let lookup = tokio::task::spawn_blocking(move || {
@@ -179,11 +182,11 @@ async fn unresolved_host(hosts: Vec<Host>) -> Option<String> {
     None
 }
 
-/// Default time for which failed connection attempts are repeated.
+/// The default time for which failed connection attempts are repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// A larger limit would overflow the clock.
+/// The maximum time for which attempts are repeated. A larger limit would overflow the clock.
 const CONNECT_TIMEOUT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// Maximum time that an error message waits for the resolver.
+/// The maximum time for which the resolver is called before an error is returned.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);

@@ -9,8 +9,8 @@ use crate::options::{Origin, VARIABLE_PREFIX};
 
 impl RegistryConfig {
     /// Adds the options of this process's `LOCK_REGISTRY_*` variables. Code and the command line
-    /// override them; they override the configuration file and the URL. Ignores the same variables
-    /// as [`with_vars`](Self::with_vars).
+    /// override these variables. The variables override the configuration file and the URL. Ignores
+    /// the same variables as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
     /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, or has a value that
@@ -23,8 +23,9 @@ impl RegistryConfig {
     ///
     /// - variables without the prefix `LOCK_REGISTRY_`;
     /// - `LOCK_REGISTRY_LOG`, the log filter of the `lockreg` command;
-    /// - the variables that Kubernetes sets in every pod for a Service named `lock-registry` or
-    ///   `lock-registry-…`: `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and `*_PORT_*`.
+    /// - the variables that Kubernetes sets in every pod for a service with the name
+    ///   `lock-registry` or `lock-registry-…`: `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and
+    ///   `*_PORT_*`.
     ///
     /// # Errors
     /// As [`RegistryConfig::with_env`].
@@ -65,10 +66,10 @@ impl RegistryConfig {
     }
 }
 
-/// Variables with the prefix that are not options.
+/// Variables that have the prefix but are not options.
 const RESERVED: &[&str] = &["LOCK_REGISTRY_LOG"];
 
-/// Returns whether Kubernetes sets `variable` for a Service. No option has such a name.
+/// Returns whether Kubernetes sets `variable` for a service. No option has such a name.
 ///
 /// Source: "Discovering services" in the Kubernetes documentation of Services.
 fn is_service_link(variable: &str) -> bool {

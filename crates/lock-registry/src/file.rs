@@ -1,8 +1,8 @@
 //! Options from TOML, or from a section of an application's own configuration file. Feature
 //! `config`.
 //!
-//! A parser's message is never returned where it could quote its input: a URL in it may contain a
-//! password.
+//! Errors never contain a message of the parser that could quote the input. A URL in the input may
+//! contain a password.
 
 use std::fmt;
 
@@ -13,10 +13,10 @@ use crate::config::RegistryConfig;
 use crate::options::{Options, Origin};
 
 impl RegistryConfig {
-    /// Adds the options of `text`, a TOML document. They are weaker than code, command line and
-    /// environment, and stronger than the query of the store URL.
+    /// Adds the options of `text`, a TOML document. These options are weaker than code, command
+    /// line and environment, and stronger than the query of the store URL.
     ///
-    /// The options are at the top level or in a table `[lock-registry]`. If that table exists, the
+    /// The options are at the top level or in a table `[lock-registry]`. If this table exists, the
     /// rest of the document is ignored.
     ///
     /// # Errors
@@ -70,10 +70,10 @@ fn invalid_toml(text: &str, error: &toml::de::Error) -> ConfigError {
     ConfigError::Invalid(format!("{} is not valid TOML at line {line}", Origin::File))
 }
 
-/// Value of an option.
+/// The value of an option.
 enum OptionValue {
-    /// Text. Numbers and booleans are converted to text, so that one function per option parses
-    /// every source.
+    /// Text, or a number or boolean that was converted to text. One function per option thus parses
+    /// the values of every source.
     Text(String),
     /// A list, a table or a date, which no option accepts.
     Other,
@@ -84,7 +84,7 @@ impl OptionValue {
         match self {
             Self::Text(text) => options.set(Origin::File, name, &text),
             Self::Other => {
-                // If the name is unknown too, that error is more helpful.
+                // If the name is unknown too, the error about the name is more helpful.
                 options.clone().set(Origin::File, name, "")
                     .err()
                     .filter(|error| matches!(error, ConfigError::Unknown { .. }))
@@ -102,9 +102,8 @@ impl OptionValue {
 
 /// Deserializes a section of a larger configuration, in any format.
 ///
-/// Wrong names and values are not reported here, but by [`RegistryConfig::check`] and
-/// [`RegistryConfig::connect`]. The format's own error message would quote the text around the
-/// mistake, which may contain a password.
+/// [`RegistryConfig::check`] and [`RegistryConfig::connect`] report invalid names and values. An
+/// error of the deserializer would quote the surrounding text, which may contain a password.
 impl<'de> Deserialize<'de> for RegistryConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(SectionVisitor)

@@ -6,30 +6,30 @@ use std::str::FromStr;
 use registry_core::ConfigError;
 use registry_core::config::parse_choice;
 
-use crate::options::{common, syntax_error};
+use crate::options::{default_row, syntax_error};
 
 /// The format of a store's records, which determines the other programs that share its locks.
 ///
-/// Every store supports [`Native`](Self::Native). Each other layout is that of a peer, a program in
-/// another language, and is supported by the stores that the peer uses.
+/// Every store supports [`Native`](Self::Native). Each other layout is the format of a peer, which
+/// is a program in another language. Only the stores that the peer uses support its layout.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Layout {
     /// This project's own layout.
     #[default]
     Native,
-    /// The layout of Spring Integration. In Redis (not quorums), that of `RedisLockRegistry`, with
-    /// the namespace as its registry key. In PostgreSQL, MariaDB and MySQL, that of
+    /// The layout of Spring Integration. In Redis (not quorums), the layout of `RedisLockRegistry`,
+    /// with the namespace as its registry key. In PostgreSQL, MariaDB and MySQL, the layout of
     /// `JdbcLockRegistry`.
     Spring,
     /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
-    /// `ZookeeperLockRegistry` uses. The option `root` names its root. For ZooKeeper.
+    /// `ZookeeperLockRegistry` uses. The option `root` sets its root path. For ZooKeeper.
     Curator,
-    /// The layout of Redisson's `RLock`. The lock's name is the key, prefixed with the namespace
-    /// and a colon if there is one. For Redis, not for quorums.
+    /// The layout of Redisson's `RLock`. The lock's name is the key. If a namespace is set, the
+    /// name begins with the namespace and a colon. For Redis, not for quorums.
     Redisson,
-    /// The layout of `etcdctl lock` and of Go's `concurrency.Mutex`. The lock's name is the key,
-    /// prefixed with the namespace and a slash if there is one. For etcd.
+    /// The layout of `etcdctl lock` and of Go's `concurrency.Mutex`. The lock's name is the key. If
+    /// a namespace is set, the name begins with the namespace and a slash. For etcd.
     Etcdctl,
 }
 
@@ -63,7 +63,7 @@ impl FromStr for Layout {
 
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         parse_choice(text, &LAYOUTS).map_err(|invalid| {
-            let row = common("layout");
+            let row = default_row("layout");
             let problem = row.and_then(|row| syntax_error(row, text));
             let problem = problem.unwrap_or_else(|| invalid.to_string());
             ConfigError::Invalid(format!("the layout {text:?} {problem}"))

@@ -34,9 +34,10 @@ pub use connect::connect;
 pub use registry_core::blocking;
 pub use registry_core::observe;
 pub use registry_core::{
-    BackendError, Capabilities, CloseReport, ConfigError, DistributedLock, Executed, FencingToken,
-    GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockError, LockGuard, LockOptions,
-    LockRegistry, LockRegistryExt, LostReason, Owner, Reach, Registry, RoutingRegistry,
+    BackendError, Capabilities, ClaimMode, CloseReport, ConfigError, DistributedLock, Executed,
+    FencingToken, GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockError, LockGuard,
+    LockOptions, LockRegistry, LockRegistryExt, LostReason, MultiGuard, MultiLock, Owner, Reach,
+    Registry, RoutingRegistry, Semaphore,
 };
 
 /// For authors of stores: the traits of a backend, their types, and the backends that need no
@@ -44,9 +45,10 @@ pub use registry_core::{
 pub mod backend {
     pub use registry_core::{
         Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
-        Finding, Grant, InvalidClaimId, InvalidToken, InvalidationSet, Invalidations, LockAdmin,
-        LockBackend, MemoryBackend, PassThroughBackend, Queueing, RegistryBuilder, Release,
-        Renewal, RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
+        Finding, Grant, InvalidClaimId, InvalidRecord, InvalidToken, InvalidationSet,
+        Invalidations, LockAdmin, LockBackend, LockRecord, MemoryBackend, NewGrant,
+        PassThroughBackend, Queueing, RecordChange, RecordEntry, RegistryBuilder, Release, Renewal,
+        RenewalPolicy, Severity, Waiter, Waiters, WakeCheck,
     };
 }
 

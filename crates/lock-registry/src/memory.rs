@@ -34,7 +34,8 @@ const OPTIONS: &[OptionRow] = &[OptionRow::namespace("none"), OptionRow::layout(
 #[derive(Debug)]
 struct LocalConfig {
     kind: &'static StoreKind,
-    /// The name of a shared store.
+    /// The name of the store, which all registries with this name share. `None` for a separate
+    /// store.
     name: Option<String>,
     namespace: Option<String>,
 }
@@ -76,16 +77,16 @@ impl OpenBackend for LocalConfig {
         Ok(match &self.name {
             _ if self.kind.name == PASS_THROUGH.name => Arc::new(PassThroughBackend::new()),
             None => Arc::new(MemoryBackend::new()),
-            Some(name) => Arc::new(named(name.clone(), self.namespace.clone())),
+            Some(name) => Arc::new(shared_store(name.clone(), self.namespace.clone())),
         })
     }
 }
 
 type NamedStores = HashMap<(String, Option<String>), MemoryBackend>;
 
-/// Returns the store of this name and namespace, created on first use. It is never dropped, so that
-/// its tokens only grow.
-fn named(name: String, namespace: Option<String>) -> MemoryBackend {
+/// Returns the store of this name and namespace. Creates the store on first use, and never drops
+/// it, so that its tokens only grow.
+fn shared_store(name: String, namespace: Option<String>) -> MemoryBackend {
     static STORES: LazyLock<Mutex<NamedStores>> = LazyLock::new(Mutex::default);
 
     let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);

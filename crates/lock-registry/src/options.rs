@@ -1,5 +1,5 @@
-//! Options by name: those of the engine, declared here, and those that each store declares. Holds
-//! the values of one source as text. Precedence of sources is in `config`.
+//! This module declares the engine's options and finds every option by name. `Options` holds one
+//! source's values as text. The precedence of the sources is in `config`.
 
 use std::fmt;
 
@@ -10,12 +10,12 @@ use crate::config::{Layout, redact_url};
 use crate::scheme;
 use crate::suggestion::suggest;
 
-/// The options of all stores. A store's own row of the same name replaces the row here, for that
-/// store.
-static COMMON: &[OptionRow] = &[
+/// The default rows of the options that all stores have. A store's own row of the same name
+/// replaces the default row.
+static DEFAULT_ROWS: &[OptionRow] = &[
     OptionRow::new(
         "url",
-        Values::Secret { shown: &[], form: "the URL of a store" },
+        Values::Secret { non_secret_values: &[], syntax: "the URL of a store" },
         "none: required",
         "the location of the lock store",
     ),
@@ -32,7 +32,13 @@ static COMMON: &[OptionRow] = &[
         "handoff",
         Values::Count { min: 0, max: RegistryBuilder::HANDOFF_MAX },
         "`32`, and up to 64 within 20 ms of the grant",
-        "how often in a row a lock may be handed over within this process; each reserves a token",
+        "maximum consecutive hand-overs of a lock within this process; each hand-over reserves a token",
+    ),
+    OptionRow::new(
+        "fair",
+        Values::Switch,
+        "`false`",
+        "whether waiters of all processes get a lock in the order of their arrival",
     ),
     OptionRow::TIMEOUT,
     OptionRow::new(
@@ -44,32 +50,31 @@ static COMMON: &[OptionRow] = &[
     OptionRow::layout(&Layout::NAMES),
 ];
 
-/// Returns the row of the option `name` that is the same for all stores.
-pub(crate) fn common(name: &str) -> Option<&'static OptionRow> {
-    COMMON.iter().find(|row| row.name == name)
+/// Returns the default row of the option `name`. A store may replace this row.
+pub(crate) fn default_row(name: &str) -> Option<&'static OptionRow> {
+    DEFAULT_ROWS.iter().find(|row| row.name == name)
 }
 
-/// Returns the rows of all options: the common ones, then those of each store in the order of the
-/// schemes. A name may have several rows.
-fn rows() -> impl Iterator<Item = &'static OptionRow> {
-    COMMON.iter().chain(scheme::stores().flat_map(StoreKind::rows))
+/// Returns the rows of all options: the default rows, then the rows of each store in the order of
+/// the schemes. A name may have several rows.
+fn all_rows() -> impl Iterator<Item = &'static OptionRow> {
+    DEFAULT_ROWS.iter().chain(scheme::stores().flat_map(StoreKind::rows))
 }
 
-/// Returns a row of the option `name`, for the form of its values. All rows of a name have the same
-/// form.
-fn find(name: &str) -> Option<&'static OptionRow> {
-    rows().find(|row| row.name == name)
+/// Returns any row of the option `name`. All rows of one name have the same value type.
+fn any_row(name: &str) -> Option<&'static OptionRow> {
+    all_rows().find(|row| row.name == name)
 }
 
 /// Returns whether a store of this build has the option `name`.
 pub(crate) fn is_known(name: &str) -> bool {
-    find(name).is_some()
+    any_row(name).is_some()
 }
 
 /// Returns the names of all options, each once.
 pub(crate) fn names() -> Vec<&'static str> {
     let mut names = Vec::new();
-    for row in rows() {
+    for row in all_rows() {
         if !names.contains(&row.name) {
             names.push(row.name);
         }
@@ -77,7 +82,7 @@ pub(crate) fn names() -> Vec<&'static str> {
     names
 }
 
-/// Source of an option's value, strongest first.
+/// The source of an option's value. The sources are ordered from strongest to weakest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Origin {
@@ -107,8 +112,8 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// Returns the error for an option of this source. `problem` completes the
-    /// sentence, such as "is set twice".
+    /// Returns the error for an option of this source. `problem` is a predicate, such as "is set
+    /// twice".
     pub(crate) fn invalid(self, option: &str, problem: &str) -> ConfigError {
         let option = match self {
             Self::CommandLine => format!("--{}", option.replace('_', "-")),
@@ -126,8 +131,8 @@ pub(crate) fn variable(option: &str) -> String {
 
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
-/// The options of one source as text, in the order in which they were set. The form of each value
-/// has been checked, but not its range, which depends on the store.
+/// The options of one source as text, in the order in which they were set. The syntax of each value
+/// is valid. The range depends on the store and is not checked yet.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Options(Vec<(&'static str, Secret)>);
 
@@ -142,7 +147,7 @@ impl Options {
         self.iter().find(|(name, _)| *name == option).map(|(_, value)| value)
     }
 
-    /// Sets an option from code, which may set it again.
+    /// Sets an option from code. A later call replaces the value.
     pub(crate) fn replace(&mut self, option: &'static str, value: impl Into<String>) {
         self.0.retain(|(name, _)| *name != option);
         self.0.push((option, Secret::new(value)));
@@ -155,7 +160,7 @@ impl Options {
         name: &str,
         value: &str,
     ) -> Result<(), ConfigError> {
-        match find(name) {
+        match any_row(name) {
             Some(row) if !(origin == Origin::Url && row.name == "url") => {
                 self.set_row(row, origin, value)
             }
@@ -166,8 +171,8 @@ impl Options {
     /// Sets one option from an environment variable, named with its prefix.
     #[cfg(feature = "config")]
     pub(crate) fn set_variable(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
-        // Case-sensitive, like the prefix: `LOCK_REGISTRY_lease` is unknown.
-        match rows().find(|row| variable(row.name) == name) {
+        // Names are case-sensitive, like the prefix: `LOCK_REGISTRY_lease` is unknown.
+        match all_rows().find(|row| variable(row.name) == name) {
             Some(row) => self.set_row(row, Origin::Environment, value),
             None => Err(unknown_variable(name)),
         }
@@ -184,8 +189,8 @@ impl Options {
         }
         if let Some(problem) = syntax_error(row, value) {
             let is_hidden = row.is_secret() || matches!(row.values, Values::Path);
-            // A value in a URL may be part of a password that was not percent-encoded. A plain
-            // number is shown, because it is likely a time without a unit.
+            // A value in a URL may be part of a password that was not percent-encoded. The error
+            // shows a plain number, which is probably a time without a unit.
             let is_hidden = is_hidden || (origin == Origin::Url && value.parse::<f64>().is_err());
             let problem = if is_hidden {
                 format!("has a value that {problem}")
@@ -199,57 +204,61 @@ impl Options {
     }
 }
 
-/// Returns why `value` does not have the syntax of the option, with a suggestion for a misspelt
-/// name.
+/// Returns the reason why `value` does not have the syntax of the option. The text suggests the
+/// intended name for a misspelt name.
 pub(crate) fn syntax_error(row: &OptionRow, value: &str) -> Option<String> {
-    let problem = row.check_form(value).err()?.to_string();
+    let problem = row.check_syntax(value).err()?.to_string();
     let Values::Choice { names, .. } = row.values else { return Some(problem) };
     let Some(nearest) = suggest(value, names.iter().copied()) else { return Some(problem) };
     Some(problem.replacen("; ", &format!("; did you mean `{nearest}`? "), 1))
 }
 
-/// Returns whether `value` of the option `name` can be shown.
+/// Returns whether messages may show `value` of the option `name`.
 pub(crate) fn is_safe_to_show(name: &str, value: &str) -> bool {
-    // A plain but invalid value may be the rest of a password, so the form must be right too.
-    let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
-    find(name).is_some_and(|row| {
-        !row.is_secret() && value.chars().all(plain) && row.check_form(value).is_ok()
+    // An invalid value without special characters may be the rest of a password. The syntax must
+    // therefore be valid too.
+    let is_plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
+    any_row(name).is_some_and(|row| {
+        !row.is_secret() && value.chars().all(is_plain) && row.check_syntax(value).is_ok()
     })
 }
 
 /// Returns the value of the option `name` without secrets.
 pub(crate) fn redacted(name: &str, value: &str) -> String {
-    match find(name) {
+    match any_row(name) {
         _ if name == "url" => redact_url(value),
-        Some(row) => row.shown(value).unwrap_or_else(|| REDACTED.to_owned()),
+        Some(row) => row.non_secret_value(value).unwrap_or_else(|| REDACTED.to_owned()),
         None => REDACTED.to_owned(),
     }
 }
 
-/// Replaces a secret in output.
+/// The text that replaces a secret in output.
 pub(crate) const REDACTED: &str = "***";
 
-/// Returns the stores that have the option `name`, for messages.
-pub(crate) fn stores_with(name: &str) -> String {
-    let mut whole = Vec::new();
-    let mut parts = Vec::new();
+/// Returns a description of the stores that have the option `name`, for messages.
+pub(crate) fn describe_stores_with(name: &str) -> String {
+    // Stores with the option for all their schemes, and descriptions of the other stores.
+    let mut full_stores = Vec::new();
+    let mut partial_stores = Vec::new();
     for store in scheme::stores() {
         for row in store.rows().filter(|row| row.name == name) {
             match row.stores {
-                None => whole.push(scheme::first_of(store)),
-                Some(part) if !parts.contains(&part.to_owned()) => parts.push(part.to_owned()),
+                None => full_stores.push(scheme::primary_scheme(store)),
+                Some(part) if !partial_stores.contains(&part.to_owned()) => {
+                    partial_stores.push(part.to_owned())
+                }
                 Some(_) => {}
             }
         }
     }
-    if !whole.is_empty() {
-        parts.insert(0, format!("{} stores", list(&whole)));
+    if !full_stores.is_empty() {
+        partial_stores.insert(0, format!("{} stores", joined_list(&full_stores)));
     }
-    list(&parts)
+    joined_list(&partial_stores)
 }
 
 /// Formats a list: `a, b and c`.
-fn list(items: &[impl AsRef<str>]) -> String {
+fn joined_list(items: &[impl AsRef<str>]) -> String {
     let items: Vec<&str> = items.iter().map(AsRef::as_ref).collect();
     match &*items {
         [first @ .., last] if !first.is_empty() => format!("{} and {last}", first.join(", ")),
@@ -273,19 +282,19 @@ fn unknown_option(origin: Origin, name: &str) -> ConfigError {
 #[cfg(feature = "config")]
 fn unknown_variable(name: &str) -> ConfigError {
     let known: Vec<String> = names().into_iter().map(variable).collect();
-    // Compared without the prefix, which would make all names similar.
+    // The names are compared without the prefix, which would make all names similar.
     let option = name.strip_prefix(VARIABLE_PREFIX).unwrap_or(name);
     let suggestion = suggest(option, names().into_iter()).map(variable);
     let source = Origin::Environment.to_string();
     ConfigError::unknown("variable", name, source, suggestion.as_deref(), known.join(", "))
 }
 
-/// Returns `name` if it looks like an option. Part of a password with an unescaped `?` and `=` is
-/// not returned.
+/// Returns `name` if it looks like an option. Returns `(not shown)` for any other name, because it
+/// may be part of an unescaped password.
 fn printable_name(name: &str) -> &str {
-    let plain =
+    let is_plain =
         name.len() <= 40 && name.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c));
-    if plain { name } else { "(not shown)" }
+    if is_plain { name } else { "(not shown)" }
 }
 
 /// One line of the table of options.
@@ -306,15 +315,15 @@ pub struct OptionDescription {
     pub help: &'static str,
 }
 
-/// Returns the options of all stores in this build. An option has several lines if stores differ in
-/// its default or its values.
+/// Returns the options of all stores in this build. An option has several lines if its default or
+/// its values depend on the store.
 #[must_use]
 pub fn describe_options() -> Vec<OptionDescription> {
     let mut lines: Vec<OptionDescription> = Vec::new();
     for name in names() {
         let start = lines.len();
         let mut add = |row: &'static OptionRow, stores: String| {
-            let values = row.range();
+            let values = row.describe_values();
             let is_same = |line: &&mut OptionDescription| {
                 line.default == row.default && line.values == values && line.help == row.help
             };
@@ -332,7 +341,7 @@ pub fn describe_options() -> Vec<OptionDescription> {
             }
         };
         let has_row = |store: &StoreKind| store.rows().any(|row| row.name == name);
-        if let Some(row) = common(name)
+        if let Some(row) = default_row(name)
             && !scheme::stores().all(has_row)
         {
             add(row, ALL.to_owned());
@@ -340,7 +349,7 @@ pub fn describe_options() -> Vec<OptionDescription> {
         for store in scheme::stores() {
             for row in store.rows().filter(|row| row.name == name) {
                 let stores = row.stores.map_or_else(
-                    || scheme::first_of(store),
+                    || scheme::primary_scheme(store),
                     |stores| stores.strip_suffix(" stores").unwrap_or(stores),
                 );
                 add(row, stores.to_owned());
@@ -370,6 +379,7 @@ mod tests {
             ("namespace", "shop"),
             ("lease", "1m 30s"),
             ("renew", "false"),
+            ("fair", "true"),
             ("poll", "250ms"),
             ("handoff", "0"),
             ("timeout", "3s"),
@@ -468,14 +478,14 @@ mod tests {
     }
 
     #[test]
-    fn all_rows_of_a_name_have_one_form() {
-        for row in rows() {
-            let first = find(row.name).unwrap();
-            let form = |row: &OptionRow| std::mem::discriminant(&row.values);
-            assert_eq!(form(row), form(first), "{}", row.name);
+    fn all_rows_of_a_name_have_the_same_value_type() {
+        for row in all_rows() {
+            let first = any_row(row.name).unwrap();
+            let value_type = |row: &OptionRow| std::mem::discriminant(&row.values);
+            assert_eq!(value_type(row), value_type(first), "{}", row.name);
             let Values::Choice { names, .. } = row.values else { continue };
             for name in names {
-                assert!(first.check_form(name).is_ok(), "{} {name}", row.name);
+                assert!(first.check_syntax(name).is_ok(), "{} {name}", row.name);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Redacts store URLs. All messages, logs and `Debug` output use this module.
+//! Redacts store URLs for all messages, logs and `Debug` output.
 
 use percent_encoding::percent_decode_str;
 use registry_core::config::{UrlParts, is_host, is_well_encoded};
@@ -8,10 +8,12 @@ use crate::{scheme, store_url};
 
 /// Returns a store URL without its secrets, for logs and messages.
 ///
-/// Only parts that are known to be harmless are shown: a known scheme, hosts and ports, a path, and
-/// known options with valid values. User and password become `***`, and so does the value of every
-/// other option. Of a URL that cannot be parsed, only the scheme is shown. A password with an
-/// unescaped `/`, `?`, `#` or `@` may be anywhere in it.
+/// The result contains only parts without secrets: a known scheme, hosts and ports, a path, and
+/// known options with valid values. `***` replaces the user, the password, and the value of every
+/// other option.
+///
+/// For a URL that cannot be parsed, the result contains only the scheme. A password with an
+/// unescaped `/`, `?`, `#` or `@` may be anywhere in such a URL.
 ///
 /// # Examples
 /// ```
@@ -48,9 +50,9 @@ fn redact_address(parts: &UrlParts<'_>) -> Option<String> {
         ("memory", None) | ("sqlite", None) => is_plain_path(path).then(|| path.to_owned()),
         ("sqlite", Some("")) => is_plain_path(path).then(|| format!("//{path}")),
         ("pass-through", None) => path.is_empty().then(String::new),
-        // These stores have no hosts, so the meaning of this part is unknown.
+        // These stores have no hosts, so the authority may be a misplaced secret.
         ("memory" | "sqlite" | "pass-through", Some(_)) => None,
-        // All other stores have an authority, so the URL is incomplete.
+        // All other stores need an authority, so the URL is incomplete.
         (_, None) => path.is_empty().then(String::new),
         (_, Some(authority)) => {
             let (login, hosts) = match authority.rsplit_once('@') {
@@ -71,7 +73,7 @@ fn redact_option(option: &str) -> String {
     if !is_known(name) {
         return REDACTED.to_owned();
     }
-    // Text that is not well encoded keeps its `%`, which is not harmless.
+    // Invalid percent-encoding leaves a `%` in the text, and `is_safe_to_show` refuses this `%`.
     let decoded = percent_decode_str(value).decode_utf8();
     if decoded.is_ok_and(|value| is_safe_to_show(name, &value)) {
         option.to_owned()
@@ -80,10 +82,10 @@ fn redact_option(option: &str) -> String {
     }
 }
 
-/// Returns whether `path` contains no misplaced login or options.
+/// Returns whether `path` contains no character of a misplaced login or option.
 fn is_plain_path(path: &str) -> bool {
-    let plain = |c: char| c.is_alphanumeric() || "-._~/+, ()%".contains(c);
-    path.chars().all(plain) && is_well_encoded(path)
+    let is_plain = |c: char| c.is_alphanumeric() || "-._~/+, ()%".contains(c);
+    path.chars().all(is_plain) && is_well_encoded(path)
 }
 
 #[cfg(test)]
@@ -204,7 +206,7 @@ mod tests {
 
     #[test]
     fn no_combination_of_parts_shows_a_secret() {
-        // One scheme of each kind.
+        // The list contains one scheme for each syntax of URLs.
         let schemes = [
             "memory",
             "SQLite",
@@ -266,8 +268,8 @@ mod tests {
 
     #[test]
     fn no_edit_of_one_character_shows_a_secret() {
-        // The passwords are doubled, so that one half remains recognisable when the other half is
-        // damaged.
+        // Each password contains `canary` twice. An edit damages at most one occurrence, and
+        // the test finds the second occurrence.
         for url in [
             "redis://user:canarycanary@host:6379/0?lease=30s",
             "rediss://:canarycanary@host",

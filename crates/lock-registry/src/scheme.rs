@@ -12,7 +12,7 @@ pub(crate) struct Scheme {
     pub(crate) name: &'static str,
     /// The Cargo feature of the store. `None` if the store is always built in.
     feature: Option<Feature>,
-    /// The store, if this build has it.
+    /// The store. `None` if this build does not contain the store.
     store: Option<&'static StoreKind>,
 }
 
@@ -24,8 +24,8 @@ struct Feature {
 }
 
 impl Scheme {
-    /// Returns the store of the scheme `name`, or an error if there is none or this build cannot
-    /// open it.
+    /// Returns the store of the scheme `name`. Returns an error if the scheme is unknown or this
+    /// build cannot open its store.
     pub(crate) fn find(name: &str) -> Result<&'static StoreKind, ConfigError> {
         let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {
             return Err(ConfigError::unknown(
@@ -33,7 +33,7 @@ impl Scheme {
                 name,
                 "the store URL",
                 suggest(name, SCHEMES.iter().map(|scheme| scheme.name)),
-                known(),
+                list_of_schemes(),
             ));
         };
         match (&scheme.feature, scheme.store) {
@@ -56,8 +56,8 @@ pub(crate) fn stores() -> impl Iterator<Item = &'static StoreKind> {
     })
 }
 
-/// Returns the first scheme of `store`, which names it in messages.
-pub(crate) fn first_of(store: &StoreKind) -> &'static str {
+/// Returns the first scheme of `store`, which is the store's name in messages.
+pub(crate) fn primary_scheme(store: &StoreKind) -> &'static str {
     let is_first = |scheme: &&Scheme| scheme.store.is_some_and(|kind| kind.name == store.name);
     SCHEMES.iter().find(is_first).map_or(store.name, |scheme| scheme.name)
 }
@@ -88,8 +88,8 @@ impl Feature {
     }
 }
 
-/// Returns the names of all schemes, for messages.
-pub(crate) fn known() -> String {
+/// Returns the list of all schemes, for messages.
+pub(crate) fn list_of_schemes() -> String {
     SCHEMES.iter().map(|scheme| scheme.name).collect::<Vec<_>>().join(", ")
 }
 
@@ -105,7 +105,7 @@ const fn optional(
     Scheme { name, feature: Some(Feature { name: feature, is_enabled }), store }
 }
 
-/// The store if the feature is enabled.
+/// Returns the store if the feature is enabled.
 macro_rules! store {
     ($feature:literal, $store:path) => {{
         #[cfg(feature = $feature)]
@@ -116,7 +116,7 @@ macro_rules! store {
     }};
 }
 
-/// The name of a feature, and whether it is enabled.
+/// Returns the name of a feature, and whether the feature is enabled.
 macro_rules! feature {
     ($feature:literal) => {
         ($feature, cfg!(feature = $feature))
@@ -190,7 +190,7 @@ mod tests {
                     Values::Switch => "true".to_owned(),
                     Values::Count { min, .. } => min.to_string(),
                     Values::Choice { names, .. } => names[0].to_owned(),
-                    Values::Secret { shown: [name, ..], .. } => (*name).to_owned(),
+                    Values::Secret { non_secret_values: [name, ..], .. } => (*name).to_owned(),
                     _ => "/text".to_owned(),
                 };
                 let assigned = config.set(row.name, &value);
@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_about_an_unknown_scheme_suggests_the_most_similar_and_lists_all() {
+    fn an_error_about_an_unknown_scheme_suggests_the_most_similar_scheme_and_lists_all() {
         let error = Scheme::find("postgress").unwrap_err();
         let ConfigError::Unknown { what, given, nearest, known, .. } = &error else {
             panic!("{error:?}")

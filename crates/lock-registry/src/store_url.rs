@@ -1,4 +1,5 @@
-//! Finds the store of a URL. The store parses its URL itself; the options of the query remain text.
+//! Finds the store of a URL. The store itself parses its URL. This module decodes the options of
+//! the query, whose values remain text.
 
 use registry_core::ConfigError;
 use registry_core::config::{BackendConfig, Secret, UrlParts};
@@ -9,13 +10,13 @@ use crate::scheme::{self, Scheme};
 #[derive(Debug)]
 pub(crate) struct StoreUrl {
     pub(crate) store: Box<dyn BackendConfig>,
-    /// Name and value, decoded. A value may be a password.
+    /// The decoded names and values. A value may be a password.
     pub(crate) options: Vec<(String, Secret)>,
 }
 
 impl StoreUrl {
-    /// Parses `url`. Errors show only its scheme and the names of its options. Any other part may
-    /// contain a password, above all in a malformed URL.
+    /// Parses `url`. Errors show only the scheme and the names of options. Any other part may
+    /// contain a password, most likely in a malformed URL.
     pub(crate) fn parse(url: &str) -> Result<Self, ConfigError> {
         if url.is_empty() {
             return Err(invalid(
@@ -27,7 +28,7 @@ impl StoreUrl {
                 "the store URL does not start with a scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
             ));
         };
-        // Otherwise the text before the colon may be a user or a password.
+        // The text before the colon must be a scheme. It may also be a user or a password.
         if parts.authority.is_none() && !scheme::is_similar_to_known(&parts.scheme) {
             return Err(invalid(
                 "the store URL does not start with a known scheme; for an SQLite file write `sqlite:PATH`; known schemes:",
@@ -45,13 +46,13 @@ impl StoreUrl {
 /// Splits a URL. Returns `None` if it does not start with a scheme.
 pub(crate) fn split(url: &str) -> Option<UrlParts<'_>> {
     let (scheme, rest) = url.split_once(':')?;
-    // `user:password@host` without a scheme.
+    // The text may be `user:password@host`, without a scheme.
     let is_login = !rest.starts_with("//") && rest.contains('@') && Scheme::find(scheme).is_err();
     if is_login { None } else { UrlParts::split(url) }
 }
 
 fn invalid(problem: &str) -> ConfigError {
-    ConfigError::Invalid(format!("{problem} {}", scheme::known()))
+    ConfigError::Invalid(format!("{problem} {}", scheme::list_of_schemes()))
 }
 
 #[cfg(test)]
@@ -69,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn options_are_percent_decoded_and_a_plus_sign_stays() {
+    fn options_are_percent_decoded_and_a_plus_sign_is_unchanged() {
         let url = StoreUrl::parse("memory:?label=a%20b+c&lease=5s&").unwrap();
         let pairs = [("label", "a b+c"), ("lease", "5s")];
         assert_eq!(url.options, pairs.map(|(name, value)| (name.to_owned(), Secret::new(value))));

@@ -17,7 +17,8 @@ fn similarity(given: &str, known: &str) -> f64 {
         + strsim::jaro_winkler(given, &known) / 2.0
 }
 
-/// Returns whether half of the letters agree, or `given` is an abbreviation (`ns` for `namespace`).
+/// Returns whether at least half of the letters agree, or `given` abbreviates `known` (`ns` for
+/// `namespace`).
 fn is_similar(given: &str, known: &str) -> bool {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known) >= 0.5

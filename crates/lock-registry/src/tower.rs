@@ -46,15 +46,15 @@ use tower_service::Service;
 /// A layer that runs each request under a lock, whose key is computed from the request.
 ///
 /// Requests with the same key run one after the other, across all processes that use the same
-/// store. By default, a request does not wait for its lock and fails with
-/// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets a time for which it waits first.
+/// store. By default, a request does not wait: if its lock is held, the request fails with
+/// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets the time for which a request waits.
 ///
-/// The lock covers the inner service's future until that returns its response, but not a body that
-/// is streamed afterwards. If the lock is lost before that, the inner future is dropped and the
-/// request fails with [`LockServiceError::Lock`].
+/// The lock protects the inner service's future until the future returns its response. It does not
+/// protect a body that is streamed afterwards. If the lock is lost before the response, the inner
+/// future is dropped and the request fails with [`LockServiceError::Lock`].
 ///
-/// The futures of its services must be polled inside a tokio runtime that has time enabled.
-/// Otherwise they panic before the inner service's future is polled.
+/// The futures of the created services must be polled inside a tokio runtime that has time enabled.
+/// Otherwise, these futures panic before the inner service's future is polled.
 #[derive(Clone)]
 pub struct LockLayer<K> {
     registry: Arc<dyn LockRegistry>,
@@ -100,7 +100,7 @@ impl<S, K: Clone> Layer<S> for LockLayer<K> {
     }
 }
 
-/// The service that [`LockLayer`] creates around another one.
+/// The service that [`LockLayer`] creates around an inner service.
 #[derive(Clone)]
 pub struct LockService<S, K> {
     inner: S,
@@ -136,7 +136,7 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let lock = self.layer.registry.obtain(&(self.layer.key)(&request));
         let options = self.layer.options.clone();
-        // The ready instance serves this request. The clone must become ready on its own.
+        // The instance that is ready handles this request. The clone has its own readiness.
         let clone = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
@@ -147,27 +147,28 @@ where
                 acquired => acquired?,
             };
             let response = guard.protect(inner.call(request)).await?;
-            // The request completed under the lock, so its response is valid. The engine reports a
-            // failed release to observers and retries it in the background if that can help. The
-            // lease ends in any case.
+            // The request completed under the lock, so its response is valid even if the release
+            // fails. The engine emits an event for a failed release and retries it in the
+            // background. The claim ends with its lease at the latest.
             let _ = guard.unlock().await;
             response.map_err(LockServiceError::Inner)
         })
     }
 }
 
-/// Error of a request under a lock.
+/// The error of a request under a lock.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockServiceError<E> {
-    /// The lock was held elsewhere until the wait was over. The request was not started.
+    /// Another client or request held the lock until the end of the wait. The request was not
+    /// started.
     #[non_exhaustive]
     Busy {
         /// The key.
         key: String,
     },
-    /// The lock could not be acquired, and the request was not started. Or the lock was lost
-    /// ([`LockError::Lost`]), and the request was stopped.
+    /// The lock could not be acquired, and the request was not started. For [`LockError::Lost`],
+    /// the lock was lost, and the request was dropped.
     Lock(LockError),
     /// The inner service failed.
     Inner(E),

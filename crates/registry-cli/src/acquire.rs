@@ -1,4 +1,4 @@
-//! Acquires the lock of `run` and `hold`, and reports the holder during the wait. Also closes the
+//! Acquires the lock of `run` and `hold`, reports the holder during the wait, and closes the
 //! registry.
 
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
 use lock_registry::{
-    DistributedLock, FencingToken, Holder, LockError, LockGuard, LockOptions, Reach, Registry,
+    FencingToken, Holder, LockError, LockOptions, Reach, Registry,
     observe::{LockEvent, Observer},
 };
 use nix::sys::signal::Signal;
@@ -17,20 +17,21 @@ use tokio::time::{Instant, timeout};
 
 use crate::args::AcquireArgs;
 use crate::exit::{CliError, LOST};
+use crate::lock::{HeldLock, RequestedLock};
 use crate::output::{HolderView, Output, describe_holder, format_coarse, printable, whole_millis};
 use crate::signals::Signals;
 
 /// The result of an acquisition.
 #[derive(Debug)]
 pub(crate) enum AcquireOutcome {
-    Guard(LockGuard),
+    Held(HeldLock),
     /// Other clients held the lock until the deadline.
     Busy,
     /// A signal requested the end of this process before the lock was acquired.
     Signal(Signal),
 }
 
-/// Records the holder of a busy lock, and the renewals of a held one.
+/// Records the holder of a busy lock, and the renewals of a held lock.
 #[derive(Debug)]
 pub(crate) struct LockObserver {
     busy: watch::Sender<Option<LastSeen>>,
@@ -42,7 +43,7 @@ impl LockObserver {
         Arc::new(Self { busy: watch::Sender::new(None), renewed: watch::Sender::new(()) })
     }
 
-    /// Returns a receiver that changes after each renewal of the lease.
+    /// Returns a receiver that is notified after each renewal of the lease.
     pub(crate) fn renewals(&self) -> watch::Receiver<()> {
         self.renewed.subscribe()
     }
@@ -65,15 +66,16 @@ impl Observer for LockObserver {
     }
 }
 
-/// The holder of the lock at a point in time.
+/// The holder of the lock in the last response of the store.
 #[derive(Debug, Clone)]
 struct LastSeen {
     holder: Option<Holder>,
+    /// The time of the response.
     at: Instant,
 }
 
 impl LastSeen {
-    /// Returns the holder with its times extrapolated to now, if it is still the same.
+    /// Returns the holder. Adjusts its times to the present, as if the holder had not changed.
     fn holder_now(&self) -> Option<Holder> {
         let passed = self.at.elapsed();
         let holder = self.holder.clone()?;
@@ -105,23 +107,23 @@ impl AcquireOptions {
     }
 }
 
-/// Acquires `lock`. The wait is counted from `started`, before connecting.
+/// Acquires `lock`, whose key is `key`. The wait counts from `started`, which is before connecting.
 pub(crate) async fn acquire(
-    lock: &DistributedLock,
-    wait: &AcquireOptions,
+    lock: &RequestedLock,
+    key: &str,
+    acquire_options: &AcquireOptions,
     started: Instant,
     observer: &LockObserver,
     signals: &mut Signals,
     output: Output,
 ) -> Result<AcquireOutcome, CliError> {
-    let wait_limit = wait.wait_limit;
-    let mut options = wait.options.clone();
+    let wait_limit = acquire_options.wait_limit;
+    let mut options = acquire_options.options.clone();
     if let Some(wait_limit) = wait_limit {
         options = options.wait(wait_limit.saturating_sub(started.elapsed()));
     }
-    let mut acquiring = Box::pin(lock.lock_with(options));
-    let mut reporter =
-        WaitReporter::new(lock.key(), started, wait_limit != Some(Duration::ZERO), output);
+    let mut acquiring = Box::pin(lock.lock(key, options));
+    let mut reporter = WaitReporter::new(key, started, wait_limit != Some(Duration::ZERO), output);
     let mut redraw = tokio::time::interval(REDRAW_INTERVAL);
     let outcome = loop {
         tokio::select! {
@@ -138,7 +140,7 @@ pub(crate) async fn acquire(
     };
     drop(reporter);
     match outcome {
-        Ok(guard) => return Ok(AcquireOutcome::Guard(guard)),
+        Ok(held) => return Ok(AcquireOutcome::Held(held)),
         Err(LockError::WaitElapsed { .. }) => {}
         Err(error) => return Err(error.into()),
     }
@@ -150,8 +152,8 @@ pub(crate) async fn acquire(
     };
     output.notice(
         "not_obtained",
-        &format!("{} is held by {}{limit_note}", printable(lock.key()), describe_holder(holder.as_ref())),
-        json!({ "key": lock.key(), "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
+        &format!("{} is held by {}{limit_note}", printable(key), describe_holder(holder.as_ref())),
+        json!({ "key": key, "waited_ms": whole_millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
     );
     Ok(AcquireOutcome::Busy)
 }
@@ -173,8 +175,8 @@ pub(crate) async fn close(registry: &Registry) {
     _ = registry.close(CLOSE_LIMIT).await;
 }
 
-/// Closes `registry` after the lock ended with `status`. Waits until `min_hold` is over. A signal
-/// ends this wait, and the key then stays locked until its lease ends.
+/// Closes `registry` after `run` or `hold` has ended with `status`. Waits until `min_hold` is over.
+/// A signal ends this wait, and the key then stays locked until its lease ends.
 pub(crate) async fn close_after(
     registry: &Registry,
     status: &Result<u8, CliError>,
@@ -183,8 +185,8 @@ pub(crate) async fn close_after(
 ) {
     let status = status.as_ref().map_or_else(CliError::status, |status| *status);
     if status == LOST {
-        // No lock is left to release, and the caller should receive the exit status soon. The limit
-        // gives the store one second to respond.
+        // The lock is already lost, and the caller should receive the exit status soon. The store
+        // has one second to respond.
         let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
         return;
     }
@@ -196,16 +198,17 @@ pub(crate) async fn close_after(
     }
 }
 
-/// How often the progress line is redrawn.
+/// The interval at which the progress line is redrawn.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(200);
-/// How often output without a progress line repeats that `lockreg` still waits.
+/// The interval at which output without a progress line repeats that `lockreg` waits.
 const REMINDER_INTERVAL: Duration = Duration::from_secs(60);
-/// How long dropping a progress line waits until it is cleared.
+/// The time limit for clearing the progress line when it is dropped.
 const CLEAR_LIMIT: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 const CLOSE_LIMIT_AFTER_LOSS: Duration = Duration::from_secs(1);
 
-/// Reports the holder: as one progress line on a terminal, otherwise as separate lines.
+/// Reports the holder during the wait, as one progress line on a terminal and otherwise as separate
+/// lines.
 struct WaitReporter<'a> {
     key: &'a str,
     output: Output,
@@ -229,9 +232,10 @@ impl<'a> WaitReporter<'a> {
         let holder = seen.holder_now();
         let text = format!("{}, held by {}", printable(self.key), describe_holder(holder.as_ref()));
         let waited = self.started.elapsed();
-        if self.output.shows_progress_line() {
+        if self.output.may_show_progress_line() {
             let progress = self.progress.get_or_insert_with(ProgressLine::start);
-            // The time comes first, because a narrow terminal cuts off the end of the line.
+            // The line begins with the time, because a narrow terminal cuts off the end of the
+            // line.
             progress.show(format!("waited {} for {text}", format_coarse(waited)));
             return;
         }
@@ -256,8 +260,8 @@ impl<'a> WaitReporter<'a> {
     }
 }
 
-/// A line on the terminal that its own thread redraws, because a stopped terminal must not block
-/// `lockreg`.
+/// A line on the terminal. Its own thread redraws the line, because a stopped terminal must not
+/// block `lockreg`.
 struct ProgressLine {
     texts: Option<SyncSender<String>>,
     ended: Receiver<()>,
@@ -267,7 +271,7 @@ impl ProgressLine {
     fn start() -> Self {
         let (texts, queue) = sync_channel::<String>(1);
         let (ended_sender, ended) = channel();
-        // Without the thread, only the progress line is missing.
+        // If the thread cannot start, `lockreg` continues without a progress line.
         let _ = std::thread::Builder::new().name("progress".to_owned()).spawn(move || {
             let bar = progress_bar();
             for text in queue {
@@ -282,7 +286,7 @@ impl ProgressLine {
 
     fn show(&self, text: String) {
         if let Some(texts) = &self.texts {
-            // Fails while the previous text is being drawn. A newer text follows.
+            // Sending fails while the thread draws the previous text. A newer text follows.
             let _ = texts.try_send(text);
         }
     }
@@ -299,6 +303,6 @@ impl Drop for ProgressLine {
 fn progress_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("{spinner} lockreg: {wide_msg}")
         .unwrap_or_else(|_| ProgressStyle::default_spinner());
-    // Draws to stderr.
+    // The progress bar draws to stderr.
     ProgressBar::new_spinner().with_style(style)
 }

@@ -110,7 +110,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = parse_grace)]
     pub(crate) grace: Duration,
     /// The key of the lock; write `--` before a key that may begin with `-`
-    // Required, but it may also follow the first `--`: see `key_and_command`.
+    // The key is required, but may also follow the first `--`: see `key_and_command`.
     pub(crate) key: Option<OsString>,
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -130,10 +130,9 @@ const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
 impl RunArgs {
     /// Returns the key, and the command with its arguments.
     ///
-    /// If no key precedes the first `--`, the key may follow it. This requires a second `--` after
-    /// the key, or a key that begins with `-`, as no command does. Any other word there is a
-    /// command whose key is missing. It must not be taken as the key, with its first argument as
-    /// the command.
+    /// The key usually precedes the first `--`. It may also follow the first `--`, if a second `--`
+    /// follows the key, or if the key begins with `-`. Any other word after the first `--` is a
+    /// command, and its key is missing. Such a command must not be taken as the key.
     pub(crate) fn key_and_command(&self) -> Result<(&OsString, &[OsString]), CliError> {
         let found = match (&self.key, &*self.command) {
             (Some(key), command) => Some((key, command)),
@@ -187,6 +186,22 @@ pub(crate) struct AcquireArgs {
     /// The exit status if the lock was not acquired in time, 0 to 255
     #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_OBTAINED)]
     pub(crate) conflict_exit_code: u8,
+    /// Shares the lock with other holders that share it; excludes exclusive holders
+    #[arg(long, conflicts_with_all = ["permits", "also"])]
+    pub(crate) shared: bool,
+    /// Takes permits of a semaphore with this number of units; all callers must state the same
+    /// number
+    #[arg(long, value_name = "UNITS", conflicts_with = "also", value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) permits: Option<u32>,
+    /// The number of units to take
+    #[arg(long, value_name = "UNITS", requires = "permits", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub(crate) take: u32,
+    /// Waits in the order of arrival, over all processes that use this option
+    #[arg(long)]
+    pub(crate) fair: bool,
+    /// A further key; all keys are locked together or not at all. May be repeated
+    #[arg(long, value_name = "KEY")]
+    pub(crate) also: Vec<OsString>,
     /// How long the key stays locked if this process dies. The lease is renewed while the process
     /// runs, unless LOCK_REGISTRY_RENEW=false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
@@ -204,12 +219,13 @@ pub(crate) struct AcquireArgs {
 }
 
 impl AcquireArgs {
-    /// Returns how long to wait, or `None` for no limit.
+    /// Returns the time limit of the wait, or `None` for no limit.
     pub(crate) fn wait_limit(&self) -> Option<Duration> {
         if self.no_wait { Some(Duration::ZERO) } else { self.wait }
     }
 
-    /// Returns the options of the lock, without the wait, which starts before connecting.
+    /// Returns the options of the lock. The wait is not included, because it starts before
+    /// connecting.
     pub(crate) fn options(&self) -> LockOptions {
         let mut options = LockOptions::new();
         if let Some(min_hold) = self.min_hold {
@@ -218,11 +234,14 @@ impl AcquireArgs {
         if let Some(max_hold) = self.max_hold {
             options = options.max_hold(max_hold);
         }
+        if self.fair {
+            options = options.fair(true);
+        }
         options
     }
 }
 
-/// Prints the holder of a lock; status 1 if the key is not locked
+/// Prints the holders of a lock; status 1 if the key is not locked
 #[derive(Debug, Args)]
 pub(crate) struct ShowArgs {
     /// The key of the lock; if it may begin with `-`, write `--` before it

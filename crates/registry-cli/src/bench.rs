@@ -1,5 +1,5 @@
-//! `lockreg bench`: measures lock and unlock pairs against a store, and for comparison one round
-//! trip to it.
+//! `lockreg bench`: measures lock and unlock pairs against a store. For comparison, it also
+//! measures one round trip to the store.
 
 use std::time::{Duration, Instant};
 
@@ -21,17 +21,21 @@ pub(crate) async fn bench(
 ) -> Result<u8, CliError> {
     let registry = StoreConfig::choose(global)?.open(output).await?;
     let store = registry.capabilities().store;
-    // A random prefix, so that the keys differ from those of other users and of other benchmarks.
+    // The random prefix separates the keys from the keys of other users and other benchmarks.
     let prefix = format!("lockreg-bench/{}", ClaimId::random());
     let round_trip = if registry.capabilities().inspect {
-        LatencyStats::of(round_trips(&registry, &prefix).await?)
+        LatencyStats::of(measure_round_trips(&registry, &prefix).await?)
     } else {
         None
     };
     let started = Instant::now();
     let mut tasks = JoinSet::new();
     for task in 0..bench.tasks {
-        tasks.spawn(pairs(registry.clone(), format!("{prefix}/{task}"), started + bench.time));
+        tasks.spawn(measure_pairs(
+            registry.clone(),
+            format!("{prefix}/{task}"),
+            started + bench.time,
+        ));
     }
     let mut durations = Vec::new();
     while let Some(done) = tasks.join_next().await {
@@ -72,8 +76,11 @@ pub(crate) async fn bench(
     Ok(0)
 }
 
-/// Measures inspections of a key that is not locked, which need one round trip.
-async fn round_trips(registry: &Registry, prefix: &str) -> Result<Vec<Duration>, LockError> {
+/// Measures inspections of a key that is not locked. Each inspection is one round trip.
+async fn measure_round_trips(
+    registry: &Registry,
+    prefix: &str,
+) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(prefix);
     let mut durations = Vec::with_capacity(ROUND_TRIPS);
     for _ in 0..ROUND_TRIPS {
@@ -84,14 +91,15 @@ async fn round_trips(registry: &Registry, prefix: &str) -> Result<Vec<Duration>,
     Ok(durations)
 }
 
-async fn pairs(
+/// Measures lock and unlock pairs until `until`.
+async fn measure_pairs(
     registry: Registry,
     key: String,
     until: Instant,
 ) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(&key);
     let mut durations = Vec::new();
-    // Checked at the end of the loop, so that each task measures at least one pair.
+    // The loop checks the time at its end, so that each task measures at least one pair.
     loop {
         let started = Instant::now();
         lock.lock().await?.unlock().await?;

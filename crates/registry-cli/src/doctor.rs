@@ -1,5 +1,5 @@
-//! `lockreg doctor`: connects to the store and prints its guarantees, its settings and its
-//! problems.
+//! `lockreg doctor`: connects to the store, and prints its guarantees, its settings and its
+//! configuration faults.
 
 use std::time::{Duration, Instant};
 
@@ -124,7 +124,7 @@ fn describe_class(class: GuaranteeClass) -> &'static str {
     }
 }
 
-/// Returns the origin of a setting as text. In this program, only the defaults are set by code.
+/// Returns the origin of a setting as text. In this program, code sets only defaults.
 fn text_origin(origin: Origin) -> String {
     match origin {
         Origin::Code => "the default of lockreg".to_owned(),

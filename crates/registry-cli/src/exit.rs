@@ -30,7 +30,7 @@ pub(crate) fn status_of_signal(number: i32) -> u8 {
     u8::try_from(128 + number).unwrap_or(u8::MAX)
 }
 
-/// A reason why `lockreg` could not do what was requested.
+/// A failure of `lockreg`.
 #[derive(Debug)]
 pub(crate) enum CliError {
     /// The command line is invalid. The text contains a hint.
@@ -76,13 +76,13 @@ impl CliError {
             Self::NotExecutable(_) => NOT_EXECUTABLE,
             Self::NotFound(_) => NOT_FOUND,
             Self::Os { .. } => OS,
-            // The reader of stdout has closed it, which is not a failure.
+            // The reader has closed stdout, which is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::Output(_) => OUTPUT,
         }
     }
 
-    /// Returns whether this failure is not reported.
+    /// Returns whether `lockreg` ends without reporting this failure.
     pub(crate) fn is_silent(&self) -> bool {
         self.status() == 0
     }
@@ -93,7 +93,8 @@ impl CliError {
     }
 }
 
-/// Returns the texts of `error` and its causes. Omits a cause whose text the previous one contains.
+/// Returns the texts of `error` and its causes. Omits a cause if the previous text contains its
+/// text.
 pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
     let mut texts: Vec<String> = Vec::new();
     let mut next = Some(error);
@@ -122,7 +123,7 @@ impl fmt::Display for CliError {
                 let InvalidOption { option, given, problem, .. } = invalid;
                 write!(f, "--{} is {given}, which {problem}", option.replace('_', "-"))
             }
-            // The engine reports one store name for all lock modes, so the hint names the mode
+            // The engine has one store name for all modes. The hint must therefore name the mode
             // here.
             Self::Lock(LockError::Unsupported {
                 capability: "inspect",

@@ -5,7 +5,7 @@ use std::io::{self, Read as _};
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
+use lock_registry::{FencingToken, LockError, LostReason, observe::Observer};
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::oneshot;
@@ -16,6 +16,7 @@ use crate::acquire::{
 };
 use crate::args;
 use crate::exit::{self, CliError};
+use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, json_to_stdout, printable, whole_millis};
 use crate::signals::{Signals, is_termination_signal};
 use crate::store::StoreConfig;
@@ -23,9 +24,9 @@ use crate::store::StoreConfig;
 /// A validated `lockreg hold`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct HoldCommand {
-    key: Key,
+    request: LockRequest,
     store: StoreConfig,
-    wait: AcquireOptions,
+    acquire_options: AcquireOptions,
 }
 
 #[derive(Debug, Serialize)]
@@ -48,7 +49,8 @@ impl HoldCommand {
     ) -> Result<Self, CliError> {
         let key = args::parse_key(&hold.key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&hold.acquire)?;
-        Ok(Self { key, store, wait: AcquireOptions::from_args(&hold.acquire) })
+        let request = LockRequest::check(key, &hold.acquire)?;
+        Ok(Self { request, store, acquire_options: AcquireOptions::from_args(&hold.acquire) })
     }
 
     /// Acquires the lock, holds it until stdin ends, a signal arrives or the lock is lost, and
@@ -58,7 +60,7 @@ impl HoldCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { key, store, wait } = self;
+        let Self { request, store, acquire_options } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -66,30 +68,39 @@ impl HoldCommand {
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_about_process_reach(&registry, output);
-        let lock = registry.obtain(key.as_str());
-        let status = match acquire(&lock, &wait, started_at, &observer, &mut signals, output).await
+        let lock = request.obtain(&registry);
+        let status = match acquire(
+            &lock,
+            request.key(),
+            &acquire_options,
+            started_at,
+            &observer,
+            &mut signals,
+            output,
+        )
+        .await
         {
-            Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
+            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
             Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-            Ok(AcquireOutcome::Guard(guard)) => {
-                let fences = registry.capabilities().fencing;
-                hold_until_end(guard, fences, &mut signals, output).await
+            Ok(AcquireOutcome::Held(guard)) => {
+                let has_fencing = registry.capabilities().fencing;
+                hold_until_end(guard, has_fencing, &mut signals, output).await
             }
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status, wait.min_hold, &mut signals).await;
+        close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
         status
     }
 }
 
 async fn hold_until_end(
-    guard: LockGuard,
-    fences: bool,
+    guard: HeldLock,
+    has_fencing: bool,
     signals: &mut Signals,
     output: Output,
 ) -> Result<u8, CliError> {
     let key = guard.key().to_owned();
-    let token = fences.then(|| guard.fencing_token().get());
+    let token = guard.fencing_token().filter(|_| has_fencing).map(FencingToken::get);
     let held = HeldLine { key: key.clone(), token, valid_for_ms: whole_millis(guard.valid_for()) };
     let mut printing = Box::pin(print_line(held));
     let mut printed = None;
@@ -99,12 +110,13 @@ async fn hold_until_end(
             () = stdin_closed() => {}
         }
     });
-    // If the line cannot be written, the reader is not notified of the lock. So it is released.
+    // If the line cannot be written, its reader does not know of the lock. The loop then ends, and
+    // the lock is released.
     while !matches!(printed, Some(Err(_))) {
         tokio::select! {
             biased;
-            reason = guard.lost() => {
-                // The engine knows of the loss, so the drop releases nothing.
+            (key, reason) = guard.lost() => {
+                // The engine has handled the loss, so the drop sends no release.
                 drop(guard);
                 report_loss(output, key, reason).await;
                 return Ok(exit::LOST);
@@ -114,13 +126,13 @@ async fn hold_until_end(
         }
     }
     if printed.is_none() {
-        // The reader may still read the line, even if it has closed the stdin of `lockreg`. The
-        // limit applies because it may never read.
+        // The reader may still read the line after it has closed the stdin of `lockreg`. If the
+        // reader never reads, the limit ends the wait.
         printed = timeout(READ_LIMIT, printing).await.ok();
     }
     let released = guard.unlock().await;
     match (released, printed) {
-        (Err(LockError::Lost { reason, .. }), _) => {
+        (Err(LockError::Lost { key, reason, .. }), _) => {
             report_loss(output, key, reason).await;
             Ok(exit::LOST)
         }
@@ -142,12 +154,11 @@ async fn report_loss(output: Output, key: String, reason: LostReason) {
     }
 }
 
-/// Prints `value` on stdout and waits for it asynchronously. Signals and a loss must be handled
-/// even if no process reads stdout.
+/// Prints `value` on stdout and waits asynchronously until it is written. `lockreg` must handle
+/// signals and a loss even if no process reads stdout.
 async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliError> {
     let (sender, written) = oneshot::channel();
-    // A separate thread, which ends with the process. The runtime would wait for one of its own
-    // threads.
+    // A separate thread ends with the process. The runtime would wait for one of its own threads.
     std::thread::Builder::new()
         .name("stdout".to_owned())
         .spawn(move || {
@@ -157,7 +168,7 @@ async fn print_line(value: impl Serialize + Send + 'static) -> Result<(), CliErr
     written.await.unwrap_or_else(|error| Err(CliError::Output(io::Error::other(error))))
 }
 
-/// How long a reader of stdout has for the last line before `lockreg` ends.
+/// The time that the reader of stdout has for the last line before `lockreg` ends.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
 async fn termination_signal(signals: &mut Signals) {
@@ -167,8 +178,7 @@ async fn termination_signal(signals: &mut Signals) {
 /// Waits until the other end of stdin is closed, and ignores the input.
 async fn stdin_closed() {
     let (sender, ended) = oneshot::channel();
-    // A separate thread, which ends with the process. The runtime would wait for one of its own
-    // threads.
+    // A separate thread ends with the process. The runtime would wait for one of its own threads.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {
         let mut buffer = [0; 4_096];
         let mut stdin = io::stdin().lock();

@@ -1,5 +1,6 @@
 //! `lockreg show`, `list` and `break`: print the holders of locks, and release locks by force.
 
+use serde::Serialize;
 use serde_json::json;
 
 use crate::acquire::close;
@@ -18,22 +19,25 @@ pub(crate) async fn show(
 ) -> Result<u8, CliError> {
     let key = args::parse_key(&show.key)?;
     let registry = StoreConfig::choose(global)?.open(output).await?;
-    let holder = registry.obtain(key.as_str()).holders().await?.pop();
+    let holders = registry.obtain(key.as_str()).holders().await?;
     close(&registry).await;
-    match &holder {
-        Some(holder) => {
-            output.result(&HolderView::from(holder), || {
-                table(HOLDER_HEADING, [holder_row(holder)])
-            })?;
-            Ok(0)
-        }
-        None => {
-            output.result(&HolderView::unlocked(key.as_str()), || {
-                format!("{} is not locked\n", printable(key.as_str()))
-            })?;
-            Ok(exit::NEGATIVE)
-        }
-    }
+    let Some(first) = holders.first() else {
+        let unlocked = ShowView { first: HolderView::unlocked(key.as_str()), holders: Vec::new() };
+        output.result(&unlocked, || format!("{} is not locked\n", printable(key.as_str())))?;
+        return Ok(exit::NEGATIVE);
+    };
+    let views = holders.iter().map(HolderView::from).collect();
+    let view = ShowView { first: HolderView::from(first), holders: views };
+    output.result(&view, || table(HOLDER_HEADING, holders.iter().map(holder_row)))?;
+    Ok(0)
+}
+
+/// The holders of a key as JSON: the fields of the first one, and all of them.
+#[derive(Debug, Serialize)]
+struct ShowView<'a> {
+    #[serde(flatten)]
+    first: HolderView<'a>,
+    holders: Vec<HolderView<'a>>,
 }
 
 /// `lockreg list`.
@@ -59,13 +63,21 @@ pub(crate) async fn break_lock(
 ) -> Result<u8, CliError> {
     let key = args::parse_key(&args.key)?;
     let registry = StoreConfig::choose(global)?.open(output).await?;
-    let holder = registry.obtain(key.as_str()).holders().await?.pop();
+    let mut holders = registry.obtain(key.as_str()).holders().await?;
+    let others = holders.len().saturating_sub(1);
+    let and_others = match others {
+        0 => String::new(),
+        1 => " and one other holder".to_owned(),
+        others => format!(" and {others} other holders"),
+    };
+    holders.truncate(1);
+    let holder = holders.pop();
     if !args.yes
         && let Some(holder) = &holder
     {
         close(&registry).await;
         return Err(CliError::usage(format!(
-            "{} is held by {}; add --yes to release the lock by force",
+            "{} is held by {}{and_others}; add --yes to release the lock by force",
             printable(key.as_str()),
             describe_holder(Some(holder))
         )));
@@ -78,7 +90,7 @@ pub(crate) async fn break_lock(
         || match &holder {
             Some(holder) if is_released => {
                 format!(
-                    "{} was released; it was held by {}\n",
+                    "{} was released; it was held by {}{and_others}\n",
                     printable(key.as_str()),
                     describe_holder(Some(holder))
                 )

@@ -9,8 +9,8 @@ use crate::output::LogToStderr;
 
 const VARIABLE: &str = "LOCK_REGISTRY_LOG";
 
-/// Starts the log with the level of `-v` or the directives of LOCK_REGISTRY_LOG. The variable takes
-/// precedence. Without either, nothing is logged.
+/// Starts the log with the directives of LOCK_REGISTRY_LOG. If the variable is not set, uses the
+/// level of `-v`. Without the variable and `-v`, `lockreg` logs nothing.
 pub(crate) fn start(verbose: u8) -> Result<(), CliError> {
     let directives = match std::env::var(VARIABLE) {
         Ok(directives) => directives,

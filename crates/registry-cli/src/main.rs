@@ -12,6 +12,7 @@ mod hold;
 mod run;
 mod signals;
 mod acquire;
+mod lock;
 // Administering a store.
 mod bench;
 mod doctor;
@@ -40,7 +41,7 @@ use crate::signals::Signals;
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
-    // Hidden roles in which `lockreg` starts itself.
+    // `lockreg` starts itself in these hidden roles.
     match arguments.next().as_deref().and_then(|first| first.to_str()) {
         Some(run::exec::ROLE) => return run::exec::main(arguments).into(),
         Some(run::watchdog::ROLE) => return run::watchdog::main().into(),
@@ -54,7 +55,7 @@ fn main() -> ExitCode {
             "lockreg: error: internal error{location}; report this bug"
         ));
     }));
-    // A panic must not end with 101, which could be the status of the command.
+    // The status 101 of a panic could also be the status of the command.
     let status = std::panic::catch_unwind(run_lockreg).unwrap_or(exit::INTERNAL);
     output::flush_stderr();
     status.into()
@@ -97,13 +98,14 @@ fn dispatch(global: &GlobalArgs, command: CliCommand, output: Output) -> Result<
 fn with_signals<F: Future<Output = Result<u8, CliError>>>(
     work: impl FnOnce(Signals) -> F,
 ) -> Result<u8, CliError> {
-    // Before the runtime starts, because its threads inherit the signal mask.
+    // The signals are blocked before the runtime starts, because its threads inherit the signal
+    // mask.
     let signals = Signals::catch().map_err(CliError::os("cannot block signals"))?;
     block_on(work(signals))
 }
 
-/// Runs `work` on this thread. Worker threads renew leases at the same time, even if `work` blocks
-/// this thread.
+/// Runs `work` on this thread. The worker threads of the runtime renew leases even while `work`
+/// blocks this thread.
 fn block_on(work: impl Future<Output = Result<u8, CliError>>) -> Result<u8, CliError> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -111,13 +113,13 @@ fn block_on(work: impl Future<Output = Result<u8, CliError>>) -> Result<u8, CliE
         .build()
         .map_err(CliError::os("cannot start threads"))?;
     let result = runtime.block_on(work);
-    // Tasks that still run have no further use, and the exit status must not wait for them.
+    // No result of the remaining tasks is needed, and the exit must not wait for these tasks.
     runtime.shutdown_background();
     result
 }
 
-/// Prints help and version, which the user requested, to stdout. Every other error is a mistake on
-/// the command line.
+/// Prints help and version to stdout, because the user requested them. Reports every other error as
+/// a usage error.
 fn report_parse_error(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -129,8 +131,8 @@ fn report_parse_error(error: &clap::Error) -> u8 {
             exit::USAGE
         }
         _ => {
-            // The message would quote a misplaced URL in parts or in other spellings. It is
-            // therefore taken from a second parse without the secrets of URLs.
+            // The message may quote parts of a URL with a password. It is therefore taken from a
+            // second parse, whose arguments contain redacted URLs.
             let message = Cli::try_parse_from(std::env::args_os().map(redact_argument))
                 .map_or_else(
                     |error| error.to_string(),
@@ -154,14 +156,14 @@ fn report_parse_error(error: &clap::Error) -> u8 {
     }
 }
 
-/// Reports a failure before the options are parsed. Looks for `--json` in the raw arguments.
+/// Reports a failure before the options are parsed. Searches the raw arguments for `--json`.
 fn report_failure(failure: &CliError) -> u8 {
     let mut options = std::env::args_os().skip(1).take_while(|word| word != "--");
     Output::new(options.any(|word| word == "--json"), false).failure(failure);
     failure.status()
 }
 
-/// Returns `argument` without the secrets of a URL that it contains.
+/// Returns `argument`. If the argument contains a URL, redacts the URL.
 fn redact_argument(argument: OsString) -> OsString {
     let text = argument.to_string_lossy();
     if !text.contains([':', '@']) {

@@ -1,4 +1,5 @@
-//! `lockreg completions` and `lockreg man`: generated from the definition of the command line.
+//! `lockreg completions` and `lockreg man`: generate their output from the definition of the
+//! command line.
 
 use std::io;
 
@@ -19,7 +20,7 @@ pub(crate) fn completions(completions: &CompletionsArgs) -> Result<u8, CliError>
 /// `lockreg man`.
 pub(crate) fn man(man: &ManArgs) -> Result<u8, CliError> {
     let mut command = Cli::command();
-    // Sets the full name of each command, such as `lockreg run`, and its global options.
+    // `build` sets the full name of each command, such as `lockreg run`, and its global options.
     command.build();
     let command = match &man.command {
         None => command,

@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
-use lock_registry::Holder;
+use lock_registry::{ClaimMode, Holder};
 use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -27,8 +27,8 @@ impl Output {
         Self { json, quiet }
     }
 
-    /// Returns whether a progress line, which is redrawn, can be shown.
-    pub(crate) fn shows_progress_line(self) -> bool {
+    /// Returns whether `lockreg` may show a progress line, which it redraws.
+    pub(crate) fn may_show_progress_line(self) -> bool {
         !self.json && !self.quiet && io::stderr().is_terminal()
     }
 
@@ -48,7 +48,7 @@ impl Output {
         }
     }
 
-    /// Prints to stderr what must be known even with `--quiet`: a lock was lost, or not released.
+    /// Prints to stderr even with `--quiet`. For the loss of a lock, and for a failed release.
     pub(crate) fn alert(self, event: &str, text: &str, details: Value) {
         if !self.json {
             return line_to_stderr(&format!("lockreg: {text}"));
@@ -61,7 +61,7 @@ impl Output {
         line_to_stderr(&Value::Object(line).to_string());
     }
 
-    /// Prints to stderr why `lockreg` ends.
+    /// Prints the failure that ends `lockreg` to stderr.
     pub(crate) fn failure(self, failure: &CliError) {
         if failure.is_silent() {
             return;
@@ -93,18 +93,19 @@ pub(crate) fn to_stdout(text: &[u8]) -> Result<(), CliError> {
     stdout.write_all(text).and_then(|()| stdout.flush()).map_err(CliError::Output)
 }
 
-/// Queues one line for stderr. Errors are ignored.
+/// Queues one line for stderr. Ignores errors.
 pub(crate) fn line_to_stderr(line: &str) {
     to_stderr(format!("{line}\n").into_bytes());
 }
 
-/// Writes one line to stderr before it returns, even if that blocks. Errors are ignored.
+/// Writes one line to stderr before this function returns, even if the write blocks. Ignores
+/// errors.
 pub(crate) fn line_to_stderr_at_once(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Waits until the queued lines are written, for at most [`FLUSH_LIMIT`], because the reader of
-/// stderr may be stopped.
+/// Waits until the queued lines are written, but at most for [`FLUSH_LIMIT`]. The reader of stderr
+/// may be stopped.
 pub(crate) fn flush_stderr() {
     let writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(LogWriter { lines, ended }) = writer {
@@ -114,7 +115,7 @@ pub(crate) fn flush_stderr() {
     }
 }
 
-/// stderr for the log. Each write contains one or more whole lines.
+/// The writer of the log, which writes to stderr. Each write contains one or more whole lines.
 #[derive(Debug)]
 pub(crate) struct LogToStderr;
 
@@ -129,8 +130,10 @@ impl io::Write for LogToStderr {
     }
 }
 
-/// Queues `bytes` for the stderr thread, and drops them if the queue is full. Never blocks: stderr
-/// may be a full pipe or a stopped terminal, and the loss of a lock must still be handled.
+/// Queues `bytes` for the stderr thread. Drops `bytes` if the queue is full.
+///
+/// This function never blocks. stderr may be a full pipe or a stopped terminal, and `lockreg` must
+/// still handle the loss of a lock.
 fn to_stderr(bytes: Vec<u8>) {
     let mut writer = LOG_WRITER.lock().unwrap_or_else(PoisonError::into_inner);
     if writer.is_none() {
@@ -146,7 +149,7 @@ fn to_stderr(bytes: Vec<u8>) {
     }
 }
 
-/// The thread that writes to stderr. The end of the process never waits for its writes.
+/// The thread that writes to stderr. The end of the process does not wait for a blocked write.
 #[derive(Debug)]
 struct LogWriter {
     lines: SyncSender<Vec<u8>>,
@@ -157,8 +160,8 @@ impl LogWriter {
     fn start() -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
         let (ended_sender, ended) = channel();
-        // The thread may start before signals are blocked. It blocks all of them, because a signal
-        // would otherwise be delivered to it and end the process.
+        // This thread may start before `Signals::catch` blocks signals. The thread blocks all
+        // signals, because a signal that the kernel delivers to it would end the process.
         let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
         let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
             for bytes in queue {
@@ -178,7 +181,7 @@ const BACKLOG_MAX: usize = 1_024;
 /// How long the end of this process waits for the reader of stderr.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// Returns a table as text, with this heading.
+/// Returns a table with this heading as text.
 pub(crate) fn table<const N: usize>(
     heading: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
@@ -203,6 +206,11 @@ pub(crate) fn table<const N: usize>(
 pub(crate) struct HolderView<'a> {
     pub(crate) key: &'a str,
     pub(crate) held: bool,
+    /// `exclusive`, `shared`, `upgradable` or `permits`.
+    pub(crate) mode: Option<&'static str>,
+    /// The units that the holder has taken, and all units of the semaphore.
+    pub(crate) units: Option<u32>,
+    pub(crate) units_of: Option<u32>,
     pub(crate) label: Option<&'a str>,
     pub(crate) token: Option<u64>,
     pub(crate) held_for_ms: Option<u64>,
@@ -214,6 +222,9 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
         Self {
             key: holder.key.as_str(),
             held: true,
+            mode: Some(mode_name(holder.mode)),
+            units: permits(holder.mode).map(|(take, _)| take),
+            units_of: permits(holder.mode).map(|(_, of)| of),
             label: holder.label.as_deref(),
             token: holder.token.map(u64::from),
             held_for_ms: holder.held_for.map(whole_millis),
@@ -225,18 +236,49 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
 impl<'a> HolderView<'a> {
     /// Returns the view of a key that is not locked.
     pub(crate) fn unlocked(key: &'a str) -> Self {
-        Self { key, held: false, label: None, token: None, held_for_ms: None, lease_left_ms: None }
+        Self {
+            key,
+            held: false,
+            mode: None,
+            units: None,
+            units_of: None,
+            label: None,
+            token: None,
+            held_for_ms: None,
+            lease_left_ms: None,
+        }
+    }
+}
+
+/// Returns the name of a mode in JSON.
+fn mode_name(mode: ClaimMode) -> &'static str {
+    match mode {
+        ClaimMode::Exclusive => "exclusive",
+        ClaimMode::Shared => "shared",
+        ClaimMode::Upgradable => "upgradable",
+        ClaimMode::Permits { .. } => "permits",
+        _ => "other",
+    }
+}
+
+/// Returns the units that a permit takes, and all units.
+fn permits(mode: ClaimMode) -> Option<(u32, u32)> {
+    match mode {
+        ClaimMode::Permits { take, of } => Some((take, of)),
+        _ => None,
     }
 }
 
 /// The columns of a table of holders.
-pub(crate) const HOLDER_HEADING: [&str; 5] = ["KEY", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
+pub(crate) const HOLDER_HEADING: [&str; 6] =
+    ["KEY", "MODE", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
 
 /// A row of a table of holders.
-pub(crate) fn holder_row(holder: &Holder) -> [String; 5] {
+pub(crate) fn holder_row(holder: &Holder) -> [String; 6] {
     let unknown = || "-".to_owned();
     [
         printable(holder.key.as_str()),
+        holder.mode.to_string(),
         holder.label.as_deref().map_or_else(unknown, printable),
         holder.token.map_or_else(unknown, |token| token.to_string()),
         holder.held_for.map_or_else(unknown, format_coarse),
@@ -268,8 +310,8 @@ pub(crate) fn printable(text: &str) -> String {
         c.is_control()
             || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
     };
-    let plain = !text.is_empty() && !text.contains(is_misleading) && text.trim() == text;
-    if plain { text.to_owned() } else { format!("{text:?}") }
+    let is_plain = !text.is_empty() && !text.contains(is_misleading) && text.trim() == text;
+    if is_plain { text.to_owned() } else { format!("{text:?}") }
 }
 
 /// Formats a time for text output: in seconds from 1 s on, otherwise in milliseconds.

@@ -1,8 +1,8 @@
 //! `lockreg run`: runs a command under a lock, from the checks to the exit status.
 
 mod command;
-// Processes: the command, its state before it starts, and the watchdog that ends it without
-// `lockreg`.
+// Processes: the command, the program that starts it, and the watchdog that ends it if `lockreg`
+// cannot.
 mod child;
 pub(crate) mod exec;
 pub(crate) mod watchdog;
@@ -12,7 +12,7 @@ pub(crate) mod terminal;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{Key, LockError, LockGuard, LostReason, observe::Observer};
+use lock_registry::{LockError, LostReason, observe::Observer};
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::time::Instant;
@@ -26,6 +26,7 @@ use crate::acquire::{
 };
 use crate::args;
 use crate::exit::{self, CliError, causes};
+use crate::lock::{HeldLock, LockRequest};
 use crate::output::{Output, printable};
 use crate::signals::{Signals, is_termination_signal};
 use crate::store::StoreConfig;
@@ -33,10 +34,10 @@ use crate::store::StoreConfig;
 /// A validated `lockreg run`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct RunCommand {
-    key: Key,
+    request: LockRequest,
     program: Program,
     store: StoreConfig,
-    wait: AcquireOptions,
+    acquire_options: AcquireOptions,
     grace: Duration,
 }
 
@@ -45,14 +46,15 @@ impl RunCommand {
         let (key, command) = run.key_and_command()?;
         let key = args::parse_key(key)?;
         let store = StoreConfig::choose(global)?.with_acquire_args(&run.acquire)?;
-        // Checked last: any other mistake must exit with 64, and not with the status of a missing
-        // command.
+        // The command is checked last. Any other mistake must end with 64, and not with the status
+        // of a missing command.
         let program = Program::find(command.to_vec())?;
+        let request = LockRequest::check(key, &run.acquire)?;
         Ok(Self {
-            key,
+            request,
             program,
             store,
-            wait: AcquireOptions::from_args(&run.acquire),
+            acquire_options: AcquireOptions::from_args(&run.acquire),
             grace: run.grace,
         })
     }
@@ -63,7 +65,7 @@ impl RunCommand {
         mut signals: Signals,
         output: Output,
     ) -> Result<u8, CliError> {
-        let Self { key, program, store, wait, grace } = self;
+        let Self { request, program, store, acquire_options, grace } = self;
         let started_at = Instant::now();
         let observer = LockObserver::new();
         let registry = tokio::select! {
@@ -71,28 +73,37 @@ impl RunCommand {
             signal = signals.next_termination() => return Ok(exit::status_of_signal(signal as i32)),
         };
         warn_about_process_reach(&registry, output);
-        let lock = registry.obtain(key.as_str());
-        let status = match acquire(&lock, &wait, started_at, &observer, &mut signals, output).await
+        let lock = request.obtain(&registry);
+        let status = match acquire(
+            &lock,
+            request.key(),
+            &acquire_options,
+            started_at,
+            &observer,
+            &mut signals,
+            output,
+        )
+        .await
         {
-            Ok(AcquireOutcome::Busy) => Ok(wait.busy_status),
+            Ok(AcquireOutcome::Busy) => Ok(acquire_options.busy_status),
             Ok(AcquireOutcome::Signal(signal)) => Ok(exit::status_of_signal(signal as i32)),
-            Ok(AcquireOutcome::Guard(guard)) => {
-                let fences = registry.capabilities().fencing;
-                let locked = LockedRun { guard, fences, program: &program, grace, output };
+            Ok(AcquireOutcome::Held(guard)) => {
+                let has_fencing = registry.capabilities().fencing;
+                let locked = LockedRun { guard, has_fencing, program: &program, grace, output };
                 locked.run(&observer, &mut signals).await
             }
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status, wait.min_hold, &mut signals).await;
+        close_after(&registry, &status, acquire_options.min_hold, &mut signals).await;
         status
     }
 }
 
 /// A held lock, and the command to run under it.
 struct LockedRun<'a> {
-    guard: LockGuard,
-    /// Whether the token protects a resource.
-    fences: bool,
+    guard: HeldLock,
+    /// The store has fencing, so the token can protect a resource.
+    has_fencing: bool,
     program: &'a Program,
     grace: Duration,
     output: Output,
@@ -100,9 +111,9 @@ struct LockedRun<'a> {
 
 impl LockedRun<'_> {
     async fn run(self, observer: &LockObserver, signals: &mut Signals) -> Result<u8, CliError> {
-        let start_result = self.start().await;
+        let started = self.start().await;
         let Self { guard, grace, output, .. } = self;
-        let ended = match start_result {
+        let ended = match started {
             Ok((running, watchdog, terminal)) => {
                 let mut supervisor = Supervisor {
                     guard: &guard,
@@ -124,11 +135,11 @@ impl LockedRun<'_> {
         let key = guard.key().to_owned();
         let released = guard.unlock().await;
         let (exit_state, lost) = ended?;
-        // A loss that is detected only here occurred after the last renewal, while the command may
-        // have run.
+        // The release may detect a loss that no renewal has detected. The command may have run
+        // after this loss.
         let lost = match (lost, &released) {
-            (None, Err(LockError::Lost { reason, .. })) => {
-                report_loss(output, &key, *reason);
+            (None, Err(LockError::Lost { key, reason, .. })) => {
+                report_loss(output, key, *reason);
                 true
             }
             (lost, _) => lost.is_some(),
@@ -154,22 +165,28 @@ impl LockedRun<'_> {
     /// Starts the command under the watchdog.
     async fn start(&self) -> Result<(CommandProcess, Watchdog, Terminal), CliError> {
         // This process may have been stopped since the lock was granted.
-        self.guard.protect(std::future::ready(())).await?;
+        self.guard.check().await?;
         let terminal = Terminal::open();
         let mut watchdog = Watchdog::start().map_err(CliError::os("cannot start the watchdog"))?;
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
-            // Removed if the store does not fence, because the token of an outer `lockreg` would
-            // be wrong.
-            ("LOCKREG_FENCING_TOKEN", self.fences.then(|| self.guard.fencing_token().to_string())),
+            // Without fencing, the variable is removed: the token of an outer `lockreg` would be
+            // wrong.
+            (
+                "LOCKREG_FENCING_TOKEN",
+                self.guard
+                    .fencing_token()
+                    .filter(|_| self.has_fencing)
+                    .map(|token| token.to_string()),
+            ),
         ];
         match CommandProcess::start(self.program, environment, terminal.is_foreground_job()).await {
             Ok(mut running) => {
                 watchdog.watch_group(running.group(), self.grace);
                 watchdog.extend_lease(self.guard.valid_for());
-                // This process may have been stopped again. From here on, the watchdog covers this
-                // case.
-                if let Err(error) = self.guard.protect(std::future::ready(())).await {
+                // This process may have been stopped again before the watchdog knew of the lease.
+                // From here on, the watchdog handles a stop of this process.
+                if let Err(error) = self.guard.check().await {
                     watchdog.shut_down();
                     return Err(error.into());
                 }
@@ -186,7 +203,7 @@ impl LockedRun<'_> {
 
 /// Handles all events of a command that runs under a lock, until its end.
 struct Supervisor<'a> {
-    guard: &'a LockGuard,
+    guard: &'a HeldLock,
     running: CommandProcess,
     watchdog: Watchdog,
     terminal: Terminal,
@@ -196,15 +213,15 @@ struct Supervisor<'a> {
     termination: Termination,
 }
 
-/// How the command is being ended.
+/// The progress of the command's termination.
 #[derive(Debug, Clone, Copy)]
 enum Termination {
     NotRequested,
-    /// It received a termination signal, and is killed at `kill_at`.
+    /// The command has received a termination signal. `lockreg` kills it at `kill_at`.
     Requested {
         kill_at: Instant,
     },
-    /// It received SIGKILL. Processes that survive this cannot be ended.
+    /// The command has received SIGKILL. `lockreg` cannot end processes that survive SIGKILL.
     Killed,
 }
 
@@ -218,9 +235,9 @@ impl Supervisor<'_> {
             let termination = self.termination;
             tokio::select! {
                 biased;
-                // The loss comes first, so that the command does not continue when this process was
-                // stopped beyond the lease.
-                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                // The loss has priority: if this process was stopped beyond the lease, it must end
+                // the command before it continues the command.
+                (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.next_change() => match change {
                     StateChange::Ended(exit_state) => break exit_state,
@@ -241,14 +258,14 @@ impl Supervisor<'_> {
             }
             tokio::select! {
                 biased;
-                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
-                // A process that ignores one signal may end at another.
+                (key, reason) = &mut lost, if self.lost.is_none() => self.on_lost(&key, reason),
+                // A process that ignores one signal may end after another signal.
                 signal = signals.next() => {
                     if is_termination_signal(signal) {
                         self.request_termination(signal);
                     }
                 }
-                // Without these messages, the watchdog would treat the lease as expired.
+                // Without this message, the watchdog would treat the lease as expired.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => {
                     self.watchdog.extend_lease(self.guard.valid_for());
                 }
@@ -258,13 +275,13 @@ impl Supervisor<'_> {
         exit_state
     }
 
-    fn on_lost(&mut self, reason: LostReason) {
+    fn on_lost(&mut self, key: &str, reason: LostReason) {
         self.lost = Some(reason);
-        // The signal comes first, to save time. `mine` must not reach the watchdog before the
-        // signal is sent.
+        // The signal is sent before `disarm`. Otherwise, a stop of this process between the two
+        // would leave the command running.
         self.request_termination(Signal::SIGTERM);
         self.watchdog.disarm();
-        report_loss(self.output, self.guard.key(), reason);
+        report_loss(self.output, key, reason);
     }
 
     fn on_signal(&mut self, signal: Signal) {
@@ -276,15 +293,15 @@ impl Supervisor<'_> {
                 self.resume();
             }
             Signal::SIGWINCH => self.running.signal_all(signal),
-            // Only for the command, which handles it. The processes that it started may not handle
-            // it and would end.
+            // Only the command receives the signal. Other processes of its group may not handle the
+            // signal, and would end.
             signal => self.running.signal(signal),
         }
     }
 
     fn on_stop(&mut self, signal: Signal) {
         if !matches!(self.termination, Termination::NotRequested) {
-            // Stopped processes do not end.
+            // A stopped process does not handle the termination signal.
             return self.running.signal_all(Signal::SIGCONT);
         }
         match self.terminal.after_stop(self.running.group(), signal) {
@@ -301,7 +318,7 @@ impl Supervisor<'_> {
     /// Continues a stopped command, unless the lock was lost in the meantime.
     fn resume(&self) {
         if self.guard.is_held() {
-            self.terminal.hand_to(self.running.group());
+            self.terminal.move_to(self.running.group());
             self.running.signal_all(Signal::SIGCONT);
         }
     }
@@ -335,6 +352,6 @@ async fn until_kill_time(termination: Termination) {
     }
 }
 
-/// How often the group is checked for remaining processes. There is no notification of the end of
-/// grandchildren.
+/// The interval at which the group is checked for remaining processes. The kernel sends no
+/// notification of the end of grandchildren.
 const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);

@@ -1,5 +1,5 @@
-//! `lockreg schema`: prints the SQL that creates the tables of a store, for administrators who
-//! create tables manually.
+//! `lockreg schema`: prints the SQL that creates the tables of a store. Administrators use it to
+//! create the tables manually.
 
 use serde_json::json;
 

@@ -1,5 +1,5 @@
-//! Receives signals as messages. The signals are blocked in every thread, and one thread waits for
-//! them. No handler is installed, so the dispositions that the command inherits are unchanged.
+//! Receives signals as messages. Every thread blocks the signals, and one thread waits for them. No
+//! handler is installed, so that the command inherits unchanged signal dispositions.
 
 use std::io;
 
@@ -18,8 +18,8 @@ const CAUGHT: [Signal; 8] = [
     Signal::SIGWINCH,
 ];
 
-/// The terminal sends this signal to a background process that writes to it or changes its
-/// foreground group. `lockreg` does both.
+/// The signal for a background process that writes to the terminal or changes its foreground group.
+/// `lockreg` does both.
 const BLOCKED: Signal = Signal::SIGTTOU;
 
 /// Receives the signals of this process.
@@ -29,13 +29,13 @@ pub(crate) struct Signals {
 }
 
 impl Signals {
-    /// Starts to receive signals. Must be called before this process has a second thread, because
-    /// that thread would not block them.
+    /// Starts to receive signals. Call this function before this process has a second thread,
+    /// because an older thread would not block the signals.
     pub(crate) fn catch() -> io::Result<Self> {
         let ignored = ignored_signals();
         let mut caught = SigSet::empty();
-        // Signals that the parent process has set to be ignored (`nohup`, background jobs of a
-        // shell) stay ignored, for `lockreg` and for the command.
+        // The parent process may have set signals to be ignored (`nohup`, background jobs of a
+        // shell). `lockreg` and the command then ignore these signals too.
         CAUGHT
             .into_iter()
             .filter(|signal| !contains(*signal, ignored))
@@ -58,13 +58,13 @@ impl Signals {
     pub(crate) async fn next(&mut self) -> Signal {
         match self.receiver.recv().await {
             Some(signal) => signal,
-            // The thread ends only with the process.
+            // The thread ends only when the process ends.
             None => std::future::pending().await,
         }
     }
 
-    /// Waits for a signal that requests the end of this process. SIGTSTP stops this process, and
-    /// SIGWINCH is ignored.
+    /// Waits for a signal other than SIGTSTP and SIGWINCH, which requests the end of this process.
+    /// SIGTSTP stops this process, and SIGWINCH is ignored.
     pub(crate) async fn next_termination(&mut self) -> Signal {
         loop {
             match self.next().await {
@@ -76,15 +76,15 @@ impl Signals {
     }
 }
 
-/// Unblocks in this thread the signals that [`Signals::catch`] blocked. The thread inherited the
-/// mask, and the command must not.
+/// Unblocks the signals of [`Signals::catch`] in this thread. The thread has inherited their mask,
+/// and the command must not inherit it.
 pub(crate) fn unblock() -> io::Result<()> {
     let mut blocked = SigSet::empty();
     CAUGHT.into_iter().chain([BLOCKED]).for_each(|signal| blocked.add(signal));
     Ok(blocked.thread_unblock()?)
 }
 
-/// Returns whether `signal` requests the end of a process, which then gets the grace time.
+/// Returns whether `signal` requests the end of the command. The command then has the grace time.
 pub(crate) fn is_termination_signal(signal: Signal) -> bool {
     matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP | Signal::SIGQUIT)
 }
@@ -93,8 +93,10 @@ fn contains(signal: Signal, set: u64) -> bool {
     set & (1 << (signal as u32 - 1)) != 0
 }
 
-/// Returns the signals that this process was started to ignore, one bit each, from `/proc`. The
-/// system call for dispositions would need `unsafe`. Without `/proc`, returns none.
+/// Returns the signals that this process inherited as ignored, one bit per signal. Returns 0
+/// without `/proc`.
+///
+/// The function reads `/proc`, because the system call for dispositions would need `unsafe`.
 fn ignored_signals() -> u64 {
     std::fs::read_to_string("/proc/self/status").map_or(0, |status| ignored_in(&status))
 }

@@ -1,5 +1,5 @@
-//! Chooses and opens the store. All configuration errors are returned before any access to a file
-//! or a server.
+//! Selects and opens the store. This module returns all configuration errors before any access to a
+//! file or a server.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -16,20 +16,20 @@ use crate::args::{AcquireArgs, GlobalArgs};
 use crate::exit::CliError;
 use crate::output::Output;
 
-/// A store whose configuration is checked, but which is not open yet.
+/// A store with a valid configuration that is not open yet.
 #[derive(Debug)]
 pub(crate) struct StoreConfig {
     config: RegistryConfig,
-    /// The directory to create before opening. Only for the default store.
+    /// The directory to create before opening the store. `None` unless it is the default store.
     directory: Option<PathBuf>,
-    /// Whether the default store is used because neither a URL nor `--local` was given.
-    is_implicit: bool,
+    /// The default store is used because neither a URL nor `--local` was given.
+    is_implicit_default: bool,
     require_reach: Option<Reach>,
 }
 
 impl StoreConfig {
-    /// Chooses the store of the command line, else of the environment, else the SQLite file of this
-    /// user.
+    /// Selects the store: first the URL of the command line, then the URL of the environment, then
+    /// the SQLite file of this user.
     pub(crate) fn choose(global: &GlobalArgs) -> Result<Self, CliError> {
         let mut config = RegistryConfig::new().with_env()?;
         let mut directory = None;
@@ -50,9 +50,9 @@ impl StoreConfig {
             config = config.with_argument("namespace", namespace)?;
         }
         config.check()?;
-        let is_implicit = directory.is_some() && !global.local;
+        let is_implicit_default = directory.is_some() && !global.local;
         let require_reach = global.require_reach.map(Reach::from);
-        Ok(Self { config, directory, is_implicit, require_reach })
+        Ok(Self { config, directory, is_implicit_default, require_reach })
     }
 
     /// Adds the options of a command that acquires a lock.
@@ -85,7 +85,7 @@ impl StoreConfig {
 
     /// Opens the store, and checks its reach.
     pub(crate) async fn open(self, output: Output) -> Result<Registry, CliError> {
-        if self.is_implicit && !io::stderr().is_terminal() {
+        if self.is_implicit_default && !io::stderr().is_terminal() {
             output.notice(
                 "warning",
                 "locks are stored in a local file and do not exclude other hosts; set a store with --url or \
@@ -94,7 +94,7 @@ impl StoreConfig {
             );
         }
         if let Some(directory) = &self.directory {
-            // A user with write access here can break every lock.
+            // The mode excludes other users, because a user with write access can break every lock.
             std::fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
@@ -113,7 +113,7 @@ impl StoreConfig {
     }
 }
 
-/// Returns the directory for state that persists over reboots, by the XDG base directory
+/// Returns the directory for state that persists over reboots, as defined by the XDG base directory
 /// specification.
 fn state_directory(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, CliError> {
     let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());

@@ -71,6 +71,12 @@ pub trait Store: Debug + Send + Sync {
         true
     }
 
+    /// Returns whether concurrent attempts may block each other, so that none of them is granted.
+    /// The default is false. Return true for a quorum.
+    fn may_split_votes(&self) -> bool {
+        false
+    }
+
     /// Opens a client of the same store in another namespace. The default returns `None`.
     async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
         None

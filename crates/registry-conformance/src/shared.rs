@@ -42,6 +42,11 @@ pub trait SharedServers: Debug + Send + Sync + 'static {
         true
     }
 
+    /// See [`Store::may_split_votes`].
+    fn may_split_votes(&self) -> bool {
+        false
+    }
+
     /// Stops the servers and starts them again with their data. Called only on servers that no
     /// other clause uses. The default panics.
     async fn restart(&mut self) {
@@ -182,8 +187,11 @@ impl<S: SharedServers> Harness for SharedHarness<S> {
             0 => format!("{theme}-{name}"),
             attempt => format!("{theme}-{name}-{attempt}"),
         };
-        let roams = !servers.read().await.lacks().contains(&Need::Roaming);
-        Box::new(NamespaceStore { servers, namespace, roams })
+        let shared = servers.read().await;
+        let roams = !shared.lacks().contains(&Need::Roaming);
+        let may_split_votes = shared.may_split_votes();
+        drop(shared);
+        Box::new(NamespaceStore { servers, namespace, roams, may_split_votes })
     }
 }
 
@@ -192,6 +200,7 @@ struct NamespaceStore<S> {
     servers: Arc<RwLock<S>>,
     namespace: String,
     roams: bool,
+    may_split_votes: bool,
 }
 
 #[async_trait]
@@ -202,6 +211,10 @@ impl<S: SharedServers> Store for NamespaceStore<S> {
 
     fn roams(&self) -> bool {
         self.roams
+    }
+
+    fn may_split_votes(&self) -> bool {
+        self.may_split_votes
     }
 
     async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {

@@ -19,7 +19,7 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::{ClaimOptions, LockOptions};
 use crate::owner::Owner;
 use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
-use crate::watch::Suspension;
+use crate::stall_detector::Suspension;
 
 /// Acquires the lock of `local_lock`. Returns `None` if the lock was still held at the deadline.
 pub(crate) async fn acquire(
@@ -177,8 +177,10 @@ impl Acquisition<'_> {
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, AcquireFailure> {
         let key = self.local_lock.key();
-        let mut suspension =
-            Suspension::new(self.engine.background.watch(), self.claim_options.lease.length);
+        let mut suspension = Suspension::new(
+            self.engine.background.stall_detector(),
+            self.claim_options.lease.length,
+        );
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut wake_limiter = WakeRateLimiter::new();

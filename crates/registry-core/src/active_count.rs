@@ -1,8 +1,8 @@
 //! A count of active objects, and a wait until it is zero.
 //!
 //! All accesses are sequentially consistent. An acquisition increments the count and then reads the
-//! closing flag; `close` sets the flag and then reads the count. At least one of them must see the
-//! other. The same applies to `leave` and `wait_until_zero`.
+//! closing flag. `close` sets the flag and then reads the count. At least one of these reads must
+//! see the other side's write. The same applies to `leave` and `wait_until_zero`.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -12,27 +12,27 @@ use crate::contained::with_panic_safe_waker;
 
 #[derive(Debug, Default)]
 pub(crate) struct ActiveCount {
-    alive: AtomicUsize,
-    /// A task waits, or has waited. Never reset, because tasks wait only while a registry is being
-    /// closed, or in tests.
+    count: AtomicUsize,
+    /// A task waits or has waited. This flag is never reset, because tasks wait only while a
+    /// registry is being closed, or in tests.
     has_waiter: AtomicBool,
     is_zero: Notify,
 }
 
 impl ActiveCount {
     pub(crate) fn enter(&self) {
-        self.alive.fetch_add(1, Ordering::SeqCst);
+        self.count.fetch_add(1, Ordering::SeqCst);
     }
 
     pub(crate) fn leave(&self) {
-        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 && self.has_waiter.load(Ordering::SeqCst)
+        if self.count.fetch_sub(1, Ordering::SeqCst) == 1 && self.has_waiter.load(Ordering::SeqCst)
         {
             self.is_zero.notify_waiters();
         }
     }
 
-    pub(crate) fn alive(&self) -> usize {
-        self.alive.load(Ordering::SeqCst)
+    pub(crate) fn count(&self) -> usize {
+        self.count.load(Ordering::SeqCst)
     }
 
     pub(crate) async fn wait_until_zero(&self) {
@@ -40,9 +40,10 @@ impl ActiveCount {
         loop {
             let is_zero = self.is_zero.notified();
             tokio::pin!(is_zero);
-            // Enabled before the check; the last `leave` in between would be missed otherwise.
+            // The notification is enabled before the check. Otherwise, a `leave` between the two
+            // would be missed.
             is_zero.as_mut().enable();
-            if self.alive() == 0 {
+            if self.count() == 0 {
                 return;
             }
             with_panic_safe_waker(is_zero).await;

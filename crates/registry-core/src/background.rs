@@ -1,9 +1,9 @@
-//! The background releaser: completes jobs whose caller is gone, such as releases. Jobs are
-//! futures; this file knows nothing about locks.
+//! The background releaser: completes jobs whose caller is gone, such as releases. A job is a
+//! future, and this module knows nothing about locks.
 //!
-//! Submitting a job sends it to a channel, which does not block, spawn or panic, with or without a
-//! runtime. When the runtime shuts down, jobs are dropped. Their `Drop` passes on the local permits
-//! that they hold, and their claims end with their leases.
+//! Submitting a job sends the job to a channel. Sending does not block, spawn or panic, with or
+//! without a runtime. A runtime that shuts down drops the jobs. The `Drop` of a job passes on its
+//! local permit, and its claim ends with the lease.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -15,8 +15,8 @@ use futures_util::stream::{FuturesUnordered, Stream as _};
 use tokio::sync::mpsc;
 
 use crate::active_count::ActiveCount;
-use crate::contained::{catch_panic, discard};
-use crate::watch::Watch;
+use crate::contained::{catch_panic, discard_panic};
+use crate::stall_detector::StallDetector;
 
 /// A future that must complete even if its caller is gone.
 pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -27,14 +27,14 @@ pub(crate) struct BackgroundReleaser(Arc<ReleaserQueue>);
 struct ReleaserQueue {
     jobs: mpsc::UnboundedSender<CountedJob>,
     pending: Arc<ActiveCount>,
-    /// The number of `pending` jobs that release a claim.
-    claims: Arc<ActiveCount>,
-    watch: Watch,
+    /// The number of the `pending` jobs that release a claim.
+    pending_releases: Arc<ActiveCount>,
+    stall_detector: StallDetector,
 }
 
 impl Drop for ReleaserQueue {
     fn drop(&mut self) {
-        self.watch.stop();
+        self.stall_detector.stop();
     }
 }
 
@@ -46,56 +46,57 @@ impl BackgroundReleaser {
         let queue = ReleaserQueue {
             jobs,
             pending: Arc::default(),
-            claims: Arc::default(),
-            watch: Watch::default(),
+            pending_releases: Arc::default(),
+            stall_detector: StallDetector::default(),
         };
-        (Self(Arc::new(queue)), work(receiver))
+        (Self(Arc::new(queue)), run(receiver))
     }
 
     /// Submits `job`, which releases a claim.
     pub(crate) fn submit_release(&self, job: Job) {
-        self.0.claims.enter();
-        self.submit(job, Some(Arc::clone(&self.0.claims)));
+        self.0.pending_releases.enter();
+        self.submit(job, Some(Arc::clone(&self.0.pending_releases)));
     }
 
-    /// Submits a call to the store whose caller is gone. It releases no claim itself.
-    pub(crate) fn finish(&self, call: Job) {
+    /// Submits a call to the store whose caller is gone. The call releases no claim.
+    pub(crate) fn submit_call(&self, call: Job) {
         self.submit(call, None);
     }
 
-    fn submit(&self, job: Job, claims: Option<Arc<ActiveCount>>) {
+    fn submit(&self, job: Job, pending_releases: Option<Arc<ActiveCount>>) {
         self.0.pending.enter();
         // Without a runtime, the send fails and the job is dropped here.
-        let _ = self.0.jobs.send(CountedJob { job, pending: Arc::clone(&self.0.pending), claims });
+        let pending = Arc::clone(&self.0.pending);
+        let _ = self.0.jobs.send(CountedJob { job, pending, pending_releases });
     }
 
-    /// Returns the watch that detects futures that are not polled. It submits their work to this
-    /// releaser.
-    pub(crate) fn watch(&self) -> &Watch {
-        &self.0.watch
+    /// Returns the stall detector of the registry, which submits the work of futures that are not
+    /// polled to this releaser.
+    pub(crate) fn stall_detector(&self) -> &StallDetector {
+        &self.0.stall_detector
     }
 
     /// Returns whether a runtime runs the task.
-    pub(crate) fn is_alive(&self) -> bool {
+    pub(crate) fn is_running(&self) -> bool {
         !self.0.jobs.is_closed()
     }
 
     /// Returns the number of pending jobs that release a claim.
-    pub(crate) fn claims(&self) -> usize {
-        self.0.claims.alive()
+    pub(crate) fn pending_releases(&self) -> usize {
+        self.0.pending_releases.count()
     }
 
     /// Waits until no job is pending.
-    pub(crate) async fn drained(&self) {
+    pub(crate) async fn wait_until_drained(&self) {
         self.0.pending.wait_until_zero().await;
     }
 }
 
-/// A job that is counted from its submission until its drop, done or not.
+/// A job that counts as pending from its submission until its drop.
 struct CountedJob {
     job: Job,
     pending: Arc<ActiveCount>,
-    claims: Option<Arc<ActiveCount>>,
+    pending_releases: Option<Arc<ActiveCount>>,
 }
 
 impl std::fmt::Debug for CountedJob {
@@ -114,27 +115,28 @@ impl Future for CountedJob {
 
 impl Drop for CountedJob {
     fn drop(&mut self) {
-        // Dropped before the count: when `Registry::idle` returns, the job holds nothing any more.
+        // The job is dropped before the counts change: when `Registry::idle` returns, the job no
+        // longer holds a permit or a claim.
         let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
         catch_panic(|| drop(job));
-        if let Some(claims) = &self.claims {
-            claims.leave();
+        if let Some(pending_releases) = &self.pending_releases {
+            pending_releases.leave();
         }
         self.pending.leave();
     }
 }
 
-async fn work(mut receiver: mpsc::UnboundedReceiver<CountedJob>) {
+async fn run(mut receiver: mpsc::UnboundedReceiver<CountedJob>) {
     let mut jobs = FuturesUnordered::new();
     let mut open = true;
     while open || !jobs.is_empty() {
         tokio::select! {
             biased;
             job = receiver.recv(), if open => match job {
-                // If the backend panics, only this job ends.
+                // A panic of the backend ends only this job.
                 Some(job) => {
                     let job = AssertUnwindSafe(job).catch_unwind();
-                    jobs.push(job.map(|end| end.map_err(discard)));
+                    jobs.push(job.map(|end| end.map_err(discard_panic)));
                 }
                 None => open = false,
             },

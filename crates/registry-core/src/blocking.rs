@@ -1,8 +1,8 @@
 //! A blocking API for threads that do not run async code.
 //!
 //! Calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
-//! runtime's tasks. So do calls from a thread of `spawn_blocking`: use `Handle::block_on` with the
-//! async registry there.
+//! runtime's tasks. Calls from a thread of `spawn_blocking` return the same error. In such a
+//! thread, use `Handle::block_on` with the async registry.
 
 use std::fmt;
 use std::future::Future;
@@ -24,8 +24,8 @@ use crate::registry::{CloseReport, Registry};
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
 ///
-/// Dropping the last clone, lock or guard blocks until all releases are complete, at most for the
-/// operation time-out. Inside a runtime, the drop returns at once and a separate thread waits.
+/// Dropping the last clone, lock or guard blocks until all releases are complete, but at most for
+/// the operation time-out. Inside a runtime, the drop returns at once, and a separate thread waits.
 ///
 /// # Examples
 /// ```
@@ -43,8 +43,7 @@ pub struct BlockingRegistry {
     runtime: Arc<OwnedRuntime>,
 }
 
-/// The runtime and the registry in it. Its `Drop` shuts the runtime down on a thread where it may
-/// block.
+/// The runtime and its registry. `Drop` shuts the runtime down on a thread that may block.
 struct OwnedRuntime {
     runtime: Option<Runtime>,
     registry: Registry,
@@ -64,8 +63,8 @@ impl OwnedRuntime {
 /// time-out.
 fn shut_down(runtime: Runtime, registry: &Registry) {
     let limit = registry.operation_timeout();
-    // Not `block_on`, which panics in a thread-local destructor and has no time limit if a task
-    // blocks the runtime's thread.
+    // `block_on` would panic in a thread-local destructor. It would also have no time limit if a
+    // task blocks the runtime's thread.
     let done = Arc::new((Mutex::new(false), Condvar::new()));
     let (done_in_task, registry) = (Arc::clone(&done), registry.clone());
     runtime.spawn(async move {
@@ -86,7 +85,7 @@ impl Drop for OwnedRuntime {
             shut_down(runtime, &self.registry);
             return;
         }
-        // This thread runs async tasks or is ending, so it must not block. A new thread may.
+        // This thread runs async tasks or is ending, so it must not block. A new thread may block.
         let registry = self.registry.clone();
         let runtime = Arc::new(Mutex::new(Some(runtime)));
         let take = |runtime: &Mutex<Option<Runtime>>| {
@@ -110,8 +109,8 @@ impl BlockingRegistry {
     /// Starts a runtime with one thread and opens the registry in it.
     ///
     /// # Errors
-    /// The errors of `open`; [`ConfigError::Invalid`] if the runtime cannot be started, or if this
-    /// is called inside one.
+    /// The errors of `open`. [`ConfigError::Invalid`] if the runtime cannot be started, or if the
+    /// calling thread is inside a runtime.
     pub fn open<F>(open: F) -> Result<Self, ConfigError>
     where
         F: Future<Output = Result<Registry, ConfigError>>,
@@ -237,7 +236,8 @@ impl fmt::Debug for BlockingLock {
 /// A held lock, for threads that do not run async code. See [`LockGuard`].
 #[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct BlockingGuard {
-    // Before `runtime`, so that the guard is dropped while its background releaser still runs.
+    // This field precedes `runtime`, so that the guard is dropped while its background releaser
+    // still runs.
     guard: LockGuard,
     runtime: Arc<OwnedRuntime>,
 }
@@ -267,7 +267,7 @@ impl BlockingGuard {
         self.guard.is_held()
     }
 
-    /// Blocks until the lock is lost, at most for `limit`. Returns the reason, or `None` after
+    /// Blocks until the lock is lost, but at most for `limit`. Returns the reason, or `None` after
     /// `limit`.
     ///
     /// # Errors

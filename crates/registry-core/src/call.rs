@@ -1,6 +1,6 @@
 //! One call to the store that completes even if its caller is dropped.
 //!
-//! The caller polls the call directly, so the normal case needs no task and no channel. If the
+//! The caller polls the call directly, so a call usually needs no task and no channel. If the
 //! caller is dropped before the response, the background releaser completes the call.
 
 use std::future::{Future, poll_fn};
@@ -12,11 +12,11 @@ use std::time::Duration;
 
 use crate::background::{BackgroundReleaser, Job};
 use crate::clock::sleep;
-use crate::watch::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Polls a call once, without a suspension. Returns the call if it is not ready.
+/// Polls a call once, without a [`Suspension`]. Returns the call if it is not ready.
 pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFuture<T>> {
     match poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
         Poll::Ready(response) => Ok(response),
@@ -26,29 +26,29 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
 
 /// Waits for `future` for at most `limit`.
 ///
-/// A future that is ready at its first poll needs no timer, which can cost as much as a request to
-/// a fast store. The future is polled once per wake-up, because a second poll costs as much again.
+/// A future that is ready at its first poll needs no timer. A timer can cost as much as a request
+/// to a fast store. The future is polled only once per wake-up, because each poll has a cost.
 pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) -> Option<F::Output> {
     if let Poll::Ready(response) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
         return Some(response);
     }
-    let mut end = pin!(sleep(limit));
-    // This task has just polled the future.
-    let mut polled = true;
+    let mut timer = pin!(sleep(limit));
+    // The first poll above belongs to the current wake-up.
+    let mut is_polled = true;
     poll_fn(|cx| {
-        if !mem::take(&mut polled)
+        if !mem::take(&mut is_polled)
             && let Poll::Ready(response) = Pin::new(&mut future).poll(cx)
         {
             return Poll::Ready(Some(response));
         }
-        end.as_mut().poll(cx).map(|()| None)
+        timer.as_mut().poll(cx).map(|()| None)
     })
     .await
 }
 
 pub(crate) struct Call<T: Send + 'static> {
     future: Option<CallFuture<T>>,
-    /// The call was polled just before, so the next poll is skipped.
+    /// The caller has just polled the call, so the next poll is skipped.
     skips_next_poll: bool,
     /// The call releases a claim.
     releases_claim: bool,
@@ -65,8 +65,8 @@ impl<T: Send + 'static> Call<T> {
         }
     }
 
-    /// Creates a call that was not ready at its [first poll](first_poll). Its next poll must be
-    /// within the same poll of the same task.
+    /// Creates a call that was not ready at its [first poll](first_poll). The caller must poll the
+    /// call again within the same poll of its task.
     pub(crate) fn after_first_poll(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
         let mut call = Self::new(background, future);
         call.skips_next_poll = true;
@@ -80,32 +80,33 @@ impl<T: Send + 'static> Call<T> {
         call
     }
 
-    /// Creates a call whose response is known but not handled yet.
+    /// Creates a call whose response has arrived but is not handled yet.
     pub(crate) fn completed(background: &BackgroundReleaser, response: T) -> Self {
         Self::new(background, Box::pin(std::future::ready(response)))
     }
 
     /// Takes the future of a call in flight. Returns `None` if the call is complete.
-    pub(crate) fn take(&mut self) -> Option<CallFuture<T>> {
+    pub(crate) fn take_future(&mut self) -> Option<CallFuture<T>> {
         self.future.take()
     }
 
-    /// Waits for the response for at most `limit`. The call continues in any case. For callers that
-    /// are polled until they are ready.
+    /// Waits for the response for at most `limit`. The call continues after `limit`.
+    ///
+    /// Only for callers that are certainly polled until they are ready.
     pub(crate) async fn response_within(&mut self, limit: Duration) -> Option<T> {
         within(limit, self).await
     }
 
-    /// Waits for the response for at most `limit`. The call continues in any case, even if the
-    /// caller is not polled any more. After `unpolled_max` without a poll, the background releaser
-    /// completes the call.
+    /// Waits for the response for at most `limit`. The call continues after `limit`.
+    ///
+    /// If the caller is not polled for `unpolled_max`, the background releaser completes the call.
     pub(crate) async fn response_to_caller_within(
         self,
         limit: Duration,
         unpolled_max: Duration,
     ) -> Option<T> {
         let background = self.background.clone();
-        let mut suspension = Suspension::new(background.watch(), unpolled_max.min(limit));
+        let mut suspension = Suspension::new(background.stall_detector(), unpolled_max.min(limit));
         let response = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
         within(limit, response).await.map(|response| match response {
             Ok((_, response)) | Err(response) => response,
@@ -122,7 +123,7 @@ impl<T: Send + 'static> Call<T> {
         if self.releases_claim {
             self.background.submit_release(job);
         } else {
-            self.background.finish(job);
+            self.background.submit_call(job);
         }
     }
 }
@@ -144,7 +145,7 @@ impl<T: Send + 'static> Future for Call<T> {
             return Poll::Pending;
         }
         let Some(future) = self.future.as_mut() else {
-            // Already complete; returns `Pending` as a fused future may.
+            // The call is complete. A fused future may then return `Pending`.
             return Poll::Pending;
         };
         let response = std::task::ready!(future.as_mut().poll(cx));

@@ -1,9 +1,9 @@
 //! The engine's clock: tokio's clock plus the time for which this host was suspended.
 //!
 //! `Instant` does not advance while a machine is suspended, so a resumed holder would still trust
-//! an expired lease. The difference between the kernel's boot time and its monotonic time is the
-//! suspended time. Added to tokio's clock, it counts suspension and still follows tokio's paused
-//! time in tests. No wall clock is read here.
+//! an expired lease. The suspended time is the difference between the kernel's boot time and its
+//! monotonic time. The engine's clock adds this difference to tokio's clock, and thus still follows
+//! tokio's paused time in tests. This module reads no wall clock.
 
 use std::future::poll_fn;
 use std::mem;
@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
-/// Waits for `span` on tokio's clock. May be polled in several runtimes, one after the other.
+/// Waits for `span` on tokio's clock. Several runtimes may poll the future, one after the other.
 ///
 /// The background releaser may complete a future that began in another runtime. A timer panics
-/// after its runtime has shut down, so this creates a new timer in each runtime.
+/// after its runtime has shut down. The future therefore creates a new timer in each runtime.
 pub(crate) async fn sleep(span: Duration) {
     let mut timer = pin!(tokio::time::sleep(span));
     let mut runtime = Handle::current().id();
@@ -34,8 +34,9 @@ pub(crate) async fn sleep(span: Duration) {
 
 /// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
-/// Follows tokio's clock, including paused time in tests, and counts the time for which the host is
-/// suspended. A backend uses it for times after which it must not rely on an earlier response.
+/// This clock follows tokio's clock, including paused time in tests. It also counts the time for
+/// which the host is suspended. A backend uses a `Moment` for the time after which it must not rely
+/// on an earlier response.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
 
@@ -55,14 +56,14 @@ impl Moment {
         Self(tokio_ns.saturating_add(suspended(boot, tokio_ns, origin)))
     }
 
-    /// Returns the current time without a check for a new suspension. If the host was suspended
-    /// since the last exact time was read, this is too early by that long.
+    /// Returns the current time without a check for a new suspension. The result is too early by
+    /// the time for which the host was suspended since the last call of [`now`](Self::now).
     pub(crate) fn now_coarse() -> Self {
         Self(since_origin().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
 
-    /// Returns the current time. Checks for a suspension only if the exact time `recent` is at
-    /// least 1 ms ago.
+    /// Returns the current time. Checks for a new suspension only if `recent`, a result of
+    /// [`now`](Self::now), is at least 1 ms ago.
     pub(crate) fn now_after(recent: Self) -> Self {
         let now = Self::now_coarse();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
@@ -112,7 +113,7 @@ struct ClockOrigin {
     instant: Instant,
     /// On the boot clock, which counts suspension.
     boot: i64,
-    /// How far the boot clock was ahead of the monotonic clock.
+    /// The time by which the boot clock was ahead of the monotonic clock.
     boot_ahead: i64,
 }
 
@@ -122,8 +123,8 @@ impl ClockOrigin {
         let mut shortest = Duration::MAX;
         let mut boot_at_origin = 0;
         let mut boot_ahead = i64::MIN;
-        // The clocks should be read at the same time. The round in which they are read fastest
-        // counts, because the thread may be interrupted between two reads.
+        // The clocks should be read at the same time, but the thread may be interrupted between two
+        // reads. The fastest of 16 rounds therefore counts.
         for _ in 0..16 {
             let before = Instant::now();
             let boot = boot_ns();
@@ -160,17 +161,18 @@ fn nanos_between(earlier: Instant, later: Instant) -> i64 {
     }
 }
 
-/// Returns how long this host has been suspended since the origin. The value only grows.
+/// Updates and returns the time for which this host was suspended since the origin. The value only
+/// grows.
 ///
-/// `boot` must be read before `tokio_ns`: an interruption of this thread between the reads can then
-/// only hide a suspension, not simulate one.
+/// `boot` must be read before `tokio_ns`. An interruption of this thread between these reads can
+/// then hide a suspension, but cannot look like a suspension.
 fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     let known = SUSPENDED.load(Ordering::Relaxed);
     let difference = boot.saturating_sub(origin.boot).saturating_sub(tokio_ns);
     if difference.saturating_sub(known) <= READ_JITTER {
         return known;
     }
-    // tokio's clock may be paused in a test, so the clocks of the system decide.
+    // A test may pause tokio's clock. The clocks of the system therefore confirm the suspension.
     let total = boot_ahead_ns().saturating_sub(origin.boot_ahead);
     if total - known <= READ_JITTER {
         return known;
@@ -178,8 +180,8 @@ fn suspended(boot: i64, tokio_ns: i64, origin: &ClockOrigin) -> i64 {
     SUSPENDED.fetch_max(total, Ordering::Relaxed).max(total)
 }
 
-/// Returns how far the boot clock is ahead of the monotonic clock. May be slightly too low, because
-/// the boot clock is read first.
+/// Returns the time by which the boot clock is ahead of the monotonic clock. The result may be
+/// slightly too low, because this function reads the boot clock first.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn boot_ahead_ns() -> i64 {
     let boot = boot_ns();
@@ -208,10 +210,10 @@ fn boot_ns() -> i64 {
 }
 
 /// The maximum difference between two clocks that are read one after the other, in nanoseconds. A
-/// larger one means a suspension.
+/// larger difference means a suspension.
 const READ_JITTER: i64 = 1_000_000;
 
-/// The total time of suspension, as far as known.
+/// The total time of the suspensions that this process has detected, in nanoseconds.
 static SUSPENDED: AtomicI64 = AtomicI64::new(0);
 
 #[cfg(test)]
@@ -226,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sleep_outlives_the_runtime_it_was_begun_in() {
+    fn a_sleep_continues_after_the_shutdown_of_its_first_runtime() {
         let mut sleeping = Box::pin(sleep(Duration::from_millis(20)));
         let first = runtime();
         first.block_on(async { assert!(poll!(&mut sleeping).is_pending()) });

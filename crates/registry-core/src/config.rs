@@ -4,7 +4,7 @@
 //! `lock-registry` adds the sources (URL, file, environment, command line), their precedence, and
 //! suggestions for misspelt names. The tables in the book are generated from the rows.
 
-// The rows are here, values of options in `value`, and store URLs in `url`.
+// This file contains the rows. `value` parses values, and `url` parses store URLs.
 
 mod pem;
 mod url;
@@ -36,7 +36,7 @@ pub use value::{
 pub struct StoreKind {
     /// The name of the store in messages and tables.
     pub name: &'static str,
-    /// Its options, in groups. Several rows of one name are for different schemes.
+    /// The store's options, in groups. Several rows of one name apply to different schemes.
     pub options: &'static [&'static [OptionRow]],
     /// Parses a URL without its query.
     pub parse: fn(&UrlParts<'_>) -> Result<Box<dyn BackendConfig>, BackendError>,
@@ -71,7 +71,7 @@ pub trait OpenBackend: fmt::Debug + Send + Sync {
     /// Opens the store. The configuration has been validated.
     ///
     /// # Errors
-    /// [`BackendError`] that says what to do.
+    /// [`BackendError`] with a hint.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connections that it opened.
@@ -89,8 +89,8 @@ pub trait BackendConfig: OpenBackend {
     /// Sets an option to a value that its row accepts. Called by [`set`](Self::set).
     ///
     /// # Errors
-    /// [`InvalidValue`] if the store does not have this option, or if the value has a form that the
-    /// row does not describe.
+    /// [`InvalidValue`] if the store does not have this option, or if the value violates a rule
+    /// that the row does not contain.
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue>;
 
     /// Checks all options together, without I/O.
@@ -99,10 +99,11 @@ pub trait BackendConfig: OpenBackend {
     /// [`OptionError`] for the first problem.
     fn validate(&self) -> Result<(), OptionError>;
 
-    /// Returns what a store of this configuration can do, without I/O, so that a program can check
-    /// it before it connects.
+    /// Returns the capabilities of a store of this configuration, without I/O. A program can thus
+    /// check the capabilities before it connects.
     ///
-    /// The backend returns the same, except for what the server has refused or limited.
+    /// The opened backend returns the same capabilities, unless the server has refused or limited a
+    /// function.
     fn capabilities(&self) -> Capabilities;
 
     /// Returns the hosts of the URL with their ports. Empty for a store without a host.
@@ -116,7 +117,7 @@ pub trait BackendConfig: OpenBackend {
         self.hosts().iter().map(display_host).collect::<Vec<_>>().join(",")
     }
 
-    /// Returns the poll interval of this store, if it differs from the engine's default.
+    /// Returns the default poll interval of this store, if it differs from the engine's default.
     fn poll(&self) -> Option<Duration> {
         None
     }
@@ -149,7 +150,7 @@ pub trait BackendConfig: OpenBackend {
             Some(row) => row
                 .check(value, scheme)
                 .map_err(|invalid| OptionError::new(row.name, invalid.to_string())),
-            // The name is not shown: in a malformed URL, it may be part of a password.
+            // The error does not show the name, which may be part of a password in a malformed URL.
             None => Err(OptionError::general(format!(
                 "the store URL has an option that {scheme} stores do not have"
             ))),
@@ -158,7 +159,7 @@ pub trait BackendConfig: OpenBackend {
 }
 
 /// Parses `url`, for `from_url` of a backend's configuration. Sets the options of its query that
-/// `allowed` names, and refuses others: only [`OpenBackend::open`] applies all of them.
+/// are in `allowed`. Any other option is an error.
 ///
 /// # Errors
 /// `Misconfigured` for a URL that cannot be parsed or has an invalid option. The error does not
@@ -188,16 +189,16 @@ pub fn from_url<C: BackendConfig>(
 #[derive(Debug, Clone, Copy)]
 #[non_exhaustive]
 pub struct OptionRow {
-    /// Its name in URLs and files. The environment variable is `LOCK_REGISTRY_` and the name in
-    /// capital letters.
+    /// The option's name in URLs and files. The environment variable is `LOCK_REGISTRY_` and the
+    /// name in capital letters.
     pub name: &'static str,
-    /// The values that it accepts.
+    /// The accepted values.
     pub values: Values,
     /// The default, as Markdown text.
     pub default: &'static str,
     /// What the option does, as one line of Markdown text.
     pub help: &'static str,
-    /// The stores with this option, if they are not all stores of the kind.
+    /// A description of the stores with this option. `None` if all stores of the kind have it.
     pub stores: Option<&'static str>,
     applies: fn(&str) -> bool,
 }
@@ -224,7 +225,7 @@ pub enum Values {
     },
     /// One of these names.
     Choice {
-        /// What a name stands for, for messages.
+        /// The kind of these names, for messages.
         what: &'static str,
         /// The names.
         names: &'static [&'static str],
@@ -234,16 +235,16 @@ pub enum Values {
         /// The maximum number of bytes.
         bytes_max: usize,
     },
-    /// The path of a file. It is shown only if it cannot be the contents of the file.
+    /// The path of a file. Messages show the path unless it may be the contents of the file.
     Path,
-    /// The path of a file, which is never shown: a user may pass the contents.
+    /// The path of a file. Messages never show the path, because a user may pass the contents.
     SecretPath,
-    /// Text that is never shown, except these values.
+    /// Text that messages never show, except `non_secret_values`.
     Secret {
         /// The values that are no secret.
-        shown: &'static [&'static str],
-        /// The form of other values, for tables.
-        form: &'static str,
+        non_secret_values: &'static [&'static str],
+        /// The syntax of other values, for tables.
+        syntax: &'static str,
     },
 }
 
@@ -303,7 +304,7 @@ impl OptionRow {
         Self { help, ..self }
     }
 
-    /// Returns this row with another minimum. For a time only.
+    /// Returns this row with another minimum. The minimum changes only for a time.
     #[must_use]
     pub const fn with_min(self, min: Duration) -> Self {
         match self.values {
@@ -335,7 +336,7 @@ impl OptionRow {
     }
 
     /// Restricts the option to the schemes for which `applies` returns `true`. `stores` describes
-    /// them in messages.
+    /// these stores in messages.
     #[must_use]
     pub const fn only(self, stores: &'static str, applies: fn(&str) -> bool) -> Self {
         Self { stores: Some(stores), applies, ..self }
@@ -347,11 +348,11 @@ impl OptionRow {
         (self.applies)(scheme)
     }
 
-    /// Checks the form of a value, but not its range.
+    /// Checks the syntax of a value, but not its range.
     ///
     /// # Errors
     /// [`InvalidValue`], which does not show the value.
-    pub fn check_form(&self, value: &str) -> Result<(), InvalidValue> {
+    pub fn check_syntax(&self, value: &str) -> Result<(), InvalidValue> {
         match self.values {
             Values::Time { .. } => parse_time(value).map(drop),
             Values::Switch => parse_switch(value).map(drop),
@@ -364,17 +365,17 @@ impl OptionRow {
         }
     }
 
-    /// Checks the form and the range of a value of a store of `scheme`.
+    /// Checks the syntax and the range of a value for a store of `scheme`.
     ///
     /// # Errors
-    /// [`InvalidValue`] with the limit. It shows the value only if it is a time or a number.
+    /// [`InvalidValue`] with the limit. The error shows the value only if it is a time or a number.
     pub fn check(&self, value: &str, scheme: &str) -> Result<(), InvalidValue> {
         match self.values {
             Values::Choice { names, .. } if !names.contains(&value) => {
-                let supported = self.supported(scheme);
+                let supported = self.describe_supported(scheme);
                 return Err(InvalidValue::new(format!("has another value; {supported}")));
             }
-            _ => self.check_form(value)?,
+            _ => self.check_syntax(value)?,
         }
         let problem = match self.values {
             Values::Time { min, max } => {
@@ -397,33 +398,35 @@ impl OptionRow {
         problem.map_or(Ok(()), |problem| Err(InvalidValue::new(problem)))
     }
 
-    /// Says which names of a choice stores of `scheme` support.
+    /// Returns a sentence that lists the names of a choice that stores of `scheme` support.
     #[must_use]
-    pub fn supported(&self, scheme: &str) -> String {
+    pub fn describe_supported(&self, scheme: &str) -> String {
         let list = match self.values {
             Values::Choice { names: [only], .. } => format!("only `{only}`"),
             Values::Choice { names: [first @ .., last], .. } => {
                 format!("{} and `{last}`", quoted_list(first))
             }
-            _ => self.range(),
+            _ => self.describe_values(),
         };
         format!("{scheme} stores support {list}")
     }
 
-    /// Returns `value` as messages show it: without secrets, and times and numbers in their usual
-    /// form. `None` if it must not be shown.
+    /// Returns `value` for messages, with times and numbers in their usual format. Returns `None`
+    /// if `value` may be a secret.
     #[must_use]
-    pub fn shown(&self, value: &str) -> Option<String> {
+    pub fn non_secret_value(&self, value: &str) -> Option<String> {
         match self.values {
             Values::Time { .. } => parse_time(value).ok().map(format_time),
             Values::Count { .. } => parse_count(value).ok().map(|count| count.to_string()),
-            Values::Secret { shown, .. } => shown.contains(&value).then(|| value.to_owned()),
+            Values::Secret { non_secret_values, .. } => {
+                non_secret_values.contains(&value).then(|| value.to_owned())
+            }
             Values::SecretPath => None,
             _ => Some(value.to_owned()),
         }
     }
 
-    /// Returns whether messages never show a value of this option.
+    /// Returns whether a value of this option may be a secret.
     #[must_use]
     pub fn is_secret(&self) -> bool {
         matches!(self.values, Values::Secret { .. } | Values::SecretPath)
@@ -431,7 +434,7 @@ impl OptionRow {
 
     /// Describes the values as Markdown text.
     #[must_use]
-    pub fn range(&self) -> String {
+    pub fn describe_values(&self) -> String {
         match self.values {
             Values::Time { min, max } => {
                 // `366days` is easier to read than `1year 18h`.
@@ -447,17 +450,17 @@ impl OptionRow {
             Values::Text { bytes_max } => format!("at most {bytes_max} bytes"),
             Values::Path => "the path of a PEM file".to_owned(),
             Values::SecretPath => "the path of a PEM file; never shown".to_owned(),
-            Values::Secret { shown: [], form } => format!("{form}; never shown"),
-            Values::Secret { shown, form } => {
-                format!("{}, or {form}, which is never shown", quoted_list(shown))
+            Values::Secret { non_secret_values: [], syntax } => format!("{syntax}; never shown"),
+            Values::Secret { non_secret_values, syntax } => {
+                format!("{}, or {syntax}, which is never shown", quoted_list(non_secret_values))
             }
         }
     }
 }
 
-/// Minimum of all times that are sent to servers: zero often means no limit.
+/// The minimum of all times that are sent to servers, which often treat zero as no limit.
 pub const SERVER_TIME_MIN: Duration = Duration::from_millis(10);
-/// Maximum of times without another limit.
+/// The maximum of times without another limit.
 pub const TIME_MAX: Duration = Duration::from_secs(366 * DAY.as_secs());
 const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -484,7 +487,7 @@ fn quoted_list(names: &[&str]) -> String {
     names.iter().map(|name| format!("`{name}`")).collect::<Vec<_>>().join(", ")
 }
 
-/// An option that is invalid, alone or together with others. Contains no secret.
+/// The error of an invalid option, or of options that are invalid together. Contains no secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OptionError {
     option: Option<&'static str>,
@@ -498,13 +501,13 @@ impl OptionError {
         Self { option: Some(option), problem: problem.into() }
     }
 
-    /// Creates an error that no single option causes. `problem` is a sentence.
+    /// Creates the error of several options together. `problem` is a sentence.
     #[must_use]
     pub fn general(problem: impl Into<Cow<'static, str>>) -> Self {
         Self { option: None, problem: problem.into() }
     }
 
-    /// Returns the option, if one option causes the error.
+    /// Returns the option, if a single option causes the error.
     #[must_use]
     pub fn option(&self) -> Option<&'static str> {
         self.option

@@ -1,6 +1,6 @@
 //! Calls user code (wakers, observers, destructors) and catches its panics.
 //!
-//! A waker can also poll or drop the task that it wakes, before `wake` returns.
+//! Before `wake` returns, a waker can also poll or drop its task.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -12,22 +12,22 @@ use std::task::{Context, Wake, Waker};
 
 /// Runs `work`. Returns `None` if it panicked.
 pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Option<T> {
-    catch_unwind(AssertUnwindSafe(work)).map_err(discard).ok()
+    catch_unwind(AssertUnwindSafe(work)).map_err(discard_panic).ok()
 }
 
 /// Drops the payload of a panic. Catches a panic of its destructor.
-pub(crate) fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
-        std::mem::forget(again);
+pub(crate) fn discard_panic(payload: Box<dyn Any + Send>) {
+    if let Err(second_payload) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+        std::mem::forget(second_payload);
     }
 }
 
 /// Wakes a task. Catches a panic of the waker.
 ///
 /// A waker that drops its task may pass a local permit to the next caller, and thus call the next
-/// waker from within its own call. A long queue of such callers would overflow the stack. At
-/// [`NESTED_MAX`] nested calls, further wakers are therefore queued, and the innermost call runs
-/// them in a loop.
+/// waker recursively. A long queue of such callers would overflow the stack. From [`NESTED_MAX`]
+/// nested calls on, this function therefore queues the wakers. The innermost call then runs the
+/// queued wakers in a loop.
 pub(crate) fn wake(waker: Waker) {
     let depth = DEPTH.try_with(Cell::get).unwrap_or_default();
     if depth >= NESTED_MAX {
@@ -99,7 +99,7 @@ mod tests {
         assert_eq!(catch_panic(|| 1), Some(1));
     }
 
-    /// Wakes a waker of the same kind, as often as its number says, and counts the calls.
+    /// Calls another waker of this type, up to the depth in its first field, and counts the calls.
     struct ChainedWaker(usize, Arc<std::sync::atomic::AtomicUsize>);
 
     impl Wake for ChainedWaker {

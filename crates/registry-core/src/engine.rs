@@ -15,7 +15,7 @@ use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture, first_poll};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
-use crate::contained::{catch_panic, discard};
+use crate::contained::{catch_panic, discard_panic};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
 use crate::fairness::Fairness;
@@ -25,7 +25,7 @@ use crate::memory::MemoryBackend;
 use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, LockOptions};
 use crate::schedule::Schedule;
-use crate::siblings::Sibling;
+use crate::siblings::SiblingEntry;
 
 /// The result of the first poll of a request: the store's response, or the call if it is pending.
 pub(crate) type FirstPoll<T> = Result<Result<T, BackendError>, CallFuture<Result<T, BackendError>>>;
@@ -57,7 +57,7 @@ pub(crate) struct Engine {
     pub(crate) left_to_lease: AtomicUsize,
     /// Of these, the number that were active grants until their holder released them.
     pub(crate) failed_releases: AtomicUsize,
-    pub(crate) sibling: Arc<Sibling>,
+    pub(crate) sibling: Arc<SiblingEntry>,
 }
 
 impl Engine {
@@ -93,7 +93,7 @@ impl Engine {
 
     /// Returns `Closed` if the registry is closing, or if no runtime runs its background releaser.
     pub(crate) fn check_open(&self) -> Result<(), LockError> {
-        if self.is_closing() || !self.background.is_alive() {
+        if self.is_closing() || !self.background.is_running() {
             return Err(LockError::Closed);
         }
         Ok(())
@@ -167,7 +167,7 @@ impl Engine {
             // All calls of `Registry::close` share this future, and a panic would reach all of
             // them.
             if let Err(panic) = AssertUnwindSafe(backend.close()).catch_unwind().await {
-                discard(panic);
+                discard_panic(panic);
             }
         }))
     }

@@ -234,6 +234,11 @@ impl InvalidOption {
         Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 
+    pub(crate) fn no_keys() -> Self {
+        let problem = "is too few; name at least one key".into();
+        Self { option: "keys", given: "0".to_owned(), problem }
+    }
+
     pub(crate) fn units(take: u32, of: u32) -> Self {
         let problem = format!("is not between 1 and the {of} units of the semaphore; take fewer");
         Self { option: "permits", given: take.to_string(), problem: problem.into() }

@@ -17,7 +17,7 @@ use crate::fencing::FencingToken;
     reason = "the fields repeat their types' docs; each variant says when it happens"
 )]
 pub enum LockEvent<'a> {
-    /// A caller waits behind other callers of this process.
+    /// A caller waits in the local queue, behind other callers of this process.
     #[non_exhaustive]
     Waiting { key: &'a str },
     /// The store responded that another claim holds the key.
@@ -46,7 +46,7 @@ pub enum LockEvent<'a> {
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
-    /// A renewal failed, or had no response until it was retried. The lock is still held for
+    /// A renewal failed, or had no response before its repetition. The lock is still held for
     /// `valid_for`.
     #[non_exhaustive]
     RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
@@ -56,13 +56,13 @@ pub enum LockEvent<'a> {
     /// The store confirmed a release.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
-    /// A release failed. If a retry can help, it is repeated until its outcome is known or the
-    /// lease is over.
+    /// A release failed. If the error is transient, the engine repeats the release until its
+    /// outcome is known or the lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, error: &'a BackendError },
-    /// A claim could not be released, so its key stays locked until its lease ends. Either the
-    /// store did not respond for the length of the lease, or it refused, or the registry was closed
-    /// before the end of a `min_hold`.
+    /// A claim could not be released, so its key stays locked until its lease ends. The store did
+    /// not respond for the length of the lease, the store refused the release, or the registry was
+    /// closed before the end of a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str },
     /// The registry began to close and grants no more locks.
@@ -74,7 +74,7 @@ pub enum LockEvent<'a> {
 /// Receives registry events synchronously, on the task that emits them. An implementation must be
 /// fast and must not block.
 ///
-/// A panic of an observer is caught and ignored.
+/// The registry catches and ignores a panic of an observer.
 pub trait Observer: fmt::Debug + Send + Sync {
     /// Receives `event`.
     fn on(&self, event: &LockEvent<'_>);

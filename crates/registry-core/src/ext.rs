@@ -4,6 +4,7 @@ use std::future::Future;
 
 use crate::error::LockError;
 use crate::guard::LockGuard;
+use crate::multi::MultiLock;
 use crate::options::LockOptions;
 use crate::registry::LockRegistry;
 use crate::semaphore::Semaphore;
@@ -14,6 +15,12 @@ pub trait LockRegistryExt: LockRegistry {
     #[must_use]
     fn semaphore(&self, key: &str, units: u32) -> Semaphore {
         Semaphore::new(self.obtain(key), units)
+    }
+
+    /// Returns one lock of all `keys`, which are acquired together. No I/O.
+    #[must_use]
+    fn obtain_all<K: AsRef<str>>(&self, keys: impl IntoIterator<Item = K>) -> MultiLock {
+        MultiLock::new(keys.into_iter().map(|key| self.obtain(key.as_ref())).collect())
     }
 
     /// Acquires the lock of `key`, runs `work`, and releases the lock.
@@ -52,16 +59,16 @@ pub trait LockRegistryExt: LockRegistry {
     }
 
     /// As [`execute_locked`](Self::execute_locked), but acquires the lock with `options`. Returns
-    /// `Ok(None)` if the lock was held until the end of their [`wait`](LockOptions::wait). Without
-    /// a wait, it waits without a time limit.
+    /// `Ok(None)` if the lock was held until the end of [`LockOptions::wait`]. Without this option,
+    /// the call waits without a time limit.
     ///
-    /// A wait of zero does not make a job run only once if several processes start it. A short
-    /// job may be done, and its key free, before the next process tries. To prevent this, keep the
-    /// key locked with [`LockOptions::min_hold`].
+    /// A wait of zero does not ensure that only one of several processes runs a job. A short job
+    /// may have released its key before the next process makes its attempt. To prevent this, keep
+    /// the key locked with [`LockOptions::min_hold`].
     ///
     /// # Errors
-    /// As [`execute_locked`](Self::execute_locked); [`LockError::InvalidOption`] for a value that
-    /// the store does not accept, before any I/O.
+    /// As [`execute_locked`](Self::execute_locked). [`LockError::InvalidOption`], before any I/O,
+    /// if the store does not accept the value of an option.
     ///
     /// # Cancel safety
     /// As [`execute_locked`](Self::execute_locked).
@@ -94,8 +101,8 @@ impl<R: LockRegistry + ?Sized> LockRegistryExt for R {}
 pub struct Executed<T> {
     /// The output of the work.
     pub output: T,
-    /// The result of the release. [`LockError::Lost`] means that the end of the work may not have
-    /// been protected.
+    /// The result of the release. [`LockError::Lost`] means that the lock may have been lost before
+    /// the work ended.
     pub unlocked: Result<(), LockError>,
 }
 

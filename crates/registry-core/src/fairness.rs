@@ -1,26 +1,29 @@
 //! Fairness between processes on a store without a queue.
 //!
 //! A release wakes all waiting processes at once, so the process with the shortest round trip would
-//! win every time. The releasing process has no round trip at all, and a process that polls would
-//! hardly ever find the key free. The engine therefore limits how much of a key one process takes.
-//! A process *meets* another holder when an attempt of its own finds the key held.
+//! win every time. The releasing process needs no round trip at all. A process that polls would
+//! hardly ever find the key free. The engine therefore limits the share of a key that one process
+//! takes.
+//!
+//! A *turn* of a process lasts from its first attempt to the release of its claim. A process
+//! *meets* another holder when its attempt finds the key held.
 //!
 //! - Hand-over: a claim of a contended key is handed over within the process for at most
 //!   [`CONTENDED_SPAN`] after its grant.
 //! - Pause: after the release of such a claim, the process pauses before its next attempt. The
-//!   pause is a part of the time for which it held the claim. It is all of that time if the store
-//!   does not wake waiters.
+//!   pause is a quarter of the time for which the process held the claim. If the store does not
+//!   wake waiters, the pause is all of this time.
 //! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
-//!   when it has met as many other holders as it usually meets between two of its own grants.
+//!   when the process has met as many holders as it usually meets in a turn.
 //! - Longer delay: if programs other than this library poll, and the process usually meets
-//!   [`MANY_HOLDERS_MIN`] or more holders, the delays last for [`OTHERS_MAX`] holders. They are
-//!   also longer, so that those programs find the key free.
-//! - A process that has met no other holder pauses once per
-//!   [`FairnessLimits::uncontended_hold_max`] of holding, so that waiting processes can acquire the
+//!   [`MANY_HOLDERS_MIN`] or more holders, the delays last for [`USUALLY_MET_MAX`] holders. These
+//!   delays are also longer, so that the other programs find the key free.
+//! - Pause without contention: a process that has met no other holder pauses once per
+//!   [`FairnessLimits::uncontended_hold_max`] of holding. Waiting processes can then acquire the
 //!   key.
 //!
-//! All of this affects only the order of acquisitions, never safety. A store with a queue of its
-//! own needs none of it.
+//! Fairness affects only the order of acquisitions, never safety. A store with its own queue does
+//! not use this module.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,13 +34,13 @@ use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
 use crate::key::Key;
 
-/// How long a claim of a contended key may be handed over within a process.
+/// The time after a grant in which a claim of a contended key may be handed over within a process.
 pub(crate) const CONTENDED_SPAN: Duration = Duration::from_millis(20);
 
 /// The contention for the keys that this registry has released. An entry is valid for
 /// [`FairnessLimits::pause`] after the release.
 pub(crate) struct Fairness {
-    /// `None` if the store reaches no other process, or queues them.
+    /// `None` if the store reaches no other process, or has its own queue.
     limits: Option<FairnessLimits>,
     released: Mutex<HashMap<Key, Contention>>,
 }
@@ -50,47 +53,49 @@ struct FairnessLimits {
     uncontended_hold_max: Duration,
     /// The length of the pause after `uncontended_hold_max`.
     uncontended_pause: Duration,
-    /// The store does not wake waiters, so they poll.
-    polled: bool,
-    /// If programs other than this library poll: the minimum of [`Contention::others`] once it has
-    /// reached [`MANY_HOLDERS_MIN`]. Otherwise 0.
-    others_min: u32,
+    /// The store does not wake waiters, so waiters poll.
+    waiters_poll: bool,
+    /// The minimum of [`Contention::usually_met`] once it has reached [`MANY_HOLDERS_MIN`]. Zero
+    /// unless programs other than this library poll.
+    usually_met_min: u32,
 }
 
-/// The contention for one key between this process and others. Each turn of the process passes it
+/// The contention for one key between this process and other processes. Each turn passes this value
 /// on to the next turn.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Contention {
-    /// The process has met another holder. Reset after pauses in a row without one, see
-    /// [`Fairness::on_grant`].
+    /// The process has met another holder. [`Fairness::on_grant`] resets this flag after
+    /// consecutive pauses in which the process met no other holder.
     contended: bool,
-    /// How many other holders the process usually meets between two of its own grants.
-    others: u32,
+    /// The number of other holders that the process usually meets in a turn.
+    usually_met: u32,
     /// The number of other holders that the process has met in this turn.
     met: u32,
-    /// When this process released the key last.
+    /// The time of this process's last release of the key.
     released_at: Option<Moment>,
-    /// The pause that follows that release.
+    /// The pause after this release.
     pause: Duration,
-    /// The delay of an attempt that follows a wake-up, while `met` is less than `others`.
+    /// The delay of an attempt that follows a wake-up, while `met` is less than `usually_met`.
     delay: Duration,
-    /// The number of pauses in a row after which the process met no other holder.
-    unmet_pauses: u32,
-    /// How long this process has held the key since its last pause or the last other holder.
-    held: Duration,
+    /// The number of consecutive pauses in which the process met no other holder.
+    pauses_without_contention: u32,
+    /// The time for which this process has held the key since its last pause, or since it last met
+    /// another holder.
+    held_since_pause: Duration,
 }
 
 impl Fairness {
-    /// `poll` is the interval at which waiters poll if the store does not wake them.
+    /// Creates the fairness of one registry. `poll` is the interval at which waiters poll if the
+    /// store does not wake them.
     pub(crate) fn new(store: &Capabilities, poll: Duration) -> Self {
-        let is_alone =
+        let is_unneeded =
             store.fair || store.reach == Reach::Process || store.class == GuaranteeClass::None;
-        let limits = (!is_alone).then(|| FairnessLimits::new(store, poll));
+        let limits = (!is_unneeded).then(|| FairnessLimits::new(store, poll));
         Self { limits, released: Mutex::default() }
     }
 
     /// Returns the contention for `key` at the beginning of a turn. `None` if the store reaches no
-    /// other process, or queues them.
+    /// other process, or has its own queue.
     pub(crate) fn contention(&self, key: &Key) -> Option<Box<Contention>> {
         let limits = self.limits?;
         let contention = self.released().get(key).copied().unwrap_or_default();
@@ -104,21 +109,21 @@ impl Fairness {
         let Some(limits) = self.limits else { return };
         if contention.met > 0 {
             contention.contended = true;
-            contention.unmet_pauses = 0;
-            contention.held = Duration::ZERO;
-            if contention.met >= contention.others {
-                let others = contention.met.min(OTHERS_MAX);
+            contention.pauses_without_contention = 0;
+            contention.held_since_pause = Duration::ZERO;
+            if contention.met >= contention.usually_met {
+                let usually_met = contention.met.min(USUALLY_MET_MAX);
                 // Among a few processes, the pauses alone leave the key free often enough for
                 // programs that poll.
-                let least = if others < MANY_HOLDERS_MIN { 0 } else { limits.others_min };
-                contention.others = others.max(least);
+                let min = if usually_met < MANY_HOLDERS_MIN { 0 } else { limits.usually_met_min };
+                contention.usually_met = usually_met.max(min);
             } else if fastrand::u32(..DECAY_ONE_IN) == 0 {
-                contention.others -= 1;
+                contention.usually_met -= 1;
             }
         } else if !contention.pause.is_zero() {
-            contention.held = Duration::ZERO;
-            contention.unmet_pauses += 1;
-            if contention.unmet_pauses > 1 && contention.pause >= limits.pause / 2 {
+            contention.held_since_pause = Duration::ZERO;
+            contention.pauses_without_contention += 1;
+            if contention.pauses_without_contention > 1 && contention.pause >= limits.pause / 2 {
                 *contention = Contention::default();
             }
         }
@@ -131,7 +136,7 @@ impl Fairness {
         let Some(limits) = self.limits else { return };
         let now = Moment::now_coarse();
         let held_for = now.since(granted_at);
-        contention.held = contention.held.saturating_add(held_for);
+        contention.held_since_pause = contention.held_since_pause.saturating_add(held_for);
         contention.pause = limits.pause_of(&contention, held_for);
         contention.released_at = Some(now);
         contention.delay = limits.delay_of(held_for);
@@ -151,36 +156,40 @@ impl Fairness {
 
 impl FairnessLimits {
     fn new(store: &Capabilities, poll: Duration) -> Self {
-        // The longest time between two polls.
-        let polled = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
-        let (pause, uncontended_pause, share) =
-            if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled, polled, 40) };
-        let others_min = if store.peer_poll.is_some() { OTHERS_MAX } else { 0 };
+        // A poll interval is lengthened at random by up to a quarter.
+        let polled_pause = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
+        let (pause, uncontended_pause, holds_per_pause) =
+            if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled_pause, polled_pause, 40) };
+        let usually_met_min = if store.peer_poll.is_some() { USUALLY_MET_MAX } else { 0 };
         Self {
             pause,
             uncontended_pause,
-            uncontended_hold_max: uncontended_pause * share,
-            polled: !store.wakes,
-            others_min,
+            uncontended_hold_max: uncontended_pause * holds_per_pause,
+            waiters_poll: !store.wakes,
+            usually_met_min,
         }
     }
 
-    /// Returns the delay after a turn of this length. During the delay, programs other than this
-    /// library that poll find the key free.
+    /// Returns the delay of attempts after a turn that held the claim for `held_for`. During the
+    /// delay, polls of programs other than this library find the key free.
     fn delay_of(&self, held_for: Duration) -> Duration {
-        if self.others_min == 0 { DELAY } else { (held_for / 5).clamp(DELAY, POLLED_DELAY_MAX) }
+        if self.usually_met_min == 0 {
+            DELAY
+        } else {
+            (held_for / 5).clamp(DELAY, POLLED_DELAY_MAX)
+        }
     }
 
-    /// Returns the pause after a turn of this length.
+    /// Returns the pause after a turn that held the claim for `held_for`.
     fn pause_of(&self, contention: &Contention, held_for: Duration) -> Duration {
         if contention.contended {
             // If no other process acquired the key during a pause, the pause may have been too
             // short.
-            let longer = 1_u32 << contention.unmet_pauses.min(8);
-            let part = if self.polled { held_for } else { held_for / 4 };
-            let pause = part.max(PAUSE_MIN).saturating_mul(longer);
+            let factor = 1_u32 << contention.pauses_without_contention.min(8);
+            let share = if self.waiters_poll { held_for } else { held_for / 4 };
+            let pause = share.max(PAUSE_MIN).saturating_mul(factor);
             pause.min(self.pause)
-        } else if contention.held >= self.uncontended_hold_max {
+        } else if contention.held_since_pause >= self.uncontended_hold_max {
             self.uncontended_pause
         } else {
             Duration::ZERO
@@ -189,7 +198,7 @@ impl FairnessLimits {
 }
 
 impl Contention {
-    /// Returns whether other processes want the key.
+    /// Returns whether other processes compete for the key.
     pub(crate) fn is_contended(&self) -> bool {
         self.contended
     }
@@ -217,7 +226,7 @@ impl Contention {
 
     /// Returns the time to wait between a wake-up and the attempt that follows it.
     pub(crate) fn delay_after_wake(&self) -> Duration {
-        if self.met < self.others { self.delay } else { Duration::ZERO }
+        if self.met < self.usually_met { self.delay } else { Duration::ZERO }
     }
 }
 
@@ -232,19 +241,22 @@ impl fmt::Debug for Fairness {
 const PAUSE: Duration = Duration::from_millis(10);
 /// The shortest pause after a contended turn.
 const PAUSE_MIN: Duration = Duration::from_millis(2);
-/// The longest pause if waiters poll, whatever their interval.
+/// The longest pause if waiters poll. It also limits the pause for long poll intervals.
 const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 /// The delay of an attempt that follows a wake-up.
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::others`]. With more processes and no maximum, nearly all of them
+/// The maximum of [`Contention::usually_met`]. Without a maximum, nearly all of many processes
 /// would always delay their attempts.
-const OTHERS_MAX: u32 = 16;
-/// From this number of other holders on, the delays leave more time for programs that poll.
+const USUALLY_MET_MAX: u32 = 16;
+/// The value of [`Contention::usually_met`] from which on the delays are longer for programs that
+/// poll.
 const MANY_HOLDERS_MIN: u32 = 4;
-/// One in so many turns with fewer other holders than usual lowers [`Contention::others`] by one.
+/// A turn with fewer other holders than usual lowers [`Contention::usually_met`] by one, with a
+/// probability of one in this number.
 const DECAY_ONE_IN: u32 = 8;
+/// The maximum number of keys in [`Fairness::released`].
 const KEYS_MAX: usize = 4_096;
 
 #[cfg(test)]
@@ -286,7 +298,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_process_that_has_met_another_pauses_for_a_part_of_its_turn() {
+    async fn a_process_that_met_another_holder_pauses_for_a_quarter_of_its_holding_time() {
         let fairness = fairness(&store());
         assert_eq!(turn(&fairness, 1, 20 * MS).await, Duration::ZERO, "the first turn");
         assert_eq!(turn(&fairness, 1, 60 * MS).await, 5 * MS);
@@ -295,7 +307,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn where_waiters_poll_a_process_pauses_for_as_long_as_it_held_the_claim() {
+    async fn if_waiters_poll_a_process_pauses_for_all_of_its_holding_time() {
         let fairness =
             fairness(&Capabilities::new("test", GuaranteeClass::Durable, Reach::Network));
         turn(&fairness, 1, 50 * MS).await;
@@ -339,7 +351,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_key_that_was_free_for_a_pause_is_forgotten() {
+    async fn the_contention_of_a_key_that_was_free_for_a_pause_is_dropped() {
         let fairness = fairness(&store());
         turn(&fairness, 1, 20 * MS).await;
         advance(PAUSE).await;
@@ -348,7 +360,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn an_attempt_is_delayed_until_as_many_others_were_met_as_usual() {
+    async fn attempts_are_delayed_until_the_usual_number_of_holders_was_met() {
         let fairness = fairness(&store());
         turn(&fairness, 3, MS).await;
         let mut contention = contention(&fairness);
@@ -370,7 +382,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn the_memory_of_released_keys_is_bounded() {
+    async fn the_number_of_recorded_keys_is_bounded() {
         let fairness = fairness(&store());
         let now = Moment::now();
         for n in 0..2 * KEYS_MAX {

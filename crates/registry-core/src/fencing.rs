@@ -6,10 +6,12 @@ use std::str::FromStr;
 
 /// A number that grows with every grant of one key.
 ///
-/// Send it with each write to the protected resource. The resource rejects a token that is smaller
-/// than the largest it has seen. A holder that was paused beyond its lease can then do no harm. The
-/// tokens of one key strictly grow across clients, expiry, release and restart. They fit into 63
-/// bits, so that a signed database column can store them. Tokens of different keys are not
+/// Send the token with each write to the protected resource. The resource rejects a token that is
+/// smaller than its largest token so far. It thus rejects the writes of a holder that was paused
+/// beyond its lease.
+///
+/// The tokens of one key strictly grow across clients, expiry, release and restart. A token fits
+/// into 63 bits, so that a signed database column can store it. Tokens of different keys are not
 /// comparable.
 ///
 /// The idea is Chubby's sequencer (Burrows, OSDI 2006) and Kleppmann's fencing token (2016).
@@ -77,7 +79,7 @@ impl FromStr for FencingToken {
 
 impl From<FencingToken> for i64 {
     fn from(token: FencingToken) -> Self {
-        // Cannot wrap: every constructor keeps the number within 63 bits.
+        // The cast cannot wrap, because every constructor limits the number to 63 bits.
         token.get() as Self
     }
 }

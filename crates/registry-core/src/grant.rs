@@ -1,8 +1,8 @@
 //! One active grant: its lease, its state, and its end.
 //!
 //! It ends when the last guard is dropped ([`ActiveGrant::end`]) or when it is lost
-//! ([`ActiveGrant::lose`]), whichever is first. In the first case, a hand-over reverts the end and
-//! passes the claim to the next local caller.
+//! ([`ActiveGrant::lose`]), whichever is first. After `end_hold`, a hand-over can revert the end and
+//! pass the claim to the next local caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -25,7 +25,7 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::release::{PendingRelease, PermitUntilReleased, release_in_background};
-use crate::schedule::{LastTimerKey, Renewable, RenewerAction, TimerKey};
+use crate::schedule::{LastScheduleKey, Renewable, RenewerAction, ScheduleKey};
 
 /// The parts of a pending claim that the active grant takes over.
 pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<ClaimOptions>);
@@ -68,7 +68,7 @@ struct GrantState {
     lease: Lease,
     /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
-    timer: Option<TimerKey>,
+    timer: Option<ScheduleKey>,
     /// The number of tokens used, after the first: by hand-overs, or by readers that joined.
     hand_overs: u32,
     /// The number of holds. More than one only in a shared grant.
@@ -100,12 +100,12 @@ impl ActiveGrant {
         unknown_attempts: u32,
     ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
-        let mut lease = Lease::granted(options.lease, sent_at, granted.lease, now);
+        let mut lease = Lease::from_grant(options.lease, sent_at, granted.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((permit, claim, options)));
         }
         if let Some(after) = permit.local_lock().engine().verify_after() {
-            lease.verify_first_at(now.after(after));
+            lease.schedule_first_verification(now.after(after));
         }
         permit.on_granted(now);
         let started = Started {
@@ -152,7 +152,7 @@ impl ActiveGrant {
             max_hold: options.lease.max_hold.map(|max| max.saturating_sub(held_for)),
             ..options.lease
         };
-        let lease = Lease::granted(lease_options, sent_at, granted.lease, now);
+        let lease = Lease::from_grant(lease_options, sent_at, granted.lease, now);
         let started = Started {
             local_lock: Arc::clone(&self.local_lock),
             granted_at: self.granted_at,
@@ -285,10 +285,9 @@ impl ActiveGrant {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// Returns the number of grants that may exist for this claim, if the outcome of any attempt is
-    /// unknown: one for each such attempt, and the known one. Otherwise returns 0, because one
-    /// release suffices.
-    pub(crate) fn possible_grants(&self) -> u32 {
+    /// Returns `unknown_attempts + 1` if any attempt has an unknown outcome. Returns 0 otherwise,
+    /// because one release suffices.
+    pub(crate) fn grants_to_reap(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -365,23 +364,23 @@ impl ActiveGrant {
             token: self.first_token,
             reason,
         });
-        let (permit_now, permit_after) = match reason {
+        let (permit_to_pass_now, permit_to_pass_after_release) = match reason {
             // After `Gone`, the record of this claim no longer exists. After `Expired`, the store
             // may be unreachable, and the next local caller must find that out by its own request,
             // instead of waiting for a release that cannot succeed.
             LostReason::Expired | LostReason::Gone => (permit, None),
             LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
-        drop(permit_now);
+        drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let possible_grants = self.possible_grants();
-        if reason != LostReason::Gone || possible_grants > 0 {
+        let grants_to_reap = self.grants_to_reap();
+        if reason != LostReason::Gone || grants_to_reap > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
-                permit: permit_after.map(LocalPermit::into_permit_until_released),
+                permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                possible_grants,
+                grants_to_reap,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
@@ -485,7 +484,8 @@ impl ActiveGrant {
             && self.options.lease.renews
             && state.lease.length() == self.options.lease.length
             && held_for >= self.options.min_hold
-            // With less, renewals have failed, and the receiver would soon lose the lock.
+            // If less than a third of the lease remains, renewals have failed, and the receiver would
+            // soon lose the lock.
             && self.valid_until().since(now) > self.options.lease.length / 3
     }
 
@@ -552,7 +552,7 @@ impl ActiveGrant {
             if matches!(state.lease.due(now), Due::Over(_)) {
                 None
             } else {
-                state.lease.renewed(sent_at, granted);
+                state.lease.on_renewed(sent_at, granted);
                 self.valid_until.store(state.lease.valid_until().to_bits(), Ordering::Release);
                 self.cancel_timer(&mut state);
                 self.set_timer(&mut state, now);
@@ -581,12 +581,12 @@ impl ActiveGrant {
             Due::Over(_) => (now, false),
         };
         let this: Arc<dyn Renewable> = Arc::<Self>::clone(self);
-        state.timer = Some(self.engine().schedule.set(at, renewal, this, now));
+        state.timer = Some(self.engine().schedule.insert(at, renewal, this, now));
     }
 
     fn cancel_timer(&self, state: &mut GrantState) {
         if let Some(timer) = state.timer.take() {
-            self.engine().schedule.cancel(timer);
+            self.engine().schedule.remove(timer);
         }
     }
 
@@ -600,8 +600,8 @@ impl Renewable for ActiveGrant {
         &self.claim
     }
 
-    fn last_timer(&self) -> &LastTimerKey {
-        &self.local_lock.last_timer
+    fn last_schedule_key(&self) -> &LastScheduleKey {
+        &self.local_lock.last_schedule_key
     }
 
     fn lose(self: Arc<Self>, reason: LostReason) -> bool {
@@ -610,14 +610,15 @@ impl Renewable for ActiveGrant {
 
     fn invalidate(self: Arc<Self>, now: Moment) {
         let mut state = self.state();
-        // In the phase `Ending`, the record alone suffices: `may_hand_over` then returns false.
-        if state.lease.invalidated(now) && state.phase == GrantPhase::Held {
+        // In the phase `Ending`, the grant needs no timer: the recorded invalidation makes
+        // `may_hand_over` return false.
+        if state.lease.on_invalidated(now) && state.phase == GrantPhase::Held {
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
         }
     }
 
-    fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
+    fn begin_due_action(self: Arc<Self>, timer: ScheduleKey, now: Moment) -> RenewerAction {
         let mut state = self.state();
         if state.timer != Some(timer) {
             // The claim has been rescheduled since.
@@ -638,22 +639,22 @@ impl Renewable for ActiveGrant {
                 // lease.
                 let operation_timeout =
                     self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
-                let unanswered = if matches!(due, Due::Renew(_)) {
-                    state.lease.renewal_sent(now, operation_timeout)
+                let previous_unanswered = if matches!(due, Due::Renew(_)) {
+                    state.lease.on_renewal_sent(now, operation_timeout)
                 } else {
-                    state.lease.verification_sent(now, operation_timeout)
+                    state.lease.on_verification_sent(now, operation_timeout)
                 };
                 self.set_timer(&mut state, now);
                 RenewerAction::Renew {
                     requested,
                     is_verification: matches!(due, Due::Verify(_)),
-                    unanswered,
+                    unanswered: previous_unanswered,
                 }
             }
         }
     }
 
-    fn renew_early(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
+    fn begin_early_renewal(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != GrantPhase::Held {
             return None;
@@ -661,29 +662,29 @@ impl Renewable for ActiveGrant {
         let requested = state.lease.batch_renewal_lease(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
-        state.lease.renewal_sent(now, operation_timeout);
+        state.lease.on_renewal_sent(now, operation_timeout);
         self.cancel_timer(&mut state);
         self.set_timer(&mut state, now);
         Some(requested)
     }
 
-    fn confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
+    fn on_confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
         let is_auto_renewed = {
             let mut state = self.state();
-            let is_auto_renewed = state.lease.confirmed(sent_at);
+            let is_auto_renewed = state.lease.on_confirmed(sent_at);
             if !is_auto_renewed && state.phase == GrantPhase::Held {
                 self.cancel_timer(&mut state);
                 self.set_timer(&mut state, Moment::now());
             }
             is_auto_renewed
         };
-        // A verification of a claim that is not renewed does not move the end of its lease.
+        // Without automatic renewal, a verification does not extend the lease.
         if is_auto_renewed {
             self.renewed(sent_at, granted);
         }
     }
 
-    fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
+    fn on_renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
         let (is_auto_renewed, valid_for) = {
             let mut state = self.state();
@@ -692,7 +693,7 @@ impl Renewable for ActiveGrant {
             }
             // Random, so that clients do not all retry at once when the store is reachable again.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
-            let is_auto_renewed = state.lease.request_failed(sent_at, now, pause);
+            let is_auto_renewed = state.lease.on_request_failed(sent_at, now, pause);
             self.cancel_timer(&mut state);
             self.set_timer(&mut state, now);
             (is_auto_renewed, state.lease.valid_until().since(now))
@@ -702,7 +703,7 @@ impl Renewable for ActiveGrant {
         }
     }
 
-    fn renewal_unanswered(&self, now: Moment) {
+    fn emit_unanswered_renewal(&self, now: Moment) {
         if self.options.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
             self.emit_renew_failed(&self.engine().no_response_error(), left);
@@ -758,8 +759,8 @@ impl EndingGrant {
         self.has_outcome = true;
     }
 
-    /// Records that the release failed, so that the claim ends with its lease. The caller calls
-    /// [`Engine::leave_to_lease`].
+    /// Records a failed release. The caller must also call [`Engine::leave_to_lease`]; the claim
+    /// then ends with its lease.
     pub(crate) fn record_failure(&mut self) {
         self.has_outcome = true;
         self.grant().engine().failed_releases.fetch_add(1, Ordering::AcqRel);

@@ -19,7 +19,7 @@ use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::grant::{ActiveGrant, EndingGrant};
 use crate::key::Key;
-use crate::min_hold::{FirstRenewal, MinHold};
+use crate::min_hold::{FirstRenewalSender, MinHold};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::owner::Owner;
@@ -344,7 +344,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.grant().possible_grants() == 0
+        && ending.grant().grants_to_reap() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -455,7 +455,7 @@ async fn release_after_min_hold(ending: EndingGrant, engine: &Engine) -> Result<
 struct ReleaseContext {
     /// A release that is already in flight.
     in_flight: Option<Call<Result<Release, BackendError>>>,
-    first_renewal: Option<FirstRenewal>,
+    first_renewal: Option<FirstRenewalSender>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
     blocked: Option<oneshot::Sender<BackendError>>,
 }
@@ -484,7 +484,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        possible_grants: grant.possible_grants(),
+        grants_to_reap: grant.grants_to_reap(),
         in_flight: context.in_flight,
         blocked: context.blocked,
     })

@@ -1,11 +1,12 @@
-//! The points at which the model checker may switch threads. In a normal build, std's mutex and an
-//! empty function.
+//! The points at which the model checker shuttle may switch threads. A normal build uses std's
+//! mutex and an empty function.
 //!
-//! Built with `--cfg shuttle`, the local half of a lock runs under shuttle, which can switch only
-//! at its own mutex. [`interleaving_point`] marks the other places where threads interact.
+//! With `--cfg shuttle`, the local locks run under shuttle. Shuttle switches threads only at its
+//! own mutex. [`interleaving_point`] marks the other places where threads interact.
 //!
-//! No such point may be inside an access to the table of local locks or under a std mutex. Shuttle
-//! does not know those locks: it would switch to a thread that then blocks on one of them forever.
+//! No such point may be inside an access to the table of local locks, or while a std mutex is
+//! locked. Shuttle does not know these locks. It would switch to a thread that then blocks on such
+//! a lock forever.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
@@ -22,6 +23,6 @@ pub(crate) const fn interleaving_point() {}
 pub(crate) fn interleaving_point() {
     use shuttle::sync::atomic::{AtomicBool, Ordering};
 
-    // Shuttle may switch at every atomic access. Unlike a yield, this does not force a switch.
+    // Shuttle may switch at every atomic access. A yield would force a switch.
     AtomicBool::new(false).load(Ordering::SeqCst);
 }

@@ -1,7 +1,8 @@
 //! Invalidations: a store's reports that the record of a key may have changed, and the queue that
 //! collects them.
 //!
-//! This module holds keys only. The lease renewer verifies the claims, and `lease` decides when.
+//! This module contains only keys. The lease renewer verifies the claims, and `lease` computes the
+//! times of the verifications.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -16,52 +17,58 @@ use crate::key::Key;
 /// The handle by which a backend notifies one registry that the record of a key may have changed.
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
-/// A backend receives it through [`LockBackend::subscribe`](crate::LockBackend::subscribe). Clones
-/// notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait and
-/// never panic. They may come from any thread, inside or outside a runtime, at any rate.
+/// A backend receives the handle through [`LockBackend::subscribe`](crate::LockBackend::subscribe).
+/// All clones notify the same registry. A handle does not keep the registry alive. Calls are cheap,
+/// do not wait and never panic. They may come from any thread, inside or outside a runtime, at any
+/// rate.
 ///
-/// A hint by itself ends no lock: the store's response to the following verification does. A
-/// verification is an early renewal. If the response is that the claim is gone, the lock is lost;
-/// otherwise it continues unchanged. Some claims must not be renewed: their holder has disabled
-/// renewal, or they have reached `max_hold`. For those, the engine requests the shortest lease that
-/// the store accepts, which does not extend the lease they have. A superfluous hint therefore costs
-/// one renewal, and a missing one delays the loss until the next renewal.
+/// A notification by itself ends no lock. The registry sends a verification, which is an early
+/// renewal, and the store's response decides. If the claim is gone, the lock is lost; otherwise,
+/// the lock continues unchanged. A superfluous notification therefore costs one renewal. A missing
+/// notification delays the loss until the next renewal.
 ///
-/// Only one verification of a claim runs at a time. Hints during it cause one more after its
-/// response. Verifications of one claim are at least 10 ms apart. If hints continue without a
-/// pause, the interval grows, up to one second or a twentieth of the lease, whichever is shorter.
-/// After a store error, a verification is retried after the same pause as a renewal; a further hint
-/// shortens the pause. A hint for a key that this registry does not hold costs almost nothing. If a
-/// grant of that key is in flight, its claim is verified after its arrival.
+/// A claim is not renewed if its holder has disabled renewal, or if it has reached `max_hold`. Its
+/// verification requests the shortest lease that the store accepts, which does not extend its
+/// lease.
+///
+/// Only one verification of a claim runs at a time. Notifications during a verification cause one
+/// more verification after its response. Verifications of one claim are at least 10 ms apart. This
+/// interval grows while notifications continue without a pause. Its maximum is one second or a
+/// twentieth of the lease, whichever is shorter.
+///
+/// After a store error, the registry retries a verification after the same pause as a renewal. A
+/// further notification shortens this pause. A notification for a key that this registry does not
+/// hold costs almost nothing. If a grant of this key is in flight, the registry verifies the claim
+/// after the response has arrived.
 ///
 /// A backend keeps the handles of all its registries in an [`InvalidationSet`].
 #[derive(Clone)]
 pub struct Invalidations(Weak<InvalidationQueue>);
 
 impl Invalidations {
-    // Upgrades to the queue only, never to the engine. Dropping the last reference
-    // to the engine would drop the backend, possibly while it executes this call.
+    // The handle refers to the queue only, not to the engine. Dropping the last reference to the
+    // engine would drop the backend, possibly while the backend executes this call.
     pub(crate) fn new(queue: &Arc<InvalidationQueue>) -> Self {
         Self(Arc::downgrade(queue))
     }
 
-    /// Makes the registry verify its claim on `key`, if it has one.
+    /// Makes the registry verify its claim on `key`, if it has a claim on `key`.
     pub fn notify(&self, key: &Key) {
         if let Some(queue) = self.0.upgrade() {
             queue.push(key);
         }
     }
 
-    /// Makes the registry verify all its claims. For a backend that does not know what has changed,
-    /// for example after a reconnect.
+    /// Makes the registry verify all its claims. For a backend that does not know which keys have
+    /// changed, for example after a reconnect.
     pub fn notify_all(&self) {
         if let Some(queue) = self.0.upgrade() {
             queue.push_all();
         }
     }
 
-    /// Returns whether the registry still accepts hints. Once false, it stays false: the registry
-    /// or its runtime is closed or gone, and this handle can be dropped.
+    /// Returns whether the registry still accepts notifications. The registry accepts none after it
+    /// or its runtime has ended. This state is final, and the handle can then be dropped.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.0.upgrade().is_some_and(|queue| queue.is_open())
@@ -105,15 +112,16 @@ impl fmt::Debug for Invalidations {
 pub struct InvalidationSet(Mutex<Arc<[Invalidations]>>);
 
 impl InvalidationSet {
-    /// Adds the handle of a registry, and removes those of closed registries.
+    /// Adds the handle of a registry, and removes the handles of closed registries.
     pub fn subscribe(&self, invalidations: Invalidations) {
         let mut all = self.lock();
-        *all = all.iter().filter(|one| one.is_live()).cloned().chain([invalidations]).collect();
+        *all =
+            all.iter().filter(|handle| handle.is_live()).cloned().chain([invalidations]).collect();
     }
 
     /// Makes all registries verify their claims on `key`.
     pub fn notify(&self, key: &Key) {
-        self.all().iter().for_each(|one| one.notify(key));
+        self.all().iter().for_each(|handle| handle.notify(key));
     }
 
     /// Makes all registries verify all their claims.
@@ -127,16 +135,17 @@ impl InvalidationSet {
         !self.lock().iter().any(Invalidations::is_live)
     }
 
-    /// Returns the runtime of an open registry. For tasks of a backend that must not end with the
-    /// runtime of the caller that starts them.
+    /// Returns the runtime of an open registry. A backend uses it for tasks that must not end with
+    /// the runtime of the caller that starts them.
     #[must_use]
     pub fn runtime(&self) -> Option<Handle> {
         let all = self.all();
-        let mut queues = all.iter().filter_map(|one| one.0.upgrade());
+        let mut queues = all.iter().filter_map(|handle| handle.0.upgrade());
         queues.find(|queue| queue.is_open()).map(|queue| queue.runtime.clone())
     }
 
-    /// Returns the handles without keeping the lock: a notification wakes a task of its registry.
+    /// Returns the handles, so that the caller need not hold the mutex while it notifies. A
+    /// notification wakes a task of its registry.
     fn all(&self) -> Arc<[Invalidations]> {
         Arc::clone(&self.lock())
     }
@@ -151,10 +160,10 @@ pub(crate) struct InvalidationQueue {
     state: Mutex<QueueState>,
     /// Wakes the lease renewer's task.
     pub(crate) changed: Notify,
-    /// The invalidation epoch of all keys, for reports that may have been missed.
+    /// The invalidation epoch of all keys. It grows when the store may have missed reports.
     epoch_of_all: AtomicU32,
-    /// Whether the registry has a local lock for a key. Others need no verification.
-    is_known: Box<dyn Fn(&Key) -> bool + Send + Sync>,
+    /// Returns whether the registry has a local lock of a key. Other keys need no verification.
+    has_local_lock: Box<dyn Fn(&Key) -> bool + Send + Sync>,
     /// The runtime of the registry.
     runtime: Handle,
 }
@@ -171,28 +180,28 @@ struct QueueState {
 pub(crate) enum Invalidated {
     #[default]
     None,
-    /// Ordered, so that a simulation is reproducible.
-    Of(BTreeSet<Key>),
-    OfAll,
+    /// The set is ordered, so that a simulation is reproducible.
+    Keys(BTreeSet<Key>),
+    All,
 }
 
 impl InvalidationQueue {
     pub(crate) fn new(
         runtime: Handle,
-        is_known: impl Fn(&Key) -> bool + Send + Sync + 'static,
+        has_local_lock: impl Fn(&Key) -> bool + Send + Sync + 'static,
     ) -> Self {
         Self {
             state: Mutex::default(),
             changed: Notify::new(),
             epoch_of_all: 0.into(),
-            is_known: Box::new(is_known),
+            has_local_lock: Box::new(has_local_lock),
             runtime,
         }
     }
 
-    /// Makes the lease renewer verify the claim on `key`, if there is one.
+    /// Makes the lease renewer verify the claim on `key`, if the registry has such a claim.
     fn push(&self, key: &Key) {
-        if !(self.is_known)(key) {
+        if !(self.has_local_lock)(key) {
             return;
         }
         let mut state = self.state();
@@ -201,19 +210,19 @@ impl InvalidationQueue {
         }
         match &mut state.invalidated {
             invalidated @ Invalidated::None => {
-                *invalidated = Invalidated::Of(BTreeSet::from([key.clone()]));
+                *invalidated = Invalidated::Keys(BTreeSet::from([key.clone()]));
                 drop(state);
                 self.changed.notify_one();
             }
-            Invalidated::Of(keys) => {
+            Invalidated::Keys(keys) => {
                 if !keys.contains(key) {
                     keys.insert(key.clone());
                 }
                 if keys.len() > KEYS_MAX {
-                    state.invalidated = Invalidated::OfAll;
+                    state.invalidated = Invalidated::All;
                 }
             }
-            Invalidated::OfAll => {}
+            Invalidated::All => {}
         }
     }
 
@@ -221,12 +230,13 @@ impl InvalidationQueue {
     fn push_all(&self) {
         let mut state = self.state();
         if !state.closed {
-            state.invalidated = Invalidated::OfAll;
+            state.invalidated = Invalidated::All;
             drop(state);
             self.changed.notify_one();
         }
     }
 
+    /// Empties the queue, and returns its content.
     pub(crate) fn take(&self) -> Invalidated {
         std::mem::take(&mut self.state().invalidated)
     }
@@ -237,10 +247,11 @@ impl InvalidationQueue {
     }
 
     /// Begins the next invalidation epoch of all keys.
-    pub(crate) fn invalidate_all(&self) {
+    pub(crate) fn begin_epoch_of_all(&self) {
         self.epoch_of_all.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Empties the queue, and ignores later notifications.
     pub(crate) fn close(&self) {
         *self.state() = QueueState { invalidated: Invalidated::None, closed: true };
     }
@@ -261,7 +272,7 @@ pub(crate) struct Epoch {
     pub(crate) of_all: u32,
 }
 
-/// More queued keys than this count as an invalidation of all keys.
+/// The maximum number of queued keys. A longer queue becomes an invalidation of all keys.
 const KEYS_MAX: usize = 10_000;
 
 #[cfg(test)]
@@ -273,7 +284,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_set_notifies_all_open_registries_and_drops_the_others() {
+    async fn a_set_notifies_open_registries_and_removes_closed_registries() {
         let (set, key) = (InvalidationSet::default(), Key::new("k").unwrap());
         assert!(set.is_empty() && set.runtime().is_none());
         let (a, b, dropped) = (queue(), queue(), queue());
@@ -283,12 +294,12 @@ mod tests {
         drop(dropped);
         set.notify(&key);
         for queue in [&a, &b] {
-            assert!(matches!(queue.take(), Invalidated::Of(keys) if keys.contains(&key)));
+            assert!(matches!(queue.take(), Invalidated::Keys(keys) if keys.contains(&key)));
         }
         a.close();
         set.notify_all();
-        assert!(matches!(a.take(), Invalidated::None), "it is closed");
-        assert!(matches!(b.take(), Invalidated::OfAll));
+        assert!(matches!(a.take(), Invalidated::None), "the registry is closed");
+        assert!(matches!(b.take(), Invalidated::All));
         assert!(!set.is_empty() && set.runtime().is_some());
         b.close();
         assert!(set.is_empty() && set.runtime().is_none());

@@ -97,7 +97,7 @@ pub enum InvalidKey {
         /// The length of the text, in bytes.
         bytes: usize,
     },
-    /// The store's layout cannot hold this key without a conflict with other keys or records.
+    /// The store's layout cannot store this key without a conflict with other keys or records.
     #[error("this layout cannot hold the key: {reason}")]
     #[non_exhaustive]
     Layout {
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn debug_escapes_what_could_forge_a_log_line() {
+    fn debug_escapes_characters_that_could_forge_a_log_line() {
         assert_eq!(format!("{:?}", Key::new("a\nb\u{202e}").unwrap()), r#""a\nb\u{202e}""#);
     }
 }

@@ -1,8 +1,8 @@
-//! The lease of one active grant: how long it is valid, when to renew it, why it ended.
+//! The lease of one active grant: its validity, its renewal times, and the reason of its end.
 //!
-//! No clock, no I/O: everything here is arithmetic on times that the caller has read. Called by
-//! `grant`. The most important rule: a lease counts from *before* the request was sent, less a
-//! margin for clocks that run at different rates.
+//! This module reads no clock and does no I/O. It computes with times that its caller `grant` has
+//! read. The most important rule: a lease counts from the time *before* its request was sent, less
+//! a margin for clocks that run at different rates.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::mutant::{Mutant, mutated};
 pub(crate) struct LeaseOptions {
     /// The length of a grant or renewal.
     pub(crate) length: Duration,
-    /// Whether the lease renewer extends it.
+    /// Whether the lease renewer extends the lease.
     pub(crate) renews: bool,
     /// The maximum hold, counted from the time at which the request was sent.
     pub(crate) max_hold: Option<Duration>,
@@ -23,10 +23,10 @@ pub(crate) struct LeaseOptions {
     pub(crate) lease_min: Duration,
 }
 
-/// What the lease renewer must do for a lease, and when.
+/// The next action of the lease renewer for a lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// Nothing before this time.
+    /// Do nothing before this time.
     At(Moment),
     /// Request a lease of this length.
     Renew(Duration),
@@ -38,8 +38,8 @@ pub(crate) enum Due {
 
 #[derive(Debug)]
 pub(crate) struct Lease {
-    // Small, because a process may hold ten thousand locks: an absent time is `Moment::FUTURE`, not
-    // an `Option`.
+    // The fields are small, because a process may hold ten thousand locks. An absent time is
+    // therefore `Moment::FUTURE` instead of an `Option`.
     length: CompactDuration,
     lease_min: CompactDuration,
     renews: bool,
@@ -49,34 +49,35 @@ pub(crate) struct Lease {
     max_hold_end: Moment,
     /// The number of consecutive renewals without a response.
     unanswered: u32,
-    /// The number of consecutive verifications without a response. Counted separately, so that
-    /// invalidations do not use up the tries of renewals.
+    /// The number of consecutive verifications without a response. This count is separate, so that
+    /// invalidations do not use up the attempts of renewals.
     unanswered_verifications: u32,
-    /// How many times the interval of verifications has doubled since invalidations last paused.
+    /// The number of times that the interval between verifications has doubled since the last pause
+    /// of invalidations.
     interval_doublings: u32,
-    suspect: Suspect,
-    /// When to verify the claim although no invalidation has arrived. `FUTURE` if the store needs
-    /// no such verification, or once the claim is confirmed.
+    verification: Verification,
+    /// The time of the verification that needs no invalidation. `FUTURE` if the store needs no such
+    /// verification, or once the store has confirmed the claim.
     first_verification_at: Moment,
     last_is_verification: bool,
-    /// The last response was an error. `pause` is the pause after it.
+    /// The last response was an error. `pause` is then the pause after this error.
     last_failed: bool,
-    /// When the lease renewer sent its last request.
+    /// The time at which the lease renewer sent its last request.
     last_sent_at: Moment,
-    /// No request is sent during this pause: the last one is in flight, has failed, or has just had
-    /// its response.
+    /// The lease renewer sends no request during this pause. A pause follows each request, each
+    /// response and each failure.
     pause: Pause,
 }
 
-/// What is still needed to verify the claim after an invalidation.
+/// The progress of the verification after an invalidation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Suspect {
-    /// Nothing.
-    None,
-    /// A request.
-    Invalidated,
-    /// The response to a request that was sent after the invalidation.
-    RequestSent,
+enum Verification {
+    /// No invalidation has arrived since the store last confirmed the claim.
+    NotNeeded,
+    /// An invalidation has arrived, and no request was sent after it.
+    Needed,
+    /// A request was sent after the invalidation, and has no response yet.
+    InFlight,
 }
 
 /// A duration in nanoseconds, half the size of a [`Duration`].
@@ -98,7 +99,7 @@ impl CompactDuration {
 #[derive(Debug, Clone, Copy)]
 struct Pause {
     until: Moment,
-    /// The pause may end this early if the claim can share a call with other claims.
+    /// The earliest end of the pause, for a request that shares a call with other claims.
     may_end_at: Moment,
 }
 
@@ -115,9 +116,9 @@ impl Pause {
 }
 
 impl Lease {
-    /// Creates the lease that the store granted for `granted`, in response to a request sent at
-    /// `sent_at`.
-    pub(crate) fn granted(
+    /// Creates the lease of a grant. The store granted it for the duration `granted`, in response
+    /// to a request sent at `sent_at`.
+    pub(crate) fn from_grant(
         options: LeaseOptions,
         sent_at: Moment,
         granted: Duration,
@@ -134,7 +135,7 @@ impl Lease {
             unanswered: 0,
             unanswered_verifications: 0,
             interval_doublings: 0,
-            suspect: Suspect::None,
+            verification: Verification::NotNeeded,
             first_verification_at: Moment::FUTURE,
             last_is_verification: false,
             last_failed: false,
@@ -145,12 +146,12 @@ impl Lease {
         lease
     }
 
-    /// Schedules a verification at `at`. A confirmation before that cancels it.
-    pub(crate) fn verify_first_at(&mut self, at: Moment) {
+    /// Schedules a verification at `at`. A confirmation before `at` cancels the verification.
+    pub(crate) fn schedule_first_verification(&mut self, at: Moment) {
         self.first_verification_at = at;
     }
 
-    /// Returns the end of the lease: from then on, the claim may be held by another client.
+    /// Returns the end of the lease. From this time on, another client may hold the key.
     pub(crate) fn valid_until(&self) -> Moment {
         self.valid_until
     }
@@ -165,7 +166,7 @@ impl Lease {
         self.length = CompactDuration::of(length);
     }
 
-    /// Returns what must be done at `now`.
+    /// Returns the action that is due at `now`.
     pub(crate) fn due(&self, now: Moment) -> Due {
         if now >= self.valid_until {
             let is_max_hold = self.valid_until >= self.max_hold_end;
@@ -206,20 +207,25 @@ impl Lease {
         (is_soon && may_join).then(|| self.requested_lease(now))
     }
 
-    /// Returns false without automatic renewal, or if the lease already reaches its `max_hold`.
+    /// Returns whether a renewal can extend the lease: automatic renewal is on, and the lease ends
+    /// before its `max_hold`.
     fn can_be_renewed(&self) -> bool {
         self.renews && self.valid_until < self.max_hold_end
     }
 
-    /// Returns when to verify the claim, if there is a reason to.
+    /// Returns the time of the next verification, if the claim needs one.
     fn verification_due(&self, now: Moment) -> Option<Moment> {
-        let at = if self.suspect == Suspect::None { self.first_verification_at } else { now };
+        let at = if self.verification == Verification::NotNeeded {
+            self.first_verification_at
+        } else {
+            now
+        };
         if at == Moment::FUTURE {
             return None;
         }
         let may_verify = self.unanswered_verifications < UNANSWERED_MAX
-            // A claim that cannot be renewed is verified with `lease_min`, and only while more than
-            // that is left, so that the verification does not extend the lease.
+            // A claim that cannot be renewed is verified with `lease_min`. The remaining lease must
+            // be longer than `lease_min`, so that the verification does not extend the lease.
             && (self.can_be_renewed() || self.valid_until.since(now) > self.lease_min.get());
         may_verify.then_some(at)
     }
@@ -234,30 +240,35 @@ impl Lease {
         if self.max_hold_end == Moment::FUTURE {
             return self.length();
         }
-        // At least what the store accepts. The claim is released at its `max_hold` in any case.
+        // The store accepts no lease below `lease_min`. The engine releases the claim at its
+        // `max_hold` in any case.
         self.length().min(lease_covering(self.max_hold_end.since(now))).max(self.lease_min.get())
     }
 
-    /// Records a renewal sent at `now`. Without a response, it is repeated after
-    /// `operation_timeout`. Returns true if the previous renewal had no response.
-    pub(crate) fn renewal_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
+    /// Records a renewal sent at `now`. Without a response, the lease renewer repeats the renewal
+    /// after `operation_timeout`. Returns true if the previous renewal had no response.
+    pub(crate) fn on_renewal_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
         self.unanswered += 1;
         self.renew_at = now.after(operation_timeout);
-        self.request_sent(now, operation_timeout, false);
+        self.on_request_sent(now, operation_timeout, false);
         self.unanswered > 1
     }
 
-    /// Records a verification sent at `now`. Like [`renewal_sent`](Self::renewal_sent), but does
-    /// not move the next renewal.
-    pub(crate) fn verification_sent(&mut self, now: Moment, operation_timeout: Duration) -> bool {
+    /// Records a verification sent at `now`, as [`on_renewal_sent`](Self::on_renewal_sent) does for
+    /// a renewal. The time of the next renewal does not change.
+    pub(crate) fn on_verification_sent(
+        &mut self,
+        now: Moment,
+        operation_timeout: Duration,
+    ) -> bool {
         self.unanswered_verifications += 1;
-        self.request_sent(now, operation_timeout, true);
+        self.on_request_sent(now, operation_timeout, true);
         self.unanswered_verifications > 1
     }
 
-    fn request_sent(&mut self, now: Moment, operation_timeout: Duration, is_verification: bool) {
-        if self.suspect == Suspect::Invalidated {
-            self.suspect = Suspect::RequestSent;
+    fn on_request_sent(&mut self, now: Moment, operation_timeout: Duration, is_verification: bool) {
+        if self.verification == Verification::Needed {
+            self.verification = Verification::InFlight;
         }
         self.last_is_verification = is_verification;
         self.last_failed = false;
@@ -266,17 +277,18 @@ impl Lease {
     }
 
     /// Records an invalidation. Returns true if the claim must be rescheduled.
-    pub(crate) fn invalidated(&mut self, now: Moment) -> bool {
-        if self.suspect == Suspect::None && !self.pause.forbids_request(now) {
+    pub(crate) fn on_invalidated(&mut self, now: Moment) -> bool {
+        if self.verification == Verification::NotNeeded && !self.pause.forbids_request(now) {
             self.interval_doublings = 0;
         }
         let is_sooner = self.last_failed && self.shorten_pause(now);
-        let before = std::mem::replace(&mut self.suspect, Suspect::Invalidated);
-        before != Suspect::Invalidated || is_sooner
+        let before = std::mem::replace(&mut self.verification, Verification::Needed);
+        before != Verification::Needed || is_sooner
     }
 
-    /// Shortens the pause after a failure: an invalidation may mean that the store is reachable
-    /// again. Each further invalidation shortens it less.
+    /// Shortens the pause after a failure, because an invalidation may mean that the store is
+    /// reachable again. Each further invalidation shortens the pause less. Returns false if the
+    /// pause is already shorter.
     fn shorten_pause(&mut self, now: Moment) -> bool {
         let pause = Pause::starting(now, self.verification_interval());
         let is_shorter = pause.until < self.pause.until;
@@ -287,25 +299,25 @@ impl Lease {
         is_shorter
     }
 
-    /// Returns whether an invalidation has arrived since the claim was last confirmed.
+    /// Returns whether an invalidation has arrived since the store last confirmed the claim.
     pub(crate) fn is_suspect(&self) -> bool {
-        self.suspect != Suspect::None
+        self.verification != Verification::NotNeeded
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
-    /// Returns whether the claim is renewed automatically. If so, this response also extends its
+    /// Returns whether the claim is renewed automatically. The response then also extends the
     /// lease.
-    pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
+    pub(crate) fn on_confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_verifications = 0;
         // The response to an older request says nothing about a later invalidation.
         if sent_at == self.last_sent_at {
             self.pause = Pause::starting(sent_at, self.verification_interval());
             self.first_verification_at = Moment::FUTURE;
-            if self.suspect != Suspect::None {
+            if self.verification != Verification::NotNeeded {
                 self.interval_doublings = self.interval_doublings.saturating_add(1);
             }
-            if self.suspect == Suspect::RequestSent {
-                self.suspect = Suspect::None;
+            if self.verification == Verification::InFlight {
+                self.verification = Verification::NotNeeded;
             }
         }
         self.renews
@@ -318,22 +330,27 @@ impl Lease {
         VERIFICATION_INTERVAL_MIN.saturating_mul(1 << self.interval_doublings.min(6)).min(longest)
     }
 
-    /// Returns the pause after a failed request. About a dozen tries fit into the remaining two
+    /// Returns the pause after a failed request. About a dozen attempts fit into the remaining two
     /// thirds of the lease.
     pub(crate) fn retry_pause(&self) -> Duration {
         (self.length() / 20).min(Duration::from_secs(1))
     }
 
     /// Records that the renewal sent at `sent_at` was granted for `granted`.
-    pub(crate) fn renewed(&mut self, sent_at: Moment, granted: Duration) {
-        // The store responds, so earlier renewals without a response do not count any more.
+    pub(crate) fn on_renewed(&mut self, sent_at: Moment, granted: Duration) {
+        // The store responds, so earlier renewals without a response no longer count.
         self.unanswered = 0;
         self.extend(sent_at, granted);
     }
 
     /// Records that the lease renewer's request of `sent_at` failed. The lease is unchanged, and
-    /// the next try follows after `pause`. Returns whether the claim is renewed automatically.
-    pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
+    /// the next attempt follows after `pause`. Returns whether the claim is renewed automatically.
+    pub(crate) fn on_request_failed(
+        &mut self,
+        sent_at: Moment,
+        now: Moment,
+        pause: Duration,
+    ) -> bool {
         self.unanswered = 0;
         self.unanswered_verifications = 0;
         self.last_failed = true;
@@ -348,15 +365,15 @@ impl Lease {
     fn extend(&mut self, sent_at: Moment, granted: Duration) {
         let trusted = granted.saturating_sub(drift_margin(granted));
         let until = sent_at.after(trusted);
-        // Replies may arrive out of order, and an old one must not shorten the lease.
+        // Responses may arrive out of order. An old response must not shorten the lease.
         self.valid_until = self.valid_until.max(until);
         self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
         self.valid_until = self.valid_until.min(self.max_hold_end);
     }
 }
 
-/// Returns the margin to subtract from a lease, because the clocks of the store and of this host
-/// may run at different rates: 1 % and 2 ms, as in Redlock (redis.io, "Distributed locks").
+/// Returns the margin to subtract from a lease: 1 % plus 2 ms, as in Redlock (redis.io,
+/// "Distributed locks"). The clocks of the store and of this host may run at different rates.
 pub(crate) fn drift_margin(lease: Duration) -> Duration {
     lease / 100 + Duration::from_millis(2)
 }
@@ -366,17 +383,18 @@ pub(crate) fn lease_covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// How early a renewal or verification may be sent, so that claims that are due at about the same
+/// The time by which a renewal or verification may be sent early. Claims that are due within this
 /// time share one call.
 pub(crate) const BATCH_WINDOW: Duration = Duration::from_millis(10);
 
-/// The minimum time between two verifications of a claim, before [`BATCH_WINDOW`] is subtracted. It
-/// grows while invalidations continue: a store that reports renewals as changes must not cause an
-/// endless loop.
+/// The minimum time between two verifications of a claim, before [`BATCH_WINDOW`] is subtracted.
+///
+/// The interval grows while invalidations continue. Otherwise, a store that reports renewals as
+/// changes would cause an endless loop.
 const VERIFICATION_INTERVAL_MIN: Duration = Duration::from_millis(20);
 
-/// The maximum number of consecutive renewals without a response. The next one is sent after a
-/// response.
+/// The maximum number of consecutive renewals without a response. The lease renewer then waits for
+/// a response before it sends the next renewal.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]
@@ -398,30 +416,30 @@ mod tests {
     #[test]
     fn an_invalidation_after_a_failed_verification_shortens_the_pause_once() {
         let start = Moment::PAST.after(secs(1_000));
-        let mut lease = Lease::granted(OPTIONS, start, OPTIONS.length, start);
+        let mut lease = Lease::from_grant(OPTIONS, start, OPTIONS.length, start);
         let mut now = start.after(secs(1));
-        lease.invalidated(now);
+        lease.on_invalidated(now);
         let mut verifications = 0;
-        // The store is unreachable, and invalidations arrive all the time.
+        // The store is unreachable, and invalidations arrive without a pause.
         while now < start.after(secs(20)) {
             if matches!(lease.due(now), Due::Verify(_) | Due::Renew(_)) {
                 verifications += 1;
-                lease.verification_sent(now, secs(3));
-                lease.request_failed(now, now, secs(1));
+                lease.on_verification_sent(now, secs(3));
+                lease.on_request_failed(now, now, secs(1));
             }
             now = now.after(Duration::from_millis(5));
-            lease.invalidated(now);
+            lease.on_invalidated(now);
         }
         assert!((19..40).contains(&verifications), "{verifications} verifications in 19 s");
 
-        let mut lease = Lease::granted(OPTIONS, start, OPTIONS.length, start);
+        let mut lease = Lease::from_grant(OPTIONS, start, OPTIONS.length, start);
         let now = start.after(secs(1));
-        lease.invalidated(now);
-        lease.verification_sent(now, secs(3));
-        lease.request_failed(now, now, secs(1));
+        lease.on_invalidated(now);
+        lease.on_verification_sent(now, secs(3));
+        lease.on_request_failed(now, now, secs(1));
         let later = now.after(Duration::from_millis(100));
         assert!(matches!(lease.due(later), Due::At(_)), "the pause after the failure lasts");
-        assert!(lease.invalidated(later), "the lease renewer must check its schedule again");
+        assert!(lease.on_invalidated(later), "the lease renewer must check its schedule again");
         let soon = later.after(Duration::from_millis(25));
         assert!(matches!(lease.due(soon), Due::Verify(_)), "the store may be back");
     }
@@ -429,26 +447,30 @@ mod tests {
     #[test]
     fn a_renewal_joins_a_batch_unless_one_has_just_been_sent() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        assert_eq!(lease.batch_renewal_lease(sent.after(secs(7)), false), None, "it is due at 10");
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
+        assert_eq!(
+            lease.batch_renewal_lease(sent.after(secs(7)), false),
+            None,
+            "the renewal is due at 10"
+        );
         assert_eq!(lease.batch_renewal_lease(sent.after(secs(8)), false), Some(secs(30)));
         assert_eq!(lease.batch_renewal_lease(sent.after(secs(2)), true), None);
         assert_eq!(lease.batch_renewal_lease(sent.after(secs(3)), true), Some(secs(30)));
         let now = sent.after(secs(4));
-        lease.renewal_sent(now, secs(3));
-        assert_eq!(lease.batch_renewal_lease(now, true), None, "it is under way");
-        lease.confirmed(now);
-        lease.renewed(now, secs(30));
+        lease.on_renewal_sent(now, secs(3));
+        assert_eq!(lease.batch_renewal_lease(now, true), None, "the renewal is in flight");
+        lease.on_confirmed(now);
+        lease.on_renewed(now, secs(30));
         assert_eq!(lease.due(now), Due::At(sent.after(secs(14))));
         let fixed = LeaseOptions { renews: false, ..OPTIONS };
-        let lease = Lease::granted(fixed, sent, secs(30), sent);
+        let lease = Lease::from_grant(fixed, sent, secs(30), sent);
         assert_eq!(lease.batch_renewal_lease(sent.after(secs(9)), true), None);
     }
 
     #[test]
     fn a_lease_counts_from_before_the_request_less_the_margin() {
         let sent = Moment::from_bits(0);
-        let lease = Lease::granted(OPTIONS, sent, secs(30), sent.after(secs(5)));
+        let lease = Lease::from_grant(OPTIONS, sent, secs(30), sent.after(secs(5)));
         assert_eq!(lease.valid_until(), sent.after(secs(30) - drift_margin(secs(30))));
         assert_eq!(lease.due(sent.after(secs(5))), Due::At(sent.after(secs(10))));
         assert_eq!(lease.due(sent.after(secs(10))), Due::Renew(secs(30)));
@@ -456,12 +478,12 @@ mod tests {
     }
 
     #[test]
-    fn a_late_reply_to_an_old_request_never_shortens_the_lease() {
+    fn a_late_response_to_an_old_request_never_shortens_the_lease() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        lease.renewed(sent.after(secs(10)), secs(30));
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
+        lease.on_renewed(sent.after(secs(10)), secs(30));
         let until = lease.valid_until();
-        lease.renewed(sent.after(secs(1)), secs(30));
+        lease.on_renewed(sent.after(secs(1)), secs(30));
         assert_eq!(lease.valid_until(), until);
     }
 
@@ -469,9 +491,9 @@ mod tests {
     fn renewals_end_at_max_hold_which_is_then_the_reason_of_the_loss() {
         let options = LeaseOptions { max_hold: Some(secs(40)), ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(options, sent, secs(30), sent);
+        let mut lease = Lease::from_grant(options, sent, secs(30), sent);
         assert_eq!(lease.due(sent.after(secs(20))), Due::Renew(lease_covering(secs(20))));
-        lease.renewed(sent.after(secs(20)), secs(30));
+        lease.on_renewed(sent.after(secs(20)), secs(30));
         assert_eq!(lease.valid_until(), sent.after(secs(40)));
         assert_eq!(lease.due(sent.after(secs(39))), Due::At(sent.after(secs(40))));
         assert_eq!(lease.due(sent.after(secs(40))), Due::Over(LostReason::MaxHold));
@@ -481,18 +503,18 @@ mod tests {
     fn a_lease_without_renewal_is_never_renewed() {
         let options = LeaseOptions { renews: false, ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let lease = Lease::granted(options, sent, secs(30), sent);
+        let lease = Lease::from_grant(options, sent, secs(30), sent);
         assert_eq!(lease.due(sent.after(secs(20))), Due::At(lease.valid_until()));
     }
 
     #[test]
     fn a_store_that_does_not_respond_receives_a_bounded_number_of_renewals() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
         let mut now = sent.after(secs(10));
         let mut requests = 0;
         while let Due::Renew(_) = lease.due(now) {
-            lease.renewal_sent(now, secs(1));
+            lease.on_renewal_sent(now, secs(1));
             now = now.after(secs(1));
             requests += 1;
         }
@@ -505,11 +527,11 @@ mod tests {
         let length = Duration::from_millis(100);
         let options = LeaseOptions { length, ..OPTIONS };
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(options, sent, length, sent);
+        let mut lease = Lease::from_grant(options, sent, length, sent);
         let first = sent.after(length / 3);
         assert_eq!(lease.due(first), Due::Renew(length));
-        lease.renewal_sent(first, length / 6);
-        lease.request_failed(first, first, lease.retry_pause());
+        lease.on_renewal_sent(first, length / 6);
+        lease.on_request_failed(first, first, lease.retry_pause());
         assert_eq!(lease.due(first), Due::At(first.after(length / 20)));
         assert_eq!(lease.due(first.after(length / 20)), Due::Renew(length));
     }
@@ -517,64 +539,80 @@ mod tests {
     #[test]
     fn invalidations_are_verified_at_once_and_renewals_continue() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
         let now = sent.after(secs(1));
-        assert!(lease.invalidated(now) && !lease.invalidated(now));
+        assert!(lease.on_invalidated(now) && !lease.on_invalidated(now));
         assert_eq!(lease.due(now), Due::Verify(secs(30)));
-        lease.verification_sent(now, secs(3));
-        assert_eq!(lease.due(now), Due::At(now.after(secs(3))), "it waits for the response");
+        lease.on_verification_sent(now, secs(3));
+        assert_eq!(
+            lease.due(now),
+            Due::At(now.after(secs(3))),
+            "the lease renewer waits for the response"
+        );
         let failed_at = now.after(secs(2));
-        lease.request_failed(now, failed_at, secs(1));
+        lease.on_request_failed(now, failed_at, secs(1));
         assert_eq!(lease.due(failed_at), Due::At(failed_at.after(secs(1))));
         let now = failed_at.after(secs(1));
-        assert_eq!(lease.due(now), Due::Verify(secs(30)), "it is sent until there is a response");
-        lease.verification_sent(now, secs(3));
-        assert!(lease.confirmed(now) && !lease.is_suspect());
-        assert_eq!(lease.due(now), Due::At(sent.after(secs(10))), "a verification is no renewal");
+        assert_eq!(
+            lease.due(now),
+            Due::Verify(secs(30)),
+            "a verification is repeated until it has a response"
+        );
+        lease.on_verification_sent(now, secs(3));
+        assert!(lease.on_confirmed(now) && !lease.is_suspect());
+        assert_eq!(
+            lease.due(now),
+            Due::At(sent.after(secs(10))),
+            "a verification does not replace the renewal"
+        );
     }
 
     #[test]
     fn a_first_verification_is_sent_once_and_does_not_make_the_claim_suspect() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        lease.verify_first_at(sent.after(secs(1)));
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
+        lease.schedule_first_verification(sent.after(secs(1)));
         assert_eq!(lease.due(sent), Due::At(sent.after(secs(1))));
         let now = sent.after(secs(1));
         assert_eq!(lease.due(now), Due::Verify(secs(30)));
-        lease.verification_sent(now, secs(3));
+        lease.on_verification_sent(now, secs(3));
         assert!(!lease.is_suspect());
-        lease.request_failed(now, now, secs(1));
+        lease.on_request_failed(now, now, secs(1));
         let now = now.after(secs(1));
-        assert_eq!(lease.due(now), Due::Verify(secs(30)), "it is sent until there is a response");
-        lease.verification_sent(now, secs(3));
-        lease.confirmed(now);
+        assert_eq!(
+            lease.due(now),
+            Due::Verify(secs(30)),
+            "a verification is repeated until it has a response"
+        );
+        lease.on_verification_sent(now, secs(3));
+        lease.on_confirmed(now);
         assert_eq!(lease.due(now.after(secs(4))), Due::At(sent.after(secs(10))));
     }
 
     #[test]
     fn a_renewal_replaces_the_first_verification() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        lease.verify_first_at(sent.after(secs(12)));
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
+        lease.schedule_first_verification(sent.after(secs(12)));
         let now = sent.after(secs(10));
         assert_eq!(lease.due(now), Due::Renew(secs(30)));
-        lease.renewal_sent(now, secs(3));
-        lease.confirmed(now);
-        lease.renewed(now, secs(30));
+        lease.on_renewal_sent(now, secs(3));
+        lease.on_confirmed(now);
+        lease.on_renewed(now, secs(30));
         assert_eq!(lease.due(now), Due::At(sent.after(secs(20))));
     }
 
     #[test]
     fn a_response_to_an_older_request_does_not_verify_the_claim() {
         let sent = Moment::from_bits(0);
-        let mut lease = Lease::granted(OPTIONS, sent, secs(30), sent);
-        lease.renewal_sent(sent.after(secs(10)), secs(3));
-        lease.renewal_sent(sent.after(secs(13)), secs(3));
-        lease.invalidated(sent.after(secs(14)));
-        lease.renewal_sent(sent.after(secs(16)), secs(3));
-        lease.confirmed(sent.after(secs(13)));
+        let mut lease = Lease::from_grant(OPTIONS, sent, secs(30), sent);
+        lease.on_renewal_sent(sent.after(secs(10)), secs(3));
+        lease.on_renewal_sent(sent.after(secs(13)), secs(3));
+        lease.on_invalidated(sent.after(secs(14)));
+        lease.on_renewal_sent(sent.after(secs(16)), secs(3));
+        lease.on_confirmed(sent.after(secs(13)));
         assert!(lease.is_suspect());
-        lease.confirmed(sent.after(secs(16)));
+        lease.on_confirmed(sent.after(secs(16)));
         assert!(!lease.is_suspect());
     }
 
@@ -584,8 +622,8 @@ mod tests {
         let fixed = LeaseOptions { renews: false, ..OPTIONS };
         let limited = LeaseOptions { max_hold: Some(secs(20)), ..OPTIONS };
         for options in [fixed, limited] {
-            let mut lease = Lease::granted(options, sent, secs(30), sent);
-            lease.invalidated(sent);
+            let mut lease = Lease::from_grant(options, sent, secs(30), sent);
+            lease.on_invalidated(sent);
             assert_eq!(lease.due(sent), Due::Verify(LEASE_MIN));
             let end = lease.valid_until();
             let near = Moment::from_bits(end.to_bits() - 50_000_000);

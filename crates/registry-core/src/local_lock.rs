@@ -29,8 +29,8 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::owner::Owner;
 use crate::release::PermitUntilReleased;
-use crate::schedule::LastTimerKey;
-use crate::watch::Watched;
+use crate::schedule::LastScheduleKey;
+use crate::stall_detector::StallCheck;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
@@ -63,8 +63,8 @@ impl LocalLocks {
         self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Returns whether the table has an entry for `key`. Does not upgrade the reference: the
-    /// upgraded one could become the last, and dropping it could end the registry.
+    /// Returns whether the table has an entry for `key`. The method does not upgrade
+    /// the `Weak`: the new `Arc` could become the last one, and its drop could end the registry.
     pub(crate) fn contains(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
@@ -85,8 +85,9 @@ impl LocalLocks {
         match self.local_locks.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(local_lock) => local_lock,
-                // The `Drop` of the old local lock has not removed its entry yet. A new local lock
-                // may replace the entry: `remove_dead` leaves an entry that is alive in place.
+                // The `Drop` of the old local lock has not removed its entry yet. The new local
+                // lock replaces the dead entry. `remove_dead` removes an entry only if it has no
+                // strong reference.
                 None => {
                     let local_lock = create(entry.key().clone());
                     entry.insert(Arc::downgrade(&local_lock));
@@ -114,8 +115,8 @@ impl LocalLocks {
         }
     }
 
-    /// Frees memory if less than a quarter of the table is used. This moves about one entry per
-    /// removal (amortised).
+    /// Frees memory if less than a quarter of the table is used. The amortised cost is
+    /// one moved entry per removal.
     fn shrink(&self) {
         self.removals.store(0, Ordering::Relaxed);
         let (alive, capacity) = (self.local_locks.len(), self.local_locks.capacity());
@@ -154,8 +155,8 @@ pub(crate) struct LocalLock {
     /// The table that this local lock is in.
     table: Arc<LocalLocks>,
     wait_queue: Mutex<WaitQueue>,
-    /// False only if the wait queue is empty, or its only waiter is just joining. Read without
-    /// locking the queue.
+    /// True whenever the queue contains a waiter, except while the first waiter joins. Can be true
+    /// for an empty queue. Read without locking the queue.
     has_waiters: AtomicBool,
     /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
     /// caller with the local permit writes it.
@@ -164,7 +165,7 @@ pub(crate) struct LocalLock {
     /// request.
     epoch: AtomicU32,
     /// The last entry of this key in the schedule. The lease renewer finds the active grant by it.
-    pub(crate) last_timer: LastTimerKey,
+    pub(crate) last_schedule_key: LastScheduleKey,
 }
 
 #[derive(Default)]
@@ -174,7 +175,7 @@ struct WaitQueue {
     /// The store error of the last request by the caller with the local permit. Queued callers
     /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
-    /// The current exclusive hold, if it has an owner, who may re-enter.
+    /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
     reentrant_hold: Weak<Hold>,
     /// The shared and upgradable holds with an owner, who may re-enter.
     shared_holds: Vec<Weak<Hold>>,
@@ -187,13 +188,13 @@ struct WaitQueue {
     waiters: BTreeMap<u64, LocalWaiter>,
     /// An index of the waiters by owner.
     by_owner: BTreeSet<(Owner, u64)>,
-    /// The last local permit or claim sent to a waiter, until a check finds it received.
+    /// The most recent permit or claim sent to a waiter. A later check clears it after receipt.
     unreceived: Option<SentAdmission>,
     /// The guards of a re-entry or of a shared grant, until a check finds them received.
     unreceived_guards: Vec<SentAdmission>,
-    /// The ticket of the registration with the registry's watch, and its `unpolled_max`. `None` if
-    /// there is nothing to check.
-    watch_registration: Option<(u64, Duration)>,
+    /// The id of this lock's registration with the stall detector, and the shortest
+    /// `unpolled_max` of its waiters. `None` if there is nothing to check.
+    stall_registration: Option<(u64, Duration)>,
     closed: bool,
 }
 
@@ -202,12 +203,12 @@ struct LocalWaiter {
     /// `None` for the registry's defaults. A shared `Arc` would make all waiters of all keys write
     /// the same reference count.
     options: Option<Arc<ClaimOptions>>,
-    delivery: Arc<Delivery>,
+    channel: Arc<AdmissionChannel>,
 }
 
 /// An admission that was sent to a waiter.
 struct SentAdmission {
-    delivery: Arc<Delivery>,
+    channel: Arc<AdmissionChannel>,
     /// The waiter must receive it within this time after the first check.
     unpolled_max: Duration,
     first_checked_at: Option<Moment>,
@@ -221,9 +222,9 @@ impl SentAdmission {
 }
 
 /// The oneshot channel through which a waiter receives its admission.
-struct Delivery(Mutex<DeliveryState>);
+struct AdmissionChannel(Mutex<ChannelState>);
 
-enum DeliveryState {
+enum ChannelState {
     /// The waiter waits. Contains its waker.
     Pending(Option<Waker>),
     Sent(Admission),
@@ -235,24 +236,24 @@ enum DeliveryState {
     Done,
 }
 
-impl Delivery {
+impl AdmissionChannel {
     fn new() -> Arc<Self> {
-        Arc::new(Self(Mutex::new(DeliveryState::Pending(None))))
+        Arc::new(Self(Mutex::new(ChannelState::Pending(None))))
     }
 
     /// Sends the waiter its admission. Must not be called while the wait queue is locked: a waker
     /// may drop the task that it wakes, and the task's `Drop` locks the queue.
     fn send(&self, admission: Admission) {
-        self.complete(DeliveryState::Sent(admission));
+        self.complete(ChannelState::Sent(admission));
     }
 
     fn close(&self) {
-        self.complete(DeliveryState::Closed);
+        self.complete(ChannelState::Closed);
     }
 
-    fn complete(&self, result: DeliveryState) {
+    fn complete(&self, result: ChannelState) {
         let mut state = self.state();
-        let DeliveryState::Pending(waker) = &mut *state else {
+        let ChannelState::Pending(waker) = &mut *state else {
             drop(state);
             // The waiter is gone. The drop of an admission passes it to the next waiter.
             drop(result);
@@ -269,7 +270,7 @@ impl Delivery {
     fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<Admission, NotAdmitted>> {
         let mut state = self.state();
         match &mut *state {
-            DeliveryState::Pending(waker) => {
+            ChannelState::Pending(waker) => {
                 if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
                     let before = waker.replace(cx.waker().clone());
                     // Dropped after the unlock: a waker may own the task whose destructor drops
@@ -279,20 +280,20 @@ impl Delivery {
                 }
                 Poll::Pending
             }
-            DeliveryState::PassedOn => Poll::Ready(Err(NotAdmitted::PassedOn)),
-            DeliveryState::Sent(_) => match std::mem::replace(&mut *state, DeliveryState::Done) {
-                DeliveryState::Sent(admission) => Poll::Ready(Ok(admission)),
+            ChannelState::PassedOn => Poll::Ready(Err(NotAdmitted::PassedOn)),
+            ChannelState::Sent(_) => match std::mem::replace(&mut *state, ChannelState::Done) {
+                ChannelState::Sent(admission) => Poll::Ready(Ok(admission)),
                 _ => Poll::Ready(Err(NotAdmitted::Closed)),
             },
-            DeliveryState::Closed | DeliveryState::Done => Poll::Ready(Err(NotAdmitted::Closed)),
+            ChannelState::Closed | ChannelState::Done => Poll::Ready(Err(NotAdmitted::Closed)),
         }
     }
 
     /// Takes back an admission that the waiter has not received, and passes it to the next waiter.
-    fn pass_on(&self) {
+    fn revoke(&self) {
         let mut state = self.state();
-        if matches!(*state, DeliveryState::Sent(_)) {
-            let unreceived = std::mem::replace(&mut *state, DeliveryState::PassedOn);
+        if matches!(*state, ChannelState::Sent(_)) {
+            let unreceived = std::mem::replace(&mut *state, ChannelState::PassedOn);
             drop(state);
             drop(unreceived);
         }
@@ -301,16 +302,16 @@ impl Delivery {
     /// Records that the waiter is gone. An admission that it has not received passes to the next
     /// waiter.
     fn cancel(&self) {
-        let before = std::mem::replace(&mut *self.state(), DeliveryState::Done);
+        let before = std::mem::replace(&mut *self.state(), ChannelState::Done);
         drop(before);
     }
 
     /// Returns whether the waiter may still receive an admission.
     fn is_open(&self) -> bool {
-        matches!(*self.state(), DeliveryState::Pending(_) | DeliveryState::Sent(_))
+        matches!(*self.state(), ChannelState::Pending(_) | ChannelState::Sent(_))
     }
 
-    fn state(&self) -> MutexGuard<'_, DeliveryState> {
+    fn state(&self) -> MutexGuard<'_, ChannelState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -354,7 +355,7 @@ impl LocalLock {
             has_waiters: false.into(),
             has_store_error: false.into(),
             epoch: 0.into(),
-            last_timer: LastTimerKey::default(),
+            last_schedule_key: LastScheduleKey::default(),
         }
     }
 
@@ -416,21 +417,21 @@ impl LocalLock {
             }
             let ticket = wait_queue.next_ticket;
             wait_queue.next_ticket += 1;
-            let delivery = Delivery::new();
+            let channel = AdmissionChannel::new();
             let is_default = Arc::ptr_eq(options, &self.engine.default_options);
             let waiter = LocalWaiter {
                 owner: owner.cloned(),
                 options: (!is_default).then(|| Arc::clone(options)),
-                delivery: Arc::clone(&delivery),
+                channel: Arc::clone(&channel),
             };
             wait_queue.push(ticket, waiter);
             self.has_waiters.store(true, Ordering::Relaxed);
-            self.watch_queue(&mut wait_queue, options.lease.length);
-            WaiterGuard { local_lock: self, ticket: Some(ticket), delivery }
+            self.register_with_stall_detector(&mut wait_queue, options.lease.length);
+            WaiterGuard { local_lock: self, ticket: Some(ticket), channel }
         };
         self.engine.emit(|| crate::LockEvent::Waiting { key: self.key.as_str() });
-        let delivery = Arc::clone(&waiting.delivery);
-        let admission = poll_fn(|cx| delivery.poll(cx));
+        let channel = Arc::clone(&waiting.channel);
+        let admission = poll_fn(|cx| channel.poll(cx));
         let admission = match deadline {
             None => admission.await,
             Some(deadline) => tokio::select! {
@@ -447,19 +448,23 @@ impl LocalLock {
         admission
     }
 
-    /// Registers this local lock with the registry's watch, so that a waiter that is not polled for
+    /// Registers this local lock with the stall detector, so that a waiter that is not polled for
     /// `unpolled_max` is detected in time.
-    fn watch_queue(self: &Arc<Self>, wait_queue: &mut WaitQueue, unpolled_max: Duration) {
-        if wait_queue.watch_registration.is_some_and(|(_, shortest)| shortest <= unpolled_max) {
+    fn register_with_stall_detector(
+        self: &Arc<Self>,
+        wait_queue: &mut WaitQueue,
+        unpolled_max: Duration,
+    ) {
+        if wait_queue.stall_registration.is_some_and(|(_, shortest)| shortest <= unpolled_max) {
             return;
         }
-        let watch = self.engine.background.watch();
-        if let Some((ticket, _)) = wait_queue.watch_registration {
-            watch.deregister(ticket);
+        let stall_detector = self.engine.background.stall_detector();
+        if let Some((id, _)) = wait_queue.stall_registration {
+            stall_detector.deregister(id);
         }
         let local_lock: Weak<Self> = Arc::downgrade(self);
-        let ticket = watch.register(local_lock, unpolled_max);
-        wait_queue.watch_registration = Some((ticket, unpolled_max));
+        let id = stall_detector.register(local_lock, unpolled_max);
+        wait_queue.stall_registration = Some((id, unpolled_max));
     }
 
     /// Records a store error of the caller with the local permit.
@@ -485,12 +490,13 @@ impl LocalLock {
         let mut wait_queue = self.wait_queue();
         let reentries = wait_queue.begin_hold(hold);
         drop(wait_queue);
-        for (delivery, reentry) in reentries {
-            delivery.send(reentry);
+        for (channel, reentry) in reentries {
+            channel.send(reentry);
         }
     }
 
-    /// Hands a claim over to the first waiter if its options are the same. Returns false otherwise.
+    /// Hands the claim over to the first waiter if that waiter requested `options`. Returns false
+    /// otherwise.
     ///
     /// `new_guard` creates the guard for the waiter's owner, or returns `None` if the claim can no
     /// longer be handed over. The local permit stays with the claim.
@@ -520,13 +526,13 @@ impl LocalLock {
             return false;
         };
         let (ticket, waiter) = first.remove_entry();
-        let delivery = wait_queue.record_sent(ticket, waiter, &self.engine);
-        // While the queue is locked: after that, the next hold may already have begun.
+        let channel = wait_queue.record_sent(ticket, waiter, &self.engine);
+        // `begin_hold` runs under the queue lock, because another hold can begin after the unlock.
         let reentries = wait_queue.begin_hold(guard.hold());
         drop(wait_queue);
-        delivery.send(Admission::HandedOver(guard));
-        for (delivery, reentry) in reentries {
-            delivery.send(reentry);
+        channel.send(Admission::HandedOver(guard));
+        for (channel, reentry) in reentries {
+            channel.send(reentry);
         }
         true
     }
@@ -539,7 +545,7 @@ impl LocalLock {
         wait_queue.by_owner.clear();
         drop(wait_queue);
         for waiter in waiters.into_values() {
-            waiter.delivery.close();
+            waiter.channel.close();
         }
     }
 
@@ -581,11 +587,11 @@ impl LocalLock {
             self.has_waiters.store(false, Ordering::Relaxed);
         }
         drop(wait_queue);
-        for (delivery, guard) in joined {
-            delivery.send(Admission::Joined(guard));
+        for (channel, guard) in joined {
+            channel.send(Admission::Joined(guard));
         }
-        if let Some(delivery) = next {
-            delivery.send(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
+        if let Some(channel) = next {
+            channel.send(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
         }
     }
 
@@ -595,28 +601,28 @@ impl LocalLock {
     }
 }
 
-impl Watched for LocalLock {
-    fn check(self: Arc<Self>, now: Moment) -> bool {
+impl StallCheck for LocalLock {
+    fn check_for_stall(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
-        wait_queue.unreceived.take_if(|sent| !sent.delivery.is_open());
-        wait_queue.unreceived_guards.retain(|sent| sent.delivery.is_open());
+        wait_queue.unreceived.take_if(|sent| !sent.channel.is_open());
+        wait_queue.unreceived_guards.retain(|sent| sent.channel.is_open());
         let WaitQueue { unreceived, unreceived_guards, .. } = &mut *wait_queue;
         for sent in unreceived.iter_mut().chain(unreceived_guards) {
             if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
-                overdue.push(Arc::clone(&sent.delivery));
+                overdue.push(Arc::clone(&sent.channel));
             }
         }
         let needs_checks = wait_queue.unreceived.is_some()
             || !wait_queue.unreceived_guards.is_empty()
             || !wait_queue.waiters.is_empty();
         if !needs_checks {
-            wait_queue.watch_registration = None;
+            wait_queue.stall_registration = None;
             wait_queue.unreceived_guards = Vec::new();
         }
         drop(wait_queue);
-        for delivery in overdue {
-            delivery.pass_on();
+        for channel in overdue {
+            channel.revoke();
         }
         needs_checks
     }
@@ -638,28 +644,29 @@ impl WaitQueue {
     }
 
     /// Makes the readers at the front of the queue join the current shared grant. Returns their
-    /// deliveries with a guard for each.
-    fn join_first_waiters(&mut self, engine: &Engine) -> Vec<(Arc<Delivery>, LockGuard)> {
+    /// channels with a guard for each.
+    fn join_first_waiters(&mut self, engine: &Engine) -> Vec<(Arc<AdmissionChannel>, LockGuard)> {
         let mut joined = Vec::new();
         while let Some((&ticket, waiter)) = self.waiters.first_key_value() {
             let options = waiter.options.as_ref().unwrap_or(&engine.default_options);
             let Some(guard) = self.join(options, waiter.owner.as_ref()) else { break };
             let Some(waiter) = self.remove(ticket) else { break };
             self.unreceived_guards.push(waiter.to_sent_admission(engine));
-            joined.push((waiter.delivery, guard));
+            joined.push((waiter.channel, guard));
         }
         joined
     }
 
     /// Makes `hold` the current hold. Removes the waiters of its owner from the queue that may
-    /// re-enter it, and returns their deliveries with a guard for each.
-    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Admission)> {
+    /// re-enter it, and returns their channels with a guard for each.
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<AdmissionChannel>, Admission)> {
         let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.reentrant_hold = Weak::new();
             return reentries;
         };
-        // After a loss of this hold, the current hold may already be another one.
+        // An expired hold does not become current, because `reentrant_hold` may already refer to a
+        // later hold.
         if hold.grant().valid_until() <= Moment::now_coarse() {
             return reentries;
         }
@@ -673,7 +680,7 @@ impl WaitQueue {
         let of_owner = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
         let tickets: Vec<u64> = self.by_owner.range(of_owner).map(|(_, ticket)| *ticket).collect();
         if !tickets.is_empty() {
-            self.unreceived_guards.retain(|sent| sent.delivery.is_open());
+            self.unreceived_guards.retain(|sent| sent.channel.is_open());
         }
         let engine = hold.grant().local_lock().engine();
         for ticket in tickets {
@@ -685,7 +692,7 @@ impl WaitQueue {
             let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
             self.unreceived_guards.push(waiter.to_sent_admission(engine));
-            reentries.push((waiter.delivery, Admission::Reentered(guard)));
+            reentries.push((waiter.channel, Admission::Reentered(guard)));
         }
         reentries
     }
@@ -710,11 +717,16 @@ impl WaitQueue {
     }
 
     /// Records that the local permit or the claim is sent to `waiter`, which was just removed from
-    /// the queue. Returns the waiter's delivery.
-    fn record_sent(&mut self, ticket: u64, waiter: LocalWaiter, engine: &Engine) -> Arc<Delivery> {
+    /// the queue. Returns the waiter's channel.
+    fn record_sent(
+        &mut self,
+        ticket: u64,
+        waiter: LocalWaiter,
+        engine: &Engine,
+    ) -> Arc<AdmissionChannel> {
         self.remove_from_index(ticket, &waiter);
         self.unreceived = Some(waiter.to_sent_admission(engine));
-        waiter.delivery
+        waiter.channel
     }
 
     /// Returns another guard for `owner` if it holds the key in a mode that includes `wanted`.
@@ -754,7 +766,7 @@ impl LocalWaiter {
     fn to_sent_admission(&self, engine: &Engine) -> SentAdmission {
         let options = self.options.as_ref().unwrap_or(&engine.default_options);
         SentAdmission {
-            delivery: Arc::clone(&self.delivery),
+            channel: Arc::clone(&self.channel),
             unpolled_max: options.lease.length,
             first_checked_at: None,
         }
@@ -770,8 +782,8 @@ impl fmt::Debug for LocalLock {
 impl Drop for LocalLock {
     fn drop(&mut self) {
         let wait_queue = self.wait_queue.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some((ticket, _)) = wait_queue.watch_registration {
-            self.engine.background.watch().deregister(ticket);
+        if let Some((id, _)) = wait_queue.stall_registration {
+            self.engine.background.stall_detector().deregister(id);
         }
         // Here the local lock can no longer be upgraded, but its entry is still in the table.
         interleaving_point();
@@ -848,7 +860,7 @@ struct WaiterGuard<'a> {
     local_lock: &'a LocalLock,
     /// `None` once the waiter is not in the queue any more.
     ticket: Option<u64>,
-    delivery: Arc<Delivery>,
+    channel: Arc<AdmissionChannel>,
 }
 
 impl Drop for WaiterGuard<'_> {
@@ -856,7 +868,7 @@ impl Drop for WaiterGuard<'_> {
         if let Some(ticket) = self.ticket {
             let waiter = self.local_lock.wait_queue().remove(ticket);
             drop(waiter);
-            self.delivery.cancel();
+            self.channel.cancel();
         }
     }
 }

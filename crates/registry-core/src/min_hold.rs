@@ -1,5 +1,5 @@
-//! The `min_hold` of a lock that its holder has released: the lease is renewed until it is over.
-//! Called by `guard`, which then releases the claim.
+//! The `min_hold` of a lock that its holder has released: must_renew the lease until the `min_hold`
+//! is over. Its caller `guard` then releases the claim.
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use crate::error::LostReason;
 use crate::invalidation::Epoch;
 use crate::lease::{drift_margin, lease_covering};
 
-/// Receives a message once the first renewal has an outcome, or none is needed. The message is an
-/// error if the claim is lost.
-pub(crate) type FirstRenewal = oneshot::Sender<Result<(), LostReason>>;
+/// Sends `Ok` once the first renewal has an outcome or no renewal is needed. Sends the reason if
+/// the claim is lost.
+pub(crate) type FirstRenewalSender = oneshot::Sender<Result<(), LostReason>>;
 
 /// The rest of the `min_hold` of a claim without guards.
 pub(crate) struct MinHold<'a, E> {
@@ -29,8 +29,8 @@ pub(crate) struct MinHold<'a, E> {
 
 impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
     /// Waits until the `min_hold` is over or the claim is lost. Returns false if the time limit of
-    /// `close` comes first.
-    pub(crate) async fn wait(&self, first_renewal: Option<FirstRenewal>) -> bool {
+    /// `close` ends before.
+    pub(crate) async fn wait(&self, first_renewal: Option<FirstRenewalSender>) -> bool {
         tokio::select! {
             biased;
             () = self.renew_until_end(first_renewal) => true,
@@ -38,24 +38,24 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
         }
     }
 
-    /// Waits until the end, and renews the lease while it would end before. Returns early if the
-    /// claim is lost.
+    /// Waits until the end of the `min_hold`, and must_renew the lease if the lease would end
+    /// before. Returns early if the claim is lost.
     ///
-    /// Also renews after an invalidation of the key: if its release was forced, local callers must
-    /// not wait for the rest of the `min_hold`.
-    async fn renew_until_end(&self, mut first_renewal: Option<FirstRenewal>) {
+    /// An invalidation of the key also causes a renewal, which detects a forced release. Local
+    /// callers must not wait for the rest of the `min_hold` after a forced release.
+    async fn renew_until_end(&self, mut first_renewal: Option<FirstRenewalSender>) {
         let (engine, end) = (self.engine, self.end);
-        let mut notify = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
+        let mut send_outcome = |outcome| first_renewal.take().map(|sender| sender.send(outcome));
         let mut until = self.valid_until;
         let mut failures = 0;
         let mut epoch = (self.epoch)();
-        let mut renews = until < end;
+        let mut must_renew = until < end;
         loop {
             let mut next_at = end;
-            if renews {
+            if must_renew {
                 epoch = (self.epoch)();
                 let now = Moment::now();
-                // The store limits the length of a lease, so one renewal may not be enough.
+                // The store limits the length of a lease, so the loop may need several renewals.
                 let (min, max) = (engine.capabilities.lease_min, engine.capabilities.lease_max);
                 let lease = lease_covering(end.since(now)).clamp(min, max);
                 let mut renewal = engine.renew(self.claim.clone().with_lease(lease));
@@ -63,15 +63,15 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                     Some(Ok(Renewal::Renewed(granted))) => {
                         failures = 0;
                         until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));
-                        renews = until < end;
+                        must_renew = until < end;
                         granted / 3
                     }
                     Some(Ok(Renewal::Gone)) => {
-                        notify(Err(LostReason::Gone));
+                        send_outcome(Err(LostReason::Gone));
                         return;
                     }
                     Some(Err(error)) if !error.is_retryable() => {
-                        renews = false;
+                        must_renew = false;
                         Duration::ZERO
                     }
                     Some(Err(_)) | None => {
@@ -80,28 +80,28 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
                     }
                 };
                 let next = Moment::now().after(pause.max(backoff(failures)));
-                // Once the lease is over, it cannot be renewed.
-                renews &= until >= end || next < until;
-                if renews {
+                // A renewal cannot restore a lease that is over.
+                must_renew &= until >= end || next < until;
+                if must_renew {
                     next_at = next.min(end);
                 }
             }
-            notify(Ok(()));
+            send_outcome(Ok(()));
             if self.invalidated_before(next_at, epoch).await {
-                renews = true;
+                must_renew = true;
             } else if next_at >= end {
                 return;
             }
         }
     }
 
-    /// Waits for an invalidation of the key, which changes its epoch from `known`. Returns false if
-    /// there is none before `limit`.
+    /// Waits until an invalidation has changed the key's epoch from `known`. Returns false if no
+    /// invalidation arrives before `limit`.
     async fn invalidated_before(&self, limit: Moment, known: Epoch) -> bool {
         let engine = self.engine;
         loop {
-            // Sleeps first: a renewal may itself cause an invalidation, which the loop must not
-            // follow.
+            // The loop sleeps first. A renewal may itself cause an invalidation, and the loop must
+            // not verify the claim at once again.
             engine.sleep_until(Moment::now().after(engine.defaults.poll).min(limit)).await;
             if Moment::now() >= limit {
                 return false;

@@ -1,6 +1,7 @@
 //! A one-shot event.
 //!
-//! Sequentially consistent, for the same reason as [`ActiveCount`](crate::active_count).
+//! All accesses are sequentially consistent, for the same reason as in
+//! [`active_count`](crate::active_count).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -15,7 +16,7 @@ pub(crate) struct OneShotEvent {
 }
 
 impl OneShotEvent {
-    /// Sets the event. Returns whether it was not set before.
+    /// Sets the event. Returns true for the first call.
     pub(crate) fn set(&self) -> bool {
         let is_first = !self.is_set.swap(true, Ordering::SeqCst);
         if is_first {
@@ -32,7 +33,8 @@ impl OneShotEvent {
     pub(crate) async fn wait(&self) {
         let was_set = self.was_set.notified();
         tokio::pin!(was_set);
-        // Enabled before the check; a `set` in between would be missed otherwise.
+        // The notification is enabled before the check. Otherwise, a `set` between the two would be
+        // missed.
         was_set.as_mut().enable();
         if !self.is_set() {
             with_panic_safe_waker(was_set).await;

@@ -1,7 +1,7 @@
 //! Owners, for which locks are re-entrant.
 //!
-//! An owner is explicit, because a future may change its thread at each `.await`, and one task may
-//! run independent callers.
+//! An owner is an explicit value, because threads and tasks do not identify a caller. A future may
+//! change its thread at each `.await`, and one task may run several callers.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};

@@ -12,13 +12,14 @@ use crate::fencing::FencingToken;
 /// The next token of every key in this process.
 static NEXT_TOKEN: AtomicU64 = AtomicU64::new(1);
 
-/// A store that grants every claim. Callers of one registry still wait for each other per key;
-/// other clients are not excluded.
+/// A store that grants every claim. Callers of one registry still wait for each other per key. The
+/// store does not exclude other clients.
 ///
 /// The tokens of all keys come from one counter of this process, which starts at 1. They cannot be
 /// compared with the tokens of other processes, so [`Capabilities::fencing`] is false.
 ///
-/// For tests of code that locks, and for deployments with a single process and no store.
+/// Use this store in tests of code that locks, and in deployments with a single process and no
+/// store.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct PassThroughBackend;

@@ -16,7 +16,7 @@ use futures_util::future::FutureExt as _;
 use crate::backend::{Attempt, Claim, Grant};
 use crate::call::{Call, CallFuture, first_poll};
 use crate::clock::{Moment, sleep};
-use crate::contained::{catch_panic, discard};
+use crate::contained::{catch_panic, discard_panic};
 use crate::engine::{Engine, FirstPoll};
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
@@ -26,7 +26,7 @@ use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::ClaimOptions;
 use crate::release::{PendingRelease, release_claim, release_in_background};
-use crate::watch::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
@@ -204,7 +204,7 @@ impl PendingClaim {
             let engine = Arc::clone(permit.local_lock().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             release_in_background(PendingRelease {
-                possible_grants: self.unknown_attempts + 1,
+                grants_to_reap: self.unknown_attempts + 1,
                 ..PendingRelease::new(engine, claim)
             });
             Box::new(Self::new(permit, fresh, options))
@@ -233,7 +233,7 @@ impl PendingClaim {
     }
 
     fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
-        let in_flight = self.in_flight.take().and_then(|mut call| call.take());
+        let in_flight = self.in_flight.take().and_then(|mut call| call.take_future());
         let unknown_attempts = self.unknown_attempts;
         if mutated(Mutant::CancelledAcquireLeaks) {
             return;
@@ -243,14 +243,14 @@ impl PendingClaim {
             let queued = self.queued || claim.joins_queue();
             let pending_release = PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                possible_grants: unknown_attempts,
+                grants_to_reap: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             };
             background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
         } else if unknown_attempts > 0 || self.queued {
             release_in_background(PendingRelease {
                 permit: permit.map(LocalPermit::into_permit_until_released),
-                possible_grants: unknown_attempts,
+                grants_to_reap: unknown_attempts,
                 ..PendingRelease::new(engine, claim)
             });
         }
@@ -310,23 +310,23 @@ async fn finish_and_release(
         }
     };
     let panicked = |payload| {
-        discard(payload);
+        discard_panic(payload);
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked; report this bug"))
     };
     match response.unwrap_or_else(panicked) {
         // Without earlier attempts, there is nothing to release.
         Ok(Attempt::Busy(busy))
-            if pending_release.possible_grants == 0 && !queued && !busy.is_queued =>
+            if pending_release.grants_to_reap == 0 && !queued && !busy.is_queued =>
         {
             return;
         }
-        Err(error) if error.refused() && pending_release.possible_grants == 0 && !queued => return,
+        Err(error) if error.refused() && pending_release.grants_to_reap == 0 && !queued => return,
         // The earlier attempts may each cause another grant, after this one is released.
-        Ok(Attempt::Granted(_)) if pending_release.possible_grants > 0 => {
-            pending_release.possible_grants += 1
+        Ok(Attempt::Granted(_)) if pending_release.grants_to_reap > 0 => {
+            pending_release.grants_to_reap += 1
         }
         Ok(_) => {}
-        Err(_) => pending_release.possible_grants += 1,
+        Err(_) => pending_release.grants_to_reap += 1,
     }
     release_claim(pending_release).await;
 }

@@ -13,22 +13,23 @@ use crate::lease::LeaseOptions;
 use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::options::ClaimOptions;
 use crate::registry::Registry;
-use crate::watch::{SuspendedState, Suspension, SuspensionCell};
+use crate::stall_detector::{SuspendedState, Suspension, SuspensionCell};
 
 impl Registry {
-    /// Waits up to `wait` for the local permit of `key`, then runs `attempts`
-    /// and returns its output.
+    /// Waits up to `wait` for the local permit of `key`, then runs `attempts` and returns its
+    /// output.
     ///
-    /// A backend uses this for a lock that it acquires without the engine. Without a permit, such
-    /// an acquisition would wait while local callers hand a claim over to each other.
+    /// A backend uses this method for a lock that it acquires without the engine. Without a permit,
+    /// such an acquisition would wait while local callers hand a claim over to each other.
     ///
-    /// After one second without a permit, `attempts` runs while this call continues to wait for the
-    /// permit. The caller in front may wait for something that this caller has locked, which is a
-    /// deadlock that only the store can detect.
+    /// After one second without a permit, `attempts` also runs while this call waits for the
+    /// permit. Otherwise, the holder of the permit might wait for a row that this caller has
+    /// locked, and only the store can detect this deadlock.
     ///
     /// The permit is released when `attempts` is ready, or after the length of the registry's
     /// lease. In the latter case, `attempts` continues while this call waits for its next permit.
-    /// If no permit comes within `wait`, or the registry is closing, `attempts` runs without one.
+    /// If this call receives no permit within `wait`, or the registry is closing, `attempts` runs
+    /// without a permit.
     ///
     /// # Cancel safety
     /// Dropping the future releases the permit and drops `attempts`.
@@ -56,7 +57,7 @@ impl Registry {
             }
         };
         while let Some(current) = permit {
-            let mut suspension = Suspension::new(engine.background.watch(), permit_max);
+            let mut suspension = Suspension::new(engine.background.stall_detector(), permit_max);
             let mut limit = pin!(sleep(permit_max));
             let run = suspension.run(current, |_, cx| match attempts.as_mut().poll(cx) {
                 Poll::Ready(output) => Poll::Ready(Some(output)),
@@ -65,8 +66,8 @@ impl Registry {
             if let Ok((_, Some(output))) = run.await {
                 return output;
             }
-            // `attempts` is polled while this waits, because its request may be granted at any
-            // time.
+            // This call polls `attempts` during the wait, because the store may grant its request
+            // at any time.
             permit = tokio::select! {
                 biased;
                 output = &mut attempts => return output,
@@ -77,14 +78,14 @@ impl Registry {
     }
 }
 
-/// How long a caller waits for its permit before it attempts without one.
+/// The time for which a caller waits for its permit before it runs its attempts without a permit.
 const ATTEMPT_WITHOUT_PERMIT_AFTER: Duration = Duration::from_secs(1);
 
-/// Waits for a permit. Returns `None` if it did not come in time, or the registry is closing.
+/// Waits for a permit. Returns `None` at the deadline, or if the registry is closing.
 async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Option<LocalPermit> {
     let defaults = &local_lock.engine().default_options;
-    // With options that differ from those of any claim, this waiter gets no hand-over: the caller
-    // in front releases its claim in the store.
+    // The options of this waiter differ from the options of every claim, so it receives no
+    // hand-over. The previous holder therefore releases its claim in the store.
     let lease = LeaseOptions { max_hold: Some(Duration::ZERO), ..defaults.lease };
     let options = Arc::new(ClaimOptions { lease, ..ClaimOptions::clone(defaults) });
     loop {
@@ -99,7 +100,7 @@ async fn wait_for_permit(local_lock: &Arc<LocalLock>, deadline: Moment) -> Optio
     }
 }
 
-/// If the future is not polled, it loses the permit. At its next poll, `attempts` continues.
+/// A future that is not polled loses the permit. At its next poll, `attempts` continues.
 impl SuspendedState for LocalPermit {
     type Replacement = ();
 

@@ -21,6 +21,36 @@ pub struct LockRecord {
     entries: Vec<RecordEntry>,
 }
 
+/// What a store must write for an attempt, from [`LockRecord::attempt`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum RecordChange {
+    /// Nothing. The attempt has this response.
+    Nothing(Attempt),
+    /// This record, if the stored one has not changed. The attempt then has this response.
+    Replace(LockRecord, Attempt),
+    /// A record with a new grant, if the stored one has not changed.
+    Grant(NewGrant),
+}
+
+/// The text of a record with a new grant, for a store that reads its clock and takes the token in
+/// the same step. The text is `before`, `id_and_mode`, `until`, `since`, 16 zeros, the token,
+/// `rest`, and `after`. See [`LockRecord::to_text`] for the fields.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct NewGrant {
+    /// The text of the entries before the new one.
+    pub before: String,
+    /// The first fields of the new entry.
+    pub id_and_mode: String,
+    /// The last fields of the new entry, with its `;`.
+    pub rest: String,
+    /// The text of the entries after the new one.
+    pub after: String,
+    /// The end of the last lease of the other entries. Zero without others.
+    pub until_of_others: u64,
+}
+
 /// One claim in a [`LockRecord`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
@@ -156,6 +186,31 @@ impl LockRecord {
             None => self.entries.push(granted),
         }
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
+    }
+
+    /// Returns what a store must write for an attempt of `claim`, at this time of its clock or a
+    /// little later.
+    #[must_use]
+    pub fn attempt(mut self, claim: &Claim, now: u64) -> RecordChange {
+        self.remove_expired(now);
+        let before = self.clone();
+        let mut is_new = false;
+        let attempt = self.acquire(claim, now, || {
+            is_new = true;
+            // The store takes the token.
+            Ok::<_, std::convert::Infallible>(FencingToken::MAX)
+        });
+        let Ok(attempt) = attempt;
+        let own = self.entries.iter().position(|entry| entry.id == claim.id());
+        match own {
+            Some(own) if is_new => {
+                let others = self.entries.iter().filter(|entry| entry.id != claim.id());
+                let until_of_others = others.map(|entry| entry.until).max().unwrap_or(0);
+                RecordChange::Grant(self.new_grant(own, until_of_others))
+            }
+            _ if self == before => RecordChange::Nothing(attempt),
+            _ => RecordChange::Replace(self, attempt),
+        }
     }
 
     /// Returns whether an attempt of `claim` would be busy. Changes nothing, so that a waiter can
@@ -355,7 +410,9 @@ fn between(from: u64, to: u64) -> Duration {
 /// The text of an entry: fields of fixed width, so that a store's own language can find and change
 /// one by its position, then the label as hexadecimal digits, and `;`.
 mod text {
-    use super::{Arc, ClaimId, ClaimMode, FencingToken, InvalidRecord, LockRecord, RecordEntry};
+    use super::{
+        Arc, ClaimId, ClaimMode, FencingToken, InvalidRecord, LockRecord, NewGrant, RecordEntry,
+    };
 
     impl LockRecord {
         /// Returns the record as text. [`parse`](Self::parse) reads it.
@@ -383,6 +440,26 @@ mod text {
             }
         }
     }
+
+    impl LockRecord {
+        /// Returns the text around the fields that a store fills in for the entry `own`.
+        pub(super) fn new_grant(&self, own: usize, until_of_others: u64) -> NewGrant {
+            let text = |entries: &[RecordEntry]| entries.iter().map(RecordEntry::to_text).collect();
+            let entry = self.entries[own].to_text();
+            NewGrant {
+                before: text(&self.entries[..own]),
+                id_and_mode: entry[..UNTIL_AT].to_owned(),
+                rest: entry[BLOCK_AT..].to_owned(),
+                after: text(&self.entries[own + 1..]),
+                until_of_others,
+            }
+        }
+    }
+
+    /// The position of `until` in an entry.
+    const UNTIL_AT: usize = 33;
+    /// The position of the token block in an entry.
+    const BLOCK_AT: usize = UNTIL_AT + 3 * 16 + 19;
 
     impl RecordEntry {
         fn to_text(&self) -> String {
@@ -498,6 +575,29 @@ mod tests {
         for damaged in [&text[1..], &text[..text.len() - 1], "x;", &text.replace('s', "q")] {
             assert_eq!(LockRecord::parse(damaged), Err(InvalidRecord));
         }
+    }
+
+    #[test]
+    fn a_store_can_fill_in_the_times_and_the_token_of_a_new_grant() {
+        let label: Option<Arc<str>> = Some("reader".into());
+        let (first, second) =
+            (claim(ClaimMode::Shared), claim(ClaimMode::Shared).with_label(label));
+        let mut record = LockRecord::new();
+        _ = record.acquire(&first, 5, tokens()).unwrap();
+        let RecordChange::Grant(grant) = record.clone().attempt(&second, 6) else {
+            panic!("readers share the key")
+        };
+        let NewGrant { before, id_and_mode, rest, after, until_of_others } = grant;
+        assert_eq!(until_of_others, 10_000_005);
+        let text =
+            format!("{before}{id_and_mode}{:016}{:016}{:016}{:019}{rest}{after}", 77, 7, 0, 9);
+        let filled = LockRecord::parse(&text).unwrap();
+        let entry = filled.entries().last().unwrap();
+        assert_eq!((entry.until, entry.since, entry.token.unwrap().get()), (77, 7, 9));
+        assert_eq!(entry.label.as_deref(), Some("reader"));
+        assert_eq!(filled.entries()[0], record.entries()[0]);
+        let writer = claim(ClaimMode::Exclusive);
+        assert!(matches!(record.attempt(&writer, 6), RecordChange::Nothing(Attempt::Busy(_))));
     }
 
     #[test]

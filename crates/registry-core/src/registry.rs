@@ -32,7 +32,7 @@ use crate::one_shot::OneShotEvent;
 use crate::options::{ClaimOptions, Defaults, HandOverLimits, LockOptions};
 use crate::renewer::LeaseRenewer;
 use crate::schedule::Schedule;
-use crate::siblings::Sibling;
+use crate::siblings::SiblingEntry;
 
 /// Provides locks by key, independent of the store. Framework code holds an
 /// `Arc<dyn LockRegistry>`.
@@ -136,7 +136,7 @@ struct CloseState {
     /// The background releaser's task. Ends when the registry is dropped and no job is pending.
     _background: JoinHandle<()>,
     /// The task that checks futures that are not polled. Ends when the registry is dropped.
-    _watch: JoinHandle<()>,
+    _stall_detector: JoinHandle<()>,
     /// Set by the first call of `close`.
     counts: OnceLock<CountsAtClose>,
 }
@@ -193,7 +193,7 @@ impl Registry {
     /// # Cancel safety
     /// Dropping the future has no effect.
     pub async fn idle(&self) {
-        self.engine.background.drained().await;
+        self.engine.background.wait_until_drained().await;
     }
 
     /// Returns the number of keys with a handle, guard or waiter in this registry.
@@ -205,7 +205,7 @@ impl Registry {
     /// Returns the number of locks that this registry holds now.
     #[must_use]
     pub fn held(&self) -> usize {
-        self.engine.active_grants.alive()
+        self.engine.active_grants.count()
     }
 
     /// Returns the holders of all locked keys, of this and all other clients, sorted by key.
@@ -257,7 +257,7 @@ impl Registry {
             // After an error too, because the key may be free. A store need not report a change to
             // the client that made it.
             if !mutated(Mutant::BrokenLockUnverified) {
-                sibling.verify(&forced_key);
+                sibling.request_verification(&forced_key);
             }
             released
         });
@@ -311,7 +311,7 @@ impl Registry {
         // Repeated, because a pending claim may still become an active grant.
         loop {
             let all = engine.schedule.all();
-            if all.is_empty() && engine.pending_claims.alive() == 0 {
+            if all.is_empty() && engine.pending_claims.count() == 0 {
                 break;
             }
             for grant in all {
@@ -321,7 +321,7 @@ impl Registry {
         }
         // A grant that is still counted here is being released by its own caller.
         engine.active_grants.wait_until_zero().await;
-        engine.background.drained().await;
+        engine.background.wait_until_drained().await;
     }
 }
 
@@ -353,7 +353,7 @@ impl Registry {
         let engine = &self.engine;
         let close_state = &self.close_state;
         let before = *close_state.counts.get_or_init(|| CountsAtClose {
-            held: engine.active_grants.alive(),
+            held: engine.active_grants.count(),
             lost: engine.lost_claims.load(Ordering::Acquire),
             left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
             failed_releases: engine.failed_releases.load(Ordering::Acquire),
@@ -366,7 +366,7 @@ impl Registry {
             // become a job of the background releaser.
             engine.pending_claims.wait_until_zero().await;
             engine.active_grants.wait_until_zero().await;
-            engine.background.drained().await;
+            engine.background.wait_until_drained().await;
         };
         let in_time = tokio::time::timeout(limit, all_released).await.is_ok();
         if !in_time {
@@ -379,11 +379,11 @@ impl Registry {
         // A claim that is being released may be counted both as an active grant and as a job of the
         // background releaser, hence `max`. A pending claim that is counted here may have just
         // begun; it then sends no request.
-        let held = engine.active_grants.alive();
+        let held = engine.active_grants.count();
         let in_flight = if in_time {
             0
         } else {
-            held.max(engine.background.claims()) + engine.pending_claims.alive()
+            held.max(engine.background.pending_releases()) + engine.pending_claims.count()
         };
         let left_to_lease = engine.left_to_lease.load(Ordering::Acquire) - before.left_to_lease;
         let failed_releases =
@@ -492,6 +492,13 @@ impl RegistryBuilder {
         self
     }
 
+    /// Sets whether callers of all processes get a lock in the order in which they asked for it.
+    /// See [`LockOptions::fair`]. Default: false.
+    pub fn fair(mut self, fair: bool) -> Self {
+        self.defaults.fair = fair;
+        self
+    }
+
     /// Sets the label that other clients see when they query the holder of a lock. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.defaults.label = Some(label.into().into());
@@ -539,7 +546,7 @@ impl RegistryBuilder {
         )
         .map_err(|error| ConfigError::Invalid(error.to_string()))?;
         let (background, background_work) = BackgroundReleaser::new();
-        let watch_work = background.watch().work();
+        let stall_detector_task = background.stall_detector().task();
         let local_locks = Arc::new(LocalLocks::new());
         let schedule = Arc::new(Schedule::default());
         let table = Arc::clone(&local_locks);
@@ -551,7 +558,7 @@ impl RegistryBuilder {
             invalidations: Arc::clone(&invalidations),
             local_locks: Arc::clone(&local_locks),
         };
-        let sibling = Arc::new(Sibling::new(&backend, Invalidations::new(&invalidations)));
+        let sibling = Arc::new(SiblingEntry::new(&backend, Invalidations::new(&invalidations)));
         let engine = Arc::new(Engine {
             fairness: Fairness::new(&capabilities, defaults.poll),
             memory: (&*backend as &dyn Any).downcast_ref().cloned(),
@@ -584,7 +591,7 @@ impl RegistryBuilder {
                     drop(on_shutdown);
                 }
             }),
-            _watch: runtime.spawn(watch_work),
+            _stall_detector: runtime.spawn(stall_detector_task),
             counts: OnceLock::new(),
         };
         Ok(Registry { engine, local_locks, close_state: Arc::new(close_state) })

@@ -15,9 +15,11 @@ use crate::event::LockEvent;
 use crate::mutant::{Mutant, mutated};
 
 /// A local permit that stays taken until the release of the claim has an outcome. Its drop passes
-/// it to the next local caller. A trait, because `local_lock` depends on this file.
+/// the permit to the next local caller.
+///
+/// This is a trait because `local_lock` depends on this module.
 pub(crate) trait PermitUntilReleased: fmt::Debug + Send {
-    /// Records a store error for the callers that wait for the permit.
+    /// Records a store error, which the callers that wait for the permit return at their deadline.
     fn record_error(&self, error: &BackendError);
 }
 
@@ -31,9 +33,9 @@ pub(crate) struct PendingRelease {
     pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
     /// The time after which the claim has expired in the store if the release fails.
     pub(crate) lease: Duration,
-    /// The number of grants that may exist for this claim, if the outcome of any attempt is
-    /// unknown. 0: one release suffices.
-    pub(crate) possible_grants: u32,
+    /// The number of grants that may exist for this claim, if an attempt has an unknown outcome.
+    /// Otherwise 0, because one release suffices.
+    pub(crate) grants_to_reap: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
@@ -41,14 +43,15 @@ pub(crate) struct PendingRelease {
 }
 
 impl PendingRelease {
-    /// The release of a claim without a local permit, whose attempts all have a known outcome.
+    /// Creates the release of a claim without a local permit. All attempts of this claim have a
+    /// known outcome.
     pub(crate) fn new(engine: Arc<Engine>, claim: Claim) -> Self {
         Self {
             lease: claim.lease(),
             engine,
             claim,
             permit: None,
-            possible_grants: 0,
+            grants_to_reap: 0,
             in_flight: None,
             blocked: None,
         }
@@ -58,7 +61,7 @@ impl PendingRelease {
 /// The outcome of a release.
 #[derive(Debug)]
 pub(crate) enum ReleaseOutcome {
-    /// The grant has ended, by this release or an earlier one whose reply was lost.
+    /// This release, or an earlier release whose response was lost, has ended the grant.
     Freed,
     /// The grant had ended before the release.
     NotHeld,
@@ -74,20 +77,20 @@ pub(crate) fn release_in_background(pending: PendingRelease) {
     }));
 }
 
-/// Releases a claim, and repeats this while the outcome is unknown.
+/// Releases a claim, and repeats the release while its outcome is unknown.
 pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome {
     if mutated(Mutant::PermitBeforeRelease) {
         pending.permit = None;
     }
     let outcome = release_with_retries(&mut pending).await;
     if let ReleaseOutcome::Unknown(_) = outcome {
-        // The store is unreachable or refuses. The claim ends with its lease, and the next local
-        // caller finds out by a request of its own.
+        // The store is unreachable or refuses the release. The claim ends with its lease. The next
+        // local caller waits for this by its own attempts.
         pending.engine.leave_to_lease(pending.claim.key());
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.possible_grants > freed {
+    if pending.grants_to_reap > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(reap_late_grants(pending, freed)));
     }
@@ -105,7 +108,7 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
         let mut release = in_flight.unwrap_or_else(|| engine.release(&pending.claim));
         let error = match release.response_within(engine.defaults.operation_timeout).await {
             Some(Ok(Release::Freed)) => return ReleaseOutcome::Freed,
-            // An earlier release, whose reply was lost, has freed it.
+            // An earlier release, whose response was lost, has ended the grant.
             Some(Ok(Release::NotHeld)) if may_have_freed => return ReleaseOutcome::Freed,
             Some(Ok(Release::NotHeld)) => return ReleaseOutcome::NotHeld,
             Some(Err(error)) => error,
@@ -136,12 +139,12 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// all expected grants were found, or when the lease is over.
+/// all `grants_to_reap` are released, or when the lease is over.
 async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.possible_grants && Moment::now() < until {
+    while freed < pending.grants_to_reap && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;

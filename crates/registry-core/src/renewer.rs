@@ -1,9 +1,9 @@
-//! The lease renewer: renews the held claims of a registry and ends those whose lease runs out.
+//! The lease renewer: renews the held claims of a registry, and ends a claim whose lease runs out.
 //! Time arithmetic is in `lease`.
 //!
-//! A registry has one task and one schedule. Claims that are due together are renewed in batches
-//! per shard. Each batch is a separate call, so that no shard waits for another. Started by
-//! [`RegistryBuilder::build`](crate::RegistryBuilder::build).
+//! A registry has one task and one schedule. The task renews claims that are due together in
+//! batches per shard. Each batch is a separate call, so that no shard waits for another shard.
+//! [`RegistryBuilder::build`](crate::RegistryBuilder::build) starts the task.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -15,7 +15,7 @@ use std::time::Duration;
 use crate::backend::{Claim, LockBackend, Renewal};
 use crate::capabilities::RenewalPolicy;
 use crate::clock::Moment;
-use crate::contained::{catch_panic, discard};
+use crate::contained::{catch_panic, discard_panic};
 use crate::error::{BackendError, LostReason};
 use crate::invalidation::{Invalidated, InvalidationQueue};
 use crate::local_lock::LocalLocks;
@@ -38,21 +38,21 @@ impl LeaseRenewer {
         let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
         loop {
             let now = Moment::now();
-            let invalidated = self.invalidate(now);
-            let Some(due) = schedule.due(now) else {
+            let invalidated = self.dispatch_invalidations(now);
+            let Some(due) = schedule.begin_round(now) else {
                 break;
             };
-            let mut renewals: BTreeMap<u32, Batches> = BTreeMap::new();
+            let mut renewals: BTreeMap<u32, PendingBatches> = BTreeMap::new();
             let policy = renewal_policy(&**backend);
             let batch_max = policy.batch_max;
             let mut has_renewal = false;
-            for (timer, grant) in due {
-                match Arc::clone(&grant).next_action(timer, now) {
+            for (key, grant) in due {
+                match Arc::clone(&grant).begin_due_action(key, now) {
                     RenewerAction::Nothing => {}
                     RenewerAction::Lose(reason) => _ = grant.lose(reason),
                     RenewerAction::Renew { requested, is_verification, unanswered } => {
                         if unanswered {
-                            grant.renewal_unanswered(now);
+                            grant.emit_unanswered_renewal(now);
                         }
                         has_renewal |= !is_verification;
                         let batches = renewals.entry(shard(&**backend, grant.claim())).or_default();
@@ -61,13 +61,15 @@ impl LeaseRenewer {
                 }
             }
             if has_renewal {
-                let free = renewals.values().map(|batches| batches.free(batch_max));
-                let free = free.fold(0, usize::saturating_add);
-                for grant in schedule.next_renewals(free) {
+                let capacities =
+                    renewals.values().map(|batches| batches.remaining_capacity(batch_max));
+                let capacity = capacities.fold(0, usize::saturating_add);
+                for grant in schedule.next_renewals(capacity) {
                     let batches = renewals.get_mut(&shard(&**backend, grant.claim()));
-                    if let Some(batches) = batches.filter(|batches| batches.free(batch_max) > 0)
+                    if let Some(batches) =
+                        batches.filter(|batches| batches.remaining_capacity(batch_max) > 0)
                         && let Some(requested) =
-                            Arc::clone(&grant).renew_early(now, policy.whole_shard)
+                            Arc::clone(&grant).begin_early_renewal(now, policy.whole_shard)
                     {
                         batches.add(&grant, requested, batch_max);
                     }
@@ -77,8 +79,8 @@ impl LeaseRenewer {
                 calls.push(renew(Arc::clone(backend), batch, now));
             }
             if invalidated {
-                // Invalidations may arrive without a pause, and other tasks of this thread must
-                // run.
+                // Invalidations may arrive without a pause. This task therefore yields to the other
+                // tasks of its thread.
                 tokio::task::yield_now().await;
             }
             let wakes_at = schedule.wakes_at();
@@ -100,31 +102,33 @@ impl LeaseRenewer {
                 () = sleep => {}
             }
         }
-        // Completes the calls in flight: clause 6 of the contract does not allow dropping them.
+        // The renewer completes the calls in flight, because clause 6 of `LockBackend` forbids
+        // dropping them.
         while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)).await.is_some() {}
     }
 
-    /// Passes queued invalidations to their claims. Returns false if there were none.
-    fn invalidate(&self, now: Moment) -> bool {
+    /// Schedules verifications of the claims whose keys are in the queue of invalidations. Returns
+    /// false if the queue was empty.
+    fn dispatch_invalidations(&self, now: Moment) -> bool {
         let affected = match self.invalidations.take() {
             Invalidated::None => return false,
-            Invalidated::Of(keys) => {
+            Invalidated::Keys(keys) => {
                 let mut affected = Vec::new();
                 for key in keys {
                     if let Some(local_lock) = self.local_locks.get(key.as_str()) {
-                        // Before the lookup: a claim that is not in the schedule yet checks the
-                        // epoch after it is added.
+                        // The epoch is incremented before the lookup. A grant that is not scheduled
+                        // yet compares the epoch after scheduling.
                         local_lock.invalidate();
-                        affected.extend(self.schedule.find(&local_lock.last_timer));
+                        affected.extend(self.schedule.find(&local_lock.last_schedule_key));
                         let concurrent = local_lock.concurrent_grants().into_iter();
                         affected.extend(concurrent.map(|grant| grant as Arc<dyn Renewable>));
                     }
                 }
                 affected
             }
-            Invalidated::OfAll => {
-                // Before the lookup, for the same reason.
-                self.invalidations.invalidate_all();
+            Invalidated::All => {
+                // The epoch is incremented before the lookup, for the same reason.
+                self.invalidations.begin_epoch_of_all();
                 self.schedule.all()
             }
         };
@@ -137,16 +141,17 @@ impl LeaseRenewer {
 
 impl Drop for LeaseRenewer {
     fn drop(&mut self) {
-        // Also when the runtime shuts down and drops the task.
+        // The queue also closes when the runtime shuts down, because the runtime drops this task.
         self.invalidations.close();
     }
 }
 
-/// The renewals of one shard, grouped into calls.
+/// The renewals of one shard that are not sent yet, grouped into calls.
 #[derive(Default)]
-struct Batches(Vec<Vec<(Weak<dyn Renewable>, Claim)>>);
+struct PendingBatches(Vec<Vec<(Weak<dyn Renewable>, Claim)>>);
 
-impl Batches {
+impl PendingBatches {
+    /// Adds the claim of `grant` to the last call, or to a new call if the last one is full.
     fn add(&mut self, grant: &Arc<dyn Renewable>, requested: Duration, batch_max: usize) {
         let claim = (Arc::downgrade(grant), grant.claim().clone().with_lease(requested));
         match self.0.last_mut().filter(|last| last.len() < batch_max) {
@@ -155,21 +160,22 @@ impl Batches {
         }
     }
 
-    /// Returns how many more claims the last call can include.
-    fn free(&self, batch_max: usize) -> usize {
+    /// Returns the number of claims that can still be added to the last call.
+    fn remaining_capacity(&self, batch_max: usize) -> usize {
         self.0.last().map_or(0, |last| batch_max.saturating_sub(last.len()))
     }
 }
 
-/// One renewal call, its claims and its results.
-struct Batch {
-    /// Weak, so that a claim that ends during the call does not keep its local lock alive.
+/// A renewal call that has completed: the grants that it renewed, and their responses.
+struct CompletedBatch {
+    /// The references are weak, so that a grant that ends during the call does not keep its local
+    /// lock alive.
     grants: Vec<Weak<dyn Renewable>>,
     sent_at: Moment,
     responses: Vec<Result<Renewal, BackendError>>,
 }
 
-type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
+type BatchCall = Pin<Box<dyn Future<Output = CompletedBatch> + Send>>;
 
 fn renew(
     backend: Arc<dyn LockBackend>,
@@ -177,12 +183,12 @@ fn renew(
     sent_at: Moment,
 ) -> BatchCall {
     let (grants, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
-    // If the backend panics, only this batch fails, not the lease renewer's task.
+    // A panic of the backend fails only this batch. The lease renewer's task continues.
     let call = AssertUnwindSafe(async move { backend.renew(&claims).await }).catch_unwind();
-    Box::pin(call.map(move |responses| Batch {
+    Box::pin(call.map(move |responses| CompletedBatch {
         grants,
         sent_at,
-        responses: responses.map_err(discard).unwrap_or_default(),
+        responses: responses.map_err(discard_panic).unwrap_or_default(),
     }))
 }
 
@@ -194,19 +200,20 @@ fn renewal_policy(backend: &dyn LockBackend) -> RenewalPolicy {
     // If the backend panics, its limit is unknown. A batch of one claim is within every limit.
     let policy = catch_panic(|| backend.capabilities().renewal)
         .unwrap_or(RenewalPolicy::new().with_batch_max(1));
-    // The field may have been set to zero directly.
+    // `with_batch_max` replaces a zero in the public field by one.
     policy.with_batch_max(policy.batch_max)
 }
 
-fn apply_results(batch: Batch) {
+/// Passes each response to its grant.
+fn apply_results(batch: CompletedBatch) {
     let mut responses = batch.responses.into_iter();
     for grant in batch.grants {
         let response = responses.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));
         let Some(grant) = grant.upgrade() else { continue };
         match response {
-            Ok(Renewal::Renewed(granted)) => grant.confirmed(batch.sent_at, granted),
+            Ok(Renewal::Renewed(granted)) => grant.on_confirmed(batch.sent_at, granted),
             Ok(Renewal::Gone) => _ = grant.lose(LostReason::Gone),
-            Err(error) => grant.renewal_failed(batch.sent_at, &error),
+            Err(error) => grant.on_renewal_failed(batch.sent_at, &error),
         }
     }
 }
@@ -248,14 +255,14 @@ mod tests {
             .build()
             .unwrap();
         let lock = registry.obtain("orders/42");
-        // First with an otherwise empty schedule, then next to a lock that is held throughout.
+        // The schedule is otherwise empty at first. Then it also contains a lock that stays held.
         for with_another in [false, true] {
             let other = if with_another {
                 Some(registry.obtain("orders/43").lock().await.unwrap())
             } else {
                 None
             };
-            // Longer than any timer that the other lock or earlier locks have set.
+            // The sleep is longer than any timer that the other lock or earlier locks have set.
             tokio::time::sleep(Duration::from_millis(2_500)).await;
             let began = Moment::now();
             for millis in 0..20 {
@@ -264,8 +271,8 @@ mod tests {
                 guard.unlock().await.unwrap();
                 // Paused time advances only when all tasks are idle.
                 tokio::time::sleep(Duration::from_millis(1)).await;
-                let planned = Some(began.after(Duration::from_millis(25)));
-                assert_eq!(schedule.wakes_at(), planned, "after {millis} ms");
+                let first_verification = Some(began.after(Duration::from_millis(25)));
+                assert_eq!(schedule.wakes_at(), first_verification, "after {millis} ms");
             }
             drop(other);
         }

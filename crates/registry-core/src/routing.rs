@@ -11,8 +11,8 @@ use crate::capabilities::Capabilities;
 use crate::lock::DistributedLock;
 use crate::registry::{CloseReport, LockRegistry};
 
-/// A registry that selects another registry by key. The first matching pattern is used; a key that
-/// matches none goes to the default.
+/// A registry that selects another registry by key. The first matching pattern selects the
+/// registry. A key without a matching pattern goes to the default registry.
 ///
 /// In a pattern, `*` stands for any number of characters, including none. Other characters match
 /// themselves.
@@ -49,13 +49,13 @@ impl RoutingRegistry {
         self
     }
 
-    fn registry_of(&self, key: &str) -> &Arc<dyn LockRegistry> {
+    fn registry_for(&self, key: &str) -> &Arc<dyn LockRegistry> {
         let route = self.routes.iter().find(|(pattern, _)| matches(pattern, key));
         route.map_or(&self.default, |(_, registry)| registry)
     }
 
     /// Returns each registry once, even if it has several routes.
-    fn distinct(&self) -> Vec<&Arc<dyn LockRegistry>> {
+    fn distinct_registries(&self) -> Vec<&Arc<dyn LockRegistry>> {
         let mut distinct: Vec<&Arc<dyn LockRegistry>> = vec![&self.default];
         for (_, registry) in &self.routes {
             if !distinct.iter().any(|known| Arc::ptr_eq(known, registry)) {
@@ -69,25 +69,27 @@ impl RoutingRegistry {
 #[async_trait]
 impl LockRegistry for RoutingRegistry {
     fn obtain(&self, key: &str) -> DistributedLock {
-        self.registry_of(key).obtain(key)
+        self.registry_for(key).obtain(key)
     }
 
     /// Returns the capabilities that apply to every key.
     fn capabilities(&self) -> Capabilities {
-        let all = self.distinct();
+        let all = self.distinct_registries();
         all.iter().skip(1).fold(self.default.capabilities(), |common, registry| {
             common.meet(&registry.capabilities())
         })
     }
 
-    /// Closes all registries concurrently and adds up their reports. A registry in two different
-    /// [`Arc`]s counts twice.
+    /// Closes all registries concurrently and adds up their reports. The report of a registry in
+    /// two different [`Arc`]s is added twice.
     ///
     /// # Cancel safety
-    /// If the future is dropped, all registries stay in the closing state. Another call continues.
+    /// If the future is dropped, all registries stay in the closing state. Another call of `close`
+    /// continues.
     async fn close(&self, limit: Duration) -> CloseReport {
         let reports =
-            join_all(self.distinct().into_iter().map(|registry| registry.close(limit))).await;
+            join_all(self.distinct_registries().into_iter().map(|registry| registry.close(limit)))
+                .await;
         reports.into_iter().fold(CloseReport::default(), CloseReport::plus)
     }
 }
@@ -102,8 +104,9 @@ impl fmt::Debug for RoutingRegistry {
     }
 }
 
-/// Returns whether `key` matches `pattern`. Each part between stars is searched after the previous
-/// one. The leftmost match suffices, because it leaves the longest rest.
+/// Returns whether `key` matches `pattern`. Each part between stars is searched after the match of
+/// the previous part. The leftmost match of a part suffices, because it leaves the longest
+/// remainder.
 fn matches(pattern: &str, key: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else {
         return pattern == key;

@@ -1,6 +1,7 @@
 //! The schedule of the lease renewer: when each active grant is due.
 //!
-//! Every active grant is in it, renewed or not, so that the end of its lease is noticed.
+//! The schedule contains every active grant, even without automatic renewal. The lease renewer thus
+//! detects the end of every lease.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,34 +20,35 @@ use crate::lease::BATCH_WINDOW;
 pub(crate) trait Renewable: Send + Sync {
     fn claim(&self) -> &Claim;
 
-    /// Returns the schedule key that the local lock of this claim remembers.
-    fn last_timer(&self) -> &LastTimerKey;
+    /// Returns the last schedule key of this claim's local lock.
+    fn last_schedule_key(&self) -> &LastScheduleKey;
 
-    /// Returns what to do for this claim, whose entry `timer` is due.
-    fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction;
+    /// Returns the action for this claim, whose entry `key` is due. Records a renewal as sent, and
+    /// schedules the next entry.
+    fn begin_due_action(self: Arc<Self>, key: ScheduleKey, now: Moment) -> RenewerAction;
 
-    /// Returns the lease to request now, in a call that renews other claims. Returns `None` if this
-    /// claim is not due soon. See
+    /// Returns the lease to request now, in a call that renews other claims, and records the
+    /// renewal as sent. Returns `None` if this claim is not due soon. See
     /// [`Lease::batch_renewal_lease`](crate::lease::Lease::batch_renewal_lease).
-    fn renew_early(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration>;
+    fn begin_early_renewal(self: Arc<Self>, now: Moment, whole_shard: bool) -> Option<Duration>;
 
     /// Records an invalidation of the key, and schedules a verification of the claim.
     fn invalidate(self: Arc<Self>, now: Moment);
 
     /// Records that the response to the request of `sent_at` confirmed the claim.
-    fn confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration);
+    fn on_confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration);
 
     /// Records that the request of `sent_at` failed.
-    fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError);
+    fn on_renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError);
 
-    /// Emits an event: a renewal had no response, and is repeated now.
-    fn renewal_unanswered(&self, now: Moment);
+    /// Emits the event of a renewal that had no response and is now repeated.
+    fn emit_unanswered_renewal(&self, now: Moment);
 
-    /// Ends the claim by loss. Returns false if the claim had ended.
+    /// Ends the claim because it is lost. Returns false if the claim had ended before.
     fn lose(self: Arc<Self>, reason: LostReason) -> bool;
 }
 
-/// What the lease renewer must do for a claim.
+/// The action of the lease renewer for a claim.
 pub(crate) enum RenewerAction {
     Nothing,
     Renew {
@@ -59,153 +61,165 @@ pub(crate) enum RenewerAction {
     Lose(LostReason),
 }
 
-/// The key of a claim in the schedule: its due time, and a ticket that makes it unique.
+/// The key of an entry in the schedule: its due time, and a number that makes the key unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct TimerKey {
+pub(crate) struct ScheduleKey {
     at: Moment,
-    ticket: u64,
-    /// The claim is due for a renewal or verification, which may be sent slightly early. False at
-    /// the end of a lease.
-    renewal: bool,
+    number: u64,
+    /// True if the claim is due for a renewal or verification, which may be sent slightly early.
+    /// False if the entry is for the end of the lease.
+    is_renewal: bool,
 }
 
-/// The key of the last entry that a local lock had in the schedule; the entry may have been
-/// removed. Accessed only while the schedule is locked.
+/// The key of the last entry that a local lock had in the schedule. The entry may have been
+/// removed. The fields are accessed only while the schedule is locked.
 #[derive(Debug, Default)]
-pub(crate) struct LastTimerKey {
+pub(crate) struct LastScheduleKey {
     at: AtomicI64,
-    ticket: AtomicU64,
+    number: AtomicU64,
 }
 
-impl LastTimerKey {
-    fn set(&self, timer: TimerKey) {
-        self.at.store(timer.at.to_bits(), Ordering::Relaxed);
-        self.ticket.store(timer.ticket, Ordering::Relaxed);
+impl LastScheduleKey {
+    fn set(&self, key: ScheduleKey) {
+        self.at.store(key.at.to_bits(), Ordering::Relaxed);
+        self.number.store(key.number, Ordering::Relaxed);
     }
 
-    fn find(&self, timers: &BTreeMap<TimerKey, Arc<dyn Renewable>>) -> Option<Arc<dyn Renewable>> {
+    fn find(
+        &self,
+        entries: &BTreeMap<ScheduleKey, Arc<dyn Renewable>>,
+    ) -> Option<Arc<dyn Renewable>> {
         let at = Moment::from_bits(self.at.load(Ordering::Relaxed));
-        let ticket = self.ticket.load(Ordering::Relaxed);
-        let timer = |renewal| TimerKey { at, ticket, renewal };
-        timers.range(timer(false)..=timer(true)).next().map(|(_, grant)| Arc::clone(grant))
+        let number = self.number.load(Ordering::Relaxed);
+        let key = |is_renewal| ScheduleKey { at, number, is_renewal };
+        entries.range(key(false)..=key(true)).next().map(|(_, grant)| Arc::clone(grant))
     }
 }
 
 #[derive(Default)]
 pub(crate) struct Schedule {
-    timers: Mutex<Timers>,
+    state: Mutex<ScheduleState>,
     /// Wakes the lease renewer's task.
     pub(crate) changed: Notify,
 }
 
 #[derive(Default)]
-struct Timers {
-    by_key: BTreeMap<TimerKey, Arc<dyn Renewable>>,
-    next_ticket: u64,
-    /// The value of `next_ticket` at the last call of [`Schedule::due`].
-    last_next_ticket: u64,
-    /// When the task's timer fires; `None` while the task waits for a notification.
+struct ScheduleState {
+    entries: BTreeMap<ScheduleKey, Arc<dyn Renewable>>,
+    /// The number of the next entry.
+    next_number: u64,
+    /// The value of `next_number` at the last call of [`Schedule::begin_round`].
+    last_round_number: u64,
+    /// The time at which the task's timer fires. `None` while the task waits only for a
+    /// notification.
     wakes_at: Option<Moment>,
     stopped: bool,
 }
 
 impl Schedule {
-    /// Adds an entry for a claim, and wakes the task if it is the earliest.
-    pub(crate) fn set(
+    /// Adds an entry for a claim. Wakes the task if the entry is the earliest. Returns its key.
+    pub(crate) fn insert(
         &self,
         at: Moment,
-        renewal: bool,
+        is_renewal: bool,
         grant: Arc<dyn Renewable>,
         now: Moment,
-    ) -> TimerKey {
-        let mut timers = self.timers();
-        let timer = TimerKey { at, ticket: timers.next_ticket, renewal };
-        grant.last_timer().set(timer);
-        timers.next_ticket += 1;
-        timers.by_key.insert(timer, grant);
-        // The task is overdue if the host was suspended: tokio's timers do not count that time.
-        if timers.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
-            timers.wakes_at = Some(at);
-            drop(timers);
+    ) -> ScheduleKey {
+        let mut state = self.state();
+        let key = ScheduleKey { at, number: state.next_number, is_renewal };
+        grant.last_schedule_key().set(key);
+        state.next_number += 1;
+        state.entries.insert(key, grant);
+        // The task is overdue after a suspension of the host, which tokio's timers do not count.
+        if state.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
+            state.wakes_at = Some(at);
+            drop(state);
             self.changed.notify_one();
         }
-        timer
+        key
     }
 
-    pub(crate) fn cancel(&self, timer: TimerKey) {
-        let grant = self.timers().by_key.remove(&timer);
+    /// Removes the entry of `key`, if it exists.
+    pub(crate) fn remove(&self, key: ScheduleKey) {
+        // The grant is dropped after the unlock.
+        let grant = self.state().entries.remove(&key);
         drop(grant);
     }
 
     /// Returns all active grants.
     pub(crate) fn all(&self) -> Vec<Arc<dyn Renewable>> {
-        self.timers().by_key.values().cloned().collect()
+        self.state().entries.values().cloned().collect()
     }
 
     /// Returns the first `count` claims that are due for a renewal, in the order of their due
     /// times.
     pub(crate) fn next_renewals(&self, count: usize) -> Vec<Arc<dyn Renewable>> {
-        let timers = self.timers();
-        let renewals = timers.by_key.iter().filter(|(timer, _)| timer.renewal);
+        let state = self.state();
+        let renewals = state.entries.iter().filter(|(key, _)| key.is_renewal);
         renewals.take(count).map(|(_, grant)| Arc::clone(grant)).collect()
     }
 
-    /// Returns the claims that are due, and sets [`wakes_at`](Self::wakes_at). Returns `None` after
-    /// [`stop`](Self::stop).
+    /// Begins a round of the task: returns the claims that are due, and sets
+    /// [`wakes_at`](Self::wakes_at). Returns `None` after [`stop`](Self::stop).
     ///
-    /// A due claim stays in the schedule until it is handled, so that [`all`](Self::all) returns
-    /// it.
-    pub(crate) fn due(&self, now: Moment) -> Option<Vec<(TimerKey, Arc<dyn Renewable>)>> {
-        let mut timers = self.timers();
-        if timers.stopped {
+    /// A due claim stays in the schedule, and thus in [`all`](Self::all), until the lease renewer
+    /// has handled it.
+    pub(crate) fn begin_round(
+        &self,
+        now: Moment,
+    ) -> Option<Vec<(ScheduleKey, Arc<dyn Renewable>)>> {
+        let mut state = self.state();
+        if state.stopped {
             return None;
         }
-        let after = |moment| TimerKey { at: moment, ticket: u64::MAX, renewal: true };
-        let entry = |(timer, grant): (&TimerKey, &Arc<dyn Renewable>)| (*timer, Arc::clone(grant));
-        let mut due: Vec<_> = timers.by_key.range(..=after(now)).map(entry).collect();
-        let mut later = timers.by_key.range(after(now)..);
-        let first_later = later.clone().next().map(|(timer, _)| timer.at);
-        if due.iter().any(|(timer, _)| timer.renewal) {
-            // One call for all claims that are due at about the same time.
-            let soon = later.by_ref().take_while(|(timer, _)| timer.at <= now.after(BATCH_WINDOW));
-            due.extend(soon.filter(|(timer, _)| timer.renewal).map(entry));
+        let after = |moment| ScheduleKey { at: moment, number: u64::MAX, is_renewal: true };
+        let entry = |(key, grant): (&ScheduleKey, &Arc<dyn Renewable>)| (*key, Arc::clone(grant));
+        let mut due: Vec<_> = state.entries.range(..=after(now)).map(entry).collect();
+        let mut later = state.entries.range(after(now)..);
+        let first_later = later.clone().next().map(|(key, _)| key.at);
+        if due.iter().any(|(key, _)| key.is_renewal) {
+            // Claims that are due at about the same time share one call.
+            let soon = later.by_ref().take_while(|(key, _)| key.at <= now.after(BATCH_WINDOW));
+            due.extend(soon.filter(|(key, _)| key.is_renewal).map(entry));
         }
-        // A superfluous timer costs less than a notification per short-lived claim. The timer of a
-        // claim that is gone is therefore kept, and an empty schedule that was in use gets a timer.
-        let planned = timers.wakes_at.filter(|at| *at > now);
-        let was_used = timers.next_ticket != timers.last_next_ticket;
-        timers.last_next_ticket = timers.next_ticket;
-        let next = first_later.into_iter().chain(planned).min();
+        // A superfluous wake-up of the task costs less than a notification per short-lived claim.
+        // The timer therefore stays set when its claim is removed. An empty schedule that was in
+        // use since the last round gets a timer too.
+        let current_timer = state.wakes_at.filter(|at| *at > now);
+        let was_used = state.next_number != state.last_round_number;
+        state.last_round_number = state.next_number;
+        let next = first_later.into_iter().chain(current_timer).min();
         let next = next.or_else(|| was_used.then_some(Moment::FUTURE));
         // tokio's timers do not count the time for which the host is suspended.
-        timers.wakes_at = next.map(|at| at.min(now.after(CLOCK_READ_INTERVAL)));
+        state.wakes_at = next.map(|at| at.min(now.after(CLOCK_READ_INTERVAL)));
         Some(due)
     }
 
     /// Returns the claim that had the schedule key `last`, if it is still in the schedule.
-    pub(crate) fn find(&self, last: &LastTimerKey) -> Option<Arc<dyn Renewable>> {
-        last.find(&self.timers().by_key)
+    pub(crate) fn find(&self, last: &LastScheduleKey) -> Option<Arc<dyn Renewable>> {
+        last.find(&self.state().entries)
     }
 
-    /// Returns when the task must run next. `None` if only a notification wakes it.
+    /// Returns the time at which the task must run next. `None` if only a notification wakes the
+    /// task.
     pub(crate) fn wakes_at(&self) -> Option<Moment> {
-        self.timers().wakes_at
+        self.state().wakes_at
     }
 
-    /// Ends the task.
+    /// Makes the task end.
     pub(crate) fn stop(&self) {
-        self.timers().stopped = true;
+        self.state().stopped = true;
         self.changed.notify_one();
     }
 
-    fn timers(&self) -> MutexGuard<'_, Timers> {
-        self.timers.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, ScheduleState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl fmt::Debug for Schedule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Schedule").field("len", &self.timers().by_key.len()).finish_non_exhaustive()
+        f.debug_struct("Schedule").field("len", &self.state().entries.len()).finish_non_exhaustive()
     }
 }
 

@@ -1,7 +1,7 @@
 //! The registries of this process that share a backend.
 //!
-//! After a forced release, all of them verify their claims: a store need not report a change to the
-//! client that made it.
+//! After a forced release, all of these registries verify their claims. A store need not report a
+//! change to the client that made the change.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,16 +13,16 @@ use crate::key::Key;
 /// The registries of each backend. The key is the backend's address in memory.
 static REGISTRIES: Mutex<Option<HashMap<usize, Arc<InvalidationSet>>>> = Mutex::new(None);
 
-/// The entry of one registry among the registries of its backend. Dropping the last entry of a
-/// backend removes the backend.
+/// The entry of one registry in the table of [`REGISTRIES`]. Dropping the last entry of a backend
+/// removes the backend from the table.
 #[derive(Debug)]
-pub(crate) struct Sibling {
+pub(crate) struct SiblingEntry {
     backend: usize,
     /// `None` only during the drop of this entry.
     registries: Option<Arc<InvalidationSet>>,
 }
 
-impl Sibling {
+impl SiblingEntry {
     pub(crate) fn new(backend: &Arc<dyn LockBackend>, invalidations: Invalidations) -> Self {
         let backend = Arc::as_ptr(backend).cast::<()>().addr();
         let registries = Arc::clone(all().get_or_insert_default().entry(backend).or_default());
@@ -31,18 +31,18 @@ impl Sibling {
     }
 
     /// Makes all registries over this backend verify their claims on `key`.
-    pub(crate) fn verify(&self, key: &Key) {
+    pub(crate) fn request_verification(&self, key: &Key) {
         if let Some(registries) = &self.registries {
             registries.notify(key);
         }
     }
 }
 
-impl Drop for Sibling {
+impl Drop for SiblingEntry {
     fn drop(&mut self) {
         let mut all = all();
-        // Dropped under the lock, so that of two entries that end at once, the second one sees that
-        // only the table is left.
+        // The entry drops its reference under the mutex. If the last two entries are dropped
+        // concurrently, the second entry then finds only the table's reference.
         if self.registries.take().is_some_and(|registries| Arc::strong_count(&registries) == 2) {
             all.as_mut().and_then(|all| all.remove(&self.backend));
         }

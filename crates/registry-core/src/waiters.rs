@@ -1,8 +1,7 @@
 //! The waiting callers of a backend by key, and the lifetime of the task that wakes them.
 //!
-//! How the task learns of a release is the backend's part: a subscription, or polls. A wake-up is
-//! a hint, after which the engine makes an attempt. Called by backends; the engine itself does not
-//! use this module.
+//! The backend implements the task, which detects releases by a subscription or by polls. After a
+//! wake-up, the engine makes an attempt. Backends call this module. The engine does not call it.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -16,12 +15,12 @@ use tokio::time::timeout;
 
 use crate::contained::with_panic_safe_waker;
 
-/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is what the backend
-/// records about a waiter, for example the version of the record that its attempt saw.
+/// The running [waits](crate::LockBackend::wait) of a backend, by key. `W` is the backend's state
+/// of a waiter, for example the version of the record at its last attempt.
 ///
-/// No wake-up is missed if the backend registers a waiter first, then checks whether the key has
-/// changed since the attempt, and then awaits the waiter. Wakers are called without a lock, so a
-/// woken task may use the waiters at once.
+/// The backend must register a waiter first, then check whether the key has changed since the
+/// attempt, and then await the waiter. In this order, no wake-up is missed. This type locks no
+/// mutex while it calls wakers, so a woken task may use the `Waiters` at once.
 ///
 /// # Examples
 /// ```
@@ -51,21 +50,22 @@ use crate::contained::with_panic_safe_waker;
 /// ```
 pub struct Waiters<K, W = ()> {
     table: Mutex<WaiterTable<K, W>>,
-    /// A waiter was registered, the last one was removed, or [`Waiters::notify_task`] was called.
+    /// A waiter was registered, the last waiter was removed, or [`Waiters::notify_task`] was
+    /// called.
     changed: Notify,
 }
 
 struct WaiterTable<K, W> {
-    /// By key, and by a number that is unique in the table.
+    /// The waiters by key and by a number that is unique in the table.
     entries: BTreeMap<(K, u64), Entry<W>>,
     next_number: u64,
     task: Option<JoinHandle<()>>,
 }
 
-/// A waiter's state, and the channel that wakes it when it is dropped.
+/// A waiter's state, and a channel. Dropping the sender wakes the waiter.
 type Entry<W> = (W, oneshot::Sender<Infallible>);
 
-/// A registered waiter. Dropping it removes it.
+/// A registered waiter. Dropping the `Waiter` removes it from the [`Waiters`].
 #[derive(Debug)]
 #[must_use = "dropping the waiter removes it"]
 pub struct Waiter<'a, K: Ord, W> {
@@ -75,8 +75,8 @@ pub struct Waiter<'a, K: Ord, W> {
 }
 
 impl<K: Ord + Clone, W> Waiters<K, W> {
-    /// Registers a waiter of `key`. Each later wake-up of the key ends its wait, also one before
-    /// [`Waiter::woken`] is called.
+    /// Registers a waiter of `key`. Each later wake-up of the key ends its wait, even a wake-up
+    /// before the call of [`Waiter::woken`].
     pub fn register(&self, key: K, state: W) -> Waiter<'_, K, W> {
         let (wake, woken) = oneshot::channel();
         let mut table = self.table();
@@ -95,8 +95,8 @@ impl<K: Ord + Clone, W> Waiters<K, W> {
         drop(woken);
     }
 
-    /// Wakes those waiters for which `predicate` returns true. It is called under a lock, and must
-    /// not use the waiters.
+    /// Wakes the waiters for which `predicate` returns true. `predicate` runs while a mutex is
+    /// locked, and must not use these `Waiters`.
     pub fn wake_if(&self, mut predicate: impl FnMut(&K, &mut W) -> bool) {
         let mut table = self.table();
         let woken = table.entries.extract_if(.., |(key, _), (state, _)| predicate(key, state));
@@ -111,8 +111,8 @@ impl<K: Ord + Clone, W> Waiters<K, W> {
         drop(woken);
     }
 
-    /// Calls `visit` for each waiter, in the order of their keys. It is called under a lock, and
-    /// must not use the waiters.
+    /// Calls `visit` for each waiter, in the order of the keys. `visit` runs while a mutex is
+    /// locked, and must not use these `Waiters`.
     pub fn for_each(&self, mut visit: impl FnMut(&K, &mut W)) {
         let mut table = self.table();
         table.entries.iter_mut().for_each(|((key, _), (state, _))| visit(key, state));
@@ -131,12 +131,13 @@ impl<K: Ord, W> Waiters<K, W> {
         self.table().entries.len()
     }
 
-    /// Returns whether there is no waiter.
+    /// Returns whether no waiter is registered.
     pub fn is_empty(&self) -> bool {
         self.table().entries.is_empty()
     }
 
-    /// Starts the task that wakes the waiters, unless it runs. Call it after registering a waiter.
+    /// Starts the task that wakes the waiters, unless the task runs. Call this method after
+    /// registering a waiter.
     pub fn ensure_task(&self, spawn: impl FnOnce() -> JoinHandle<()>) {
         let mut table = self.table();
         if table.task.as_ref().is_none_or(JoinHandle::is_finished) {
@@ -149,9 +150,10 @@ impl<K: Ord, W> Waiters<K, W> {
         self.table().task.as_ref().is_some_and(|task| !task.is_finished())
     }
 
-    /// For the task: waits until there is a waiter. Returns false after `linger` without one. The
-    /// task must then end; the next waiter starts another. Call it in the very task that
-    /// [`ensure_task`](Self::ensure_task) started, not in one that this task spawns.
+    /// Waits until a waiter is registered. Returns false after `linger` without a waiter. The
+    /// calling task must then end, and the next waiter starts another task.
+    ///
+    /// Only the task that [`ensure_task`](Self::ensure_task) started may call this method.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -163,28 +165,30 @@ impl<K: Ord, W> Waiters<K, W> {
             }
         }
         if was_idle {
-            // `changed` reports the new waiter as well.
+            // The next call of `changed` must also report the new waiter.
             self.changed.notify_one();
         }
         true
     }
 
-    /// For the task: returns whether there is no waiter. The task must then end; the next waiter
-    /// starts another. Call it in the very task that [`ensure_task`](Self::ensure_task) started,
-    /// not in one that this task spawns.
+    /// Returns whether no waiter is registered. If true, the calling task must end, and the next
+    /// waiter starts another task.
+    ///
+    /// Only the task that [`ensure_task`](Self::ensure_task) started may call this method.
     pub fn try_stop(&self) -> bool {
         let mut table = self.table();
         let is_idle = table.entries.is_empty();
         // An aborted task that still runs its last poll must not detach its successor.
         if is_idle && table.task.as_ref().map(JoinHandle::id) == task::try_id() {
-            // Under the lock, so that no new waiter relies on the ending task.
+            // The entry is cleared while the mutex is locked, so that no new waiter relies on the
+            // ending task.
             table.task = None;
         }
         is_idle
     }
 
-    /// For the task: waits until a waiter is registered, the last one is removed, or
-    /// [`notify_task`](Self::notify_task) is called.
+    /// Waits until a waiter is registered, the last waiter is removed, or
+    /// [`notify_task`](Self::notify_task) is called. Only the task calls this method.
     ///
     /// # Cancel safety
     /// Dropping the future loses no change.
@@ -197,8 +201,8 @@ impl<K: Ord, W> Waiters<K, W> {
         self.changed.notify_one();
     }
 
-    /// Ends the task, and wakes all waiters, which may belong to other registries over the same
-    /// backend. The next waiter starts the task again.
+    /// Ends the task, and wakes all waiters. Waiters of other registries over the same backend can
+    /// then wait again, and start the task again.
     pub fn close(&self) {
         let mut table = self.table();
         let (task, woken) = (table.task.take(), std::mem::take(&mut table.entries));
@@ -210,7 +214,8 @@ impl<K: Ord, W> Waiters<K, W> {
     }
 
     fn table(&self) -> MutexGuard<'_, WaiterTable<K, W>> {
-        // No code that runs under this lock can panic halfway through a change.
+        // No code can panic halfway through a change of the table, so a poisoned table is
+        // consistent.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -234,14 +239,14 @@ impl<K: Ord, W> Waiter<'_, K, W> {
     /// # Cancel safety
     /// Dropping the future removes the waiter.
     pub async fn woken(mut self) {
-        // A panic of the task's waker must not end the task that wakes the waiters.
+        // A panic of the waiting task's waker must not end the task that wakes the waiters.
         let _ = with_panic_safe_waker(&mut self.woken).await;
     }
 }
 
 impl<K: Ord, W> Drop for Waiter<'_, K, W> {
     fn drop(&mut self) {
-        // Nothing is awaited any more, so the removal calls no waker.
+        // The receiver is closed first, so that dropping the sender calls no waker.
         self.woken.close();
         let mut table = self.waiters.table();
         let removed = table.entries.remove(&self.id);
@@ -272,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wake_up_ends_all_waits_of_its_key_also_if_it_comes_first() {
+    fn a_wake_up_before_or_during_a_wait_ends_all_waits_of_its_key() {
         let waiters = TestWaiters::default();
         let [first, second] = [1, 2].map(|state| waiters.register("a", state));
         let other = waiters.register("b", 3);
@@ -280,7 +285,7 @@ mod tests {
         assert!(is_woken(first) && is_woken(second));
         assert!(!waiters.contains(&"a") && waiters.contains(&"b"));
         let later = waiters.register("a", 4);
-        assert!(!is_woken(later), "it was registered after the wake-up");
+        assert!(!is_woken(later), "the waiter was registered after the wake-up");
         assert!(!is_woken(other));
         assert!(waiters.is_empty(), "all waiters were dropped");
     }
@@ -306,7 +311,7 @@ mod tests {
     }
 
     #[test]
-    fn wake_if_wakes_those_it_chooses_and_may_change_the_others() {
+    fn wake_if_wakes_the_chosen_waiters_and_may_change_the_state_of_all_waiters() {
         let waiters = TestWaiters::default();
         let all: Vec<_> = ["c", "a", "b", "a"]
             .into_iter()
@@ -337,7 +342,7 @@ mod tests {
         }
     }
 
-    /// Uses the waiters, and panics.
+    /// A waker that uses the `Waiters` and then panics.
     struct HostileWaker(Arc<TestWaiters>, AtomicUsize);
 
     impl Wake for HostileWaker {
@@ -368,7 +373,7 @@ mod tests {
             wake_up(&waiters);
             assert_eq!(hostile.1.load(Ordering::Relaxed), 2);
         }
-        // A wait that is dropped calls no waker.
+        // Dropping a wait calls no waker.
         let mut wait = Box::pin(waiters.register("a", 0).woken());
         assert!(wait.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
         drop(wait);
@@ -389,13 +394,16 @@ mod tests {
             });
             let waiter = waiters.register("a", 0);
             if !is_free.load(Ordering::SeqCst) {
-                timeout(Duration::from_secs(10), waiter.woken()).await.expect("it is woken");
+                timeout(Duration::from_secs(10), waiter.woken())
+                    .await
+                    .expect("the wake-up ends the wait");
             }
             release.await.unwrap();
         }
     }
 
-    /// Starts a task that lingers for a second. Returns the number of changes that it has seen.
+    /// Starts a task that lingers for a second without a waiter. Returns the number of changes that
+    /// the task has seen.
     fn start(waiters: &Arc<TestWaiters>) -> Arc<AtomicUsize> {
         let seen = Arc::<AtomicUsize>::default();
         waiters.ensure_task(|| {
@@ -423,17 +431,20 @@ mod tests {
         let waiter = waiters.register("a", 0);
         let seen = start(&waiters);
         settle().await;
-        assert_eq!(seen.load(Ordering::Relaxed), 1, "it sees the first waiter");
+        assert_eq!(seen.load(Ordering::Relaxed), 1, "the task sees the first waiter");
         drop(waiter);
         tokio::time::sleep(Duration::from_millis(900)).await;
-        assert!(waiters.has_task(), "it lingers");
+        assert!(waiters.has_task(), "the task lingers");
         let seen_before = seen.load(Ordering::Relaxed);
         let waiter = waiters.register("a", 0);
         assert_eq!(start(&waiters).load(Ordering::Relaxed), 0);
         settle().await;
-        assert!(seen.load(Ordering::Relaxed) > seen_before, "it sees a waiter that ends its wait");
+        assert!(
+            seen.load(Ordering::Relaxed) > seen_before,
+            "the task sees the waiter that ends the linger time"
+        );
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert!(waiters.has_task(), "there is a waiter");
+        assert!(waiters.has_task(), "a waiter is registered");
         drop(waiter);
         tokio::time::sleep(Duration::from_secs(2)).await;
         assert!(!waiters.has_task());
@@ -462,7 +473,7 @@ mod tests {
         let waiters = Arc::<TestWaiters>::default();
         drop(waiters.register("a", 0));
         start(&waiters);
-        // Stands for a task that `close` has aborted and that is still in its last poll.
+        // This task represents a task that `close` has aborted and that is still in its last poll.
         let predecessor = Arc::clone(&waiters);
         let must_end = Handle::current().spawn(async move { predecessor.try_stop() });
         assert!(must_end.await.unwrap());

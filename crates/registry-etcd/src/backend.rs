@@ -1,4 +1,4 @@
-//! The `LockBackend` implementation. The queue of a lock is in `queue`, renewal is in `renew`.
+//! The `LockBackend` implementation. `queue` acquires and releases claims, `renew` renews them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,17 +32,17 @@ use crate::watcher::Watcher;
 /// next claim. Fencing tokens are the revisions in which the keys were created. They increase
 /// across every failure that a majority of the members survives.
 ///
-/// Each claim has its own lease. A lock that is no longer renewed is therefore freed independently
-/// of the other locks of its process. A later claim reuses the lease of a finished claim, which
-/// saves a write. One stream keeps all leases alive, or up to 16 streams if the member is slow.
-/// Another stream carries all watches.
+/// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
+/// of the other locks of its process. A later claim reuses the lease of a released claim, which
+/// saves a write. One stream extends all leases, or up to 16 streams if the member is slow. Another
+/// stream carries all watches.
 ///
 /// Leases last whole seconds, at least 2. The lease in the cluster is up to 2 s longer than the
-/// requested one, and the members check for expired leases every 0.5 s. The lock of a crashed
-/// holder becomes free up to 2.5 s after its lease.
+/// claim's lease. The members check for expired leases every 0.5 s. The lock of a crashed holder
+/// becomes free up to 2.5 s after the end of its lease.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
-    /// All configured members, for errors that no single member caused.
+    /// The addresses of all configured members, for errors that no single member caused.
     addresses: Arc<str>,
     pub(crate) names: KeyNames,
     pub(crate) host: String,
@@ -119,20 +119,25 @@ impl EtcdBackend {
     }
 
     async fn first_entry(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
-        Ok(self.range(txn::first_entry(&self.names.queue(key))).await?.kvs.into_iter().next())
+        Ok(self
+            .range(txn::first_entry(&self.names.queue_prefix(key)))
+            .await?
+            .kvs
+            .into_iter()
+            .next())
     }
 
     /// Returns the holder of `key`, given the first entry of its queue.
-    async fn holder_of(&self, key: Key, first: &KeyValue) -> Result<Holder, BackendError> {
-        let request = LeaseTimeToLiveRequest { id: first.lease };
+    async fn holder_of(&self, key: Key, first_entry: &KeyValue) -> Result<Holder, BackendError> {
+        let request = LeaseTimeToLiveRequest { id: first_entry.lease };
         let response = self.client.call(request).await.map_err(CallError::into_error)?;
         let remaining = u64::try_from(response.ttl).ok().map(Duration::from_secs);
-        Ok(record::decode_holder(key, first, remaining))
+        Ok(record::decode_holder(key, first_entry, remaining))
     }
 
-    /// Returns a range request for the keys of this namespace from `start_key` on; if that is
-    /// empty, for all of them. It requests no sort order: members return keys in order anyway, but
-    /// read all keys for each page of a sorted request.
+    /// Returns a range request for the keys of this namespace from `start_key` on. An empty
+    /// `start_key` requests all keys. The request has no sort order. Members return keys in order
+    /// anyway, but read all keys for each page of a sorted request.
     fn namespace_range(&self, start_key: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
         let first_key = if prefix.is_empty() { b"\0" } else { prefix };
@@ -199,18 +204,19 @@ impl LockBackend for EtcdBackend {
 impl LockAdmin for EtcdBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         match self.first_entry(key).await? {
-            Some(first) => Ok(vec![self.holder_of(key.clone(), &first).await?]),
+            Some(first_entry) => Ok(vec![self.holder_of(key.clone(), &first_entry).await?]),
             None => Ok(Vec::new()),
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        // The keys of a queue are contiguous, so one pass over the pages finds each first entry.
+        // The keys of a queue are contiguous, so one pass over the pages finds the first entry of
+        // each queue.
         let mut first_entries: Vec<(Key, KeyValue)> = Vec::new();
         let mut start_key = Vec::new();
         loop {
-            // Each page reads the current revision: the members may have compacted that of the
-            // first page.
+            // Each page reads the current revision. The members may have compacted the revision of
+            // the first page.
             let page = self.range(self.namespace_range(start_key)).await?;
             start_key =
                 page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
@@ -247,9 +253,12 @@ impl LockAdmin for EtcdBackend {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..ATTEMPTS_MAX {
-            let Some(first) = self.first_entry(key).await? else { return Ok(Release::NotHeld) };
-            // The lease is not revoked, because a peer may hold other locks by the same lease.
-            let delete = txn::delete(&first.key, first.create_revision);
+            let Some(first_entry) = self.first_entry(key).await? else {
+                return Ok(Release::NotHeld);
+            };
+            // This call does not revoke the lease, because a peer may hold other locks by the same
+            // lease.
+            let delete = txn::delete(&first_entry.key, first_entry.create_revision);
             if self.execute(delete).await.map_err(CallError::into_error)?.succeeded {
                 return Ok(Release::Freed);
             }
@@ -276,7 +285,7 @@ impl fmt::Debug for EtcdBackend {
 const BATCH_MAX: usize = 100;
 /// The number of keys per page.
 const PAGE_SIZE: i64 = 1_000;
-/// The limit of attempts for an operation that concurrent changes may invalidate.
+/// The maximum number of attempts for an operation that concurrent changes may invalidate.
 pub(crate) const ATTEMPTS_MAX: usize = 4;
 
 #[async_trait]

@@ -1,5 +1,5 @@
-//! This client's cache of its claims: the queue entry and the lease of each claim. A claim that is
-//! not in the cache is searched for in the queue.
+//! This client's cache of its claims: the queue entry and the lease of each claim. `queue` searches
+//! the store for a claim that is not in this cache.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,20 +22,20 @@ pub(crate) struct ClaimEntry {
     /// The requested duration of the lease in seconds. `None` for a lease that another client
     /// created.
     pub(crate) ttl_seconds: Option<i64>,
-    /// The revision in which the key was created. `None` while that is unknown, or while the key
-    /// may not exist.
+    /// The revision in which the key was created. `None` while the revision is unknown, or while
+    /// the key may not exist.
     pub(crate) create_revision: Option<i64>,
-    /// The entry was first in the queue. No later change of the queue can revert that.
+    /// The entry was first in the queue at some time. It stays first until it is deleted.
     pub(crate) is_granted: bool,
-    /// Set when the entry became first after a holder that may not have detected its loss yet. The
-    /// grant is delayed from this time on.
+    /// The start of the grant delay. Set when the entry becomes first after a holder that may not
+    /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
     /// An earlier request for this entry may still take effect.
-    pub(crate) is_unresolved: bool,
+    pub(crate) has_unresolved_request: bool,
     /// The predecessor in the queue, if the last read found one.
     pub(crate) predecessor: Option<Predecessor>,
-    /// Watches for the deletion of the entry.
-    pub(crate) watch: Option<KeyWatch>,
+    /// The watch on the entry's own key, while the claim holds the lock.
+    pub(crate) own_watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
     pub(crate) tombstone_lease: Option<i64>,
 }
@@ -44,43 +44,42 @@ impl ClaimEntry {
     /// Creates an entry that is not in the queue yet.
     pub(crate) fn new(queue: &[u8], lease: EtcdLease, ttl_seconds: i64) -> Self {
         Self {
-            name: KeyNames::entry(queue, lease.id),
+            name: KeyNames::entry_name(queue, lease.id),
             lease,
             ttl_seconds: Some(ttl_seconds),
             create_revision: None,
             is_granted: false,
             delayed_since: None,
-            is_unresolved: false,
+            has_unresolved_request: false,
             predecessor: None,
-            watch: None,
+            own_watch: None,
             tombstone_lease: None,
         }
     }
 
-    /// Returns the last `Busy` if it is still valid without a request: the predecessor is watched
-    /// and not deleted, and the entry's own lease was kept alive.
+    /// Returns the last `Busy` if it is valid without another request. The predecessor must be
+    /// watched and not deleted, and the entry's own lease must not have expired.
     pub(crate) fn cached_busy(&self, now: Moment) -> Option<Busy> {
         let predecessor = self.predecessor.as_ref()?;
         let (busy, read_at) = predecessor.last_busy.as_ref()?;
         let is_valid = !predecessor.is_deleted
-            && predecessor.watch.as_ref().is_some_and(KeyWatch::is_confirmed)
+            && predecessor.watch.as_ref().is_some_and(KeyWatch::is_established)
             && now.since(*read_at) < WATCHED_READ_INTERVAL
             && now.since(self.lease.last_extended()) < self.lease.ttl();
         is_valid.then(|| busy.clone())
     }
 
-    /// Returns whether the lease was last extended at least twice its duration ago. One duration is
-    /// not enough: the members extend leases when their leader changes, and the entry is then still
-    /// valid.
+    /// Returns whether the lease was last extended at least twice its duration ago. One duration
+    /// does not suffice, because a new leader extends all leases to their full duration.
     fn is_expired(&self, now: Moment) -> bool {
         let requested = self.ttl_seconds.and_then(|ttl_seconds| u64::try_from(ttl_seconds).ok());
         let ttl = self.lease.ttl().max(Duration::from_secs(requested.unwrap_or(0)));
         now.since(self.lease.last_extended()) >= ttl * 2
     }
 
-    /// Creates the entry for a key that was found in the queue, with an unknown position and an
-    /// unknown remaining time of its lease.
-    pub(crate) fn found(key: KeyValue) -> Self {
+    /// Creates the entry for a key that was found in the queue. Its position and the remaining time
+    /// of its lease are unknown.
+    pub(crate) fn from_key_value(key: KeyValue) -> Self {
         Self {
             name: key.key,
             lease: EtcdLease::new(key.lease, Duration::ZERO, Moment::now()),
@@ -88,9 +87,9 @@ impl ClaimEntry {
             create_revision: Some(key.create_revision),
             is_granted: false,
             delayed_since: None,
-            is_unresolved: false,
+            has_unresolved_request: false,
             predecessor: None,
-            watch: None,
+            own_watch: None,
             tombstone_lease: None,
         }
     }
@@ -100,29 +99,29 @@ impl ClaimEntry {
 #[derive(Debug)]
 pub(crate) struct Predecessor {
     pub(crate) name: Vec<u8>,
-    /// The revision in which its key was created.
+    /// The revision in which the predecessor's key was created.
     pub(crate) create_revision: i64,
     pub(crate) lease: i64,
-    /// A revision in which the key existed.
-    pub(crate) seen_revision: i64,
-    /// The watch has reported its deletion.
+    /// The latest known revision in which the key existed.
+    pub(crate) last_seen_revision: i64,
+    /// The watch has reported the deletion of the predecessor's key.
     pub(crate) is_deleted: bool,
     /// The holder of the lock at the last read of the whole queue, and the time of that read.
     pub(crate) last_busy: Option<(Busy, Moment)>,
-    /// This library created the key. Peers write no record.
+    /// The key has a record, so this library created the key. Peers write no record.
     pub(crate) has_record: bool,
-    /// Watches for its deletion. Created by the first wait.
+    /// The watch on the predecessor's key. The first wait creates it.
     pub(crate) watch: Option<KeyWatch>,
 }
 
 impl Predecessor {
-    pub(crate) fn new(found: KeyValue, seen_revision: i64) -> Self {
+    pub(crate) fn new(found: KeyValue, last_seen_revision: i64) -> Self {
         let KeyValue { key: name, create_revision, value, lease } = found;
         Self {
             name,
             create_revision,
             lease,
-            seen_revision,
+            last_seen_revision,
             is_deleted: false,
             last_busy: None,
             has_record: !value.is_empty(),
@@ -130,8 +129,8 @@ impl Predecessor {
         }
     }
 
-    /// Reuses the watch of an earlier read, if that read found the same key.
-    pub(crate) fn with_watch_of(mut self, earlier: Option<&mut Self>) -> Self {
+    /// Takes the watch of `earlier` if both have the same key.
+    pub(crate) fn with_watch_from(mut self, earlier: Option<&mut Self>) -> Self {
         let is_same = |earlier: &&mut Self| {
             earlier.create_revision == self.create_revision && earlier.name == self.name
         };
@@ -153,7 +152,7 @@ struct ClaimTable {
     last_sweep: Option<Moment>,
 }
 
-/// Exclusive access to the entry of one claim, so that its requests run one at a time.
+/// Exclusive access to the entry of one claim. The requests of a claim therefore run one at a time.
 pub(crate) struct EntryGuard<'a> {
     claims: &'a ClaimCache,
     id: (ClaimId, Key),
@@ -168,8 +167,8 @@ impl ClaimCache {
         EntryGuard { claims: self, id, entry: Some(shared.lock_owned().await) }
     }
 
-    /// Removes and returns the entries whose lease is no longer kept alive, because the engine has
-    /// left them to expire.
+    /// Removes and returns the expired entries. The engine no longer extends the leases of these
+    /// entries.
     pub(crate) fn take_expired(&self) -> Vec<ClaimEntry> {
         let (now, mut table) = (Moment::now(), self.table());
         if table.last_sweep.is_some_and(|last_sweep| now.since(last_sweep) < SWEEP_INTERVAL) {
@@ -178,7 +177,8 @@ impl ClaimCache {
         table.last_sweep = Some(now);
         let mut expired = Vec::new();
         table.entries.retain(|_, shared| {
-            // The table is locked, so every user of an entry already has a reference to it.
+            // The table is locked, so every current user of an entry already has a reference to the
+            // entry.
             let is_unused = Arc::strong_count(shared) == 1;
             let Some(mut entry) = shared.try_lock().ok().filter(|_| is_unused) else { return true };
             let is_expired = entry.as_ref().is_none_or(|entry| entry.is_expired(now));
@@ -213,7 +213,8 @@ impl Drop for EntryGuard<'_> {
     fn drop(&mut self) {
         let mut table = self.claims.table();
         let is_empty = self.entry.take().is_none_or(|entry| entry.is_none());
-        // No other caller uses or awaits the entry, and a new one must lock the table first.
+        // A count of 1 means that no other caller uses or awaits the entry. A new caller must lock
+        // the table first.
         if is_empty
             && table.entries.get(&self.id).is_some_and(|shared| Arc::strong_count(shared) == 1)
         {
@@ -222,10 +223,10 @@ impl Drop for EntryGuard<'_> {
     }
 }
 
-/// How often a waiter with a watched predecessor reads its queue. Another client may have deleted
-/// the waiter's key, and the holder may have changed.
+/// The interval at which a waiter with a watched predecessor reads its queue. Another client may
+/// have deleted the waiter's key, and the holder may have changed.
 const WATCHED_READ_INTERVAL: Duration = Duration::from_secs(3 * 60);
-/// How often expired entries are searched for.
+/// The minimum interval between two searches for expired entries.
 const SWEEP_INTERVAL: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -267,7 +268,7 @@ mod tests {
         assert_eq!(claims.table().entries.len(), 1);
     }
 
-    /// The next renewal searches for its lease, which is unknown until then.
+    /// The lease is unknown until the next renewal reads it.
     #[tokio::test(start_paused = true)]
     async fn an_entry_with_an_unknown_lease_is_not_expired() {
         let claims = ClaimCache::default();
@@ -278,7 +279,7 @@ mod tests {
         assert!(claims.take_expired().is_empty());
     }
 
-    /// Waiters keep their leases alive but do not verify them by a majority.
+    /// A waiter extends its lease without a confirmation by a majority.
     #[tokio::test(start_paused = true)]
     async fn an_entry_that_waits_longer_than_a_lease_is_not_expired() {
         let claims = ClaimCache::default();

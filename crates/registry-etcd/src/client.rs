@@ -1,5 +1,6 @@
-//! Connects to the members: selects a member, logs in, and replaces a connection without responses.
-//! Retries a request only if the member reported that it executed nothing.
+//! Connects to the members: selects a member, logs in, and replaces a connection that receives no
+//! responses. Retries a request only after an expired login, because the member then executed
+//! nothing.
 //!
 //! All requests share one connection to one member, which forwards requests to the leader. A caller
 //! that receives no response in time drops the connection. The next request uses the next member.
@@ -41,11 +42,13 @@ struct ClientState {
     /// The last error of connecting. Locked while a caller connects, so that other callers wait for
     /// the same connection.
     last_connect_error: tokio::sync::Mutex<Option<BackendError>>,
-    /// The number of failed attempts to connect.
-    failed_attempts: AtomicU64,
-    /// The number of the last connection that was dropped, because of a fault or for a new login.
+    /// The number of failed rounds. In a failed round, no member accepted a connection and the
+    /// login.
+    failed_rounds: AtomicU64,
+    /// The id of the last dropped connection. A connection is dropped after a fault, or for a new
+    /// login.
     last_disconnected: watch::Sender<u64>,
-    next_number: AtomicU64,
+    next_connection_id: AtomicU64,
 }
 
 /// A connection to a member, with its login.
@@ -54,10 +57,10 @@ pub(crate) struct MemberConnection {
     channel: Channel,
     /// `HOST:PORT` of the member, for messages.
     address: Arc<str>,
-    token: Option<MetadataValue<Ascii>>,
-    pub(crate) number: u64,
-    opened: Instant,
-    /// When data last arrived, in milliseconds after `opened`.
+    auth_token: Option<MetadataValue<Ascii>>,
+    pub(crate) id: u64,
+    opened_at: Instant,
+    /// The time at which data last arrived, in milliseconds after `opened_at`.
     last_received_ms: Arc<AtomicU64>,
 }
 
@@ -71,7 +74,7 @@ pub(crate) enum Reconnect {
 /// The time limits of a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RequestLimits {
-    /// A connection is dropped if nothing arrives over it for this long.
+    /// A connection that receives nothing for this time is dropped.
     pub(crate) idle_timeout: Duration,
     /// The request fails after this time.
     pub(crate) total: Duration,
@@ -80,7 +83,7 @@ pub(crate) struct RequestLimits {
 impl MemberConnection {
     /// Records that data has arrived.
     pub(crate) fn record_receive(&self) {
-        let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        let ms = u64::try_from(self.opened_at.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.last_received_ms.fetch_max(ms, Ordering::Relaxed);
     }
 
@@ -91,7 +94,7 @@ impl MemberConnection {
 
     /// Returns when data last arrived.
     pub(crate) fn last_received(&self) -> Instant {
-        self.opened + Duration::from_millis(self.last_received_ms.load(Ordering::Relaxed))
+        self.opened_at + Duration::from_millis(self.last_received_ms.load(Ordering::Relaxed))
     }
 
     /// Waits for `response`. Returns `None` if a limit is reached first.
@@ -129,9 +132,9 @@ impl EtcdClient {
             next_member: next_member.into(),
             connection: Mutex::default(),
             last_connect_error: tokio::sync::Mutex::default(),
-            failed_attempts: 0.into(),
+            failed_rounds: 0.into(),
             last_disconnected: watch::Sender::default(),
-            next_number: 1.into(),
+            next_connection_id: 1.into(),
         })))
     }
 
@@ -155,8 +158,7 @@ impl EtcdClient {
         self.call_within(request, self.0.response_timeout).await
     }
 
-    /// Like [`call`](Self::call), but drops a connection over which nothing arrives for
-    /// `idle_timeout`.
+    /// Like [`call`](Self::call), but drops a connection that receives nothing for `idle_timeout`.
     pub(crate) async fn call_within<C: UnaryCall>(
         &self,
         request: C,
@@ -165,7 +167,7 @@ impl EtcdClient {
         let limits = RequestLimits { idle_timeout, total: self.0.response_timeout };
         let mut has_new_login = false;
         loop {
-            let connection = self.connection().await.map_err(CallError::Other)?;
+            let connection = self.get_or_connect().await.map_err(CallError::Other)?;
             let failure = match connection
                 .await_response(unary(&connection, request.clone()), limits)
                 .await
@@ -180,10 +182,10 @@ impl EtcdClient {
             match failure.with_address(&connection.address) {
                 CallError::Unauthenticated if !has_new_login && self.0.credentials.is_some() => {
                     has_new_login = true;
-                    self.disconnect(connection.number, Reconnect::SameMember);
+                    self.disconnect(connection.id, Reconnect::SameMember);
                 }
                 CallError::MemberFailed(error) => {
-                    self.disconnect(connection.number, Reconnect::NextMember);
+                    self.disconnect(connection.id, Reconnect::NextMember);
                     return Err(CallError::MemberFailed(error));
                 }
                 failure => return Err(failure),
@@ -206,7 +208,7 @@ impl EtcdClient {
         response.map_err(|error| error.with_address(connection.address))
     }
 
-    /// Opens a bidirectional stream. A member without a leader ends it.
+    /// Opens a bidirectional stream. A member ends the stream if it has no leader.
     pub(crate) async fn open_stream<Q, A>(
         &self,
         connection: &MemberConnection,
@@ -222,7 +224,7 @@ impl EtcdClient {
             grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
             let mut request = Request::new(requests);
             request.metadata_mut().insert("hasleader", MetadataValue::from_static("true"));
-            add_token(&mut request, connection);
+            add_auth_token(&mut request, connection);
             let codec = ProstCodec::<Q, A>::default();
             grpc.streaming(request, PathAndQuery::from_static(path), codec).await
         };
@@ -231,8 +233,8 @@ impl EtcdClient {
             stream = timeout(self.0.response_timeout, opened) => {
                 Ok(stream.map_err(|_| Status::unavailable("no response in time"))??.into_inner())
             }
-            // Another caller has received no response over this connection and dropped it.
-            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+            // Another caller has dropped this connection.
+            disconnected = disconnects.wait_for(|&last| last >= connection.id) => {
                 drop(disconnected);
                 Err(Status::unavailable("connection dropped"))
             }
@@ -241,19 +243,20 @@ impl EtcdClient {
 
     /// Returns the current connection or opens a new one. Tries the members in order, beginning
     /// with the current one.
-    pub(crate) async fn connection(&self) -> Result<MemberConnection, BackendError> {
+    pub(crate) async fn get_or_connect(&self) -> Result<MemberConnection, BackendError> {
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
         }
-        let failed_attempts = self.0.failed_attempts.load(Ordering::Acquire);
+        let failed_rounds = self.0.failed_rounds.load(Ordering::Acquire);
         let mut last_connect_error = self.0.last_connect_error.lock().await;
         if let Some(connection) = &*self.current_connection() {
             return Ok(connection.clone());
         }
-        // Another caller has tried all members meanwhile. If every queued caller tried them again,
-        // the last one would wait for a multiple of the time limit.
+        // Another caller has tried all members while this caller waited. This caller returns the
+        // same error. With repeated attempts, the last queued caller would wait for a multiple of
+        // the time limit.
         if let Some(error) = &*last_connect_error
-            && self.0.failed_attempts.load(Ordering::Acquire) != failed_attempts
+            && self.0.failed_rounds.load(Ordering::Acquire) != failed_rounds
         {
             return Err(error.clone());
         }
@@ -267,8 +270,8 @@ impl EtcdClient {
                     return Ok(connection);
                 }
                 Err(error) => {
-                    // A permanent refusal is the same at every member, unless one is configured
-                    // differently.
+                    // Every member of a cluster rejects the same login, so further members are not
+                    // tried.
                     let is_permanent = error.kind() == BackendErrorKind::Denied;
                     last_error = Some(error);
                     if is_permanent {
@@ -279,33 +282,33 @@ impl EtcdClient {
         }
         let error = last_error.unwrap_or_else(protocol_error);
         *last_connect_error = Some(error.clone());
-        self.0.failed_attempts.fetch_add(1, Ordering::Release);
+        self.0.failed_rounds.fetch_add(1, Ordering::Release);
         Err(error)
     }
 
-    /// Stops using the connection of this number.
-    pub(crate) fn disconnect(&self, number: u64, reconnect: Reconnect) {
+    /// Drops the current connection if it has this id.
+    pub(crate) fn disconnect(&self, id: u64, reconnect: Reconnect) {
         let mut current_connection = self.current_connection();
-        if current_connection.as_ref().is_some_and(|connection| connection.number == number) {
+        if current_connection.as_ref().is_some_and(|connection| connection.id == id) {
             *current_connection = None;
             if reconnect == Reconnect::NextMember {
                 self.0.next_member.fetch_add(1, Ordering::Relaxed);
             }
-            // Sent under the lock, so that the numbers only grow.
-            self.0.last_disconnected.send_replace(number);
+            // The mutex is still locked, so the ids are sent in ascending order.
+            self.0.last_disconnected.send_replace(id);
         }
     }
 
-    /// Returns a receiver of the number of the last dropped connection.
+    /// Returns a receiver of the id of the last dropped connection.
     pub(crate) fn disconnects(&self) -> watch::Receiver<u64> {
         self.0.last_disconnected.subscribe()
     }
 
     /// Drops the connection. It closes once its last request has finished.
     pub(crate) fn close(&self) {
-        let number = self.current_connection().as_ref().map(|connection| connection.number);
-        if let Some(number) = number {
-            self.disconnect(number, Reconnect::SameMember);
+        let id = self.current_connection().as_ref().map(|connection| connection.id);
+        if let Some(id) = id {
+            self.disconnect(id, Reconnect::SameMember);
         }
     }
 
@@ -326,16 +329,24 @@ impl EtcdClient {
                 .as_refused()
             })?
             .map_err(|error| connect_error(&error))?;
-        let number = self.0.next_number.fetch_add(1, Ordering::Relaxed);
-        let (opened, last_received_ms) = (Instant::now(), Arc::default());
+        let id = self.0.next_connection_id.fetch_add(1, Ordering::Relaxed);
+        let (opened_at, last_received_ms) = (Instant::now(), Arc::default());
         let address = address(endpoint).into();
-        let mut connection =
-            MemberConnection { channel, address, token: None, number, opened, last_received_ms };
+        let mut connection = MemberConnection {
+            channel,
+            address,
+            auth_token: None,
+            id,
+            opened_at,
+            last_received_ms,
+        };
         if let Some(Credentials { user, password }) = &self.0.credentials {
             let request = AuthenticateRequest { name: user.clone(), password: password.clone() };
             let limit = self.0.response_timeout;
             let response = timeout(limit, unary(&connection, request)).await;
-            connection.token = match response.map_err(|_| response_timed_out(limit).as_refused())? {
+            connection.auth_token = match response
+                .map_err(|_| response_timed_out(limit).as_refused())?
+            {
                 Ok(response) => {
                     let mut token: MetadataValue<Ascii> =
                         response.token.parse().map_err(|_| protocol_error())?;
@@ -363,14 +374,14 @@ async fn unary<C: UnaryCall>(
     let mut grpc = Grpc::new(channel).max_decoding_message_size(RESPONSE_BYTES_MAX);
     grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
     let mut request = Request::new(message);
-    add_token(&mut request, connection);
+    add_auth_token(&mut request, connection);
     let codec = ProstCodec::<C, C::Response>::default();
     let response = grpc.unary(request, PathAndQuery::from_static(C::PATH), codec).await?;
     Ok(response.into_inner())
 }
 
-fn add_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
-    if let Some(token) = &connection.token {
+fn add_auth_token<T>(request: &mut Request<T>, connection: &MemberConnection) {
+    if let Some(token) = &connection.auth_token {
         request.metadata_mut().insert("token", token.clone());
     }
 }
@@ -413,7 +424,7 @@ fn connect_error(error: &tonic::transport::Error) -> BackendError {
 #[error("{0}")]
 struct ConnectErrorText(String);
 
-/// Returns the number of a random member.
+/// Returns the index of a random member.
 fn random_member(members: usize) -> usize {
     use std::hash::{BuildHasher as _, RandomState};
 
@@ -433,6 +444,6 @@ impl fmt::Debug for EtcdClient {
 
 impl fmt::Debug for MemberConnection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemberConnection").field("number", &self.number).finish_non_exhaustive()
+        f.debug_struct("MemberConnection").field("id", &self.id).finish_non_exhaustive()
     }
 }

@@ -1,5 +1,5 @@
-//! The configuration of an etcd store: its members, the access to them, and the format of the
-//! locks. No I/O.
+//! The configuration of an etcd store: its members, the credentials, and the format of the locks.
+//! No I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -22,7 +22,8 @@ pub static STORE: StoreKind = StoreKind::new("etcd", &[OPTIONS], |url| {
     EtcdConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
 });
 
-/// The options, in the order of the tables in the book. `EtcdConfig::assign` sets their fields.
+/// The options, in the order of the tables in the book. `EtcdConfig::assign` sets the field of each
+/// option.
 const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`lock-registry`; with `layout=etcdctl` none"),
     OptionRow::LEASE.with_min(LEASE_MIN),
@@ -74,7 +75,7 @@ pub enum Layout {
     #[default]
     Native,
     /// The format of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of etcd's own lock API
-    /// (`v3lock`). Their clients contend for the same locks.
+    /// (`v3lock`). Programs that use one of these contend for the same locks.
     ///
     /// The names are `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, without escaping. A
     /// key must not contain a slash, because every key below a lock's name is an entry of its
@@ -88,8 +89,8 @@ impl EtcdConfig {
     /// The default [response timeout](Self::with_response_timeout).
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-    /// Configures a cluster by some of its members. Each member is a host and its client port. The
-    /// host is a name, or an IP address without brackets.
+    /// Configures a cluster by some of its members. A member is a host and its client port. A host
+    /// is a name, or an IP address without brackets.
     #[must_use]
     pub fn new(members: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
@@ -188,8 +189,8 @@ impl EtcdConfig {
         self
     }
 
-    /// Encrypts the connections and verifies the members against these authorities (PEM) instead of
-    /// the host's. Requires the feature `tls`.
+    /// Encrypts the connections and verifies the members against these certificate authorities
+    /// (PEM). The host's certificate authorities are not used. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
@@ -253,8 +254,8 @@ impl EtcdConfig {
                 .map_err(|_| misconfigured("the user agent is invalid"))?
                 .tcp_nodelay(true)
                 .connect_timeout(self.connect_timeout)
-                // Detects a dead host only slowly, because members reject clients that ping more
-                // often than every 5 s. The response timeout detects it faster.
+                // Members reject clients that ping more often than every 5 s. The response time-out
+                // therefore detects a dead host earlier than a ping.
                 .http2_keep_alive_interval(PING_INTERVAL)
                 .keep_alive_timeout(PING_TIMEOUT)
                 .keep_alive_while_idle(false);
@@ -299,7 +300,8 @@ impl BackendConfig for EtcdConfig {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
             "lease" => {}
-            // The client must switch from a silent member within the engine's time-out.
+            // Within the engine's time-out, the client must detect a member without responses and
+            // use the next one.
             "timeout" => self.response_timeout = parse_time(value)?,
             "layout" => {
                 let layouts = [("native", Layout::Native), ("etcdctl", Layout::Etcdctl)];
@@ -349,7 +351,7 @@ impl BackendConfig for EtcdConfig {
             .with_labels()
             .with_inspect()
             .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
-            .with_renewal(RenewalPolicy::new().with_verify_after(WATCH_AFTER))
+            .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER))
     }
 
     fn hosts(&self) -> Vec<Host> {
@@ -359,9 +361,9 @@ impl BackendConfig for EtcdConfig {
 
 /// The shortest lease that members grant by default.
 pub(crate) const LEASE_MIN: Duration = Duration::from_secs(2);
-/// The time after which a held lock is watched for losses. Shorter holds are not watched, because
-/// each watch costs the members resources.
-const WATCH_AFTER: Duration = Duration::from_millis(25);
+/// The time after which the backend watches a held lock for losses. It does not watch shorter
+/// holds, because each watch uses resources of the members.
+const VERIFY_AFTER: Duration = Duration::from_millis(25);
 const TIME_MAX: Duration = RegistryBuilder::TIMEOUT_MAX;
 const PING_INTERVAL: Duration = Duration::from_secs(6);
 const PING_TIMEOUT: Duration = Duration::from_secs(4);
@@ -417,7 +419,7 @@ mod tests {
     }
 
     #[test]
-    fn an_invalid_url_is_refused_without_repeating_it() {
+    fn the_error_of_an_invalid_url_does_not_repeat_the_url() {
         for url in [
             "",
             "etcd",

@@ -1,4 +1,4 @@
-//! Checks the members' versions and states for risks.
+//! Reports findings of `doctor` about the members: their versions and their states.
 
 use futures_util::future::join_all;
 use registry_core::{BackendError, Finding};
@@ -13,24 +13,25 @@ impl EtcdBackend {
         let members = 0..self.client.member_count();
         let statuses = members.map(|member| self.client.call_member(member, StatusRequest {}));
         let statuses = join_all(statuses).await;
-        // An unreachable member is a finding. If no member is reachable, that is an error.
-        let (mut findings, mut failed, mut reached) = (Vec::new(), None, false);
+        // An unreachable member is a finding. If no member is reachable, the call returns an error.
+        let (mut findings, mut last_error, mut is_any_reachable) = (Vec::new(), None, false);
         for (status, (host, port)) in statuses.into_iter().zip(&self.config.members) {
             match status {
                 Ok(status) => {
-                    reached = true;
+                    is_any_reachable = true;
                     findings.extend(member_findings(&format!("{host}:{port}"), &status));
                 }
                 Err(error) => {
                     findings.push(Finding::warning(error.to_string()));
-                    failed = Some(error);
+                    last_error = Some(error);
                 }
             }
         }
-        if let Some(error) = failed.filter(|_| !reached) {
+        if let Some(error) = last_error.filter(|_| !is_any_reachable) {
             return Err(error);
         }
-        // Listing the members requires a permission that this user may lack.
+        // `MemberList` requires a permission that this user may lack. Its error is therefore
+        // ignored.
         let list = self.client.call(MemberListRequest {}).await.map_err(CallError::into_error);
         if let Ok(list) = list {
             let voters = list.members.iter().filter(|member| !member.is_learner).count();
@@ -42,7 +43,7 @@ impl EtcdBackend {
 
 fn member_findings(name: &str, status: &StatusResponse) -> Vec<Finding> {
     let mut findings = vec![Finding::note(format!("{name}: etcd {}", status.version))];
-    let version = version(&status.version);
+    let version = parse_version(&status.version);
     if version.is_some_and(|version| version < VERSION_MIN) {
         findings.push(Finding::warning(format!(
             "{name}: versions before 3.4 are not tested; update the member"
@@ -80,7 +81,7 @@ fn cluster_finding(voters: usize) -> Finding {
     }
 }
 
-fn version(text: &str) -> Option<(u32, u32, u32)> {
+fn parse_version(text: &str) -> Option<(u32, u32, u32)> {
     let mut parts = text.split(['.', '-', '+']).map(|part| part.parse().ok());
     Some((parts.next()??, parts.next()??, parts.next()??))
 }
@@ -107,7 +108,7 @@ mod tests {
             ("3.6.0-rc.1", false),
             ("what", false),
         ] {
-            assert_eq!(version(text).is_some_and(may_end_leases_early), early, "{text}");
+            assert_eq!(parse_version(text).is_some_and(may_end_leases_early), early, "{text}");
         }
     }
 

@@ -17,7 +17,7 @@ pub(crate) enum CallError {
     Unauthenticated,
     /// The transaction has more operations than the members permit. Nothing was executed.
     TooManyOperations,
-    /// This member failed; another one may succeed.
+    /// This member failed. Another member may succeed.
     MemberFailed(BackendError),
     /// Any other store error.
     Other(BackendError),
@@ -77,10 +77,9 @@ pub(crate) fn classify(status: &Status) -> CallError {
             .with_source(StatusMessage(message.to_owned()))
     };
     let refused = |kind, text| CallError::Other(error(kind, text).as_refused());
-    if let Some(alert) = causes(status).find(|cause| cause.contains(TLS_ALERT)) {
-        // In TLS 1.3 the client considers the handshake complete before the member has checked the
-        // client certificate. The member does not read a request that the client sends before it
-        // receives the alert.
+    if let Some(alert) = causes_of(status).find(|cause| cause.contains(TLS_ALERT)) {
+        // In TLS 1.3, the client's handshake completes before the member has checked the client
+        // certificate. A member that rejects the certificate sends an alert and reads no request.
         if alert.contains("ertificate") || alert.contains("UnknownCA") {
             return CallError::Other(certificate_rejected(alert));
         }
@@ -103,11 +102,11 @@ pub(crate) fn classify(status: &Status) -> CallError {
             Transient,
             "the members have no space for writes (alarm NOSPACE); compact and defragment them",
         ),
-        // Some requests get this error without its code.
+        // Members return this error for some requests without its status code.
         Code::ResourceExhausted | Code::Unknown if has("etcdserver: too many requests") => {
             refused(Transient, "the members are overloaded: too many requests; reduce their load")
         }
-        // The request may still be executed: a lost leader may have replicated it.
+        // The former leader may have replicated the request, so the members may still execute it.
         Code::Unavailable if has("etcdserver:") => CallError::MemberFailed(error(
             Transient,
             "the cluster has no leader or lost it; check that a majority of the members runs",
@@ -142,14 +141,14 @@ pub(crate) fn certificate_rejected(message: String) -> BackendError {
     .as_refused()
 }
 
-fn causes(status: &Status) -> impl Iterator<Item = String> {
+fn causes_of(status: &Status) -> impl Iterator<Item = String> {
     std::iter::successors(status.source(), |&cause| cause.source()).map(ToString::to_string)
 }
 
 const CONNECTION_LOST: &str =
     "the connection was lost; check the network and that the member still runs";
 
-/// Part of the error text of a TLS connection that the peer refused.
+/// A part of the error text of a TLS connection that the other side refused.
 pub(crate) const TLS_ALERT: &str = "received fatal alert";
 
 /// The member's message, without additions by the client library. It never contains a password.

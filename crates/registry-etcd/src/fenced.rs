@@ -15,8 +15,8 @@ pub trait Fence {
     /// Starts a transaction that is executed only if this guard still holds the lock. The cluster
     /// compares the creation revision of the lock's key with the guard's token.
     ///
-    /// A holder may detect the loss of its lock too late: no lease protects a process that is
-    /// suspended during a write. A late transaction of such a holder is not executed.
+    /// A lease does not protect a write of a process that is suspended and resumes after the lease
+    /// has ended. The cluster does not execute a transaction of such a former holder.
     ///
     /// # Examples
     /// ```no_run
@@ -44,12 +44,12 @@ pub struct FencedTxn<'a> {
 pub struct Committed {
     /// The revision that the transaction created.
     pub revision: i64,
-    /// The values that each [`get`](FencedTxn::get) found, in order.
+    /// The value that each [`get`](FencedTxn::get) found, in the order of the calls.
     pub values: Vec<Option<Vec<u8>>>,
 }
 
-/// The error of a fenced transaction. Only after [`Backend`](Self::Backend) may the transaction
-/// have been executed.
+/// The error of a fenced transaction. After [`Backend`](Self::Backend), the transaction may have
+/// been executed. After any other error, it was not executed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
@@ -112,7 +112,7 @@ impl FencedTxn<'_> {
         self
     }
 
-    /// Adds an operation that reads `key`, as it is after the preceding operations.
+    /// Adds an operation that reads `key` after the preceding operations.
     pub fn get(mut self, key: impl Into<Vec<u8>>) -> Self {
         self.operations.push(OpRequest::Range(txn::get(&key.into())));
         self
@@ -125,9 +125,8 @@ impl FencedTxn<'_> {
     /// Returns [`FenceError::Unsupported`] if the lock is not in etcd, and [`FenceError::Backend`]
     /// for a store error.
     ///
-    /// # Cancel safety
-    /// If the future is dropped, the transaction may or may not be executed. If it is, the lock was
-    /// held.
+    /// # Cancel safety If the future is dropped, the transaction may or may not be executed. The
+    /// cluster executes it only while the lock is held.
     pub async fn commit(self) -> Result<Committed, FenceError> {
         let key = self.guard.key().to_owned();
         if !self.guard.is_held() {
@@ -156,7 +155,9 @@ async fn execute(
     create_revision: i64,
     operations: Vec<OpRequest>,
 ) -> Result<Option<Committed>, BackendError> {
-    let Some(name) = backend.entry_name(claim, create_revision).await? else { return Ok(None) };
+    let Some(name) = backend.find_entry_name(claim, create_revision).await? else {
+        return Ok(None);
+    };
     let reads: Vec<bool> = operations.iter().map(|op| matches!(op, OpRequest::Range(_))).collect();
     let txn = TxnRequest {
         compare: vec![txn::compare_create_revision(&name, create_revision)],

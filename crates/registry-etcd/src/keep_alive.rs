@@ -1,10 +1,10 @@
-//! Keeps leases alive: queues requests and sends them over a few streams. Each stream returns
-//! responses in order. This module handles leases and does not depend on claims.
+//! Extends leases: queues `LeaseKeepAlive` requests and sends them over a few streams. Each stream
+//! returns responses in order. This module does not depend on claims.
 //!
-//! A follower forwards each request to the leader before it reads the next one of that stream. One
-//! stream therefore carries one request per round trip between the members, and a long queue is
-//! distributed over additional streams. The request for the lease that expires first is sent first.
-//! The extension counts from the time of sending, however long the request was queued.
+//! A follower forwards each request to the leader before it reads the next request of the stream.
+//! One stream therefore carries one request per round trip between the members. Additional streams
+//! share a long queue. The request for the lease that expires first is sent first. An extension
+//! starts when its request is sent, not when the request is queued.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -23,7 +23,7 @@ use crate::client::{EtcdClient, MemberConnection, Reconnect, RequestLimits};
 use crate::lease::EtcdLease;
 use crate::proto::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
 
-/// The queue of requests and the tasks that send them. Dropping it ends the tasks.
+/// The queue of requests and the tasks that send the requests. Dropping this value ends the tasks.
 pub(crate) struct KeepAlive {
     queue: Arc<RequestQueue>,
     _streams: JoinSet<()>,
@@ -33,7 +33,7 @@ pub(crate) struct KeepAlive {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeaseStatus {
     Alive,
-    /// The member does not know the lease. A member that lags behind may not know it yet.
+    /// The member does not know the lease. A lagging member may not know a new lease yet.
     NotFound,
 }
 
@@ -50,18 +50,18 @@ impl KeepAlive {
     pub(crate) fn new(client: EtcdClient) -> Self {
         let queue = Arc::<RequestQueue>::default();
         let mut streams = JoinSet::new();
-        for number in 0..STREAMS_MAX {
-            streams.spawn(run_streams(client.clone(), Arc::clone(&queue), number));
+        for stream_index in 0..STREAMS_MAX {
+            streams.spawn(run_streams(client.clone(), Arc::clone(&queue), stream_index));
         }
         Self { queue, _streams: streams }
     }
 
-    /// Extends `lease` to its full duration. The extension counts once it is
-    /// [confirmed](EtcdLease::confirm).
+    /// Extends `lease` to its full duration. The extension counts after a [response of a
+    /// majority](EtcdLease::record_majority_response).
     ///
-    /// A stream that is silent for longer than `idle_timeout` is dropped, and the request is sent
-    /// again over another stream.
-    pub(crate) async fn keep_alive(
+    /// If a stream receives nothing for `idle_timeout`, its task drops the stream and sends the
+    /// request again over another stream.
+    pub(crate) async fn extend(
         &self,
         lease: &mut EtcdLease,
         limits: RequestLimits,
@@ -86,7 +86,7 @@ impl KeepAlive {
 
     /// Requests to extend a lease that would otherwise end at `expires_at`. The caller reads the
     /// outcome later.
-    pub(crate) fn request(
+    pub(crate) fn request_extension(
         &self,
         lease: i64,
         expires_at: Moment,
@@ -116,8 +116,8 @@ pub(crate) enum KeepAliveOutcome {
 }
 
 impl PendingKeepAlive {
-    /// Returns the outcome; `None` while the request is unanswered.
-    pub(crate) fn outcome(&mut self) -> Option<KeepAliveOutcome> {
+    /// Returns the outcome once. Returns `None` while the request is unanswered.
+    pub(crate) fn take_outcome(&mut self) -> Option<KeepAliveOutcome> {
         let response = self.receiver.try_recv().ok()?;
         Some(if response.ttl > 0 {
             KeepAliveOutcome::Extended(response.sent_at)
@@ -136,7 +136,7 @@ impl fmt::Debug for KeepAlive {
 /// All unanswered requests, at most one per lease.
 struct RequestQueue {
     requests: Mutex<PendingRequests>,
-    /// Notifies the stream of this number that a request is ready.
+    /// Wakes the task of the stream with this index when a request is ready.
     ready: [Notify; STREAMS_MAX],
 }
 
@@ -145,10 +145,10 @@ struct PendingRequests {
     /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, QueuedRequest>,
-    /// The time since which the queue has not been empty.
+    /// The time at which the queue last became non-empty. `None` while it is empty.
     backlog_since: Option<Instant>,
-    /// The number of the additional stream that is notified next.
-    next_stream: usize,
+    /// The index of the additional stream that was woken last.
+    last_woken_stream: usize,
 }
 
 struct QueuedRequest {
@@ -169,9 +169,9 @@ impl PendingRequests {
         self.backlog_since.get_or_insert_with(Instant::now);
     }
 
-    /// Returns how many additional streams are needed: none until the first one has been too slow
+    /// Returns how many additional streams are needed. Returns 0 until the queue has been non-empty
     /// for `BACKLOG_AGE_MIN`.
-    fn additional_streams(&self) -> usize {
+    fn additional_streams_needed(&self) -> usize {
         let is_slow = self.backlog_since.is_some_and(|since| since.elapsed() > BACKLOG_AGE_MIN);
         if is_slow { (self.unsent.len() / IN_FLIGHT_MAX).min(STREAMS_MAX - 1) } else { 0 }
     }
@@ -209,11 +209,12 @@ impl RequestQueue {
         receiver
     }
 
-    /// Takes the next request for the stream `number`. The first stream takes any request. An
-    /// additional stream takes requests only if the queue is too long for the streams before it.
-    fn next(&self, number: usize) -> Option<SentRequest> {
+    /// Removes and returns the next request for the stream `stream_index`. Stream 0 takes any
+    /// request. An additional stream takes requests only if the queue is too long for the streams
+    /// with lower indexes.
+    fn pop_next(&self, stream_index: usize) -> Option<SentRequest> {
         let mut requests = self.requests();
-        while number == 0 || number <= requests.additional_streams() {
+        while stream_index == 0 || stream_index <= requests.additional_streams_needed() {
             let Some((_, lease)) = requests.unsent.pop_first() else {
                 requests.backlog_since = None;
                 break;
@@ -223,10 +224,10 @@ impl RequestQueue {
                 requests.by_lease.remove(&lease);
                 continue;
             };
-            let additional = requests.additional_streams();
+            let additional = requests.additional_streams_needed();
             if additional > 0 {
-                requests.next_stream = requests.next_stream % additional + 1;
-                self.ready[requests.next_stream].notify_one();
+                requests.last_woken_stream = requests.last_woken_stream % additional + 1;
+                self.ready[requests.last_woken_stream].notify_one();
             }
             return Some(SentRequest { lease, sent_at: Moment::now(), idle_timeout });
         }
@@ -236,7 +237,7 @@ impl RequestQueue {
     fn complete(&self, lease: i64, response: TimedResponse) {
         let request = self.requests().by_lease.remove(&lease);
         for waiter in request.into_iter().flat_map(|request| request.waiters) {
-            // The caller may no longer wait.
+            // The send fails if the caller no longer waits.
             _ = waiter.send(response);
         }
     }
@@ -275,7 +276,8 @@ struct SentRequest {
     idle_timeout: Duration,
 }
 
-/// The unanswered requests of one stream, in order. Dropping it returns them to the queue.
+/// The unanswered requests of one stream, in order. Dropping this value returns the requests to the
+/// queue.
 struct InFlight<'a> {
     queue: &'a RequestQueue,
     sent: VecDeque<SentRequest>,
@@ -294,7 +296,7 @@ impl InFlight<'_> {
         }
     }
 
-    /// Returns how long the stream may be silent; `None` if no response is due.
+    /// Returns how long the stream may receive nothing. Returns `None` if no response is due.
     fn idle_timeout(&self) -> Option<Duration> {
         self.sent.iter().map(|sent| sent.idle_timeout).min()
     }
@@ -306,22 +308,22 @@ impl Drop for InFlight<'_> {
     }
 }
 
-/// Sends requests, over one stream after the other.
-async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, number: usize) {
+/// Sends requests. Opens a new stream when the previous stream ends.
+async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, stream_index: usize) {
     let mut pause = PAUSE_MIN;
     loop {
-        let Some(first) = queue.next(number) else {
-            queue.ready[number].notified().await;
+        let Some(first_request) = queue.pop_next(stream_index) else {
+            queue.ready[stream_index].notified().await;
             continue;
         };
-        let mut in_flight = InFlight { queue: &queue, sent: VecDeque::from([first]) };
-        match client.connection().await {
+        let mut in_flight = InFlight { queue: &queue, sent: VecDeque::from([first_request]) };
+        match client.get_or_connect().await {
             Ok(connection) => {
-                if serve_stream(&client, &connection, number, &mut in_flight).await {
+                if serve_stream(&client, &connection, stream_index, &mut in_flight).await {
                     pause = PAUSE_MIN;
                 } else {
-                    // A member or a proxy may end each stream at once, and each stream costs a
-                    // connection and a login.
+                    // A member or a proxy may end each stream immediately. The pause limits the
+                    // rate of new connections and logins.
                     drop(in_flight);
                     sleep(pause).await;
                     pause = (pause * 2).min(PAUSE_MAX);
@@ -335,27 +337,27 @@ async fn run_streams(client: EtcdClient, queue: Arc<RequestQueue>, number: usize
     }
 }
 
-/// Serves one stream until it ends. Returns false if no response arrived over it, unless another
-/// caller replaced its connection.
+/// Serves one stream until it ends. Returns false if the stream received no response. Returns true
+/// if another caller dropped the connection.
 async fn serve_stream(
     client: &EtcdClient,
     connection: &MemberConnection,
-    number: usize,
+    stream_index: usize,
     in_flight: &mut InFlight<'_>,
 ) -> bool {
     let mut disconnects = client.disconnects();
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let send = |sent: SentRequest| requests.send(LeaseKeepAliveRequest { id: sent.lease }).is_ok();
-    // Sent before the stream opens, because a member confirms the stream only by its first
-    // response.
+    // The first requests are sent before the stream opens. A member answers the opening of a stream
+    // only with its first response.
     if !in_flight.sent.iter().all(|sent| send(*sent)) {
         return false;
     }
     let idle_timeout = in_flight.idle_timeout().unwrap_or_else(|| client.response_timeout());
     let opened = timeout(idle_timeout, client.open_stream(connection, KEEP_ALIVE, outgoing)).await;
     let Ok(Ok(responses)) = opened else {
-        client.disconnect(connection.number, Reconnect::NextMember);
+        client.disconnect(connection.id, Reconnect::NextMember);
         return false;
     };
     let mut has_response = false;
@@ -364,10 +366,10 @@ async fn serve_stream(
     let mut last_response_at = Instant::now();
     loop {
         while in_flight.has_capacity()
-            && let Some(sent) = in_flight.queue.next(number)
+            && let Some(sent) = in_flight.queue.pop_next(stream_index)
         {
             if in_flight.sent.is_empty() {
-                // No response was due until now.
+                // The idle time-out starts with the first unanswered request.
                 last_response_at = Instant::now();
             }
             in_flight.sent.push_back(sent);
@@ -385,7 +387,7 @@ async fn serve_stream(
             biased;
             response = responses.message() => {
                 let Ok(Some(response)) = response else {
-                    client.disconnect(connection.number, Reconnect::NextMember);
+                    client.disconnect(connection.id, Reconnect::NextMember);
                     return has_response;
                 };
                 has_response = true;
@@ -393,18 +395,19 @@ async fn serve_stream(
                 connection.record_receive();
                 in_flight.on_response(response);
             }
-            () = in_flight.queue.ready[number].notified(), if in_flight.has_capacity() => {}
-            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+            () = in_flight.queue.ready[stream_index].notified(), if in_flight.has_capacity() => {}
+            disconnected = disconnects.wait_for(|&last| last >= connection.id) => {
                 drop(disconnected);
                 return true;
             }
             () = idle_timer => {
-                // Other traffic with the member succeeds, so only this stream hangs.
+                // If the connection has received other data, only this stream hangs. The connection
+                // is kept.
                 if !in_flight
                     .idle_timeout()
                     .is_some_and(|idle_timeout| connection.has_received_within(idle_timeout))
                 {
-                    client.disconnect(connection.number, Reconnect::NextMember);
+                    client.disconnect(connection.id, Reconnect::NextMember);
                 }
                 return has_response;
             }
@@ -412,13 +415,14 @@ async fn serve_stream(
     }
 }
 
-/// The limits of the pause after a stream without a response. The pause doubles each time.
+/// The limits of the pause after a stream that received no response. The pause doubles after each
+/// such stream.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum number of streams. A leader processes thousands of requests per second on the first
-/// one.
+/// The maximum number of streams. A leader processes thousands of requests per second on one
+/// stream.
 const STREAMS_MAX: usize = 16;
-/// How long the queue must be continuously non-empty before additional streams are opened.
+/// How long the queue must stay non-empty before additional streams are used.
 const BACKLOG_AGE_MIN: Duration = Duration::from_millis(200);
 /// The maximum number of unanswered requests per stream.
 const IN_FLIGHT_MAX: usize = 8;

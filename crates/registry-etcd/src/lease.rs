@@ -4,14 +4,14 @@ use std::time::Duration;
 
 use registry_core::Moment;
 
-/// A lease in the cluster. It expires unless it is kept alive.
+/// A lease in the cluster. The members expire the lease unless a client extends it.
 #[derive(Debug, Clone)]
 pub(crate) struct EtcdLease {
     pub(crate) id: i64,
     ttl: Duration,
     /// The lease lasts at least for its full duration from this time on.
     extended_at: Moment,
-    /// A later extension, which no majority has confirmed yet.
+    /// The last extension, if no majority has confirmed it yet.
     unconfirmed: Option<UnconfirmedExtension>,
 }
 
@@ -38,7 +38,7 @@ impl EtcdLease {
         self.ttl.saturating_sub(Moment::now().since(self.extended_at))
     }
 
-    /// Returns the earliest time at which the lease may expire unless it is kept alive again.
+    /// Returns the earliest time at which the lease may expire without a further extension.
     pub(crate) fn expires_at(&self) -> Moment {
         self.extended_at.after(self.ttl)
     }
@@ -50,9 +50,9 @@ impl EtcdLease {
 
     /// Records a response, in `term`, to the `LeaseKeepAlive` request sent at `sent_at`.
     ///
-    /// The response alone guarantees nothing. A leader that was suspended and does not know of its
-    /// successor still extends leases, which the successor lets expire. Unlike a write or a
-    /// linearizable read, `LeaseKeepAlive` does not need a majority.
+    /// The response alone guarantees nothing, because `LeaseKeepAlive` does not need a majority. A
+    /// suspended leader that resumes may not know its successor yet. It then still extends leases,
+    /// but the successor lets them expire.
     pub(crate) fn record_extension(&mut self, sent_at: Moment, ttl: Duration, term: u64) {
         self.ttl = ttl;
         self.unconfirmed = Some(UnconfirmedExtension { extended_at: sent_at, term });
@@ -60,9 +60,9 @@ impl EtcdLease {
 
     /// Records a response of a majority, in `term`, to a request sent after the last
     /// `LeaseKeepAlive` response. If the terms are equal, the leader that extended the lease was
-    /// still the leader, so the extension counts. Any later leader extends each lease to its full
+    /// still the leader. The extension then counts. Any later leader extends each lease to its full
     /// duration.
-    pub(crate) fn confirm(&mut self, term: u64) {
+    pub(crate) fn record_majority_response(&mut self, term: u64) {
         if let Some(unconfirmed) = self.unconfirmed.take_if(|unconfirmed| unconfirmed.term <= term)
             && unconfirmed.term == term
         {
@@ -71,8 +71,9 @@ impl EtcdLease {
     }
 }
 
-/// Returns the duration in seconds of a lease for a claim of `lease`: rounded up to whole seconds,
-/// plus one. Within that extra second, another claim can reuse the lease without an extension.
+/// Returns the duration in seconds of the etcd lease for a claim's `lease`: rounded up to whole
+/// seconds, plus one. Within this additional second, another claim can reuse the lease without an
+/// extension.
 pub(crate) fn ttl_seconds(lease: Duration) -> i64 {
     let whole = lease.as_secs() + u64::from(lease.subsec_nanos() > 0);
     i64::try_from(whole).unwrap_or(i64::MAX - 1) + 1
@@ -98,13 +99,13 @@ mod tests {
         assert!(lease.remaining() < TTL - Duration::from_millis(10));
         lease.record_extension(Moment::now(), TTL, 7);
         assert!(lease.remaining() < TTL - Duration::from_millis(10), "it is not confirmed");
-        lease.confirm(8);
+        lease.record_majority_response(8);
         assert!(
             lease.remaining() < TTL - Duration::from_millis(10),
             "the confirmation is of another term"
         );
         lease.record_extension(Moment::now(), TTL, 8);
-        lease.confirm(8);
+        lease.record_majority_response(8);
         assert!(lease.remaining() > TTL - Duration::from_millis(10), "it is confirmed");
     }
 }

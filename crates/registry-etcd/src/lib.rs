@@ -2,13 +2,14 @@
 //!
 //! A lock is a queue of keys under its name. Each key is attached to its own lease, and the key
 //! that was created first holds the lock. This is the recipe of `etcdctl lock` and of Go's
-//! `concurrency.Mutex`. With [`Layout::Etcdctl`], programs that use them contend for the same
-//! locks. This store closes two gaps of the recipe. A claim is granted only after its key was read
-//! again with the expected creation revision. A release deletes only the key of that revision.
+//! `concurrency.Mutex`. With [`Layout::Etcdctl`], programs that use this recipe contend for the
+//! same locks. This store closes two gaps of the recipe. A grant requires a read that finds the
+//! claim's key with the expected creation revision. A release deletes the key only if it has this
+//! revision.
 //!
-//! The crate contains its own client with the few messages that it needs, so a build requires only
-//! cargo. Waiting, renewal and loss detection are not part of this crate: the engine in
-//! `registry-core` drives a backend through `LockBackend`.
+//! The crate contains its own client with the few messages that locks need. A build therefore
+//! requires only cargo. The engine in `registry-core` implements waiting, the times of renewals,
+//! and loss detection. It calls this backend through `LockBackend`.
 //!
 //! # Examples
 //! ```no_run

@@ -6,7 +6,7 @@
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
 //! In the native layout, each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue. The
-//! etcdctl layout escapes nothing.
+//! etcdctl layout has no tombstones and escapes nothing.
 //!
 //! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
 //! with another lock's name and a slash.
@@ -16,7 +16,8 @@ use registry_core::{InvalidKey, Key};
 
 use crate::config::Layout;
 
-/// Escaped in the native layout: all characters except those that are safe and common in keys.
+/// The characters that the native layout escapes: all except letters, digits and the characters
+/// that are common in keys.
 const ESCAPED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b':').remove(b'~');
 
@@ -37,14 +38,14 @@ impl KeyNames {
         Self { layout, prefix }
     }
 
-    /// Returns the prefix of all names of this namespace. Empty for the etcdctl layout without a
-    /// namespace, which includes all keys of the cluster.
+    /// Returns the prefix of all names of this namespace. The prefix is empty in the etcdctl layout
+    /// without a namespace, which includes all keys of the cluster.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
 
     /// Returns the prefix of all entries in the queue of `key`.
-    pub(crate) fn queue(&self, key: &Key) -> Vec<u8> {
+    pub(crate) fn queue_prefix(&self, key: &Key) -> Vec<u8> {
         let key = match self.layout {
             Layout::Native => escape(key.as_str()),
             Layout::Etcdctl => key.as_str().to_owned(),
@@ -53,11 +54,11 @@ impl KeyNames {
     }
 
     /// Returns the name of the entry in `queue` with this lease.
-    pub(crate) fn entry(queue: &[u8], lease: i64) -> Vec<u8> {
+    pub(crate) fn entry_name(queue: &[u8], lease: i64) -> Vec<u8> {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
-    /// Returns whether entries have tombstones. In the etcdctl layout they have none: peers write
+    /// Returns whether entries have tombstones. The etcdctl layout has no tombstones: peers write
     /// none, and users may have permissions for the queue only.
     pub(crate) fn has_tombstones(&self) -> bool {
         self.layout == Layout::Native
@@ -70,8 +71,8 @@ impl KeyNames {
         Some([lock, b"!"].concat())
     }
 
-    /// Returns the name of the tombstone of the entry `entry`.
-    pub(crate) fn tombstone(&self, entry: &[u8]) -> Option<Vec<u8>> {
+    /// Returns the name of the tombstone of `entry`, if entries have tombstones.
+    pub(crate) fn tombstone_name(&self, entry: &[u8]) -> Option<Vec<u8>> {
         let end = entry.iter().rposition(|&byte| byte == b'/')? + 1;
         let (queue, lease) = entry.split_at(end);
         Some([&*self.tombstone_prefix(queue)?, lease].concat())
@@ -102,8 +103,8 @@ impl KeyNames {
         };
         let parsed = Key::new(&key).ok()?;
         self.check_key(&parsed).ok()?;
-        // Accepts only the encoding that `queue` returns.
-        self.queue(&parsed)
+        // Only the encoding that `queue_prefix` returns is a valid name.
+        self.queue_prefix(&parsed)
             .strip_suffix(b"/")?
             .ends_with(name.rsplit_once('/')?.0.as_bytes())
             .then_some(parsed)
@@ -139,12 +140,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_name_is_parsed_to_its_key(text in ".{1,40}", namespace in ".{1,10}", lease: i64) {
+        fn an_entry_name_is_parsed_to_its_key(text in ".{1,40}", namespace in ".{1,10}", lease: i64) {
             let names = KeyNames::new(Layout::Native, &namespace);
             let key = key(&text);
-            let entry = KeyNames::entry(&names.queue(&key), lease);
+            let entry = KeyNames::entry_name(&names.queue_prefix(&key), lease);
             prop_assert_eq!(names.parse_key(&entry), Some(key));
-            let tombstone = names.tombstone(&entry).unwrap();
+            let tombstone = names.tombstone_name(&entry).unwrap();
             prop_assert_eq!(names.parse_key(&tombstone), None);
             let has_prefix = tombstone.starts_with(names.prefix().as_bytes());
             prop_assert!(has_prefix, "a permission for the prefix suffices");
@@ -156,7 +157,7 @@ mod tests {
                 let names = KeyNames::new(layout, "n");
                 let (one, other) = (key(&one), key(&other));
                 if one != other && names.check_key(&one).is_ok() && names.check_key(&other).is_ok() {
-                    let (one, other) = (names.queue(&one), names.queue(&other));
+                    let (one, other) = (names.queue_prefix(&one), names.queue_prefix(&other));
                     prop_assert!(!one.starts_with(&other));
                     if let Some(tombstone_prefix) = names.tombstone_prefix(&other) {
                         prop_assert!(!one.starts_with(&tombstone_prefix));
@@ -171,10 +172,13 @@ mod tests {
     #[test]
     fn names_are_equal_to_those_of_etcdctl() {
         let names = KeyNames::new(Layout::Etcdctl, "");
-        assert_eq!(KeyNames::entry(&names.queue(&key("orders")), 0x1a2b), b"orders/1a2b");
+        assert_eq!(
+            KeyNames::entry_name(&names.queue_prefix(&key("orders")), 0x1a2b),
+            b"orders/1a2b"
+        );
         let names = KeyNames::new(Layout::Etcdctl, "/locks");
-        assert_eq!(names.queue(&key("orders")), b"/locks/orders/");
-        assert_eq!(names.tombstone(b"/locks/orders/1f"), None);
+        assert_eq!(names.queue_prefix(&key("orders")), b"/locks/orders/");
+        assert_eq!(names.tombstone_name(b"/locks/orders/1f"), None);
         assert!(names.check_key(&key("a/b")).is_err());
         assert_eq!(names.parse_key(b"/locks/a/b/1"), None);
         assert_eq!(names.parse_key(b"/locks/a/config"), None);
@@ -183,7 +187,7 @@ mod tests {
 
     #[test]
     fn namespaces_share_no_names() {
-        let queue = |namespace| KeyNames::new(Layout::Native, namespace).queue(&key("a"));
+        let queue = |namespace| KeyNames::new(Layout::Native, namespace).queue_prefix(&key("a"));
         assert!(!queue("x/y").starts_with(&queue("x")));
         assert_eq!(queue("shop 1"), b"shop%201/a/");
     }
@@ -191,9 +195,9 @@ mod tests {
     #[test]
     fn a_tombstone_is_outside_the_queue() {
         let names = KeyNames::new(Layout::Native, "shop");
-        let entry = KeyNames::entry(&names.queue(&key("a/b!c")), 0x1f);
+        let entry = KeyNames::entry_name(&names.queue_prefix(&key("a/b!c")), 0x1f);
         assert_eq!(entry, b"shop/a%2Fb%21c/1f");
-        assert_eq!(names.tombstone(&entry).unwrap(), b"shop/a%2Fb%21c!1f");
+        assert_eq!(names.tombstone_name(&entry).unwrap(), b"shop/a%2Fb%21c!1f");
     }
 
     #[test]

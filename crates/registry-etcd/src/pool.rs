@@ -1,5 +1,6 @@
-//! A pool of unused leases. A claim uses a lease exclusively and returns it for later claims, which
-//! saves a write. A lease with a request that may still arrive is never reused.
+//! A pool of unused leases. A claim uses a lease exclusively and returns the lease to the pool. A
+//! later claim reuses the lease, which saves a write. No claim reuses a lease while an earlier
+//! request for that lease may still arrive.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,12 +22,14 @@ pub(crate) struct LeasePool {
     client: EtcdClient,
     /// Unused leases by their requested duration in seconds.
     idle: Mutex<HashMap<i64, Vec<EtcdLease>>>,
-    // Unbounded: the commands are small, and most claims return their lease to the pool.
+    // The channel is unbounded, because the commands are small and most claims return their lease
+    // to the pool.
     cleanup: mpsc::UnboundedSender<CleanupCommand>,
     task: JoinHandle<()>,
 }
 
-/// A command for the background task. Its failure is harmless: every key expires with its lease.
+/// A command for the background task. A failed command is harmless, because every key expires with
+/// its lease.
 enum CleanupCommand {
     RevokeLease(i64),
     /// Deletes the tombstone if it was created in the revision `create_revision`.
@@ -35,7 +38,7 @@ enum CleanupCommand {
         create_revision: i64,
     },
     /// Deletes the tombstone of a lost entry at the time `at`.
-    DeleteLostTombstone {
+    DeleteTombstoneOfLostEntry {
         name: Vec<u8>,
         at: Instant,
     },
@@ -48,7 +51,7 @@ impl LeasePool {
         Self { client, idle: Mutex::default(), cleanup, task }
     }
 
-    /// Returns a lease of duration `ttl_seconds` that is not known to have ended.
+    /// Takes an unexpired lease of duration `ttl_seconds` from the pool, or requests a new lease.
     pub(crate) async fn acquire(&self, ttl_seconds: i64) -> Result<EtcdLease, BackendError> {
         {
             let mut idle = self.idle();
@@ -74,7 +77,8 @@ impl LeasePool {
         let client = self.client.clone();
         async move {
             let sent_at = Moment::now();
-            // If the response is lost, the lease expires on its own. No key is attached to it.
+            // If the response is lost, the lease expires without effect, because no key is attached
+            // to it.
             let granted = client.call(LeaseGrantRequest { ttl: ttl_seconds }).await;
             let granted = granted.map_err(|failure| failure.into_error().as_refused())?;
             decode_lease(&granted, sent_at).ok_or_else(|| protocol_error().as_refused())
@@ -107,10 +111,11 @@ impl LeasePool {
     }
 
     /// Deletes the tombstone `name` of a lost entry in the background, after
-    /// [`LOSS_NOTIFICATION_MAX`]. The holder is notified of its loss only after this call.
-    pub(crate) fn delete_lost_tombstone_later(&self, name: Vec<u8>) {
-        let at = Instant::now() + LOSS_NOTIFICATION_MAX;
-        _ = self.cleanup.send(CleanupCommand::DeleteLostTombstone { name, at });
+    /// [`LOSS_NOTIFICATION_DELAY_MAX`]. The holder is notified of the loss only after this call
+    /// returns.
+    pub(crate) fn delete_tombstone_of_lost_entry_later(&self, name: Vec<u8>) {
+        let at = Instant::now() + LOSS_NOTIFICATION_DELAY_MAX;
+        _ = self.cleanup.send(CleanupCommand::DeleteTombstoneOfLostEntry { name, at });
     }
 
     /// Revokes a lease, which deletes all its keys and fails every request for it that arrives
@@ -123,7 +128,8 @@ impl LeasePool {
         }
     }
 
-    /// Removes all leases. Called after the members have ended one that should still exist.
+    /// Removes all leases from the pool. `queue` calls this function after the members have ended a
+    /// lease before its time.
     pub(crate) fn clear(&self) {
         self.idle().clear();
     }
@@ -156,16 +162,17 @@ impl fmt::Debug for LeasePool {
     }
 }
 
-/// Returns the lease that was granted in response to a request sent at `sent_at`, if one was.
+/// Returns the lease that the members granted in response to a request sent at `sent_at`. Returns
+/// `None` if the response contains no valid lease.
 fn decode_lease(granted: &LeaseGrantResponse, sent_at: Moment) -> Option<EtcdLease> {
     let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0)?;
-    // A key that is attached to lease 0 has no lease and would never expire.
+    // Lease id 0 means no lease. A key with this id would never expire.
     let is_valid = granted.id != 0 && granted.error.is_empty();
     is_valid.then(|| EtcdLease::new(granted.id, Duration::from_secs(ttl), sent_at))
 }
 
 async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<CleanupCommand>) {
-    // Ordered by time.
+    // The tombstones that are deleted later, ordered by time.
     let mut delayed: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
     loop {
         let due = delayed.front().map(|&(_, at)| at);
@@ -178,8 +185,8 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
         tokio::select! {
             biased;
             () = timer => if let Some((name, _)) = delayed.pop_front() {
-                // The revision does not matter: no claim can write this name again, because none
-                // has its lease.
+                // The deletion needs no revision. The name contains the id of a revoked lease, so
+                // no claim writes this name again.
                 _ = client.call(txn::delete_any_revision(&name)).await;
             },
             command = commands.recv() => match command {
@@ -189,19 +196,19 @@ async fn run_cleanup(client: EtcdClient, mut commands: mpsc::UnboundedReceiver<C
                 Some(CleanupCommand::DeleteTombstone { name, create_revision }) => {
                     _ = client.call(txn::delete(&name, create_revision)).await;
                 }
-                Some(CleanupCommand::DeleteLostTombstone { name, at }) => delayed.push_back((name, at)),
+                Some(CleanupCommand::DeleteTombstoneOfLostEntry { name, at }) => delayed.push_back((name, at)),
                 None => return,
             },
         }
     }
 }
 
-/// The maximum time from the response that reveals a loss until its holder is notified. This code
-/// sends no request in between.
-const LOSS_NOTIFICATION_MAX: Duration = Duration::from_millis(25);
+/// The maximum time from the response that shows a loss until the holder is notified. This crate
+/// sends no request in this time.
+const LOSS_NOTIFICATION_DELAY_MAX: Duration = Duration::from_millis(25);
 
-/// The maximum number of unused leases of one duration. A process that releases many locks at once
-/// does not need more afterwards.
+/// The maximum number of unused leases of one duration. The pool revokes the other leases of a
+/// process that releases many locks at once.
 const IDLE_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
-//! The messages and calls of etcd's API that locks need. They are written manually, so that the
-//! build needs no protobuf compiler and this file shows the whole protocol. Field numbers are those
-//! of etcd's `rpc.proto`. Unused fields are omitted, which the encoding permits.
+//! The messages and calls of etcd's API that locks need. The messages are written manually, so a
+//! build needs no protobuf compiler. This file shows the whole protocol. The field numbers are the
+//! field numbers of etcd's `rpc.proto`. The encoding permits this file to omit unused fields.
 
 use prost::Message;
 
@@ -40,7 +40,7 @@ pub(crate) struct ResponseHeader {
     /// The revision of the store when the request was executed.
     #[prost(int64, tag = "3")]
     pub(crate) revision: i64,
-    /// The term of the last change that the member had applied.
+    /// The Raft term of the last log entry that the member had applied.
     #[prost(uint64, tag = "4")]
     pub(crate) raft_term: u64,
 }
@@ -61,7 +61,7 @@ pub(crate) struct KeyValue {
 pub(crate) struct RangeRequest {
     #[prost(bytes = "vec", tag = "1")]
     pub(crate) key: Vec<u8>,
-    /// Empty for a single key; otherwise the first key after the range.
+    /// Empty for a single key. Otherwise the first key after the range.
     #[prost(bytes = "vec", tag = "2")]
     pub(crate) range_end: Vec<u8>,
     #[prost(int64, tag = "3")]
@@ -107,7 +107,7 @@ pub(crate) struct PutRequest {
     pub(crate) ignore_value: bool,
 }
 
-/// The response to a put; its fields are not needed.
+/// The response to a put. Locks need none of its fields.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct PutResponse {}
 
@@ -167,7 +167,8 @@ pub(crate) struct Compare {
     pub(crate) key: Vec<u8>,
     #[prost(oneof = "TargetUnion", tags = "4, 5, 6, 7, 8")]
     pub(crate) target_union: Option<TargetUnion>,
-    /// With this, all keys of the range must satisfy the comparison. An empty range compares zero.
+    /// If this field is set, all keys from `key` to `range_end` must satisfy the comparison. In an
+    /// empty range, the compared revision is zero.
     #[prost(bytes = "vec", tag = "64")]
     pub(crate) range_end: Vec<u8>,
 }
@@ -292,7 +293,7 @@ pub(crate) struct WatchCreateRequest {
     pub(crate) start_revision: i64,
     #[prost(int32, repeated, tag = "5")]
     pub(crate) filters: Vec<i32>,
-    /// Chosen by the client, which etcd supports from version 3.4 on.
+    /// The client chooses this id. etcd supports such ids from version 3.4 on.
     #[prost(int64, tag = "7")]
     pub(crate) watch_id: i64,
 }
@@ -314,7 +315,7 @@ pub(crate) struct WatchProgressRequest {}
 pub(crate) struct WatchResponse {
     #[prost(int64, tag = "2")]
     pub(crate) watch_id: i64,
-    /// The watch was created.
+    /// This response reports that the member has created the watch.
     #[prost(bool, tag = "3")]
     pub(crate) created: bool,
     #[prost(bool, tag = "4")]
@@ -366,7 +367,7 @@ pub(crate) struct StatusRequest {}
 pub(crate) struct StatusResponse {
     #[prost(string, tag = "2")]
     pub(crate) version: String,
-    /// The leader's id; zero if there is none.
+    /// The leader's id. Zero if the member has no leader.
     #[prost(uint64, tag = "4")]
     pub(crate) leader: u64,
     #[prost(string, repeated, tag = "8")]

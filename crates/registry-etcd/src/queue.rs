@@ -1,5 +1,5 @@
-//! The queue of a lock, whose first entry holds the lock. Enqueues and dequeues claims, reads the
-//! queue, and waits for predecessors. Called by the `LockBackend` implementation.
+//! The queue of a lock: enqueues and dequeues claims, reads the queue, and waits for predecessors.
+//! The first entry of a queue holds the lock. `backend` calls this module.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -21,31 +21,31 @@ use crate::record;
 use crate::txn;
 use crate::watcher::WatchOutcome;
 
-/// The result of one read of the queue.
+/// The result of one attempt to enqueue a claim or to read its position.
 enum QueueStep {
     Done(Attempt),
-    /// The queue has changed or the entry is lost: try again.
+    /// The queue has changed or the entry is lost. The caller tries again.
     Retry,
 }
 
 /// The result of a check of an entry and its predecessor.
 enum PredecessorCheck {
-    /// The last `Busy` is still valid.
+    /// The entry and its predecessor still exist. The last `Busy` is still valid.
     Unchanged(Busy),
     /// The caller must read the whole queue.
     MayHaveChanged(Predecessor),
 }
 
 impl EtcdBackend {
-    /// Adds the claim to the queue unless it has an entry, and returns whether that entry is first.
+    /// Adds the claim to the queue unless it has an entry. Returns `Granted` if its entry is first.
     pub(crate) async fn enqueue(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         for _ in 0..ATTEMPTS_MAX {
             let step = match &mut *entry_guard {
                 Some(entry) if entry.create_revision.is_some() => {
-                    self.poll_entry(claim, &mut entry_guard).await?
+                    self.read_position(claim, &mut entry_guard).await?
                 }
-                _ => self.enter_queue(claim, &mut entry_guard).await?,
+                _ => self.create_entry(claim, &mut entry_guard).await?,
             };
             if let QueueStep::Done(attempt) = step {
                 return Ok(attempt);
@@ -56,16 +56,17 @@ impl EtcdBackend {
         )))
     }
 
-    /// Joins the queue. A claim that does not wait joins only an empty queue.
-    async fn enter_queue(
+    /// Creates the claim's entry in the queue. A claim that does not wait joins only an empty
+    /// queue.
+    async fn create_entry(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
     ) -> Result<QueueStep, BackendError> {
         self.abandon_expired();
-        let queue = self.names.queue(claim.key());
+        let queue = self.names.queue_prefix(claim.key());
         let mut entry = match entry_guard.take() {
-            // The entry of an attempt with an unknown outcome.
+            // An earlier attempt with an unknown outcome may have created this entry.
             Some(entry) => entry,
             None => {
                 let ttl_seconds = ttl_seconds(claim.lease());
@@ -78,12 +79,12 @@ impl EtcdBackend {
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
-            // This call has sent no request for the entry.
+            // No request for the entry was sent, so the error counts as refused.
             Err(error) => {
                 return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
             }
         }
-        let tombstone = match self.new_tombstone(&queue, &entry).await {
+        let tombstone = match self.prepare_tombstone(&queue, &entry).await {
             Ok(tombstone) => tombstone,
             Err(error) => {
                 return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
@@ -96,8 +97,9 @@ impl EtcdBackend {
         let mut results = match self.execute(enqueue).await {
             Ok(results) => results,
             Err(CallError::LeaseNotFound) => {
-                // The missing lease may be the tombstone's. The entry's lease is revoked in the
-                // background; until then, an earlier request may still create the entry.
+                // The members do not know the entry's lease or the tombstone's lease. An earlier
+                // request may still create the entry until the background task has revoked the
+                // entry's lease.
                 self.abandon(entry);
                 self.pool.clear();
                 tombstone_lease.into_iter().for_each(|lease| self.tombstones.remove(lease));
@@ -107,7 +109,7 @@ impl EtcdBackend {
                 return Err(self.on_failed_request(entry_guard, entry, failure.into_error()));
             }
         };
-        entry.lease.confirm(results.header.raft_term);
+        entry.lease.record_majority_response(results.header.raft_term);
         let revision = results.header.revision;
         if results.succeeded {
             entry.create_revision = Some(revision);
@@ -120,33 +122,36 @@ impl EtcdBackend {
                     predecessor.map(|predecessor| Predecessor::new(predecessor, revision));
             }
             let tombstones = results.next_keys_if_any()?;
-            if entry.predecessor.is_none() && self.has_other_tombstone(&entry, &tombstones) {
+            if entry.predecessor.is_none() && self.has_tombstone_of_other_entry(&entry, &tombstones)
+            {
                 return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
             return self.grant_or_busy(claim, entry_guard, entry, None);
         }
-        let (own, first) = (results.next_key()?, results.next_key()?);
-        if let Some(own) = own {
-            if !record::belongs_to(&own.value, claim.id()) {
-                // Another client has chosen the same lease number.
+        let (own_entry, first_entry) = (results.next_key()?, results.next_key()?);
+        if let Some(own_entry) = own_entry {
+            if !record::belongs_to(&own_entry.value, claim.id()) {
+                // Another client has chosen the same lease id, so the key is its entry.
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
-            entry.create_revision = Some(own.create_revision);
+            entry.create_revision = Some(own_entry.create_revision);
             **entry_guard = Some(entry);
             return Ok(QueueStep::Retry);
         }
-        let Some(first) = first else { return Err(protocol_error()) };
-        self.discard_unused(entry_guard, entry);
-        if record::belongs_to(&first.value, claim.id()) {
-            return self.adopt(claim, entry_guard, first).await;
+        let Some(first_entry) = first_entry else { return Err(protocol_error()) };
+        self.recycle_unused_entry(entry_guard, entry);
+        if record::belongs_to(&first_entry.value, claim.id()) {
+            return self.adopt_entry(claim, entry_guard, first_entry).await;
         }
-        Ok(QueueStep::Done(Attempt::Busy(busy(claim, &first).with_mark(mark(&first)))))
+        Ok(QueueStep::Done(Attempt::Busy(
+            busy_with_holder(claim, &first_entry).with_mark(predecessor_revision(&first_entry)),
+        )))
     }
 
-    /// Reads the queue for an existing entry. Verifies first that the entry still exists with the
-    /// same revision.
-    async fn poll_entry(
+    /// Reads the position of an existing entry. Retries if the entry no longer exists with its
+    /// creation revision.
+    async fn read_position(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
@@ -155,14 +160,16 @@ impl EtcdBackend {
         {
             return Ok(QueueStep::Done(Attempt::Busy(busy)));
         }
-        let (Some(mut entry), queue) = (entry_guard.take(), self.names.queue(claim.key())) else {
+        let (Some(mut entry), queue) = (entry_guard.take(), self.names.queue_prefix(claim.key()))
+        else {
             return Ok(QueueStep::Retry);
         };
         let create_revision = entry.create_revision.unwrap_or_default();
         match self.ensure_lease(claim, &mut entry.lease).await {
             Ok(LeaseStatus::Alive) => {}
             Ok(LeaseStatus::NotFound) => {
-                // The next entry may hold the lock by now, so the claim must enqueue behind it.
+                // The next entry may already hold the lock. The claim must therefore join the end
+                // of the queue.
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
             }
@@ -186,11 +193,11 @@ impl EtcdBackend {
             None => None,
         };
         let tombstones = self.names.tombstone_prefix(&queue);
-        // A rewritten tombstone is younger than the entries behind its own entry. The search by
-        // revision misses it, so it is also read by name.
+        // A rewritten tombstone has a newer revision than later entries. The search by revision
+        // misses it, so the transaction also reads its key.
         let tombstone = old_predecessor
             .as_ref()
-            .and_then(|predecessor| self.names.tombstone(&predecessor.name));
+            .and_then(|predecessor| self.names.tombstone_name(&predecessor.name));
         let read = txn::read_queue(
             &queue,
             &entry.name,
@@ -200,7 +207,7 @@ impl EtcdBackend {
         );
         let read = self.execute(read);
         let (results, was_released) = match &old_predecessor {
-            // This entry is probably first now, so both requests run concurrently.
+            // The entry is probably first now, so the two requests run concurrently.
             Some(predecessor) if predecessor.is_deleted => {
                 join(read, self.was_released(predecessor)).await
             }
@@ -213,21 +220,22 @@ impl EtcdBackend {
                 results.next_key(),
                 results.next_keys_if_any(),
             );
-            let (Ok(own), Ok(predecessor), Ok(first), Ok(mut tombstones)) = found else {
+            let (Ok(own_entry), Ok(predecessor), Ok(first_entry), Ok(mut tombstones)) = found
+            else {
                 return Err(CallError::Other(protocol_error()));
             };
             let rewritten_candidates =
                 results.next_keys_if_any().map_err(CallError::Other)?.into_iter();
             let rewritten = old_predecessor
                 .as_ref()
-                .map(|predecessor| txn::rewritten_value(predecessor.create_revision));
+                .map(|predecessor| txn::rewritten_tombstone_value(predecessor.create_revision));
             tombstones.extend(
                 rewritten_candidates
                     .filter(|tombstone| Some(&tombstone.value) == rewritten.as_ref()),
             );
-            Ok((results.header, own, predecessor, first, tombstones))
+            Ok((results.header, own_entry, predecessor, first_entry, tombstones))
         });
-        let (header, own, predecessor, first, tombstones) = match results {
+        let (header, own_entry, predecessor, first_entry, tombstones) = match results {
             Ok(results) => results,
             Err(failure) => {
                 entry.predecessor = old_predecessor;
@@ -235,18 +243,18 @@ impl EtcdBackend {
                 return Err(failure.into_error().as_unknown());
             }
         };
-        entry.lease.confirm(header.raft_term);
-        if own.is_none_or(|own| own.create_revision != create_revision) {
+        entry.lease.record_majority_response(header.raft_term);
+        if own_entry.is_none_or(|own_entry| own_entry.create_revision != create_revision) {
             self.abandon(entry);
             return Ok(QueueStep::Retry);
         }
         entry.predecessor = predecessor.map(|predecessor| {
-            Predecessor::new(predecessor, header.revision).with_watch_of(old_predecessor.as_mut())
+            Predecessor::new(predecessor, header.revision).with_watch_from(old_predecessor.as_mut())
         });
         if entry.predecessor.is_none() {
             if entry.lease.remaining() < claim.lease() / 2 {
-                // The entry is first, but the extension of its lease is not confirmed: the leader
-                // has just changed.
+                // The entry is first, but the leader has just changed. No majority has confirmed
+                // the extension of the entry's lease.
                 entry.predecessor = old_predecessor;
                 **entry_guard = Some(entry);
                 return Ok(QueueStep::Retry);
@@ -259,16 +267,16 @@ impl EtcdBackend {
             };
             let needs_delay = match entry.delayed_since {
                 Some(since) => Moment::now().since(since) < GRANT_DELAY,
-                None => was_lost || self.has_other_tombstone(&entry, &tombstones),
+                None => was_lost || self.has_tombstone_of_other_entry(&entry, &tombstones),
             };
             if needs_delay {
                 return Ok(self.delay_grant(entry_guard, entry, tombstones).await);
             }
         }
-        self.grant_or_busy(claim, entry_guard, entry, first.as_ref())
+        self.grant_or_busy(claim, entry_guard, entry, first_entry.as_ref())
     }
 
-    /// Checks whether the entry and its `predecessor` are unchanged.
+    /// Checks whether the entry and its `predecessor` still exist with their creation revisions.
     async fn check_predecessor(
         &self,
         entry: &mut ClaimEntry,
@@ -289,58 +297,59 @@ impl EtcdBackend {
                 return Err(failure.into_error());
             }
         };
-        let (own, other) = (results.next_key()?, results.next_key()?);
+        let (found_entry, found_predecessor) = (results.next_key()?, results.next_key()?);
         let is_same = |found: Option<KeyValue>, create_revision| {
             found.is_some_and(|found| found.create_revision == create_revision)
         };
-        if !is_same(own, entry.create_revision.unwrap_or_default())
-            || !is_same(other, predecessor.create_revision)
+        if !is_same(found_entry, entry.create_revision.unwrap_or_default())
+            || !is_same(found_predecessor, predecessor.create_revision)
         {
             return Ok(PredecessorCheck::MayHaveChanged(predecessor));
         }
-        entry.lease.confirm(results.header.raft_term);
+        entry.lease.record_majority_response(results.header.raft_term);
         entry.predecessor =
-            Some(Predecessor { seen_revision: results.header.revision, ..predecessor });
+            Some(Predecessor { last_seen_revision: results.header.revision, ..predecessor });
         Ok(PredecessorCheck::Unchanged(busy))
     }
 
-    /// Creates a tombstone for an entry that is not in the queue yet.
-    async fn new_tombstone(
+    /// Prepares the tombstone put for an entry that is not in the queue yet.
+    async fn prepare_tombstone(
         &self,
         queue: &[u8],
         entry: &ClaimEntry,
     ) -> Result<Option<txn::TombstonePut>, BackendError> {
         let names = (
-            self.names.tombstone(&entry.name),
+            self.names.tombstone_name(&entry.name),
             self.names.tombstone_prefix(queue),
             entry.ttl_seconds,
         );
         let (Some(name), Some(prefix), Some(ttl_seconds)) = names else { return Ok(None) };
         let lease =
-            self.tombstones.lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?;
+            self.tombstones.find_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?;
         Ok(Some(txn::TombstonePut { name, lease, prefix }))
     }
 
     /// Returns whether any of these tombstones belongs to another entry.
-    fn has_other_tombstone(&self, entry: &ClaimEntry, tombstones: &[KeyValue]) -> bool {
-        let own = self.names.tombstone(&entry.name);
-        tombstones.iter().any(|tombstone| own.as_ref() != Some(&tombstone.key))
+    fn has_tombstone_of_other_entry(&self, entry: &ClaimEntry, tombstones: &[KeyValue]) -> bool {
+        let own_tombstone = self.names.tombstone_name(&entry.name);
+        tombstones.iter().any(|tombstone| own_tombstone.as_ref() != Some(&tombstone.key))
     }
 
-    /// Waits for `GRANT_DELAY` before the entry, which is first now, is checked again. Its
-    /// predecessor was deleted without a release, so that holder needs time to detect its loss. A
-    /// holder whose lease expired detects the loss earlier, but the two cases are
-    /// indistinguishable.
+    /// Waits for `GRANT_DELAY` before the caller reads the queue again. The entry is first now. The
+    /// predecessor was deleted without a release. Its holder needs time to detect the loss. A
+    /// holder whose lease has expired detects the loss earlier, but the cluster does not show which
+    /// case applies.
     async fn delay_grant(
         &self,
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
         mut tombstones: Vec<KeyValue>,
     ) -> QueueStep {
-        let own = self.names.tombstone(&entry.name);
-        tombstones.retain(|tombstone| own.as_ref() != Some(&tombstone.key));
+        let own_tombstone = self.names.tombstone_name(&entry.name);
+        tombstones.retain(|tombstone| own_tombstone.as_ref() != Some(&tombstone.key));
         let since = *entry.delayed_since.get_or_insert_with(Moment::now);
-        // A caller that is cancelled during the wait and calls again continues the same wait.
+        // The entry keeps the start of the delay. A caller that was cancelled and calls again waits
+        // only for the rest of the delay.
         **entry_guard = Some(entry);
         sleep(GRANT_DELAY.saturating_sub(Moment::now().since(since))).await;
         for tombstone in tombstones {
@@ -354,12 +363,12 @@ impl EtcdBackend {
         matches!(self.client.call(request).await, Ok(response) if response.ttl > 0)
     }
 
-    /// Returns whether the deleted predecessor released its lock. Always true in a layout with
-    /// tombstones, which does not need this check.
+    /// Returns whether the deleted predecessor released its lock. A layout with tombstones detects
+    /// losses by tombstones, so this function then always returns true.
     ///
-    /// Without tombstones, the predecessor's lease decides: after a release it still exists, after
-    /// a loss it does not. A peer revokes its lease at a release too, and a delay would not help it
-    /// to detect a loss. Therefore a peer always counts as released.
+    /// Without tombstones, the predecessor's lease decides. The lease still exists after a release,
+    /// but not after a loss. A peer also revokes its lease on release. A delay does not help a
+    /// peer, so its deletion counts as a release.
     async fn was_released(&self, predecessor: &Predecessor) -> bool {
         if !predecessor.has_record || self.names.has_tombstones() {
             return true;
@@ -367,13 +376,13 @@ impl EtcdBackend {
         self.is_lease_alive(predecessor.lease).await
     }
 
-    /// Returns the grant if the entry is first, otherwise `Busy`.
+    /// Returns `Granted` if the entry has no predecessor, otherwise `Busy`. Caches the entry.
     fn grant_or_busy(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
-        first: Option<&KeyValue>,
+        first_entry: Option<&KeyValue>,
     ) -> Result<QueueStep, BackendError> {
         let attempt = match &mut entry.predecessor {
             None => {
@@ -389,9 +398,10 @@ impl EtcdBackend {
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
             Some(predecessor) => {
-                let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
+                let busy = first_entry
+                    .map_or_else(Busy::new, |first_entry| busy_with_holder(claim, first_entry));
                 let busy = busy.with_mark(u64::try_from(predecessor.create_revision).unwrap_or(0));
-                predecessor.last_busy = first.map(|_| (busy.clone(), Moment::now()));
+                predecessor.last_busy = first_entry.map(|_| (busy.clone(), Moment::now()));
                 Ok(Attempt::Busy(busy))
             }
         };
@@ -400,17 +410,18 @@ impl EtcdBackend {
     }
 
     /// Adopts the entry that another client created for the same claim.
-    async fn adopt(
+    async fn adopt_entry(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
-        first: KeyValue,
+        first_entry: KeyValue,
     ) -> Result<QueueStep, BackendError> {
-        **entry_guard = Some(ClaimEntry { is_granted: true, ..ClaimEntry::found(first) });
-        self.poll_entry(claim, entry_guard).await
+        **entry_guard =
+            Some(ClaimEntry { is_granted: true, ..ClaimEntry::from_key_value(first_entry) });
+        self.read_position(claim, entry_guard).await
     }
 
-    /// Extends the etcd lease if it has less time left than the claim's lease is long.
+    /// Extends the etcd lease if its remaining time is shorter than the claim's lease.
     async fn ensure_lease(
         &self,
         claim: &Claim,
@@ -421,7 +432,7 @@ impl EtcdBackend {
         }
         let response_timeout = self.client.response_timeout();
         let limits = RequestLimits { idle_timeout: response_timeout, total: response_timeout };
-        self.keep_alive.keep_alive(lease, limits).await
+        self.keep_alive.extend(lease, limits).await
     }
 
     /// Revokes an entry's lease and deletes its tombstone in the background.
@@ -429,21 +440,21 @@ impl EtcdBackend {
         if entry.ttl_seconds.is_some() {
             self.pool.revoke_later(entry.lease.id);
         }
-        if let Some(tombstone) = self.names.tombstone(&entry.name) {
-            self.pool.delete_lost_tombstone_later(tombstone);
+        if let Some(tombstone) = self.names.tombstone_name(&entry.name) {
+            self.pool.delete_tombstone_of_lost_entry_later(tombstone);
         }
     }
 
-    /// Abandons the entries that the engine left to expire. Without this, their tombstones would
-    /// exist until the tombstone lease expires.
+    /// Abandons the entries that the engine left to expire. This deletes their tombstones before
+    /// the tombstone lease expires.
     fn abandon_expired(&self) {
         let expired = self.claims.take_expired().into_iter();
-        // A lease that another client created is maintained by that client.
+        // The client that created a lease also ends it.
         expired.filter(|entry| entry.ttl_seconds.is_some()).for_each(|entry| self.abandon(entry));
     }
 
-    /// Handles a failed request: caches the entry if a request for it may have taken effect,
-    /// otherwise reuses its lease.
+    /// Handles a failed request. Caches the entry if a request for it may have taken effect.
+    /// Otherwise reuses the entry's lease.
     fn on_failed_request(
         &self,
         entry_guard: &mut EntryGuard<'_>,
@@ -451,9 +462,9 @@ impl EtcdBackend {
         error: BackendError,
     ) -> BackendError {
         if !error.refused() {
-            entry.is_unresolved = true;
+            entry.has_unresolved_request = true;
         }
-        if entry.is_unresolved {
+        if entry.has_unresolved_request {
             **entry_guard = Some(entry);
             return error.as_unknown();
         }
@@ -461,20 +472,21 @@ impl EtcdBackend {
         error
     }
 
-    /// Reuses the lease of an entry that was not created. Keeps the entry if an earlier request may
-    /// still create it.
-    fn discard_unused(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
-        if entry.is_unresolved {
+    /// Returns the lease of an entry that was not created to the pool. Caches the entry instead if
+    /// an earlier request may still create it.
+    fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
+        if entry.has_unresolved_request {
             **entry_guard = Some(entry);
         } else {
             self.recycle_lease(entry);
         }
     }
 
-    /// Returns an entry's lease to the pool, unless a request for the entry may still arrive.
+    /// Returns an entry's lease to the pool. Abandons the entry instead if an earlier request for
+    /// it may still take effect.
     fn recycle_lease(&self, entry: ClaimEntry) {
         match entry.ttl_seconds {
-            Some(ttl_seconds) if !entry.is_unresolved => {
+            Some(ttl_seconds) if !entry.has_unresolved_request => {
                 self.pool.release(ttl_seconds, entry.lease)
             }
             _ => self.abandon(entry),
@@ -484,16 +496,16 @@ impl EtcdBackend {
     /// Removes the claim's entry from the queue.
     pub(crate) async fn dequeue(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
-        let is_known = entry_guard.as_ref().is_some_and(|entry| entry.create_revision.is_some());
-        if !is_known {
-            return self.dequeue_unknown(claim, &mut entry_guard).await;
+        let is_cached = entry_guard.as_ref().is_some_and(|entry| entry.create_revision.is_some());
+        if !is_cached {
+            return self.dequeue_uncached(claim, &mut entry_guard).await;
         }
         let Some(entry) = &mut *entry_guard else { return Ok(Release::NotHeld) };
-        // The deletion of the own key is not a loss.
-        entry.watch = None;
+        // Dropping the watch first prevents a loss notification for this release.
+        entry.own_watch = None;
         let (create_revision, queue) =
-            (entry.create_revision.unwrap_or_default(), self.names.queue(claim.key()));
-        let tombstone = self.names.tombstone(&entry.name);
+            (entry.create_revision.unwrap_or_default(), self.names.queue_prefix(claim.key()));
+        let tombstone = self.names.tombstone_name(&entry.name);
         let dequeue = if entry.is_granted {
             txn::delete_with_tombstone(&entry.name, create_revision, tombstone.as_deref())
         } else {
@@ -507,8 +519,9 @@ impl EtcdBackend {
         Ok(if was_first { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Removes the claim's entry from the queue if the cache does not know its revision.
-    async fn dequeue_unknown(
+    /// Removes the claim's entry from the queue if the cache does not contain its creation
+    /// revision.
+    async fn dequeue_uncached(
         &self,
         claim: &Claim,
         entry_guard: &mut EntryGuard<'_>,
@@ -516,7 +529,7 @@ impl EtcdBackend {
         let was_freed = match self.find_entry(claim).await? {
             Some(found) => {
                 let create_revision = found.create_revision.unwrap_or_default();
-                let tombstone = self.names.tombstone(&found.name);
+                let tombstone = self.names.tombstone_name(&found.name);
                 let deletion =
                     txn::delete_with_tombstone(&found.name, create_revision, tombstone.as_deref());
                 let deletion = self.execute(deletion).await;
@@ -525,7 +538,8 @@ impl EtcdBackend {
             None => false,
         };
         if let Some(entry) = &**entry_guard {
-            // Without its lease, no earlier request for the entry can take effect.
+            // After the revocation, the members reject an earlier request for the entry that
+            // arrives late.
             self.pool.revoke(entry.lease.id).await.map_err(BackendError::as_unknown)?;
             if let Some(entry) = entry_guard.take() {
                 self.abandon(entry);
@@ -539,17 +553,17 @@ impl EtcdBackend {
         &self,
         claim: &Claim,
     ) -> Result<Option<ClaimEntry>, BackendError> {
-        let all = self.range(txn::entries(&self.names.queue(claim.key()))).await?.kvs;
+        let all = self.range(txn::entries(&self.names.queue_prefix(claim.key()))).await?.kvs;
         let position = all.iter().position(|entry| record::belongs_to(&entry.value, claim.id()));
         Ok(position.and_then(|position| {
             let found = all.into_iter().nth(position)?;
-            Some(ClaimEntry { is_granted: position == 0, ..ClaimEntry::found(found) })
+            Some(ClaimEntry { is_granted: position == 0, ..ClaimEntry::from_key_value(found) })
         }))
     }
 
-    /// Returns the key of the claim that was granted in the revision `create_revision`; `None` if
-    /// it does not exist.
-    pub(crate) async fn entry_name(
+    /// Returns the key of the claim's entry that was created in the revision `create_revision`.
+    /// Returns `None` if the key does not exist.
+    pub(crate) async fn find_entry_name(
         &self,
         claim: &Claim,
         create_revision: i64,
@@ -563,41 +577,41 @@ impl EtcdBackend {
         if cached.is_some() {
             return Ok(cached);
         }
-        let mark = u64::try_from(create_revision).unwrap_or(0);
-        Ok(self.entry_created_in(claim, mark).await?.map(|(name, _)| name))
+        let create_revision = u64::try_from(create_revision).unwrap_or(0);
+        Ok(self.entry_created_in(claim, create_revision).await?.map(|(name, _)| name))
     }
 
-    /// Waits until the claim's predecessor may be deleted. Keeps the claim's lease alive meanwhile.
-    /// `mark` is the creation revision of the predecessor.
-    pub(crate) async fn wait_for_predecessor(&self, claim: &Claim, mark: u64) {
+    /// Waits until the claim's predecessor is deleted or its watch ends. Keeps the claim's lease
+    /// alive meanwhile. `predecessor_revision` is the creation revision of the predecessor.
+    pub(crate) async fn wait_for_predecessor(&self, claim: &Claim, predecessor_revision: u64) {
         let cached = {
             let mut entry_guard = self.claims.lock_entry(claim).await;
             entry_guard.as_mut().and_then(|entry| {
                 let predecessor = entry.predecessor.as_mut()?;
-                // Stored with the entry, so that the next poll does not create another watch.
+                // The predecessor keeps its watch, so the next wait does not create another watch.
                 let watch =
                     predecessor.watch.take_if(|watch| watch.is_active() || watch.is_deleted());
                 let watch = watch.unwrap_or_else(|| {
                     self.watcher.watch_predecessor(
                         predecessor.name.clone(),
-                        predecessor.seen_revision.saturating_add(1),
+                        predecessor.last_seen_revision.saturating_add(1),
                     )
                 });
-                let outcome = predecessor.watch.insert(watch).outcome();
+                let outcome = predecessor.watch.insert(watch).wait_for_outcome();
                 let interval = extension_interval(entry.lease.ttl());
                 let since = Moment::now().since(entry.lease.last_extended());
                 Some((outcome, interval, interval.saturating_sub(since)))
             })
         };
         let (outcome, _watch, interval, mut extend_at) = match cached {
-            Some((outcome, interval, first)) => {
-                (outcome, None, Some(interval), Some(Instant::now() + first))
+            Some((outcome, interval, first_delay)) => {
+                (outcome, None, Some(interval), Some(Instant::now() + first_delay))
             }
-            None => match self.entry_created_in(claim, mark).await {
-                Ok(Some((name, seen_revision))) => {
+            None => match self.entry_created_in(claim, predecessor_revision).await {
+                Ok(Some((name, last_seen_revision))) => {
                     let watch =
-                        self.watcher.watch_predecessor(name, seen_revision.saturating_add(1));
-                    (watch.outcome(), Some(watch), None, None)
+                        self.watcher.watch_predecessor(name, last_seen_revision.saturating_add(1));
+                    (watch.wait_for_outcome(), Some(watch), None, None)
                 }
                 Ok(None) => return,
                 Err(_) => return sleep(RETRY_PAUSE).await,
@@ -614,7 +628,8 @@ impl EtcdBackend {
             tokio::select! {
                 outcome = &mut outcome => {
                     if outcome != WatchOutcome::Deleted {
-                        // The caller reads the queue again, after a pause that limits the rate.
+                        // The caller then reads the queue again. The pause limits the rate of
+                        // reads.
                         return sleep(RETRY_PAUSE).await;
                     }
                     if let Some(entry) = &mut *self.claims.lock_entry(claim).await
@@ -637,15 +652,17 @@ impl EtcdBackend {
         }
     }
 
-    /// Returns the entry that was created in the revision `mark`, and a revision in which it
-    /// existed.
+    /// Returns the name of the entry that was created in the revision `create_revision`, and a
+    /// revision in which the entry existed.
     async fn entry_created_in(
         &self,
         claim: &Claim,
-        mark: u64,
+        create_revision: u64,
     ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
-        let mark = i64::try_from(mark).unwrap_or(0);
-        let found = self.range(txn::entry_created_in(&self.names.queue(claim.key()), mark)).await?;
+        let create_revision = i64::try_from(create_revision).unwrap_or(0);
+        let found = self
+            .range(txn::entry_created_in(&self.names.queue_prefix(claim.key()), create_revision))
+            .await?;
         let revision = found.header.ok_or_else(protocol_error)?.revision;
         Ok(found.kvs.into_iter().next().map(|found| (found.key, revision)))
     }
@@ -659,37 +676,38 @@ impl EtcdBackend {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         let Some(entry) = &mut *entry_guard else { return Ok(LeaseStatus::NotFound) };
         let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
-        self.tombstone_lease(entry.ttl_seconds);
+        self.extend_tombstone_lease_if_due(entry.ttl_seconds);
         let limits = RequestLimits { idle_timeout: limit, total: limit };
-        let status = self.keep_alive.keep_alive(&mut entry.lease, limits).await?;
+        let status = self.keep_alive.extend(&mut entry.lease, limits).await?;
         if status == LeaseStatus::NotFound
             && let Some(predecessor) = &mut entry.predecessor
         {
-            // The next poll must not return the cached `Busy`.
+            // The next attempt must not return the cached `Busy`.
             predecessor.last_busy = None;
         }
         Ok(status)
     }
 
-    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its
-    /// extension if that is due.
-    pub(crate) fn tombstone_lease(&self, ttl_seconds: Option<i64>) -> Option<i64> {
+    /// Returns the tombstone lease for entries whose own leases last `ttl_seconds`, if that
+    /// tombstone lease exists. Requests its extension if the extension is due.
+    pub(crate) fn extend_tombstone_lease_if_due(&self, ttl_seconds: Option<i64>) -> Option<i64> {
         self.abandon_expired();
-        ttl_seconds
-            .and_then(|ttl_seconds| self.tombstones.existing_lease(ttl_seconds, &self.keep_alive))
+        ttl_seconds.and_then(|ttl_seconds| {
+            self.tombstones.extend_lease_if_due(ttl_seconds, &self.keep_alive)
+        })
     }
 }
 
-fn busy(claim: &Claim, first: &KeyValue) -> Busy {
-    Busy::new().with_holder(record::decode_holder(claim.key().clone(), first, None))
+fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
+    Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 
-fn mark(entry: &KeyValue) -> u64 {
+fn predecessor_revision(entry: &KeyValue) -> u64 {
     u64::try_from(entry.create_revision).unwrap_or(0)
 }
 
-/// Returns the interval at which a waiter keeps its lease alive. It is as long as retries permit,
-/// because the cluster carries the load of all waiters.
+/// Returns the interval at which a waiter extends its lease. The interval leaves time for retries.
+/// It is otherwise as long as possible, because the cluster handles the extensions of all waiters.
 fn extension_interval(ttl: Duration) -> Duration {
     (ttl * 3 / 4)
         .min(ttl.saturating_sub(RETRY_TIME_MIN))
@@ -697,18 +715,21 @@ fn extension_interval(ttl: Duration) -> Duration {
         .clamp(EXTENSION_INTERVAL_MIN, EXTENSION_INTERVAL_MAX)
 }
 
-/// The minimum time for retries before the lease ends, if the lease is long enough.
+/// The minimum time between an extension and the end of the lease, for retries. Short leases leave
+/// less time.
 const RETRY_TIME_MIN: Duration = Duration::from_secs(5);
 const EXTENSION_RETRY_MIN: Duration = Duration::from_millis(100);
-/// The minimum interval at which a waiter keeps its lease alive.
+/// The minimum interval at which a waiter extends its lease.
 const EXTENSION_INTERVAL_MIN: Duration = Duration::from_millis(500);
-/// The maximum interval, however long the lease lasts according to the member.
+/// The maximum interval, regardless of how long the reported lease lasts.
 const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
-/// The delay of the next grant after a holder's lease was ended early, so that the holder can
-/// detect its loss. It is many times the 25 ms after which every held lock is watched, because
-/// responses may be slow on a busy machine. A released lock is granted without this delay.
+/// The delay of the next grant after a holder's entry was deleted without a release. The holder
+/// detects the loss in this time. The backend watches each lock that is held for 25 ms. The delay
+/// is ten times longer, because a busy machine responds slowly. A released lock is granted without
+/// this delay.
 const GRANT_DELAY: Duration = Duration::from_millis(250);
-/// The interval at which a waiter reads the whole queue. This only updates the reported holder.
+/// The interval at which a waiter reads the whole queue. The read only updates the holder that
+/// `Busy` reports.
 const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);
-/// The pause before the next read if a watch is not possible.
+/// The pause before the next read of the queue after a watch or a request has failed.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);

@@ -20,21 +20,25 @@ pub(crate) fn belongs_to(record: &[u8], id: ClaimId) -> bool {
         && record.get(ID_LENGTH) == Some(&b' ')
 }
 
-/// Returns the holder of `key`, given the first entry of its queue. The record of another program
-/// yields no label and no time.
-pub(crate) fn decode_holder(key: Key, first: &KeyValue, remaining: Option<Duration>) -> Holder {
-    let fields = decode(&first.value);
-    // Compares the holder's wall clock with the local one. The result is only displayed.
+/// Returns the holder of `key`, given the first entry of its queue. A record of another program
+/// contains no label and no time.
+pub(crate) fn decode_holder(
+    key: Key,
+    first_entry: &KeyValue,
+    remaining: Option<Duration>,
+) -> Holder {
+    let fields = decode(&first_entry.value);
+    // The result depends on the wall clocks of two hosts, so it is only displayed.
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
-        .with_token(token(first))
+        .with_token(fencing_token(first_entry))
         .with_times(held_for.map(Duration::from_millis), remaining)
 }
 
 /// Returns a holder's fencing token: the creation revision of its key.
-pub(crate) fn token(first: &KeyValue) -> Option<FencingToken> {
-    FencingToken::try_from(first.create_revision).ok()
+pub(crate) fn fencing_token(first_entry: &KeyValue) -> Option<FencingToken> {
+    FencingToken::try_from(first_entry.create_revision).ok()
 }
 
 /// Returns the time at which the claim was enqueued, and the label.
@@ -63,7 +67,7 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Escaped: all characters that do not occur in host names.
+/// The escaped characters: all characters that do not occur in host names.
 const HOST_ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
 const ID_LENGTH: usize = 32;
 
@@ -72,24 +76,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_is_read_as_it_is_written() {
+    fn an_encoded_record_decodes_to_its_holder() {
         let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
         let claim = claim.with_label(Some("a label of three\n\0".into()));
         let record = encode(&claim, "host-1");
         assert!(belongs_to(&record, claim.id()) && !belongs_to(&record, ClaimId::random()));
-        let first = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
-        let holder = decode_holder(claim.key().clone(), &first, None);
+        let first_entry = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
+        let holder = decode_holder(claim.key().clone(), &first_entry, None);
         assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
         assert_eq!(holder.token, FencingToken::new(7));
         assert!(holder.held_for.is_some());
     }
 
     #[test]
-    fn the_record_of_another_program_yields_no_label_and_no_time() {
+    fn a_record_of_another_program_has_no_label_and_no_time() {
         for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"]
         {
-            let first = KeyValue { value: record.to_vec(), ..KeyValue::default() };
-            let holder = decode_holder(Key::new("k").unwrap(), &first, None);
+            let first_entry = KeyValue { value: record.to_vec(), ..KeyValue::default() };
+            let holder = decode_holder(Key::new("k").unwrap(), &first_entry, None);
             assert_eq!((holder.label, holder.held_for), (None, None));
             assert!(!belongs_to(
                 record,

@@ -1,5 +1,5 @@
-//! Renews claims. Extends each lease, then reads all keys in one transaction. That read verifies
-//! that the keys exist and confirms the extensions.
+//! Renews claims. Extends each lease, then reads all keys in one transaction. The read verifies
+//! that the keys exist. The response of a majority also confirms the extensions.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -38,19 +38,19 @@ type RenewalResult = Result<Renewal, BackendError>;
 impl EtcdBackend {
     /// Renews claims that fit into one transaction.
     pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<RenewalResult> {
-        let started = join_all(claims.iter().map(|claim| self.start_renewal(claim))).await;
+        let started_renewals = join_all(claims.iter().map(|claim| self.start_renewal(claim))).await;
         let names: Vec<_> =
-            started.iter().flatten().flatten().map(|renewal| &*renewal.name).collect();
+            started_renewals.iter().flatten().flatten().map(|renewal| &*renewal.name).collect();
         let idle_timeout =
             claims.iter().map(|claim| self.idle_timeout_of(claim)).min().unwrap_or_default();
         let snapshot = match &*names {
             [] => Ok(KeySnapshot::default()),
             names => self.read_entries(names, idle_timeout).await,
         };
-        let renewals = claims.iter().zip(started).map(|(claim, started)| {
+        let renewals = claims.iter().zip(started_renewals).map(|(claim, renewal)| {
             let snapshot = &snapshot;
             async move {
-                let result = match (started?, snapshot) {
+                let result = match (renewal?, snapshot) {
                     (None, _) => Ok(Renewal::Gone),
                     (Some(renewal), Ok(snapshot)) => {
                         self.finish_renewal(claim, renewal, snapshot).await
@@ -58,7 +58,7 @@ impl EtcdBackend {
                     (Some(_), Err(error)) => Err(error.clone()),
                 };
                 if matches!(result, Ok(Renewal::Gone)) {
-                    self.abandon_lost(claim).await;
+                    self.abandon_lost_entry(claim).await;
                 }
                 result
             }
@@ -66,8 +66,8 @@ impl EtcdBackend {
         join_all(renewals).await
     }
 
-    /// Returns how long the connection may be silent while `claim` is renewed. The rest of the
-    /// lease must suffice to try another member.
+    /// Returns how long the connection may receive nothing while `claim` is renewed. The remaining
+    /// time of the lease must suffice for an attempt with another member.
     fn idle_timeout_of(&self, claim: &Claim) -> Duration {
         self.client.response_timeout().min((claim.lease() / 6).max(IDLE_TIMEOUT_MIN))
     }
@@ -77,28 +77,30 @@ impl EtcdBackend {
         let cached = {
             let entry_guard = self.claims.lock_entry(claim).await;
             let entry = entry_guard.as_ref();
-            if entry.is_some_and(|entry| entry.watch.as_ref().is_some_and(KeyWatch::is_deleted)) {
-                // Return at once, so that the holder detects the loss before the next claim is
+            if entry.is_some_and(|entry| entry.own_watch.as_ref().is_some_and(KeyWatch::is_deleted))
+            {
+                // An immediate return lets the holder detect the loss before the next claim is
                 // granted.
                 return Ok(None);
             }
-            entry.and_then(PendingRenewal::of)
+            entry.and_then(PendingRenewal::for_entry)
         };
         let renewal = match cached {
             Some(renewal) => Some(renewal),
-            None => self.find_entry(claim).await?.as_ref().and_then(PendingRenewal::of),
+            None => self.find_entry(claim).await?.as_ref().and_then(PendingRenewal::for_entry),
         };
         let Some(mut renewal) = renewal else { return Ok(None) };
         let idle_timeout = self.idle_timeout_of(claim);
-        // After that time, the engine starts the next renewal.
+        // After a third of the lease, the engine starts the next renewal.
         let limits = RequestLimits { idle_timeout, total: idle_timeout.max(claim.lease() / 3) };
-        let tombstone = self.tombstone_lease(renewal.ttl_seconds);
-        let is_missing = tombstone.is_none() || tombstone != renewal.tombstone_lease;
-        let rewriting = is_missing.then(|| self.rewrite_tombstone(renewal.clone(), idle_timeout));
+        let tombstone_lease = self.extend_tombstone_lease_if_due(renewal.ttl_seconds);
+        let needs_rewrite = tombstone_lease.is_none() || tombstone_lease != renewal.tombstone_lease;
+        let rewriting =
+            needs_rewrite.then(|| self.rewrite_tombstone(renewal.clone(), idle_timeout));
         let rewriting = OptionFuture::from(rewriting);
         let (lease_status, rewritten) =
-            join(self.keep_alive.keep_alive(&mut renewal.lease, limits), rewriting).await;
-        renewal.tombstone_lease = rewritten.unwrap_or(tombstone);
+            join(self.keep_alive.extend(&mut renewal.lease, limits), rewriting).await;
+        renewal.tombstone_lease = rewritten.unwrap_or(tombstone_lease);
         renewal.lease_status = lease_status?;
         if claim.lease() > renewal.lease.ttl() && renewal.lease_status == LeaseStatus::Alive {
             return self.attach_longer_lease(claim, renewal).await;
@@ -106,14 +108,15 @@ impl EtcdBackend {
         Ok(Some(renewal))
     }
 
-    /// Ensures that the entry has a tombstone with a live lease, because another client may have
-    /// ended only that lease. Returns the tombstone's lease.
+    /// Writes the entry's tombstone again, because another client may have ended the tombstone's
+    /// lease. Returns the lease of the tombstone, or `None` after a failure.
     async fn rewrite_tombstone(&self, renewal: PendingRenewal, limit: Duration) -> Option<i64> {
-        let (tombstone, ttl_seconds) = (self.names.tombstone(&renewal.name)?, renewal.ttl_seconds?);
+        let (tombstone, ttl_seconds) =
+            (self.names.tombstone_name(&renewal.name)?, renewal.ttl_seconds?);
         let rewrite = async {
             let lease = self
                 .tombstones
-                .lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive)
+                .find_or_grant(ttl_seconds, &self.pool, &self.keep_alive)
                 .await
                 .ok()?;
             let put =
@@ -127,30 +130,30 @@ impl EtcdBackend {
                 Err(_) => None,
             }
         };
-        // The next renewal tries again.
+        // After the time limit, the next renewal tries again.
         timeout(limit, rewrite).await.ok().flatten()
     }
 
-    /// Attaches the claim's key to a longer lease. The key and its revision do not change.
+    /// Attaches the claim's key to a longer lease. The key and its creation revision do not change.
     async fn attach_longer_lease(
         &self,
         claim: &Claim,
         mut renewal: PendingRenewal,
     ) -> Result<Option<PendingRenewal>, BackendError> {
         let ttl_seconds = ttl_seconds(claim.lease());
-        let tombstone = match self.names.tombstone(&renewal.name) {
+        let tombstone = match self.names.tombstone_name(&renewal.name) {
             Some(name) => Some((
                 name,
-                self.tombstones.lease_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?,
+                self.tombstones.find_or_grant(ttl_seconds, &self.pool, &self.keep_alive).await?,
             )),
             None => None,
         };
         let tombstone = tombstone.as_ref().map(|(name, lease)| (&**name, *lease));
         let tombstone_lease = tombstone.map(|(_, lease)| lease);
-        let longer = self.pool.grant(ttl_seconds).await?;
+        let longer_lease = self.pool.grant(ttl_seconds).await?;
         let attached =
-            txn::attach_lease(&renewal.name, renewal.create_revision, longer.id, tombstone);
-        // After an unknown outcome, the next read returns the lease of the key.
+            txn::attach_lease(&renewal.name, renewal.create_revision, longer_lease.id, tombstone);
+        // If the outcome is unknown, the next renewal reads the lease of the key.
         let attached = self.execute(attached).await.map_err(|failure| {
             if let (CallError::LeaseNotFound, Some(lease)) = (&failure, tombstone_lease) {
                 self.tombstones.remove(lease);
@@ -158,10 +161,10 @@ impl EtcdBackend {
             failure.into_error()
         });
         if !attached?.succeeded {
-            self.pool.revoke_later(longer.id);
+            self.pool.revoke_later(longer_lease.id);
             return Ok(None);
         }
-        renewal.lease = longer;
+        renewal.lease = longer_lease;
         renewal.new_ttl_seconds = Some(ttl_seconds);
         renewal.tombstone_lease = tombstone_lease;
         Ok(Some(renewal))
@@ -178,13 +181,13 @@ impl EtcdBackend {
             results.and_then(|results| TxnResults::decode(results).map_err(CallError::Other));
         let mut results = match results {
             Err(CallError::TooManyOperations) if names.len() > 1 => {
-                let (some, others) = names.split_at(names.len() / 2);
+                let (first_half, second_half) = names.split_at(names.len() / 2);
                 let both = try_join(
-                    Box::pin(self.read_entries(some, idle_timeout)),
-                    Box::pin(self.read_entries(others, idle_timeout)),
+                    Box::pin(self.read_entries(first_half, idle_timeout)),
+                    Box::pin(self.read_entries(second_half, idle_timeout)),
                 );
-                let (some, others) = both.await?;
-                return Ok(some.merge(others));
+                let (first_half, second_half) = both.await?;
+                return Ok(first_half.merge(second_half));
             }
             results => results.map_err(CallError::into_error)?,
         };
@@ -216,8 +219,8 @@ impl EtcdBackend {
             .as_mut()
             .filter(|entry| entry.create_revision == Some(renewal.create_revision));
         if found.lease != renewal.lease.id {
-            // An earlier request attached the key to this lease, but its response was lost. The
-            // next renewal extends the right lease.
+            // An earlier request attached the key to `found.lease`, but its response was lost. The
+            // next renewal extends `found.lease`.
             if let Some(entry) = entry {
                 self.replace_lease(
                     entry,
@@ -230,12 +233,12 @@ impl EtcdBackend {
             ));
         }
         if renewal.lease_status == LeaseStatus::NotFound {
-            // A member that lags behind may not know a lease that the majority knows.
+            // A lagging member may not know a lease that the majority knows.
             return Err(BackendError::transient(
                 "etcd: the member does not know the lease; the renewal is repeated",
             ));
         }
-        renewal.lease.confirm(snapshot.term);
+        renewal.lease.record_majority_response(snapshot.term);
         let remaining = renewal.lease.remaining();
         if let Some(entry) = entry {
             if renewal.new_ttl_seconds.is_some() {
@@ -244,11 +247,11 @@ impl EtcdBackend {
                 entry.lease = renewal.lease;
             }
             entry.tombstone_lease = renewal.tombstone_lease;
-            if !entry.watch.as_ref().is_some_and(KeyWatch::is_active)
+            if !entry.own_watch.as_ref().is_some_and(KeyWatch::is_active)
                 && !self.watcher.registries().is_empty()
             {
                 let start_revision = snapshot.revision.saturating_add(1);
-                entry.watch = Some(self.watcher.watch_held_key(
+                entry.own_watch = Some(self.watcher.watch_held_key(
                     claim.key(),
                     entry.name.clone(),
                     start_revision,
@@ -264,7 +267,7 @@ impl EtcdBackend {
     }
 
     /// Abandons the entry of a lock that is reported as lost.
-    async fn abandon_lost(&self, claim: &Claim) {
+    async fn abandon_lost_entry(&self, claim: &Claim) {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         if entry_guard.as_ref().is_some_and(|entry| entry.is_granted)
             && let Some(entry) = entry_guard.take()
@@ -273,12 +276,13 @@ impl EtcdBackend {
         }
     }
 
-    /// Replaces the lease of an entry by the lease that its key is attached to.
+    /// Replaces the lease of an entry by `lease`, to which its key is attached.
     fn replace_lease(&self, entry: &mut ClaimEntry, lease: EtcdLease, ttl_seconds: Option<i64>) {
         let previous = std::mem::replace(&mut entry.lease, lease);
-        // The key's name contains the old lease number, so no other entry may reuse this lease.
-        entry.is_unresolved = true;
-        // The tombstone's lease is unknown as well.
+        // The key's name contains the id of the previous lease, so no other entry may reuse the new
+        // lease.
+        entry.has_unresolved_request = true;
+        // The lease of the tombstone is unknown until the next renewal writes the tombstone.
         entry.tombstone_lease = None;
         if entry.ttl_seconds.is_some() && previous.id != entry.lease.id {
             self.pool.revoke_later(previous.id);
@@ -288,7 +292,7 @@ impl EtcdBackend {
 }
 
 impl PendingRenewal {
-    fn of(entry: &ClaimEntry) -> Option<Self> {
+    fn for_entry(entry: &ClaimEntry) -> Option<Self> {
         let create_revision = entry.create_revision.filter(|_| entry.is_granted)?;
         Some(Self {
             name: entry.name.clone(),
@@ -302,7 +306,7 @@ impl PendingRenewal {
     }
 }
 
-/// The keys that one read found, and its revision and term.
+/// The keys that one read found, and the revision and term of the read.
 #[derive(Default)]
 struct KeySnapshot {
     revision: i64,
@@ -311,7 +315,7 @@ struct KeySnapshot {
 }
 
 impl KeySnapshot {
-    /// Merges two results. The earlier revision and term count.
+    /// Merges two results. The result has the lower revision and the lower term.
     fn merge(mut self, other: Self) -> Self {
         self.keys.extend(other.keys);
         let (revision, term) = (self.revision.min(other.revision), self.term.min(other.term));
@@ -319,5 +323,5 @@ impl KeySnapshot {
     }
 }
 
-/// The minimum silence after which a connection is dropped, whatever the lease.
+/// The minimum idle time-out of a connection, regardless of the lease.
 const IDLE_TIMEOUT_MIN: Duration = Duration::from_millis(500);

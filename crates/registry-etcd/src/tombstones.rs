@@ -1,12 +1,12 @@
-//! The leases of tombstones, which reveal holders whose lease was ended early.
+//! The leases of tombstones. A tombstone shows that a holder's entry was deleted without a release.
 //!
 //! A claim that joins a queue also writes a tombstone next to the queue, under another lease. A
-//! release deletes both. A claim that is first in the queue may find a tombstone whose entry no
-//! longer exists. The holder of that entry may not have detected yet that its lock is lost. The
-//! first claim therefore waits for `GRANT_DELAY` and then deletes the tombstone.
+//! release deletes the entry and the tombstone. The first claim in the queue may find a tombstone
+//! without an entry. The holder of the deleted entry may not have detected the loss yet. The first
+//! claim therefore waits for `GRANT_DELAY` and then deletes the tombstone.
 //!
-//! The leases of tombstones last longer than those of entries. Otherwise a leader that was
-//! suspended could expire both at once when it resumes.
+//! A tombstone's lease lasts longer than its entry's lease. With equal leases, a leader that
+//! resumes after a pause could expire both leases at once.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,11 +19,13 @@ use crate::keep_alive::{KeepAlive, KeepAliveOutcome, PendingKeepAlive};
 use crate::lease::EtcdLease;
 use crate::pool::LeasePool;
 
-/// The leases of tombstones: one lease for all entries whose own leases have the same duration.
+/// The leases of tombstones. All entries whose own leases have the same duration share one
+/// tombstone lease.
 #[derive(Debug, Default)]
 pub(crate) struct TombstoneLeases {
     leases: Mutex<HashMap<i64, TombstoneLease>>,
-    /// The lease requests in progress. All callers that need the same lease await one response.
+    /// The `LeaseGrant` requests in progress. All callers that need the same lease await one
+    /// response.
     pending_grants: Mutex<HashMap<i64, PendingGrant>>,
 }
 
@@ -35,27 +37,28 @@ struct TombstoneLease {
     /// The lease lasts for its full duration from this time on, unless another client ends it.
     extended_at: Moment,
     /// A `LeaseKeepAlive` request whose outcome was not read yet.
-    pending: Option<PendingKeepAlive>,
+    pending_keep_alive: Option<PendingKeepAlive>,
 }
 
 impl TombstoneLeases {
     /// Returns the lease for the tombstone of an entry whose own lease lasts `ttl_seconds`.
     /// Requests a new lease if none exists.
-    pub(crate) async fn lease_or_grant(
+    pub(crate) async fn find_or_grant(
         &self,
         ttl_seconds: i64,
         pool: &LeasePool,
         keep_alive: &KeepAlive,
     ) -> Result<i64, BackendError> {
-        if let Some(lease) = self.existing_lease(ttl_seconds, keep_alive) {
+        if let Some(lease) = self.extend_lease_if_due(ttl_seconds, keep_alive) {
             return Ok(lease);
         }
         let pending_grant = {
             let mut all = self.pending_grants();
-            if let Some(lease) = self.existing_lease(ttl_seconds, keep_alive) {
+            if let Some(lease) = self.extend_lease_if_due(ttl_seconds, keep_alive) {
                 return Ok(lease);
             }
-            let start = || pool.grant(ttl_seconds.saturating_mul(TTL_FACTOR)).boxed().shared();
+            let start =
+                || pool.grant(ttl_seconds.saturating_mul(TOMBSTONE_TTL_FACTOR)).boxed().shared();
             all.entry(ttl_seconds).or_insert_with(start).clone()
         };
         let granted = pending_grant.clone().await;
@@ -66,7 +69,7 @@ impl TombstoneLeases {
                 let tombstone_lease = TombstoneLease {
                     id: lease.id,
                     extended_at: lease.last_extended(),
-                    pending: None,
+                    pending_keep_alive: None,
                 };
                 self.leases().insert(ttl_seconds, tombstone_lease);
             }
@@ -74,17 +77,25 @@ impl TombstoneLeases {
         granted.map(|lease| lease.id)
     }
 
-    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its
-    /// extension if that is due.
-    pub(crate) fn existing_lease(&self, ttl_seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
+    /// Returns the tombstone lease for entries whose own leases last `ttl_seconds`, if that
+    /// tombstone lease exists. Requests its extension if the extension is due.
+    pub(crate) fn extend_lease_if_due(
+        &self,
+        ttl_seconds: i64,
+        keep_alive: &KeepAlive,
+    ) -> Option<i64> {
         let entry_ttl = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
         let now = Moment::now();
         let mut all = self.leases();
         let tombstone_lease = all.get_mut(&ttl_seconds)?;
-        let has_ended = match tombstone_lease.pending.as_mut().and_then(PendingKeepAlive::outcome) {
+        let has_ended = match tombstone_lease
+            .pending_keep_alive
+            .as_mut()
+            .and_then(PendingKeepAlive::take_outcome)
+        {
             Some(KeepAliveOutcome::Extended(since)) => {
                 tombstone_lease.extended_at = since;
-                tombstone_lease.pending = None;
+                tombstone_lease.pending_keep_alive = None;
                 false
             }
             // Another client has ended the lease. The next renewal of each entry writes a new
@@ -94,25 +105,26 @@ impl TombstoneLeases {
         };
         let age = now.since(tombstone_lease.extended_at);
         if has_ended || age >= entry_ttl * 2 {
-            // The lease has ended, or less than one entry duration of it is left. A tombstone
-            // written now could then end before its entry.
+            // The lease has ended, or its remaining time is at most the duration of an entry's
+            // lease. A tombstone written now could end before its entry.
             all.remove(&ttl_seconds);
             return None;
         }
         let last_request = tombstone_lease
-            .pending
+            .pending_keep_alive
             .as_ref()
             .map_or(tombstone_lease.extended_at, |pending| pending.sent_at);
         if now.since(last_request) >= entry_ttl / 3 {
-            // No caller awaits the outcome: the lease lasts long enough for further attempts.
+            // No caller awaits the outcome, because the lease lasts long enough for further
+            // requests.
             let expires_at = tombstone_lease.extended_at.after(entry_ttl * 2);
-            tombstone_lease.pending =
-                Some(keep_alive.request(tombstone_lease.id, expires_at, entry_ttl / 6));
+            tombstone_lease.pending_keep_alive =
+                Some(keep_alive.request_extension(tombstone_lease.id, expires_at, entry_ttl / 6));
         }
         Some(tombstone_lease.id)
     }
 
-    /// Forgets a lease that etcd reports as not found.
+    /// Removes a lease that the members do not know.
     pub(crate) fn remove(&self, lease: i64) {
         self.leases().retain(|_, tombstone_lease| tombstone_lease.id != lease);
     }
@@ -137,5 +149,5 @@ impl TombstoneLeases {
     }
 }
 
-/// The duration of a tombstone's lease, as a multiple of that of the entry's lease.
-const TTL_FACTOR: i64 = 3;
+/// The duration of a tombstone's lease, as a multiple of the duration of the entry's lease.
+const TOMBSTONE_TTL_FACTOR: i64 = 3;

@@ -1,4 +1,5 @@
-//! Builds the transactions and range requests for a queue, and decodes the responses.
+//! Builds the transactions and range requests for a queue, and decodes the responses. The functions
+//! send nothing: `EtcdBackend::execute` and `EtcdBackend::range` send the requests.
 
 use registry_core::BackendError;
 
@@ -18,9 +19,9 @@ pub(crate) struct TombstonePut {
     pub(crate) prefix: Vec<u8>,
 }
 
-/// Appends `name` to `queue` unless it exists. On success, the response contains the result of the
-/// put, the two newest entries, and some existing tombstones. Otherwise it contains the key `name`
-/// and the first entry.
+/// Appends the entry `name` to `queue` unless the key exists. On success, the response contains the
+/// result of the put, the two newest entries, and some existing tombstones. Otherwise it contains
+/// the key `name` and the first entry.
 pub(crate) fn enqueue(
     queue: &[u8],
     name: &[u8],
@@ -30,7 +31,7 @@ pub(crate) fn enqueue(
 ) -> TxnRequest {
     let mut success =
         ops([put_op(name, record, lease), OpRequest::Range(newest_entries(queue, 2))]);
-    success.extend(tombstone.into_iter().flat_map(write_tombstone));
+    success.extend(tombstone.into_iter().flat_map(tombstone_ops));
     TxnRequest {
         compare: vec![compare_create_revision(name, 0)],
         success,
@@ -38,8 +39,9 @@ pub(crate) fn enqueue(
     }
 }
 
-/// Puts `name` into `queue` if the queue is empty. On success, the response contains the result of
-/// the put and some existing tombstones. Otherwise it contains the key `name` and the first entry.
+/// Puts the entry `name` into `queue` if the queue is empty. On success, the response contains the
+/// result of the put and some existing tombstones. Otherwise it contains the key `name` and the
+/// first entry.
 pub(crate) fn enqueue_if_empty(
     queue: &[u8],
     name: &[u8],
@@ -50,7 +52,7 @@ pub(crate) fn enqueue_if_empty(
     let mut is_empty = compare_create_revision(queue, 0);
     is_empty.range_end = prefix_end(queue);
     let mut success = ops([put_op(name, record, lease)]);
-    success.extend(tombstone.into_iter().flat_map(write_tombstone));
+    success.extend(tombstone.into_iter().flat_map(tombstone_ops));
     TxnRequest {
         compare: vec![is_empty],
         success,
@@ -58,15 +60,15 @@ pub(crate) fn enqueue_if_empty(
     }
 }
 
-/// Reads the existing tombstones before it writes the new one.
-fn write_tombstone(tombstone: TombstonePut) -> [RequestOp; 2] {
+/// Returns two operations: a read of the existing tombstones, then the put of the new tombstone.
+fn tombstone_ops(tombstone: TombstonePut) -> [RequestOp; 2] {
     [
-        op(OpRequest::Range(read_tombstones(&tombstone.prefix))),
+        op(OpRequest::Range(existing_tombstones(&tombstone.prefix))),
         op(put_op(&tombstone.name, Vec::new(), tombstone.lease)),
     ]
 }
 
-fn read_tombstones(prefix: &[u8]) -> RangeRequest {
+fn existing_tombstones(prefix: &[u8]) -> RangeRequest {
     RangeRequest {
         key: prefix.to_vec(),
         range_end: prefix_end(prefix),
@@ -78,8 +80,9 @@ fn read_tombstones(prefix: &[u8]) -> RangeRequest {
 
 /// Reads the key `name`, the last entry before the revision `create_revision`, and the first entry.
 ///
-/// With `tombstone_prefix`, also reads some tombstones that are older than `create_revision`. With
-/// `tombstone`, also reads that tombstone, whatever its revision.
+/// If `tombstone_prefix` is given, also reads some tombstones that are older than
+/// `create_revision`. If `tombstone` is given, also reads the tombstone of this name, regardless of
+/// its revision.
 pub(crate) fn read_queue(
     queue: &[u8],
     name: &[u8],
@@ -92,14 +95,14 @@ pub(crate) fn read_queue(
             .map(OpRequest::Range));
     reads.extend(tombstone_prefix.map(|prefix| {
         let max_create_revision = create_revision.saturating_sub(1);
-        op(OpRequest::Range(RangeRequest { max_create_revision, ..read_tombstones(prefix) }))
+        op(OpRequest::Range(RangeRequest { max_create_revision, ..existing_tombstones(prefix) }))
     }));
     reads.extend(tombstone.map(|tombstone| op(OpRequest::Range(get(tombstone)))));
     TxnRequest { success: reads, ..TxnRequest::default() }
 }
 
-/// Reads the key `name` and its predecessor's key. The cost does not depend on the length of the
-/// queue, unlike [`read_queue`], for which the members read all of it.
+/// Reads the key `name` and its predecessor's key. For this transaction the members read two keys.
+/// For [`read_queue`] they read the whole queue.
 pub(crate) fn read_entry_and_predecessor(name: &[u8], predecessor: &[u8]) -> TxnRequest {
     read_keys([name, predecessor].into_iter())
 }
@@ -118,12 +121,12 @@ pub(crate) fn delete(name: &[u8], create_revision: i64) -> TxnRequest {
     }
 }
 
-/// Deletes `name`, whatever its revision.
+/// Deletes `name`, regardless of its revision.
 pub(crate) fn delete_any_revision(name: &[u8]) -> TxnRequest {
     TxnRequest { success: ops([delete_op(name)]), ..TxnRequest::default() }
 }
 
-/// Like [`delete`], and always deletes the tombstone as well.
+/// Like [`delete`], but always deletes the tombstone too, even if the revision of `name` differs.
 pub(crate) fn delete_with_tombstone(
     name: &[u8],
     create_revision: i64,
@@ -149,7 +152,7 @@ pub(crate) fn dequeue(
 }
 
 /// Attaches `name` and its tombstone to other leases, if `name` was created in the revision
-/// `create_revision`. Its value and creation revision do not change.
+/// `create_revision`. The value and the creation revision of `name` do not change.
 pub(crate) fn attach_lease(
     name: &[u8],
     create_revision: i64,
@@ -158,11 +161,9 @@ pub(crate) fn attach_lease(
 ) -> TxnRequest {
     let put = PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
     let mut success = ops([OpRequest::Put(put)]);
-    success.extend(
-        tombstone.map(|(tombstone, lease)| {
-            op(put_op(tombstone, rewritten_value(create_revision), lease))
-        }),
-    );
+    success.extend(tombstone.map(|(tombstone, lease)| {
+        op(put_op(tombstone, rewritten_tombstone_value(create_revision), lease))
+    }));
     TxnRequest {
         compare: vec![compare_create_revision(name, create_revision)],
         success,
@@ -179,20 +180,21 @@ pub(crate) fn rewrite_tombstone(
 ) -> TxnRequest {
     TxnRequest {
         compare: vec![compare_create_revision(name, create_revision)],
-        success: ops([put_op(tombstone, rewritten_value(create_revision), lease)]),
+        success: ops([put_op(tombstone, rewritten_tombstone_value(create_revision), lease)]),
         failure: Vec::new(),
     }
 }
 
-/// Returns the value of a tombstone that was not written together with its entry: the creation
-/// revision of that entry. Such a tombstone may be younger than the entries behind its own entry.
-/// The tombstone of a holder that enqueues again is younger as well, but has no value.
-pub(crate) fn rewritten_value(create_revision: i64) -> Vec<u8> {
+/// Returns the value of a rewritten tombstone: the creation revision of its entry. A rewritten
+/// tombstone was not written together with its entry. It may therefore have a newer revision than
+/// later entries. The tombstone of a holder that enqueues again also has a newer revision, but an
+/// empty value.
+pub(crate) fn rewritten_tombstone_value(create_revision: i64) -> Vec<u8> {
     create_revision.to_string().into_bytes()
 }
 
-/// Compares the creation revision of `name` with `revision`; zero means that the key does not
-/// exist.
+/// Compares the creation revision of `name` with `revision`. The creation revision of a missing key
+/// is zero.
 pub(crate) fn compare_create_revision(name: &[u8], revision: i64) -> Compare {
     Compare {
         result: EQUAL,
@@ -260,8 +262,8 @@ fn ops(requests: impl IntoIterator<Item = OpRequest>) -> Vec<RequestOp> {
     requests.into_iter().map(op).collect()
 }
 
-/// The limit of tombstones per response. One suffices to detect a possible loss. The others are
-/// deleted together with it.
+/// The maximum number of tombstones per response. One tombstone suffices to detect a possible loss.
+/// The claim that detects the loss deletes all returned tombstones.
 const TOMBSTONES_MAX: i64 = 8;
 
 /// The response to a transaction, decoded part by part.
@@ -274,7 +276,8 @@ pub(crate) struct TxnResults {
 
 impl TxnResults {
     pub(crate) fn decode(response: TxnResponse) -> Result<Self, BackendError> {
-        // Without a revision there is no token, and the entry would appear not to exist.
+        // The revision becomes the fencing token. With revision 0, the entry would appear not to
+        // exist.
         let header = response.header.filter(|header| header.revision > 0);
         Ok(Self {
             succeeded: response.succeeded,

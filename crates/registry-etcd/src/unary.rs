@@ -11,9 +11,9 @@ use tonic::transport::Channel;
 
 /// A channel for unary requests.
 ///
-/// The client library detects the last message only by polling the body again after sending it. It
-/// then sends the end of the stream in a separate frame. For messages of 256 bytes and more, that
-/// frame is a separate write.
+/// The client library detects the last message only when it polls the body again after sending the
+/// message. It then sends the end of the stream in a separate frame. For messages of 256 bytes or
+/// more, the separate frame costs a separate write.
 #[derive(Clone)]
 pub(crate) struct UnaryChannel(pub(crate) Channel);
 
@@ -33,8 +33,8 @@ impl Service<http::Request<Body>> for UnaryChannel {
     }
 }
 
-/// A body that reads one frame ahead. It therefore returns each frame together with the
-/// information whether it is the last one.
+/// A body that reads one frame ahead. After it returns the last frame, `is_end_stream` is therefore
+/// already true.
 struct LookaheadBody {
     body: Body,
     next: Option<Result<Frame<Bytes>, Status>>,
@@ -83,7 +83,7 @@ mod tests {
 
     use super::*;
 
-    /// Reports its end only when polled again, sometimes after a `Pending`.
+    /// A body that reports its end only when it is polled again, sometimes after a `Pending`.
     struct FrameSequence(VecDeque<Poll<&'static str>>);
 
     impl http_body::Body for FrameSequence {
@@ -107,30 +107,30 @@ mod tests {
         }
     }
 
-    /// Returns the frames, each with whether the body then reports its end.
-    async fn sent(parts: impl Into<VecDeque<Poll<&'static str>>>) -> Vec<(Bytes, bool)> {
+    /// Returns each frame, and whether the body reports its end directly after this frame.
+    async fn frames_of(parts: impl Into<VecDeque<Poll<&'static str>>>) -> Vec<(Bytes, bool)> {
         let body = Body::new(FrameSequence(parts.into()));
         let mut lookahead = LookaheadBody { body, next: None, has_ended: false };
-        let mut sent = Vec::new();
+        let mut frames = Vec::new();
         while let Some(frame) = poll_fn(|cx| Pin::new(&mut lookahead).poll_frame(cx)).await {
-            sent.push((frame.unwrap().into_data().unwrap(), lookahead.is_end_stream()));
+            frames.push((frame.unwrap().into_data().unwrap(), lookahead.is_end_stream()));
         }
         assert!(lookahead.is_end_stream());
-        sent
+        frames
     }
 
     #[tokio::test]
     async fn a_message_is_sent_with_its_end_flag() {
-        assert_eq!(sent([Poll::Ready("a")]).await, [("a".into(), true)]);
-        assert_eq!(sent([Poll::Pending, Poll::Ready("a")]).await, [("a".into(), true)]);
+        assert_eq!(frames_of([Poll::Ready("a")]).await, [("a".into(), true)]);
+        assert_eq!(frames_of([Poll::Pending, Poll::Ready("a")]).await, [("a".into(), true)]);
     }
 
     #[tokio::test]
     async fn every_frame_is_sent_once() {
         let both = [("a".into(), false), ("b".into(), true)];
-        assert_eq!(sent([Poll::Ready("a"), Poll::Ready("b")]).await, both);
-        assert_eq!(sent([Poll::Ready("a"), Poll::Pending, Poll::Ready("b")]).await, both);
-        assert_eq!(sent([Poll::Ready("a"), Poll::Pending]).await, [("a".into(), false)]);
-        assert_eq!(sent([]).await, []);
+        assert_eq!(frames_of([Poll::Ready("a"), Poll::Ready("b")]).await, both);
+        assert_eq!(frames_of([Poll::Ready("a"), Poll::Pending, Poll::Ready("b")]).await, both);
+        assert_eq!(frames_of([Poll::Ready("a"), Poll::Pending]).await, [("a".into(), false)]);
+        assert_eq!(frames_of([]).await, []);
     }
 }

@@ -1,5 +1,5 @@
-//! Watches keys for deletion over one stream. Wakes waiters and sends loss notifications to the
-//! registries. The engine decides what follows.
+//! Watches keys for deletion over one stream. Wakes waiters, and requests the verification of held
+//! locks from the registries.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,7 +19,7 @@ use crate::proto::{
     WatchResponse, WatchUnion,
 };
 
-/// The handle of the task that owns the stream. Dropping it ends the task.
+/// The handle of the task that owns the stream. Dropping the handle ends the task.
 pub(crate) struct Watcher {
     commands: CommandSender,
     next_id: AtomicI64,
@@ -27,7 +27,7 @@ pub(crate) struct Watcher {
     task: JoinHandle<()>,
 }
 
-// Unbounded: each waiter and each holder has at most one watch.
+// The channel is unbounded, because each waiter and each holder has at most one watch.
 type CommandSender = mpsc::UnboundedSender<WatchCommand>;
 
 enum WatchCommand {
@@ -35,17 +35,17 @@ enum WatchCommand {
         id: i64,
         key: Vec<u8>,
         start_revision: i64,
-        purpose: WatchPurpose,
+        recipient: WatchRecipient,
         state: Arc<WatchState>,
     },
     Cancel(i64),
 }
 
 /// The recipient of a watch's result.
-enum WatchPurpose {
+enum WatchRecipient {
     /// A waiter, which reads the result from its [`KeyWatch`].
     Waiter,
-    /// The holder of this key. The subscribed registries receive a loss notification.
+    /// The holder of this key. Every subscribed registry verifies its claim on the key.
     Holder(Key),
 }
 
@@ -58,7 +58,7 @@ pub(crate) enum WatchOutcome {
     Ended,
 }
 
-/// The handle of a watch. Dropping it cancels the watch.
+/// The handle of a watch. Dropping the handle cancels the watch.
 #[derive(Debug)]
 pub(crate) struct KeyWatch {
     id: i64,
@@ -69,8 +69,8 @@ pub(crate) struct KeyWatch {
 /// The state of a watch.
 #[derive(Debug, Default)]
 struct WatchState {
-    /// The member has confirmed the watch.
-    is_confirmed: AtomicBool,
+    /// The member has created the watch.
+    is_established: AtomicBool,
     has_ended: AtomicBool,
     is_deleted: AtomicBool,
     /// Notified when the watch ends.
@@ -83,14 +83,14 @@ impl KeyWatch {
         !self.state.has_ended.load(Ordering::Acquire)
     }
 
-    /// Returns whether a deletion would be reported: the member has confirmed the watch, and its
+    /// Returns whether the watch reports a deletion: the member has created the watch, and its
     /// stream is not known to have ended.
-    pub(crate) fn is_confirmed(&self) -> bool {
-        self.state.is_confirmed.load(Ordering::Acquire) && self.is_active()
+    pub(crate) fn is_established(&self) -> bool {
+        self.state.is_established.load(Ordering::Acquire) && self.is_active()
     }
 
     /// Waits until the watch ends, and returns its result.
-    pub(crate) fn outcome(&self) -> impl Future<Output = WatchOutcome> + Send + use<> {
+    pub(crate) fn wait_for_outcome(&self) -> impl Future<Output = WatchOutcome> + Send + use<> {
         let state = Arc::clone(&self.state);
         async move {
             loop {
@@ -125,35 +125,40 @@ impl Watcher {
     pub(crate) fn new(client: EtcdClient) -> Self {
         let (commands, receiver) = mpsc::unbounded_channel();
         let registries = Arc::<InvalidationSet>::default();
-        let task = tokio::spawn(run(client, receiver, Arc::clone(&registries)));
+        let task = tokio::spawn(run_watcher(client, receiver, Arc::clone(&registries)));
         Self { commands, next_id: 1.into(), registries, task }
     }
 
     /// Watches `name` for deletion from the revision `start_revision` on. Notifies only the caller.
     pub(crate) fn watch_predecessor(&self, name: Vec<u8>, start_revision: i64) -> KeyWatch {
-        self.create_watch(name, start_revision, WatchPurpose::Waiter)
+        self.create_watch(name, start_revision, WatchRecipient::Waiter)
     }
 
-    /// Watches `name`, the entry by which this process holds `key`, for deletion from the revision
-    /// `start_revision` on. Sends a loss notification if the watch ends.
+    /// Watches the entry `name`, by which this process holds `key`, for deletion from the revision
+    /// `start_revision` on. Requests a verification of the lock when the watch ends.
     pub(crate) fn watch_held_key(&self, key: &Key, name: Vec<u8>, start_revision: i64) -> KeyWatch {
-        self.create_watch(name, start_revision, WatchPurpose::Holder(key.clone()))
+        self.create_watch(name, start_revision, WatchRecipient::Holder(key.clone()))
     }
 
-    fn create_watch(&self, key: Vec<u8>, start_revision: i64, purpose: WatchPurpose) -> KeyWatch {
+    fn create_watch(
+        &self,
+        key: Vec<u8>,
+        start_revision: i64,
+        recipient: WatchRecipient,
+    ) -> KeyWatch {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
         let state = Arc::<WatchState>::default();
         _ = self.commands.send(WatchCommand::Create {
             id,
             key,
             start_revision,
-            purpose,
+            recipient,
             state: Arc::clone(&state),
         });
         KeyWatch { id, state, commands: self.commands.clone() }
     }
 
-    /// Returns the registries that receive loss notifications.
+    /// Returns the registries that verify their locks on request.
     pub(crate) fn registries(&self) -> &InvalidationSet {
         &self.registries
     }
@@ -173,26 +178,27 @@ impl fmt::Debug for Watcher {
 
 /// All watches of the stream.
 #[derive(Default)]
-struct Watches(HashMap<i64, (WatchPurpose, Arc<WatchState>)>);
+struct Watches(HashMap<i64, (WatchRecipient, Arc<WatchState>)>);
 
 impl Watches {
-    /// Ends a watch and reports its result. Returns false if it has ended already.
+    /// Ends a watch and reports its result. Returns false if the watch has ended already.
     fn end(&mut self, id: i64, outcome: WatchOutcome, registries: &InvalidationSet) -> bool {
-        let Some((purpose, state)) = self.0.remove(&id) else { return false };
+        let Some((recipient, state)) = self.0.remove(&id) else { return false };
         state.is_deleted.store(outcome == WatchOutcome::Deleted, Ordering::Release);
         state.has_ended.store(true, Ordering::Release);
         state.end_notify.notify_waiters();
-        match purpose {
-            WatchPurpose::Waiter => {}
-            // Also without a deletion event: the key may have been deleted after the watch ended.
-            WatchPurpose::Holder(key) => registries.notify(&key),
+        match recipient {
+            WatchRecipient::Waiter => {}
+            // Requests a verification even without a deletion event. The key may be deleted after
+            // the end of the watch.
+            WatchRecipient::Holder(key) => registries.notify(&key),
         }
         true
     }
 
-    fn confirm(&self, id: i64) {
+    fn mark_established(&self, id: i64) {
         if let Some((_, state)) = self.0.get(&id) {
-            state.is_confirmed.store(true, Ordering::Release);
+            state.is_established.store(true, Ordering::Release);
         }
     }
 
@@ -203,14 +209,14 @@ impl Watches {
     }
 }
 
-async fn run(
+async fn run_watcher(
     client: EtcdClient,
     mut commands: mpsc::UnboundedReceiver<WatchCommand>,
     registries: Arc<InvalidationSet>,
 ) {
     let mut watches = Watches::default();
     while let Some(command) = commands.recv().await {
-        // Watches end with their stream, because later deletions would not be reported.
+        // All watches end with their stream, because the stream can no longer report deletions.
         serve_stream(&client, &mut commands, command, &mut watches, &registries).await;
         watches.end_all(&registries);
     }
@@ -220,39 +226,39 @@ async fn run(
 async fn serve_stream(
     client: &EtcdClient,
     commands: &mut mpsc::UnboundedReceiver<WatchCommand>,
-    first: WatchCommand,
+    first_command: WatchCommand,
     watches: &mut Watches,
     registries: &InvalidationSet,
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let apply = |command: WatchCommand, watches: &mut Watches| match command {
-        WatchCommand::Create { id, key, start_revision, purpose, state } => {
-            watches.0.insert(id, (purpose, state));
+        WatchCommand::Create { id, key, start_revision, recipient, state } => {
+            watches.0.insert(id, (recipient, state));
             let filters = vec![NO_PUTS];
             let create = WatchCreateRequest { key, start_revision, filters, watch_id: id };
             requests.send(WatchRequest { request: Some(WatchUnion::Create(create)) }).is_ok()
         }
         WatchCommand::Cancel(id) => {
-            // A watch that has ended is cancelled already.
+            // A watch that has ended needs no cancel request.
             watches.0.remove(&id).is_none() || requests.send(cancel_request(id)).is_ok()
         }
     };
-    if !apply(first, watches) || watches.0.is_empty() {
+    if !apply(first_command, watches) || watches.0.is_empty() {
         return;
     }
-    let Ok(connection) = client.connection().await else { return };
+    let Ok(connection) = client.get_or_connect().await else { return };
     let mut disconnects = client.disconnects();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let Ok(mut responses) = client.open_stream(&connection, WATCH, outgoing).await else {
-        client.disconnect(connection.number, Reconnect::NextMember);
+        client.disconnect(connection.id, Reconnect::NextMember);
         return;
     };
     connection.record_receive();
-    // The time of the unanswered progress request, if there is one.
+    // The time of the unanswered progress request. `None` if every progress request was answered.
     let mut progress_requested_at: Option<Instant> = None;
     loop {
         let has_watches = !watches.0.is_empty();
-        let check_at = progress_requested_at.unwrap_or_else(|| connection.last_received())
+        let liveness_check_at = progress_requested_at.unwrap_or_else(|| connection.last_received())
             + client.response_timeout();
         tokio::select! {
             command = commands.recv() => {
@@ -262,19 +268,19 @@ async fn serve_stream(
             }
             response = responses.message() => {
                 let Ok(Some(response)) = response else {
-                    client.disconnect(connection.number, Reconnect::NextMember);
+                    client.disconnect(connection.id, Reconnect::NextMember);
                     return;
                 };
                 connection.record_receive();
                 progress_requested_at = None;
                 let WatchResponse { watch_id, created, canceled, events } = response;
                 if canceled && watch_id < 0 {
-                    // A watch that the member could not create has no id. The stream ends, because
-                    // the affected caller is unknown.
+                    // The member could not create a watch. Its response contains no id, so the
+                    // affected caller is unknown. All watches therefore end with the stream.
                     return;
                 }
                 if created && !canceled {
-                    watches.confirm(watch_id);
+                    watches.mark_established(watch_id);
                 }
                 if canceled {
                     watches.end(watch_id, WatchOutcome::Ended, registries);
@@ -284,18 +290,19 @@ async fn serve_stream(
                     _ = requests.send(cancel_request(watch_id));
                 }
             }
-            disconnected = disconnects.wait_for(|&last| last >= connection.number) => {
+            disconnected = disconnects.wait_for(|&last| last >= connection.id) => {
                 drop(disconnected);
                 return;
             }
-            () = sleep_until(check_at), if has_watches => {
+            () = sleep_until(liveness_check_at), if has_watches => {
                 if connection.has_received_within(client.response_timeout()) {
                     progress_requested_at = None;
                 } else if progress_requested_at.is_some() {
-                    client.disconnect(connection.number, Reconnect::NextMember);
+                    client.disconnect(connection.id, Reconnect::NextMember);
                     return;
                 } else {
-                    // A stream without events is normal, so a dead stream needs a separate check.
+                    // Without events, a live stream also receives nothing. The member answers a
+                    // progress request only over a live stream.
                     progress_requested_at = Some(Instant::now());
                     let progress = WatchUnion::Progress(WatchProgressRequest {});
                     _ = requests.send(WatchRequest { request: Some(progress) });

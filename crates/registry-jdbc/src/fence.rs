@@ -1,8 +1,8 @@
 //! Checks a fencing token inside the caller's own transaction.
 //!
-//! A lease can expire while its holder is paused, and the holder may notice too late. Its later
-//! writes must not take effect. The write and the check are therefore one transaction, and the
-//! database decides. Besides `lock_in`, no other module of this crate uses a connection of the
+//! A lease can expire while its holder is paused, and the holder may notice too late. The holder's
+//! later writes must not take effect. The write and the check are therefore one transaction, and
+//! the database decides. No other module of this crate except `lock_in` uses a connection of the
 //! caller.
 
 use std::future::Future;
@@ -12,8 +12,8 @@ use sqlx::{Database, Transaction};
 
 use crate::mutant::{Mutant, mutated};
 
-/// Protects a transaction by a lock that lives in the same database. [`LockGuard`] implements it
-/// for `sqlx::Postgres`, `sqlx::MySql` and `sqlx::Sqlite`.
+/// Protects a transaction by a lock that is stored in the same database. [`LockGuard`] implements
+/// it for `sqlx::Postgres`, `sqlx::MySql` and `sqlx::Sqlite`.
 #[cfg_attr(
     feature = "sqlite",
     doc = r#"
@@ -54,15 +54,15 @@ pub trait Fence<DB: Database> {
     /// for the lock also waits for the transaction, even if the lease expires or the lock is
     /// released meanwhile. Keep the transaction short. After an error, roll it back.
     ///
-    /// The claim of a fenced lock is not handed over to the next local caller; that caller acquires
-    /// its own. So this transaction commits before the next caller's transaction, or not at all.
-    /// End the transaction before [`unlock`](LockGuard::unlock). While the transaction is open,
+    /// The claim of a fenced lock is not handed over to the next local caller, who acquires a new
+    /// claim. So this transaction commits before the next caller's transaction, or not at all. End
+    /// the transaction before [`unlock`](LockGuard::unlock). While the transaction is open,
     /// `unlock` fails if the store cannot release the lock yet, and the background releaser
     /// releases it later.
     ///
     /// In SQLite, the fence takes the write lock of the database. Fence before the transaction
-    /// reads anything, or begin it with `BEGIN IMMEDIATE`. SQLite refuses to upgrade a read
-    /// transaction to a write transaction if another connection wrote in between
+    /// reads anything, or begin the transaction with `BEGIN IMMEDIATE`. SQLite refuses to upgrade a
+    /// read transaction to a write transaction if another connection wrote in between
     /// ([`FenceError::Busy`]). The fence protects only writes to the same file, not to attached
     /// databases.
     ///
@@ -74,35 +74,37 @@ pub trait Fence<DB: Database> {
     /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`. Other locks continue, but
     /// renewals of this lock cannot, so the transaction must end well before the lease does. With
     /// `REPEATABLE READ`, the default of these servers, fence before the transaction reads
-    /// anything. A transaction that has read keeps its snapshot, and can overwrite rows that it
-    /// does not see. If the lock's row shows that the snapshot is older than the grant, the fence
-    /// returns [`FenceError::Busy`]. After a hand-over within this process, the row does not show
-    /// that.
+    /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that
+    /// the snapshot does not contain. If the lock's row shows that the snapshot is older than the
+    /// grant, the fence returns [`FenceError::Busy`]. After a hand-over within this process, the
+    /// row does not show the snapshot's age.
     ///
-    /// In all three, rolling back to a savepoint also undoes a fence that was created after it.
-    /// Fence the outermost transaction, or make sure that the rollback undoes all protected writes
-    /// too. A row is locked even if the lock turns out to be lost. Then call
-    /// [`Transaction::rollback`] at once: a dropped transaction is rolled back only when its
-    /// connection is used again or returns to its pool.
+    /// In all three databases, a rollback to a savepoint also undoes a fence that is newer than the
+    /// savepoint. Fence the outermost transaction, or make sure that the rollback also undoes all
+    /// protected writes. The fence locks the row even if it then finds that the lock is lost. In
+    /// that case, call [`Transaction::rollback`] at once: a dropped transaction is rolled back only
+    /// when its connection is used again or returns to its pool.
     ///
-    /// A lock that ends with a connection (a session lock or a row lock) is also fenced by its row:
-    /// the next grant must change the row first. So even if the server ends the holder's connection
-    /// unnoticed, the transaction commits before the next grant or not at all.
+    /// A session lock or a row lock ends with its connection, and is also fenced by its row: the
+    /// next grant must change the row first. So if the server ends the holder's connection
+    /// unnoticed, the transaction still commits before the next grant or not at all.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] if this guard no longer holds the lock. The other errors mean that the
+    /// [`FenceError::Lost`] if this guard no longer holds the lock. All other errors mean that the
     /// check failed.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the transaction open and possibly unchecked: roll it back.
+    /// Dropping the future leaves the transaction open and possibly unchecked. Roll the transaction
+    /// back.
     fn fence(
         &self,
         transaction: &mut Transaction<'_, DB>,
     ) -> impl Future<Output = Result<(), FenceError>> + Send;
 }
 
-/// Returns the claim to compare, and excludes it from hand-over. The row could not distinguish the
-/// transactions of two local callers with one claim.
+/// Returns the claim for comparison with the row, and excludes it from hand-over. After a
+/// hand-over, two local callers would share the claim, and the row could not distinguish their
+/// transactions.
 pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
     if mutated(Mutant::FenceAllowsHandOver) {
         return Ok(guard.claim());
@@ -121,7 +123,7 @@ pub enum FenceError {
         /// The key.
         key: String,
     },
-    /// The lock lives in another kind of store.
+    /// The lock is stored in another kind of store.
     #[error(
         "lock {key:?} is not stored in {database}, so it cannot fence a {database} transaction"
     )]
@@ -137,9 +139,9 @@ pub enum FenceError {
         "the transaction is not on the lock's database; connect to that database, as the main database"
     )]
     OtherDatabase,
-    /// Another transaction blocked the fence, or this one reads a snapshot from before the grant.
-    /// Roll back and retry. In SQLite, use `BEGIN IMMEDIATE` if the transaction reads before it
-    /// fences.
+    /// Another transaction blocked the fence, or the snapshot of this transaction is older than the
+    /// grant. Roll back and retry. In SQLite, use `BEGIN IMMEDIATE` if the transaction reads before
+    /// it fences.
     #[error(
         "another transaction blocks the fence, or this transaction's snapshot is older than the grant; roll back and retry"
     )]
@@ -148,7 +150,7 @@ pub enum FenceError {
         /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// The store's own work next to the transaction failed.
+    /// The store's own statements, outside of the transaction, failed.
     #[error("fence on {key:?} failed")]
     #[non_exhaustive]
     Backend {

@@ -9,13 +9,13 @@
 //! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | clients of the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
-//! A lock in a database server is a lease, and with another `SqlMode` a lock of a connection, a row
-//! locked by a transaction, or a row in Spring Integration's table.
+//! A lock in a database server is a lease by default. Other values of `SqlMode` make it a lock of a
+//! connection, a row locked by a transaction, or a row in Spring Integration's table.
 //!
 //! A lock is a row. The row names the claim that holds the lock, the reserved fencing tokens and
 //! the end of the lease. A grant of a lease is a single statement, so an interrupted acquisition
 //! needs no cleanup. The engine in `registry-core` decides about waiting, renewal, hand-over and
-//! loss. It drives a backend through `LockBackend`.
+//! loss, and calls the backend through `LockBackend`.
 //!
 //! This crate also checks tokens: `Fence` checks a guard inside the caller's own transaction, so
 //! that the transaction cannot commit after the lock was lost. `LockIn` acquires a lock that lasts
@@ -58,11 +58,7 @@ mod lock_in;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 #[cfg_attr(
     not(lock_registry_mutants),
-    expect(
-        dead_code,
-        unreachable_pub,
-        reason = "public only in the builds that prove the harness"
-    )
+    expect(dead_code, unreachable_pub, reason = "public only in the builds that test the tests")
 )]
 mod mutant;
 

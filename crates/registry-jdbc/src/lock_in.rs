@@ -1,8 +1,8 @@
 //! A lock that lasts exactly as long as the caller's transaction.
 //!
-//! It has no lease, no renewal and no release: commit, rollback or the end of the connection ends
-//! it. The caller's transaction locks the row of the key. So this lock and leases of the same key
-//! exclude each other.
+//! Such a lock has no lease, no renewal and no release: commit, rollback or the end of the
+//! connection ends it. The caller's transaction locks the row of the key. So this lock and leases
+//! of the same key exclude each other.
 
 use std::future::Future;
 use std::time::Duration;
@@ -11,8 +11,9 @@ use registry_core::{BackendError, FencingToken, InvalidKey, Key};
 use sqlx::{Database, Transaction};
 use tokio::time::Instant;
 
-/// Acquires locks within a transaction of the caller, on the database that the locks live in.
-/// [`Registry`](registry_core::Registry) implements it for `sqlx::Postgres` and `sqlx::MySql`.
+/// Acquires locks within a transaction of the caller. The transaction must be on the database that
+/// stores the locks. [`Registry`](registry_core::Registry) implements it for `sqlx::Postgres` and
+/// `sqlx::MySql`.
 ///
 /// # Examples
 /// ```no_run
@@ -33,45 +34,50 @@ use tokio::time::Instant;
 pub trait LockIn<DB: Database>: Sync {
     /// Waits until the transaction holds the lock of `key`.
     ///
-    /// The transaction stays open during the wait, with all rows that it has locked before. Lock
-    /// first, and prefer a [limited wait](Self::try_lock_in_for). Transactions that lock several
-    /// keys must lock them in the same order. Otherwise the database ends one of them
-    /// ([`LockInError::Conflict`]). If one of them waits for a lease, the database cannot detect
-    /// the deadlock and both wait.
+    /// The transaction stays open during the wait, and keeps the rows locked that it has locked
+    /// before. Acquire the lock first, and prefer a [limited wait](Self::try_lock_in_for).
+    /// Transactions that lock several keys must lock them in the same order. Otherwise they
+    /// deadlock, and the database ends one transaction ([`LockInError::Conflict`]). If one
+    /// transaction waits for a lease, the database cannot detect the deadlock, and both
+    /// transactions wait.
     ///
-    /// The lock belongs to the transaction, not to a guard. A guard of the same key excludes the
-    /// transaction and the transaction excludes guards, even within this process. Locking the same
-    /// key again in the same transaction succeeds and returns a larger token.
+    /// The lock belongs to the transaction, not to a guard. The transaction and guards of the same
+    /// key exclude each other, even within this process. Locking the same key again in the same
+    /// transaction succeeds and returns a larger token.
     ///
-    /// A call first makes one attempt. If that fails, the caller joins the local wait queue of the
-    /// key, together with the registry's callers for guards. No guard is handed over past it.
+    /// A call first makes one attempt. If the key is held, the caller joins the registry's local
+    /// wait queue of the key, next to callers that wait for guards. A hand-over never passes a
+    /// caller in that queue.
     ///
     /// In PostgreSQL, the lock also works through a pooler that gives each transaction another
     /// connection. The transaction must have the isolation level `READ COMMITTED`, the server's
     /// default. `REPEATABLE READ` and `SERIALIZABLE` return [`LockInError::Isolation`] before
-    /// anything is locked. Their snapshot is older than the grant, so the transaction would not see
-    /// the writes of the previous holder.
+    /// anything is locked. The snapshot of such a transaction is older than the grant, so the
+    /// transaction would not see the writes of the previous holder.
     ///
     /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
     /// lock timeout for a single statement. While a transaction has the lock, an attempt to acquire
-    /// a lease waits for the row (`busy_timeout`). It then returns a retryable error, because the
-    /// server does not report why the row is locked. In PostgreSQL it returns `Busy`. With
-    /// `REPEATABLE READ`, the default of these servers, lock before the transaction reads anything.
-    /// A transaction whose snapshot is older than the last holder's end returns
-    /// [`LockInError::Conflict`]: it would read rows that have been overwritten since.
+    /// a lease waits for the row (`busy_timeout`). The attempt then returns a retryable error,
+    /// because the server does not report why the row is locked. In PostgreSQL, the attempt returns
+    /// `Busy`. With `REPEATABLE READ`, the default of MariaDB and MySQL, lock before the
+    /// transaction reads anything. If the snapshot is older than the end of the last grant, the
+    /// call returns [`LockInError::Conflict`]: the transaction would read rows that have been
+    /// overwritten since.
     ///
     /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
-    /// also be session locks: the transaction then acquires the advisory lock as well. If that lock
-    /// is held, the call polls twice a second and after each release notification. Named locks of
-    /// MariaDB and MySQL end with a connection and never with a transaction
-    /// ([`LockInError::Unsupported`]).
+    /// also be session locks: the transaction then acquires the advisory lock as well. While
+    /// another session holds the advisory lock, the call polls twice a second and after each
+    /// release notification. Session locks of MariaDB and MySQL are not supported
+    /// ([`LockInError::Unsupported`]): their named locks end with a connection, never with a
+    /// transaction.
     ///
     /// # Errors
-    /// [`LockInError`]. The transaction must not rely on the lock. Roll it back, unless the variant
-    /// says that nothing was sent or locked.
+    /// [`LockInError`]. The transaction must not rely on the lock. Roll the transaction back,
+    /// unless the variant says that nothing was sent or locked.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the transaction open, possibly with the lock: roll it back.
+    /// Dropping the future leaves the transaction open, possibly with the lock. Roll the
+    /// transaction back.
     fn lock_in(
         &self,
         transaction: &mut Transaction<'_, DB>,
@@ -118,7 +124,7 @@ pub trait LockIn<DB: Database>: Sync {
     ) -> impl Future<Output = Result<Option<TransactionLock>, LockInError>> + Send;
 }
 
-/// A lock that a transaction holds. It has no release: the end of the transaction releases it.
+/// A lock that a transaction holds. The end of the transaction releases the lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransactionLock {
     key: Key,
@@ -142,7 +148,7 @@ impl TransactionLock {
     /// The token is written to the lock's row in the same transaction, so a rollback also undoes
     /// the token. The next token is larger in most cases, because tokens are at least the
     /// database's clock in microseconds. If that clock was set back, or is behind the tokens, the
-    /// same token is granted again. Use the token outside the transaction only after the commit.
+    /// next grant has the same token. Use the token outside the transaction only after the commit.
     #[must_use]
     pub const fn fencing_token(&self) -> FencingToken {
         self.token
@@ -176,8 +182,8 @@ pub enum LockInError {
         /// The key.
         key: String,
     },
-    /// A transaction of this isolation level reads a snapshot from before the grant. Nothing was
-    /// locked.
+    /// A transaction of this isolation level reads a snapshot that is older than the grant. Nothing
+    /// was locked.
     #[error(
         "lock {key:?} cannot be acquired with isolation level {level}, whose snapshot is older than the grant; begin the transaction with READ COMMITTED"
     )]
@@ -188,7 +194,7 @@ pub enum LockInError {
         /// The isolation level of the transaction.
         level: String,
     },
-    /// Another transaction conflicts with this one. Roll back and retry.
+    /// Another transaction conflicts with this transaction. Roll back and retry.
     #[error(
         "another transaction conflicts with the acquisition of lock {key:?}; roll back and retry"
     )]
@@ -208,7 +214,7 @@ pub enum LockInError {
         /// The database's error.
         source: sqlx::Error,
     },
-    /// The store's own work next to the transaction failed.
+    /// The store's own statements, outside of the transaction, failed.
     #[error("lock_in on {key:?} failed")]
     #[non_exhaustive]
     Backend {
@@ -257,12 +263,13 @@ impl LockInError {
     }
 }
 
-/// The deadline of a wait. `None` for a wait without end.
+/// The deadline of a wait. `None` if the wait has no time limit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Deadline(Option<Instant>);
 
 impl Deadline {
-    /// Returns the deadline after `wait`. Without end if the clock cannot represent it.
+    /// Returns the deadline after `wait`. If the clock cannot represent it, the wait has no time
+    /// limit.
     pub(crate) fn after(wait: Duration) -> Self {
         Self(Instant::now().checked_add(wait))
     }

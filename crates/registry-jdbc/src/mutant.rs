@@ -1,5 +1,5 @@
-//! Deliberate bugs in the stores of database servers, for tests that prove that such bugs are
-//! found. Not compiled into a normal build.
+//! Deliberate bugs in the stores of database servers, by which tests prove that other tests find
+//! such bugs. Not compiled into a normal build.
 //!
 //! With `--cfg lock_registry_mutants`, `switch_mutant` enables one bug at a time for the whole
 //! process, before a store is opened. Without it, [`mutated`] is the constant `false`.
@@ -11,25 +11,25 @@ use std::borrow::Cow;
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// A release frees the key even if another claim holds it.
+    /// A release frees the key even if another claim holds the key.
     ReleaseWithoutOwner = 1,
     /// A renewal revives an expired lease.
     RenewalRevives,
-    /// A key that this process released is granted again even if another claim holds it.
-    TakesAgainWhatOthersHold,
+    /// A key that this process released is granted again even if another claim holds the key.
+    ReacquiresHeldKey,
     /// A grant has the same token as the previous one.
-    TokenStandsStill,
+    ConstantToken,
     /// Each client reads a clock of its own.
     ClientClock,
-    /// A fence reads the row and does not lock it.
+    /// A fence reads the row without locking it.
     FenceWithoutLock,
     /// A session assumes that its row is unchanged, without checking which claim was granted the
     /// key last.
-    SessionTrustsItsMemory,
-    /// A session grants without writing, although a fence relies on the row.
-    SessionForgetsFences,
-    /// A session's renewals and releases queue behind acquisitions.
-    SessionRenewsInTurn,
+    SessionSkipsClaimCheck,
+    /// After a fence, a session grants the key without writing the row.
+    SessionSkipsFenceWrite,
+    /// A session's renewals and releases wait in one queue with acquisitions.
+    SessionRenewsInQueue,
     /// A claim is handed over to the next local caller although a transaction that the previous
     /// caller fenced may be open.
     FenceAllowsHandOver,
@@ -40,13 +40,13 @@ impl Mutant {
     pub const ALL: [Self; 10] = [
         Self::ReleaseWithoutOwner,
         Self::RenewalRevives,
-        Self::TakesAgainWhatOthersHold,
-        Self::TokenStandsStill,
+        Self::ReacquiresHeldKey,
+        Self::ConstantToken,
         Self::ClientClock,
         Self::FenceWithoutLock,
-        Self::SessionTrustsItsMemory,
-        Self::SessionForgetsFences,
-        Self::SessionRenewsInTurn,
+        Self::SessionSkipsClaimCheck,
+        Self::SessionSkipsFenceWrite,
+        Self::SessionRenewsInQueue,
         Self::FenceAllowsHandOver,
     ];
 }

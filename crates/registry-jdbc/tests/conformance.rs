@@ -20,7 +20,7 @@ impl Harness for SqliteHarness {
 
 registry_conformance::conformance! {
     harness = SqliteHarness,
-    runs = 223,
-    skips = 151,
-    without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations, remote],
+    runs = 361,
+    skips = 13,
+    without = [fair, reports_invalidations, remote],
 }

@@ -13,15 +13,15 @@ use async_trait::async_trait;
 use registry_conformance::remote::{RemoteBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, Store};
 use registry_core::{LockBackend, Registry};
-use registry_jdbc::{SqliteBackend, SqliteConfig};
+use registry_jdbc::SqliteBackend;
 use registry_testkit::holder::{self, LockHolder};
-use stores::SqliteStore;
+use stores::{SqliteStore, config};
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn child_process() {
     holder::run_child_process(async |file| {
-        serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
+        serve(Arc::new(SqliteBackend::open(config(file)).await.unwrap())).await;
     });
 }
 
@@ -31,8 +31,9 @@ fn a_holder_process() {
     holder::run_child_process(async |target| {
         let (lease_ms, file) = target.split_once(' ').unwrap();
         let lease = Duration::from_millis(lease_ms.parse().unwrap());
-        let backend = SqliteBackend::open(SqliteConfig::new(file)).await.unwrap();
-        let registry = Registry::builder(Arc::new(backend)).lease(lease).build().unwrap();
+        let backend = SqliteBackend::open(config(file)).await.unwrap();
+        let builder = Registry::builder(Arc::new(backend)).lease(lease);
+        let registry = builder.timeout(Duration::from_secs(8)).build().unwrap();
         holder::serve(Arc::new(registry)).await;
     });
 }
@@ -87,7 +88,7 @@ impl Store for SqliteProcessesStore {
 
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
-    runs = 229,
-    skips = 145,
-    without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations],
+    runs = 367,
+    skips = 7,
+    without = [fair, reports_invalidations],
 }

@@ -1,4 +1,5 @@
-//! The `LockBackend` implementation: delegates each operation to one `RedisStore` or to a `Quorum`.
+//! The `LockBackend` implementation. It delegates each operation to one `RedisStore` or to a
+//! `Quorum`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -14,34 +15,37 @@ use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
+use crate::several::ModeResult;
 use crate::store::{AcquireResult, RedisStore, key_names};
 
 /// A lock store on Redis or Valkey servers.
 ///
-/// A grant lives until its lease ends on the server's clock. A fencing token is that clock's time
-/// in microseconds, or the previous token of the key plus one if that is larger. Tokens therefore
-/// grow over releases, expiries, and a restart without data. A release publishes a message that
-/// wakes the waiters of all processes. If the server supports client tracking, a holder is notified
-/// as soon as another client changes or removes its lock.
+/// A grant lives until its lease ends on the server's clock. A fencing token is the server's time
+/// in microseconds. If the previous token of the key is not smaller, the fencing token is the
+/// previous token plus one. Tokens therefore grow over releases, expiries, and a restart without
+/// data. A release publishes a message that wakes the waiters of all processes. If the server
+/// supports client tracking, a holder is notified as soon as another client changes or removes its
+/// lock.
 ///
-/// A lock whose record the servers lose is free. A single server loses all records at a restart,
-/// unless it logs all writes (`appendonly yes`, `appendfsync always`). A failover to a replica
-/// loses the records that were not yet replicated. Holders detect the loss at their next renewal at
-/// the latest. Tokens grow even then, so fenced writes stay safe.
+/// If the servers lose a lock's record, another client can acquire the lock. A single server loses
+/// all records at a restart, unless it logs all writes (`appendonly yes`, `appendfsync always`). A
+/// failover to a replica loses the records that the replica has not received. Holders detect the
+/// loss at their next renewal at the latest. Tokens grow even after a loss, so fenced writes stay
+/// safe.
 ///
-/// A backend uses two connections per server, however many locks are held or awaited. The second
-/// one is opened when a caller first waits. With [`with_replicas`](RedisConfig::with_replicas) or
-/// [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
+/// A backend uses two connections per server, regardless of the number of locks and waiters. The
+/// first waiter triggers the second connection. With [`with_replicas`](RedisConfig::with_replicas)
+/// or [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
 /// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
-    /// All configured servers, for errors that no single server caused.
+    /// The addresses of all configured servers, for errors that no single server caused.
     addresses: Arc<str>,
     storage: Arc<Storage>,
     invalidations: InvalidationForwarder,
 }
 
-/// The store that grants a lock: servers with shared data, or a quorum.
+/// The store that grants the locks.
 enum Storage {
     Single(RedisStore),
     Quorum(Quorum),
@@ -50,8 +54,8 @@ enum Storage {
 impl WakeCheck for Storage {
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         match self {
-            Self::Single(store) => store.is_wake_confirmed(claim.key()),
-            Self::Quorum(quorum) => quorum.is_wake_confirmed(claim.key()),
+            Self::Single(store) => store.is_subscribed(claim.key()),
+            Self::Quorum(quorum) => quorum.is_subscribed(claim.key()),
         }
     }
 }
@@ -121,17 +125,18 @@ impl LockBackend for RedisBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let outcome = match &*self.storage {
-            Storage::Single(store) => store.try_acquire(claim, None).await,
-            Storage::Quorum(quorum) => quorum.try_acquire(claim).await,
+            Storage::Single(store) => store.try_acquire_in_mode(claim).await,
+            Storage::Quorum(quorum) => quorum.try_acquire(claim).await.map(ModeResult::Exclusive),
         };
         Ok(match outcome.map_err(|error| self.with_address(error))? {
-            AcquireResult::Granted { token, lease, .. } => {
-                // The engine must not rely on a longer lease than it requested.
+            ModeResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
+                // The engine must not rely on a longer lease than the requested lease.
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
-            AcquireResult::Busy { remaining, holder, position } => {
+            ModeResult::Exclusive(AcquireResult::Busy { remaining, holder, position }) => {
                 let mut busy = Busy::new().with_mark(position).with_holder(holder);
-                // A peer that uses Spring's spin lock publishes nothing.
+                // A Spring peer with a spin lock publishes no release, so the engine must keep
+                // polling.
                 if self.config.layout != Layout::Spring {
                     busy = busy.with_wake_check(Arc::clone(&self.storage) as _);
                 }
@@ -140,6 +145,10 @@ impl LockBackend for RedisBackend {
                     None => busy,
                 })
             }
+            ModeResult::Decided(Attempt::Busy(busy), position) => Attempt::Busy(
+                busy.with_mark(position).with_wake_check(Arc::clone(&self.storage) as _),
+            ),
+            ModeResult::Decided(attempt, _) => attempt,
         })
     }
 
@@ -149,8 +158,8 @@ impl LockBackend for RedisBackend {
             Storage::Quorum(quorum) => quorum.renew(claims).await,
         };
         for (renewal, claim) in renewals.iter_mut().zip(claims) {
-            // A server clock that is behind reports a longer lease than requested. The surplus
-            // vanishes when the clock is corrected.
+            // A server whose clock was set back reports a longer lease than requested. The lease
+            // returns to its length when the clock is corrected.
             match renewal {
                 Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
                 Ok(_) => {}
@@ -185,7 +194,7 @@ impl LockBackend for RedisBackend {
 
     async fn close(&self) {
         if !self.invalidations.registries().is_empty() {
-            // Another registry still uses this backend's messages.
+            // Another registry still uses the connections of this backend.
             return;
         }
         match &*self.storage {

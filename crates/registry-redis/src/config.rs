@@ -1,5 +1,4 @@
-//! The configuration of a Redis store: its servers, the access to them, and the format of the
-//! locks.
+//! The configuration of a Redis store: the servers, their credentials, and the format of the locks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -26,14 +25,15 @@ pub struct RedisConfig {
     pub(crate) namespace: Option<String>,
     pub(crate) connect_timeout: Duration,
     pub(crate) response_timeout: Duration,
-    pub(crate) token_memory: Duration,
+    pub(crate) token_retention: Duration,
     pub(crate) durability: Durability,
-    pub(crate) restart_guard: Duration,
+    pub(crate) min_uptime: Duration,
     pem_files: PemFiles,
-    /// The engine's lease and time-out, and limits that depend on them, as set by options.
-    lease: Option<Duration>,
-    timeout: Option<Duration>,
-    replica_timeout: Option<Duration>,
+    /// The values of the options `lease`, `timeout`, `replica_timeout` and `restart_guard`, if set.
+    /// `check_limits` compares them with each other.
+    lease_option: Option<Duration>,
+    timeout_option: Option<Duration>,
+    replica_timeout_option: Option<Duration>,
     restart_guard_option: Option<Duration>,
 }
 
@@ -42,7 +42,7 @@ pub static STORE: StoreKind = StoreKind::new("redis", &[OPTIONS], |url| {
     RedisConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
 });
 
-/// The options, in the order of the tables in the book. `RedisConfig::assign` sets their fields.
+/// The options, in the order of the tables in the book. `RedisConfig::assign` sets the fields.
 const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`lock-registry`; with `layout=redisson` none"),
     OptionRow::LEASE,
@@ -99,14 +99,14 @@ const OPTIONS: &[OptionRow] = &[
     .only("redis+unix stores", |scheme| scheme.ends_with("+unix")),
     OptionRow::new(
         "sentinel_password",
-        Values::Secret { shown: &[], form: "a text" },
+        Values::Secret { non_secret_values: &[], syntax: "a text" },
         "none",
         "the password for the sentinels",
     )
     .only("redis+sentinel stores", is_sentinel),
     OptionRow::new(
         "sentinel_user",
-        Values::Secret { shown: &[], form: "a text" },
+        Values::Secret { non_secret_values: &[], syntax: "a text" },
         "none",
         "the user for the sentinels; requires `sentinel_password`",
     )
@@ -142,7 +142,7 @@ pub(crate) enum ServerAddresses {
     Single(ServerAddress),
     /// Sentinels that report the current master of `service`.
     Sentinel { sentinels: Vec<ServerAddress>, service: String },
-    /// Some members of a cluster; they report the others.
+    /// Some members of a cluster. They report all members.
     Cluster(Vec<ServerAddress>),
     /// Independent masters.
     Quorum(Vec<ServerAddress>),
@@ -169,7 +169,7 @@ impl fmt::Display for ServerAddress {
     }
 }
 
-/// Credentials and encryption. All servers share them, except that sentinels have their own login.
+/// Credentials and encryption for all servers. Sentinels have a separate login.
 #[derive(Clone, Default)]
 pub(crate) struct ConnectionSettings {
     login: Option<RedisLogin>,
@@ -181,7 +181,7 @@ pub(crate) struct ConnectionSettings {
     certificates: Option<redis::TlsCertificates>,
 }
 
-/// A password and its user. Without a user it is the server-wide password.
+/// A password and its user. Without a user, the password is the server-wide password.
 #[derive(Clone)]
 struct RedisLogin {
     user: Option<String>,
@@ -239,7 +239,8 @@ impl ConnectionSettings {
                 settings = settings.set_username(user);
             }
         }
-        // Without TCP_NODELAY, each command would wait for the acknowledgement of the previous one.
+        // Without TCP_NODELAY, each command would wait for the acknowledgement of the previous
+        // command.
         let tcp = redis::io::tcp::TcpSettings::default().set_nodelay(true);
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
@@ -254,7 +255,8 @@ impl ConnectionSettings {
 
 #[cfg(feature = "tls")]
 impl ConnectionSettings {
-    /// Refuses unreadable certificates, because the client library would silently ignore them.
+    /// Returns an error for unreadable certificates, because the client library would silently
+    /// ignore them.
     fn check_certificates(&self) -> Result<(), &'static str> {
         use rustls::pki_types::pem::PemObject as _;
         use rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -281,8 +283,8 @@ impl ConnectionSettings {
     }
 }
 
-/// The format of a lock's keys and values, which determines the other programs that can contend for
-/// it.
+/// The format of a lock's keys and values. The format determines which other programs can contend
+/// for the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
@@ -290,10 +292,10 @@ pub enum Layout {
     #[default]
     Native,
     /// The format of Spring Integration's `RedisLockRegistry`. The namespace is its registry key.
-    /// No labels.
+    /// This format stores no labels.
     Spring,
-    /// The format of Redisson's `RLock`. The lock's name is the key, prefixed with the namespace
-    /// and a colon if a namespace is set. No labels.
+    /// The format of Redisson's `RLock`. The lock's name is the key. A namespace, if set, and a
+    /// colon precede the key. This format stores no labels.
     Redisson,
 }
 
@@ -301,13 +303,12 @@ pub enum Layout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Publish {
-    /// Chosen by the topology and the layout: `SPUBLISH` in a cluster, otherwise `PUBLISH`. The
-    /// Spring layout always uses `PUBLISH`.
+    /// `SPUBLISH` in a cluster, otherwise `PUBLISH`. The Spring layout always uses `PUBLISH`.
     #[default]
     Auto,
-    /// `PUBLISH`: reaches every node of a cluster.
+    /// `PUBLISH`, which reaches every node of a cluster.
     Plain,
-    /// `SPUBLISH`: reaches only the nodes of the lock's shard. Requires Redis 7.
+    /// `SPUBLISH`, which reaches only the nodes of the lock's shard. Requires Redis 7.
     Sharded,
 }
 
@@ -315,22 +316,23 @@ pub enum Publish {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Fsync {
-    /// It counts as soon as the server has responded.
+    /// A grant counts as soon as the server has responded.
     #[default]
     NotRequired,
-    /// The server and as many replicas as [`with_replicas`](RedisConfig::with_replicas) sets must
-    /// have written it to disk. Requires Redis 7.2 with `appendonly yes`.
+    /// The server must have written the grant to disk, and so must the number of replicas that
+    /// [`with_replicas`](RedisConfig::with_replicas) sets. Requires Redis 7.2 with `appendonly
+    /// yes`.
     Required,
 }
 
 /// The durability that a grant needs before it counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Durability {
-    /// The number of replicas that must have received it.
+    /// The number of replicas that must have received the grant.
     pub(crate) replicas: u32,
-    /// Whether the server and these replicas must have written it to disk.
+    /// Whether the server and these replicas must have written the grant to disk.
     pub(crate) fsync: Fsync,
-    /// The time limit for both.
+    /// The time limit for replicas and disks.
     pub(crate) limit: Duration,
 }
 
@@ -364,26 +366,25 @@ impl RedisConfig {
         service: impl Into<String>,
     ) -> Self {
         Self::with_servers(ServerAddresses::Sentinel {
-            sentinels: addresses(sentinels),
+            sentinels: tcp_addresses(sentinels),
             service: service.into(),
         })
     }
 
-    /// Configures a cluster by some of its members, which report the others.
+    /// Configures a cluster by some of its members. These members report all members.
     #[must_use]
     pub fn cluster(members: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::with_servers(ServerAddresses::Cluster(addresses(members)))
+        Self::with_servers(ServerAddresses::Cluster(tcp_addresses(members)))
     }
 
     /// Configures a quorum of independent masters. A claim that more than half of them grant holds
     /// the lock.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
-        Self::with_servers(ServerAddresses::Quorum(addresses(masters)))
+        Self::with_servers(ServerAddresses::Quorum(tcp_addresses(masters)))
     }
 
-    /// Parses a URL. The schemes with `rediss` instead of `redis` encrypt the connections (feature
-    /// `tls`).
+    /// Parses a URL. Schemes that start with `rediss` encrypt the connections (feature `tls`).
     ///
     /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`
     /// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`
@@ -410,7 +411,7 @@ impl RedisConfig {
             "quorum" => "HOST:PORT,HOST:PORT,HOST:PORT",
             _ => return Err(url.invalid("has no scheme of Redis")),
         };
-        // A socket is not encrypted.
+        // A Unix socket is never encrypted.
         if !matches!(base_scheme, "redis" | "rediss")
             || (base_scheme, topology) == ("rediss", "unix")
         {
@@ -421,7 +422,7 @@ impl RedisConfig {
         let (servers, database) = match topology {
             "" if hosts.contains(',') => {
                 return Err(url.invalid(&format!(
-                    "contains several servers; write one, or use `{base_scheme}+sentinel:`, `{base_scheme}+cluster:` or `{base_scheme}+quorum:`"
+                    "contains several servers; write a single server, or use `{base_scheme}+sentinel:`, `{base_scheme}+cluster:` or `{base_scheme}+quorum:`"
                 )));
             }
             "" => {
@@ -438,7 +439,7 @@ impl RedisConfig {
                 (ServerAddresses::Single(ServerAddress::Unix(path)), "")
             }
             "sentinel" => {
-                let sentinels = addresses(url.hosts(hosts, SENTINEL_PORT, &syntax)?);
+                let sentinels = tcp_addresses(url.hosts(hosts, SENTINEL_PORT, &syntax)?);
                 let path = url.path.strip_prefix('/').unwrap_or_default();
                 let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
                 let service = url.text(service, "a service")?;
@@ -449,9 +450,10 @@ impl RedisConfig {
                 }
                 (ServerAddresses::Sentinel { sentinels, service }, number)
             }
-            "cluster" => {
-                (ServerAddresses::Cluster(addresses(url.hosts(hosts, PORT, &syntax)?)), url.path)
-            }
+            "cluster" => (
+                ServerAddresses::Cluster(tcp_addresses(url.hosts(hosts, PORT, &syntax)?)),
+                url.path,
+            ),
             _ => {
                 let masters = url.hosts(hosts, PORT, &syntax)?;
                 if masters.len() < QUORUM_MIN {
@@ -459,7 +461,7 @@ impl RedisConfig {
                         "contains fewer than {QUORUM_MIN} servers, which tolerate no failure; {syntax}"
                     )));
                 }
-                (ServerAddresses::Quorum(addresses(masters)), url.path)
+                (ServerAddresses::Quorum(tcp_addresses(masters)), url.path)
             }
         };
         let mut config = Self::with_servers(servers);
@@ -495,17 +497,17 @@ impl RedisConfig {
             namespace: None,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
-            token_memory: Duration::from_secs(24 * 60 * 60),
+            token_retention: Duration::from_secs(24 * 60 * 60),
             durability: Durability {
                 replicas: 0,
                 fsync: Fsync::NotRequired,
                 limit: REPLICA_TIMEOUT,
             },
-            restart_guard: Duration::ZERO,
+            min_uptime: Duration::ZERO,
             pem_files: PemFiles::default(),
-            lease: None,
-            timeout: None,
-            replica_timeout: None,
+            lease_option: None,
+            timeout_option: None,
+            replica_timeout_option: None,
             restart_guard_option: None,
         }
     }
@@ -555,7 +557,7 @@ impl RedisConfig {
         self.connection.certificates.get_or_insert_with(none)
     }
 
-    /// Sets the password of this user. Without a user it is the server-wide password.
+    /// Sets the user and the password. Without a user, the password is the server-wide password.
     #[must_use]
     pub fn with_login(mut self, user: Option<&str>, password: &str) -> Self {
         let user = user.map(str::to_owned);
@@ -563,7 +565,7 @@ impl RedisConfig {
         self
     }
 
-    /// Sets the password for the sentinels. By default, no login is sent to them.
+    /// Sets the login for the sentinels. By default, the client sends no login to sentinels.
     #[must_use]
     pub fn with_sentinel_login(mut self, user: Option<&str>, password: &str) -> Self {
         self.connection.sentinel_user = user.map(Secret::new);
@@ -608,8 +610,8 @@ impl RedisConfig {
         self
     }
 
-    /// Sets the time limit for a response, after which the connection counts as dead. The default
-    /// is 10 s, which exceeds the engine's time-out.
+    /// Sets the time limit for a response. After this time, the client replaces the connection. The
+    /// default is 10 s, which exceeds the engine's time-out.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
@@ -617,20 +619,19 @@ impl RedisConfig {
     }
 
     /// Sets how long the newest fencing token of a key is stored after its last grant. The default
-    /// is one day. Tokens do not go backwards after that time either, unless the server's clock
-    /// does.
+    /// is one day. Tokens grow even after that time, unless the server's clock goes backwards.
     #[must_use]
     pub fn with_token_memory(mut self, token_memory: Duration) -> Self {
-        self.token_memory = token_memory;
+        self.token_retention = token_memory;
         self
     }
 
     /// Sets the number of replicas that must have received a grant or renewal before it counts. The
     /// default is 0.
     ///
-    /// A grant that does not reach them in [time](Self::with_replica_timeout) is released and
-    /// returned as a store error. This reduces the risk that a failover frees a held lock, but does
-    /// not exclude it: a replica without the grant may be promoted.
+    /// If a grant does not reach the replicas in [time](Self::with_replica_timeout), the store
+    /// releases it and returns a store error. This setting reduces the risk that a failover frees a
+    /// held lock. A risk remains, because a failover may promote a replica without the grant.
     #[must_use]
     pub fn with_replicas(mut self, replicas: u32) -> Self {
         self.durability.replicas = replicas;
@@ -645,20 +646,21 @@ impl RedisConfig {
         self
     }
 
-    /// Sets the time limit for replicas and disks. The default is 1 s.
+    /// Sets the time limit for the replicas and disks that a grant needs. The default is 1 s.
     #[must_use]
     pub fn with_replica_timeout(mut self, limit: Duration) -> Self {
         self.durability.limit = limit;
         self
     }
 
-    /// Sets how long a quorum master has no vote after its start. The default is zero.
+    /// Sets the minimum uptime of a quorum master. A master with a shorter uptime has no vote. The
+    /// default is zero.
     ///
-    /// Use this for masters that may lose data at a restart, and set at least the longest lease in
-    /// use. A master that logs all writes (`appendfsync always`) does not need it.
+    /// Use this setting for masters that may lose data at a restart. Set at least the longest lease
+    /// in use. A master that logs all writes (`appendfsync always`) does not need a minimum uptime.
     #[must_use]
     pub fn with_restart_guard(mut self, restart_guard: Duration) -> Self {
-        self.restart_guard = restart_guard;
+        self.min_uptime = restart_guard;
         self
     }
 
@@ -671,8 +673,8 @@ impl RedisConfig {
         }
     }
 
-    /// Returns an error if the configuration cannot work. Performs no I/O. Opening a store calls
-    /// this first.
+    /// Returns an error if the configuration cannot work. Performs no I/O.
+    /// [`RedisBackend::open`](crate::RedisBackend::open) calls this function first.
     ///
     /// # Errors
     /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
@@ -683,11 +685,11 @@ impl RedisConfig {
     fn check_limits(&self) -> Result<(), OptionError> {
         for (option, value) in [
             ("connect_timeout", self.connect_timeout),
-            ("token_memory", self.token_memory),
+            ("token_memory", self.token_retention),
             ("replica_timeout", self.durability.limit),
-            ("restart_guard", self.restart_guard),
+            ("restart_guard", self.min_uptime),
         ] {
-            // A store that does not have the option uses its default.
+            // Without this option, the store uses the default value.
             if self.kind().option(option, self.scheme()).is_some() {
                 self.check_value(option, &format_time(value))?;
             }
@@ -699,7 +701,7 @@ impl RedisConfig {
             let problem = "is not shorter than response_timeout";
             return Err(OptionError::new("replica_timeout", problem));
         }
-        let lease = self.lease.unwrap_or(Duration::from_secs(30));
+        let lease = self.lease_option.unwrap_or(Duration::from_secs(30));
         if let Some(guard) = self.restart_guard_option
             && !guard.is_zero()
             && guard < lease
@@ -707,14 +709,14 @@ impl RedisConfig {
             return Err(OptionError::new(
                 "restart_guard",
                 format!(
-                    "is {}, less than the `lease` {}; a restarted master could vote while a lock that it lost is held",
+                    "is {}, less than the `lease` {}; a restarted master could grant a lock that another client holds",
                     format_time(guard),
                     format_time(lease)
                 ),
             ));
         }
-        let timeout = self.timeout.unwrap_or(Duration::from_secs(3));
-        match self.replica_timeout {
+        let timeout = self.timeout_option.unwrap_or(Duration::from_secs(3));
+        match self.replica_timeout_option {
             Some(given) if given >= timeout => Err(OptionError::new(
                 "replica_timeout",
                 format!(
@@ -729,7 +731,7 @@ impl RedisConfig {
 
     fn check_servers(&self) -> Result<(), OptionError> {
         let is_quorum = matches!(self.servers, ServerAddresses::Quorum(_));
-        if !self.restart_guard.is_zero() && !is_quorum {
+        if !self.min_uptime.is_zero() && !is_quorum {
             return Err(OptionError::new("restart_guard", "is for a quorum"));
         }
         let all = match &self.servers {
@@ -765,13 +767,14 @@ impl RedisConfig {
         Ok(())
     }
 
-    /// Adjusts the limits that depend on the engine's time-out.
-    fn derive_limits(&mut self) {
-        let Some(timeout) = self.timeout else { return };
-        // The connection must outlast the engine's time-out.
+    /// Derives the limits that depend on the engine's time-out.
+    fn derive_time_limits(&mut self) {
+        let Some(timeout) = self.timeout_option else { return };
+        // A connection must not fail before the engine's time-out ends.
         self.response_timeout = Self::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
-        if self.replica_timeout.is_none() {
-            // The engine ignores a grant whose wait for replicas takes longer than its time-out.
+        if self.replica_timeout_option.is_none() {
+            // The engine ignores a grant that arrives after its time-out, so the wait for replicas
+            // must be shorter.
             self.durability.limit = REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN);
         }
     }
@@ -811,11 +814,11 @@ impl BackendConfig for RedisConfig {
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
-            "lease" => self.lease = Some(parse_time(value)?),
-            "timeout" => self.timeout = Some(parse_time(value)?),
+            "lease" => self.lease_option = Some(parse_time(value)?),
+            "timeout" => self.timeout_option = Some(parse_time(value)?),
             "layout" => self.layout = parse_choice(value, &LAYOUTS)?,
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
-            "token_memory" => self.token_memory = parse_time(value)?,
+            "token_memory" => self.token_retention = parse_time(value)?,
             "publish" => self.publish = parse_choice(value, &PUBLISH_COMMANDS)?,
             "replicas" => self.durability.replicas = parse_count(value)?,
             "fsync" => {
@@ -826,11 +829,11 @@ impl BackendConfig for RedisConfig {
             }
             "replica_timeout" => {
                 self.durability.limit = parse_time(value)?;
-                self.replica_timeout = Some(self.durability.limit);
+                self.replica_timeout_option = Some(self.durability.limit);
             }
             "restart_guard" => {
-                self.restart_guard = parse_time(value)?;
-                self.restart_guard_option = Some(self.restart_guard);
+                self.min_uptime = parse_time(value)?;
+                self.restart_guard_option = Some(self.min_uptime);
             }
             "db" => self.connection.database = parse_count(value)?,
             "sentinel_user" => self.connection.sentinel_user = Some(Secret::new(value)),
@@ -838,7 +841,7 @@ impl BackendConfig for RedisConfig {
             _ if self.pem_files.assign(name, value)? => {}
             _ => return Err(InvalidValue::unknown_option()),
         }
-        self.derive_limits();
+        self.derive_time_limits();
         Ok(())
     }
 
@@ -879,6 +882,13 @@ impl BackendConfig for RedisConfig {
             .with_renewal(RenewalPolicy::new().with_verify_after(VERIFY_AFTER));
         if self.layout == Layout::Native {
             capabilities = capabilities.with_labels();
+            if !matches!(self.servers, ServerAddresses::Quorum(_)) {
+                capabilities = capabilities
+                    .with_shared()
+                    .with_upgradable()
+                    .with_permits()
+                    .with_fair_on_request();
+            }
         }
         if self.layout == Layout::Spring {
             // The default pause between two attempts of `RedisLockRegistry`.
@@ -930,33 +940,35 @@ fn incomplete_login(url: &UrlParts<'_>) -> BackendError {
     )
 }
 
-fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
+fn tcp_addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<ServerAddress> {
     all.into_iter().map(|(host, port)| ServerAddress::Tcp { host, port }).collect()
 }
 
-/// How long a claim is held before its first verification, which also registers its key for client
-/// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
+/// The time after the grant at which the engine first verifies a claim. The verification also
+/// registers the key for client tracking. Tracking costs the server more than the lock itself, so
+/// the server does not track shorter locks.
 const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
-/// Redis's default port.
+/// The default port of Redis servers.
 const PORT: u16 = 6_379;
-/// Default port of sentinels.
+/// The default port of sentinels.
 const SENTINEL_PORT: u16 = 26_379;
-/// With fewer masters, a quorum tolerates no failure.
+/// The minimum number of masters. A smaller quorum tolerates no failure.
 const QUORUM_MIN: usize = 3;
 const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Installs a cryptography provider, unless the program has chosen one. The client library panics
-/// if it finds none, or several to choose from.
+/// Installs a cryptography provider, unless the program has chosen a provider. The client library
+/// panics if it finds no provider, or several providers without a default.
 #[cfg(feature = "tls")]
 fn install_crypto_provider() {
     if rustls::crypto::CryptoProvider::get_default().is_none() {
-        // Fails if another thread was faster; its provider is used then.
+        // The call fails if another thread has installed a provider. The client library then uses
+        // that provider.
         let _ = rustls::crypto::ring::default_provider().install_default();
     }
 }
 
-// Written manually, because the fields include passwords and keys.
+// The manual implementation omits passwords and keys.
 impl fmt::Debug for RedisConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisConfig")
@@ -968,7 +980,7 @@ impl fmt::Debug for RedisConfig {
             .field("namespace", &self.namespace())
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
-            .field("token_memory", &self.token_memory)
+            .field("token_memory", &self.token_retention)
             .field("durability", &self.durability)
             .finish_non_exhaustive()
     }

@@ -1,6 +1,6 @@
-//! The connections of a backend: routes each command to the server that has the slot, and follows
-//! redirections. Transports scripts and does not interpret locks. Called by `RedisStore` and
-//! `FencedWrites`.
+//! The connections of a backend. [`RedisConnections`] routes each command to the server of its slot
+//! and follows redirections. It transports scripts and does not interpret locks. `RedisStore` and
+//! `FencedWrites` call it.
 
 mod cluster;
 mod node;
@@ -24,19 +24,20 @@ use crate::script::ScriptCall;
 
 pub(crate) use node::{Connector, DurableResponse, PushHandler, RedisNode};
 
-/// How the servers share the slots.
+/// Maps hash slots to servers.
 #[async_trait]
 pub(crate) trait Topology: fmt::Debug + Send + Sync {
-    /// Returns the server that has `slot`. Queries the servers if it is unknown.
+    /// Returns the server of `slot`. Queries the servers if the server of the slot is unknown.
     async fn resolve_node(&self, slot: u16) -> RedisResult<Arc<RedisNode>>;
 
-    /// Returns the server that has `slot`, without I/O.
+    /// Returns the server of `slot` if it is known. Performs no I/O.
     fn known_node(&self, slot: u16) -> Option<Arc<RedisNode>>;
 
     /// Returns all servers that hold locks.
     async fn nodes(&self) -> RedisResult<Vec<Arc<RedisNode>>>;
 
-    /// Updates the routing after an error of `node` and returns the next step.
+    /// Updates the routing after an error of `node`, and returns whether the command can be
+    /// retried.
     async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction;
 
     /// Returns the address of `node`, for messages.
@@ -45,26 +46,26 @@ pub(crate) trait Topology: fmt::Debug + Send + Sync {
     }
 }
 
-/// The next step after an error.
+/// Whether a command can be retried after an error.
 pub(crate) enum ErrorAction {
     Fail,
-    /// Try this server. `is_asking`: the slot is still migrating to it.
+    /// Retry at `node`. `is_asking`: the slot is migrating to `node`.
     Retry {
         node: Arc<RedisNode>,
         is_asking: bool,
     },
 }
 
-/// When the run of a script is complete.
+/// The event that completes the run of a script.
 #[derive(Clone, Copy)]
 enum Completion {
-    /// The server has executed it.
+    /// The server has executed the script.
     Executed,
-    /// Its writes also have the configured durability, or the wait for that is over.
+    /// The script's writes also have the configured durability, or the time limit for it is over.
     Durable,
 }
 
-/// The connections of one [`RedisBackend`](crate::RedisBackend), or of one master of its quorum.
+/// The connections of one [`RedisBackend`](crate::RedisBackend), or of one master of a quorum.
 pub(crate) struct RedisConnections {
     topology: Box<dyn Topology>,
 }
@@ -126,7 +127,8 @@ impl RedisConnections {
         Ok(Self { topology: Box::new(SingleTopology(Arc::new(node))) })
     }
 
-    /// Connects to all servers, so that configuration errors surface early.
+    /// Connects to all servers, so that the caller receives configuration errors before the first
+    /// lock.
     pub(crate) async fn connect(&self) -> Result<(), BackendError> {
         for node in self.nodes().await? {
             let refused = |error: RedisError| self.classify(&error, &node).as_refused();
@@ -143,7 +145,7 @@ impl RedisConnections {
         Ok(())
     }
 
-    /// Runs a script on the server that has `slot`.
+    /// Runs a script on the server of `slot`.
     pub(crate) async fn run(
         &self,
         slot: u16,
@@ -152,7 +154,7 @@ impl RedisConnections {
         Ok(self.run_with_redirects(slot, call, Completion::Executed).await?.response)
     }
 
-    /// Runs a script on the server that has `slot`, and waits until its writes have the configured
+    /// Runs a script on the server of `slot`. Waits until the script's writes have the configured
     /// durability.
     pub(crate) async fn run_durably(
         &self,
@@ -178,7 +180,7 @@ impl RedisConnections {
         let mut is_asking = false;
         for _ in 0..REDIRECTIONS_MAX {
             let response = match completion {
-                // Boxed, so that calls without durability have smaller futures.
+                // The box makes the future smaller for calls without durability.
                 Completion::Durable => Box::pin(node.run_durably(call, is_asking)).await,
                 Completion::Executed => node
                     .run(call, is_asking)
@@ -191,8 +193,8 @@ impl RedisConnections {
             };
             match self.topology.on_error(&node, &error).await {
                 ErrorAction::Fail => return Err(self.classify(&error, &node)),
-                ErrorAction::Retry { node: other, is_asking: is_migrating } => {
-                    (node, is_asking) = (other, is_migrating);
+                ErrorAction::Retry { node: next_node, is_asking: must_ask } => {
+                    (node, is_asking) = (next_node, must_ask);
                 }
             }
         }
@@ -203,7 +205,7 @@ impl RedisConnections {
         .as_refused())
     }
 
-    /// Returns the server that has `slot`, without I/O.
+    /// Returns the server of `slot` if it is known. Performs no I/O.
     pub(crate) fn known_node(&self, slot: u16) -> Option<Arc<RedisNode>> {
         self.topology.known_node(slot)
     }
@@ -222,7 +224,7 @@ impl RedisConnections {
         match node.send_command(command).await {
             Ok(response) => Ok(response),
             Err(error) => {
-                // The next command may need another server.
+                // The topology updates its routing for the next command.
                 let _: ErrorAction = self.topology.on_error(node, &error).await;
                 Err(self.classify(&error, node))
             }
@@ -269,7 +271,7 @@ impl Topology for SingleTopology {
     async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
         let demotion_errors = [ServerErrorKind::ReadOnly, ServerErrorKind::MasterDown];
         if demotion_errors.iter().any(|kind| error.kind() == ErrorKind::Server(*kind)) {
-            // Its host name may resolve to another server by now.
+            // The host name may resolve to another server after a failover.
             node.reset_connections_throttled();
         }
         ErrorAction::Fail
@@ -317,13 +319,13 @@ async fn open_connection(
     connecting.map_err(|error| redact_credentials(client, error))
 }
 
-/// Replaces an error that contains credentials: a server that does not know HELLO repeats its
-/// arguments, with the password.
+/// Replaces an error that contains credentials. A server that does not support HELLO repeats the
+/// arguments of HELLO, including the password.
 fn redact_credentials(client: &redis::Client, error: RedisError) -> RedisError {
     let text = error.to_string();
     let settings = client.get_connection_info().redis_settings();
-    // I/O errors repeat no arguments. Only a quoted secret counts, because a short password occurs
-    // in many texts.
+    // I/O errors repeat no arguments. The check ignores unquoted text, because a short password
+    // occurs in many texts.
     let is_quoted = |secret: &str| {
         let quotes = ["'", "`", "\""];
         quotes.iter().any(|quote| text.contains(&format!("{quote}{secret}{quote}")))
@@ -341,6 +343,6 @@ fn redact_credentials(client: &redis::Client, error: RedisError) -> RedisError {
     error
 }
 
-/// The limit of redirections per command. More than one is rare: a slot that migrates during the
-/// call.
+/// The maximum number of redirections per command. A second redirection occurs only if a slot
+/// migrates during the call.
 const REDIRECTIONS_MAX: usize = 8;

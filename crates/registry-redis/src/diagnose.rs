@@ -1,5 +1,4 @@
-//! Checks the servers' settings for hazards, and reads the clock and the process id of quorum
-//! masters.
+//! Checks the servers' settings for hazards. Reads the clock and the `run_id` of quorum masters.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -11,7 +10,7 @@ use crate::connections::RedisNode;
 use crate::store::{RedisStore, ceil_millis, parse_response, unexpected_response};
 
 impl RedisStore {
-    /// Checks all servers.
+    /// Checks the settings of all servers.
     pub(crate) async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let nodes = self.connections.nodes().await?;
         let diagnoses = join_all(nodes.iter().map(|node| self.diagnose_node(node))).await;
@@ -77,7 +76,7 @@ impl RedisStore {
                 .is_some_and(|value| value == "0")
         {
             findings.push(Finding::warning(
-                "the server has replicas and accepts writes without them (min-replicas-to-write 0): a failover may free held locks; \
+                "the server has replicas and accepts writes that no replica has received (min-replicas-to-write 0): a failover may free held locks; \
                  set min-replicas-to-write 1",
             ));
         }
@@ -92,7 +91,8 @@ impl RedisStore {
         Ok(findings)
     }
 
-    /// Returns a server setting; `None` if this user may not read it, as on most managed servers.
+    /// Returns a server setting, or `None` if the user may not read it. Most managed servers forbid
+    /// `CONFIG`.
     async fn config_value(&self, node: &Arc<RedisNode>, name: &str) -> Option<String> {
         let command = redis::cmd("CONFIG").arg("GET").arg(name).to_owned();
         let pairs: Vec<(String, String)> =
@@ -108,8 +108,8 @@ impl RedisStore {
         )
     }
 
-    /// Returns how many microseconds a single server's clock is ahead of the local clock. Useful
-    /// only for comparing servers with each other.
+    /// Returns by how many microseconds the clock of a single server is ahead of the local clock.
+    /// Callers compare these offsets between servers.
     pub(crate) async fn clock_offset(&self) -> Result<i64, BackendError> {
         let local_time = || {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -127,7 +127,8 @@ impl RedisStore {
         Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
     }
 
-    /// Returns the id of a single server's process, which changes at each start.
+    /// Returns the `run_id` of a single server. Each start of the server process changes the
+    /// `run_id`.
     pub(crate) async fn run_id(&self) -> Result<String, BackendError> {
         let Some(node) = self.connections.known_node(0) else {
             return Err(BackendError::transient(
@@ -139,8 +140,8 @@ impl RedisStore {
         id.map(|id| id.trim().to_owned()).ok_or_else(unexpected_response)
     }
 
-    /// Returns the minimum time for which another client has observed the process `run_id` of a
-    /// single server.
+    /// Loads the time for which some client has observed the process `run_id` of a single server.
+    /// Zero if no client has stored a time.
     pub(crate) async fn load_process_age(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.connections.known_node(0) else { return Ok(Duration::ZERO) };
         let command = redis::cmd("GETEX").arg(self.names.process_age_key()).to_owned();
@@ -153,7 +154,7 @@ impl RedisStore {
         Ok(Duration::from_millis(age_ms.unwrap_or(0)))
     }
 
-    /// Stores that this client has observed the process `run_id` of a single server for `age`.
+    /// Stores on a single server that this client has observed the process `run_id` for `age`.
     pub(crate) async fn save_process_age(
         &self,
         run_id: &str,
@@ -166,10 +167,10 @@ impl RedisStore {
             .arg(self.names.process_age_key())
             .arg(value)
             .arg("PX")
-            .arg(ceil_millis(self.token_memory));
+            .arg(ceil_millis(self.token_retention));
         self.connections.send_command(&node, &command).await.map(drop)
     }
 }
 
-/// The oldest version that is tested to support the scripts.
+/// The oldest major version with which the scripts are tested.
 const VERSION_MIN: u32 = 7;

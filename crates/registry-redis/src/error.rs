@@ -1,11 +1,11 @@
-//! Maps the errors of the server and of the client library to `BackendError`: one table.
+//! Maps the errors of the server and of the client library to `BackendError`.
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 use registry_core::{BackendError, BackendErrorKind};
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Returns `Misconfigured` for a configuration that cannot work, with the cause.
+/// Returns a `Misconfigured` error for a configuration that cannot work. Its source is `error`.
 pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
     let message = "redis: the configuration cannot be used; see the source of this error";
     BackendError::new(Misconfigured, message).with_source(error.clone()).as_refused()
@@ -14,15 +14,15 @@ pub(crate) fn invalid_client_config(error: &RedisError) -> BackendError {
 /// Classifies an error and describes the remedy.
 pub(crate) fn to_backend_error(error: &RedisError) -> BackendError {
     let RedisErrorClass { kind, message, refused } = classify(error);
-    // The client library's errors contain no password: they do not repeat the URL, and the server
+    // The client library's errors contain no password. They do not repeat the URL, and the server
     // never sends a password.
     let source = redact_user(error).unwrap_or_else(|| error.clone());
     let backend_error = BackendError::new(kind, format!("redis: {message}")).with_source(source);
     if refused { backend_error.as_refused() } else { backend_error }
 }
 
-/// Returns the error without the user name, which Valkey 9 includes in messages about missing
-/// rights.
+/// Returns the error without the user name, or `None` if the error contains no user name. Valkey 9
+/// includes the user name in messages about missing rights.
 fn redact_user(error: &RedisError) -> Option<RedisError> {
     let detail = error.detail()?;
     let (before, rest) = detail.split_once("User ")?;
@@ -53,7 +53,7 @@ const fn unknown_outcome(kind: BackendErrorKind, message: &'static str) -> Redis
 }
 
 fn classify(error: &RedisError) -> RedisErrorClass {
-    // Only newer servers report a missing right inside a script with the code `NOPERM`.
+    // Older servers report a missing right inside a script without the code `NOPERM`.
     if error.detail().is_some_and(|detail| detail.contains("ACL failure in script")) {
         return classify_server_error(ServerErrorKind::NoPerm, None);
     }
@@ -91,8 +91,8 @@ fn classify(error: &RedisError) -> RedisErrorClass {
         ErrorKind::RESP3NotSupported => {
             refused(Misconfigured, "the server is older than version 6; update it")
         }
-        // Kinds that the client library may add: the outcome is unknown, and a retry is not known
-        // to help.
+        // A later version of the client library may add kinds. The outcome is then unknown, and a
+        // retry may not help.
         _ => unknown_outcome(
             Protocol,
             "the client library reported an unknown error; see the source of this error",
@@ -150,13 +150,13 @@ fn classify_server_error(kind: ServerErrorKind, code: Option<&str>) -> RedisErro
         }
         ServerErrorKind::CrossSlot => refused(
             Protocol,
-            "the keys are in different slots of the cluster; use one hash tag for all of them",
+            "the keys are in different slots of the cluster; use the same hash tag in all keys",
         ),
         _ => classify_code(code),
     }
 }
 
-/// Classifies the codes for which the client library has no name.
+/// Classifies the error codes for which the client library has no variant.
 fn classify_code(code: Option<&str>) -> RedisErrorClass {
     match code {
         Some("NOAUTH") => refused(Denied, "the server requires a password; configure it"),
@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn a_right_that_a_script_lacks_is_denied() {
+    fn a_missing_right_inside_a_script_is_denied() {
         for line in [
             "-ERR ACL failure in script: this user has no permissions to run the 'getex' command script: f, on @user_script:5.\r\n",
             "-NOPERM ACL failure in script: User worker has no permissions to run the 'getex' command\r\n",
@@ -235,8 +235,8 @@ mod tests {
     #[test]
     fn the_name_of_a_user_is_not_printed() {
         let line = "-NOPERM User worker has no permissions to run the 'eval' command\r\n";
-        let answer = redis::parse_redis_value(line.as_bytes()).unwrap();
-        let error = to_backend_error(&answer.extract_error().unwrap_err());
+        let response = redis::parse_redis_value(line.as_bytes()).unwrap();
+        let error = to_backend_error(&response.extract_error().unwrap_err());
         let text = format!("{error:?} {}", std::error::Error::source(&error).unwrap());
         assert!(!text.contains("worker") && text.contains("'eval'"), "{text}");
         assert_eq!(error.kind(), Denied);

@@ -1,5 +1,5 @@
-//! Fenced writes to Redis: once a newer holder has written to a resource, older holders are
-//! refused.
+//! Fenced writes to Redis. After a newer holder has written to a resource, the server refuses
+//! writes of older holders.
 
 use std::fmt;
 
@@ -16,13 +16,13 @@ use crate::store::{channel_scheme, key_names, unexpected_response};
 
 /// Writes to Redis that succeed only if no larger fencing token has written to the resource.
 ///
-/// A holder can lose its lock without noticing in time: no lease protects a process that is
-/// suspended during a write. This type refuses such a late write, because the next holder's token
-/// is larger. The resource and the locks may be on different servers, and the token may come from
-/// any store.
+/// A holder can lose its lock without noticing in time, for example while its process is suspended
+/// during a write. The server refuses such a late write if the next holder, with a larger token,
+/// has already written. The resource and the locks may be on different servers, and the token may
+/// come from any store.
 ///
 /// The newest token of a resource `KEY` is stored under `lock-registry:fence:{KEY}`, without an
-/// expiry. Delete it together with the resource, once no holder can have an old token any more.
+/// expiry. Delete this key together with the resource, once no holder can have an old token.
 ///
 /// # Examples
 /// ```no_run
@@ -75,9 +75,9 @@ pub enum ScriptReply {
 /// A Lua script that runs only if no larger token has written to the resource.
 ///
 /// The body receives its own `KEYS` and `ARGV`, and may return any value. You can also run the
-/// script with another Redis client: send [`source`](Self::source) with the token key before the
-/// body's keys, and the token before the body's arguments. It returns `{1, reply}` or
-/// `{0, newest token}`.
+/// script with another Redis client. Send [`source`](Self::source) with the token key before the
+/// body's keys, and the token before the body's arguments. The script returns `{1, reply}` or `{0,
+/// newest token}`.
 #[derive(Clone)]
 pub struct FencedScript(std::sync::Arc<Script>);
 
@@ -96,8 +96,8 @@ impl FencedScript {
         self.0.source()
     }
 
-    /// Returns the key that stores the newest token of the resource `key`. It shares a cluster slot
-    /// with the resource, unless `key` has a closing brace and no hash tag.
+    /// Returns the key that stores the newest token of the resource `key`. Both keys share a
+    /// cluster slot, unless `key` has a closing brace and no hash tag.
     #[must_use]
     pub fn token_key(key: &str) -> String {
         tagged_name(FENCE_PREFIX, key)
@@ -110,7 +110,7 @@ impl fmt::Debug for FencedScript {
     }
 }
 
-/// Returns a static script with this body, built at its first use.
+/// Returns a static script with this body. The first use builds the script.
 macro_rules! static_script {
     ($body:literal) => {{
         static SCRIPT: std::sync::LazyLock<FencedScript> =
@@ -120,7 +120,7 @@ macro_rules! static_script {
 }
 
 impl FencedWrites {
-    /// Connects to the servers of the resources. A quorum is refused, because its masters share no
+    /// Connects to the servers of the resources. Refuses a quorum, because its masters share no
     /// data.
     ///
     /// # Errors
@@ -134,7 +134,7 @@ impl FencedWrites {
         if matches!(config.servers, ServerAddresses::Quorum(_)) {
             return Err(BackendError::new(
                 BackendErrorKind::Misconfigured,
-                "redis: the masters of a quorum share no data; write to one of them, or to another store",
+                "redis: the masters of a quorum share no data; write to a single master, or to another store",
             )
             .as_refused());
         }
@@ -151,11 +151,11 @@ impl FencedWrites {
     /// Sets `key` to `value`, like `SET`.
     ///
     /// # Errors
-    /// Returns a store error. Unless it is [refused](BackendError::refused), the write may or may
-    /// not have been executed. Repeating it with the same token is safe.
+    /// Returns a store error. Unless the error is [refused](BackendError::refused), the outcome of
+    /// the write is unknown. A repetition with the same token is safe.
     ///
     /// # Cancel safety
-    /// If the future is dropped, the write may or may not be executed.
+    /// If the future is dropped, the outcome of the write is unknown.
     pub async fn set(
         &self,
         token: FencingToken,
@@ -186,7 +186,7 @@ impl FencedWrites {
     }
 
     /// Runs a script. The first key is the resource whose newest token is compared. In a cluster,
-    /// all keys must share its slot.
+    /// all keys must share the slot of the resource.
     ///
     /// # Errors
     /// Returns the errors of [`set`](Self::set), `Misconfigured` without a key, and `Protocol` for

@@ -1,5 +1,5 @@
-//! Forwards the servers' invalidation messages (`CLIENT TRACKING`) to the registries that may hold
-//! the locks. `RedisNode` reports the messages; the engine then verifies the claims.
+//! Forwards the servers' invalidation messages (`CLIENT TRACKING`) to the subscribed registries.
+//! `RedisNode` passes on the messages. The engine then verifies the claims.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -25,7 +25,7 @@ struct ForwarderState {
     untracked_keys: Mutex<BTreeSet<Key>>,
 }
 
-/// How soon a key is verified if the server could not enable tracking for it.
+/// The delay before the engine verifies a key for which the server could not enable tracking.
 const UNTRACKED_KEY_DELAY: Duration = Duration::from_millis(250);
 
 impl InvalidationForwarder {
@@ -53,7 +53,8 @@ impl InvalidationForwarder {
         !self.0.is_tracking_refused.load(Ordering::Acquire)
     }
 
-    /// Forwards the keys of an invalidation message. A message without a list invalidates all keys.
+    /// Forwards the keys of an invalidation message. A message without a list of keys invalidates
+    /// all keys.
     pub(crate) fn forward(&self, data: &[Value]) {
         let Some(Value::Array(names)) = data.first() else { return self.0.registries.notify_all() };
         for name in names {
@@ -64,9 +65,9 @@ impl InvalidationForwarder {
         }
     }
 
-    /// Invalidates these keys after [`UNTRACKED_KEY_DELAY`], because the server sends no
-    /// invalidations for them.
-    pub(crate) fn notify_soon<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
+    /// Invalidates the keys after [`UNTRACKED_KEY_DELAY`], because the server sends no
+    /// invalidations for untracked keys.
+    pub(crate) fn notify_after_delay<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
         let mut keys = self.0.untracked_keys.lock().unwrap_or_else(PoisonError::into_inner);
         let is_idle = keys.is_empty();
         keys.extend(names.filter_map(|name| self.parse_key(name)));
@@ -90,7 +91,8 @@ impl InvalidationForwarder {
     }
 }
 
-// Written manually: the derived form would print only names.
+// The manual implementation prints whether tracking is enabled. The derived form would print only
+// names.
 impl fmt::Debug for InvalidationForwarder {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("InvalidationForwarder")

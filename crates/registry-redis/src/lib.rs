@@ -1,15 +1,15 @@
 //! Redis and Valkey as a lock store.
 //!
 //! A lock is a string key with an expiry. Its value holds the claim, the fencing token, the time of
-//! acquisition and a readable label. Every operation is one script, so the server executes it
-//! atomically and a failed acquisition leaves no partial record. A published message wakes the
-//! waiters. Waiting, renewal, hand-over and loss detection are not part of this crate: the engine
-//! in `registry-core` drives a backend through `LockBackend`.
+//! acquisition and a readable label. Every operation is one script that the server executes
+//! atomically, so a failed acquisition leaves no partial record. A published message wakes the
+//! waiters. This crate does not contain waiting, renewal schedules, hand-over or loss detection.
+//! The engine in `registry-core` implements them and drives a backend through `LockBackend`.
 //!
-//! The store is a single server, the master that sentinels name, a cluster, or a quorum of
+//! The store is a single server, the master that sentinels report, a cluster, or a quorum of
 //! independent masters; see [`RedisConfig`]. A [`Layout`] determines the keys and values of a lock:
-//! this library's own format, or that of Spring Integration or of Redisson. With a foreign layout,
-//! programs that use that library contend for the same locks.
+//! this library's own format, the format of Spring Integration, or the format of Redisson. With the
+//! layout of another library, programs that use that library contend for the same locks.
 //!
 //! # Examples
 //! ```no_run
@@ -35,6 +35,7 @@ mod store;
 mod names;
 mod slot;
 mod script;
+mod several;
 mod record;
 mod connections;
 mod listener;

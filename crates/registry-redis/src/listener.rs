@@ -1,8 +1,8 @@
-//! Receives release messages: one subscriber connection and one task per server, and one
-//! subscription per awaited lock. This module handles channels and does not interpret locks.
-//! A `RedisNode` owns one [`ReleaseListener`].
+//! Receives release messages. Each server has one subscriber connection and one task; each awaited
+//! lock has one subscription. This module handles channels and does not interpret locks. A
+//! `RedisNode` owns one [`ReleaseListener`].
 //!
-//! A message may be lost with its connection, so every reconnect wakes all waiters. The engine also
+//! A broken connection may lose messages, so every reconnection wakes all waiters. The engine also
 //! polls, so no waiter depends on messages alone. Commands never use this connection, because a
 //! push message could be mistaken for the response to a command.
 
@@ -21,12 +21,13 @@ use tokio::time::timeout;
 use crate::connections::{Connector, PushHandler};
 use crate::names::RedisKeyNames;
 
-/// How long an unused channel stays subscribed. A caller that waited once often waits again.
+/// How long a channel without waiters stays subscribed. A caller that waited once often waits
+/// again.
 const UNUSED_CHANNEL_LIFETIME: Duration = Duration::from_secs(1);
 
 /// The limits of the pause between connection attempts.
-const RETRY_MIN: Duration = Duration::from_millis(50);
-const RETRY_MAX: Duration = Duration::from_secs(2);
+const RETRY_PAUSE_MIN: Duration = Duration::from_millis(50);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(2);
 
 /// The channels on which releases are published.
 #[derive(Debug, Clone)]
@@ -46,36 +47,36 @@ struct ChannelTable {
     scheme: ChannelScheme,
     channels: Mutex<HashMap<Arc<str>, ReleaseChannel>>,
     waiters: Waiters<Arc<str>>,
-    /// Notified when another server has replaced this one.
+    /// Notified when another server has replaced the current server.
     reset_requested: Notify,
 }
 
 /// One channel.
 #[derive(Default)]
 struct ReleaseChannel {
-    /// The position of the last change; zero until the server confirms the subscription.
-    last_change: u64,
+    /// The sequence number of the last event on this channel. Zero until the server confirms the
+    /// subscription.
+    last_event: u64,
     /// The server has confirmed the subscription on the current connection.
     is_subscribed: bool,
-    /// A caller has waited since the last search for idle channels. A waiter that is between two
-    /// attempts waits again soon.
+    /// A caller has waited since the last call of `remove_idle`. A caller between two attempts will
+    /// wait again soon, so the channel stays subscribed.
     was_awaited: bool,
 }
 
-/// The position of the last change in the sequence of all changes, of all channels of all servers.
-/// One sequence for all servers, so that a channel that was dropped and subscribed again, or that
-/// moved to another server, never counts as unchanged.
+/// The process-wide sequence number of the last event on any channel. It keeps growing when a
+/// channel is resubscribed or moves.
 static LAST_POSITION: AtomicU64 = AtomicU64::new(1);
 
-/// Returns the position of the last change, for [`ReleaseListener::wait`]. Read it before a request
-/// whose response a later change may make obsolete.
+/// Returns the sequence number of the last event on any channel. Callers read it before a request,
+/// so that [`ReleaseListener::wait`] reports each release after that request.
 pub(crate) fn current_position() -> u64 {
     LAST_POSITION.load(Ordering::Acquire)
 }
 
 impl ReleaseListener {
-    /// Starts the task, which opens connections with `connector`. The first one is opened
-    /// when a caller first waits.
+    /// Starts the task that opens connections with `connector`. The first waiter triggers the first
+    /// connection.
     pub(crate) fn new(connector: Connector, scheme: ChannelScheme) -> Self {
         let table = Arc::new(ChannelTable {
             scheme,
@@ -88,48 +89,48 @@ impl ReleaseListener {
         Self { table, subscribe_requests }
     }
 
-    /// Waits until the channel `name` has changed after `position`. If the channel was not
-    /// subscribed at `position`, waits until it is.
+    /// Waits for an event on the channel `name` after `position`. The confirmation of a
+    /// subscription is such an event.
     pub(crate) async fn wait(&self, name: &str, position: u64) {
         let name: Arc<str> = name.into();
         let waiter = self.table.waiters.register(Arc::clone(&name), ());
-        if self.last_change(name) <= position {
+        if self.ensure_subscribed(name) <= position {
             waiter.woken().await;
         }
     }
 
-    /// Returns the position of the last change of the channel `name`. Subscribes it if it is
-    /// unknown.
-    fn last_change(&self, name: Arc<str>) -> u64 {
+    /// Requests a subscription of the channel `name` if it has none. Returns the sequence number of
+    /// the channel's last event.
+    fn ensure_subscribed(&self, name: Arc<str>) -> u64 {
         let mut channels = self.table.channels();
         let channel = channels.entry(Arc::clone(&name)).or_insert_with(|| {
-            // Without the task no message arrives; the engine polls.
+            // After `close` the send fails and no message arrives. The engine polls.
             let _ = self.subscribe_requests.send(name);
             ReleaseChannel::default()
         });
         channel.was_awaited = true;
-        channel.last_change
+        channel.last_event
     }
 
-    /// Returns whether a message on this channel would arrive: the subscription is confirmed on a
-    /// connection that responds.
-    pub(crate) fn is_confirmed(&self, name: &str) -> bool {
+    /// Returns whether the server has confirmed the channel's subscription on the current
+    /// connection.
+    pub(crate) fn is_subscribed(&self, name: &str) -> bool {
         let channels = self.table.channels();
         channels.get(name).is_some_and(|channel| channel.is_subscribed)
     }
 
-    /// Replaces the connection, because another server has replaced this one.
+    /// Replaces the connection, because another server has replaced the current server.
     pub(crate) fn reset(&self) {
         self.table.reset_requested.notify_one();
     }
 
-    /// Closes the connection, and wakes all waiters. Later waits receive no messages.
+    /// Closes the connection and wakes all waiters. Later waits receive no messages.
     pub(crate) fn close(&self) {
         self.table.waiters.close();
     }
 }
 
-/// The waiters must attempt again, possibly at another server.
+/// The drop wakes the waiters, so that they retry, possibly at another server.
 impl Drop for ReleaseListener {
     fn drop(&mut self) {
         self.close();
@@ -149,22 +150,23 @@ impl ChannelTable {
         self.channels().keys().cloned().collect()
     }
 
-    /// Records a possible change on `name`.
-    fn mark_changed(&self, name: &str) {
-        self.change(name, |_| {});
+    /// Records a possible release on the channel `name` and wakes its waiters.
+    fn record_event(&self, name: &str) {
+        self.update_channel(name, |_| {});
     }
 
-    /// Records that messages on `name` arrive from now on.
-    fn confirm(&self, name: &str) {
-        self.change(name, |channel| channel.is_subscribed = true);
+    /// Records that the server has confirmed the subscription of `name`, and wakes the channel's
+    /// waiters.
+    fn mark_subscribed(&self, name: &str) {
+        self.update_channel(name, |channel| channel.is_subscribed = true);
     }
 
-    fn change(&self, name: &str, update: impl FnOnce(&mut ReleaseChannel)) {
+    fn update_channel(&self, name: &str, update: impl FnOnce(&mut ReleaseChannel)) {
         {
             let mut channels = self.channels();
             let Some(channel) = channels.get_mut(name) else { return };
             update(channel);
-            channel.last_change = LAST_POSITION.fetch_add(1, Ordering::AcqRel) + 1;
+            channel.last_event = LAST_POSITION.fetch_add(1, Ordering::AcqRel) + 1;
         }
         self.waiters.wake(&name.into());
     }
@@ -180,11 +182,11 @@ impl ChannelTable {
     }
 
     /// Marks all channels as unsubscribed, because the connection is closed.
-    fn unsubscribe_all(&self) {
+    fn mark_all_unsubscribed(&self) {
         self.channels().values_mut().for_each(|channel| channel.is_subscribed = false);
     }
 
-    /// Removes and returns the channels without a waiter since the last call.
+    /// Removes and returns the channels that have no waiter and had none since the last call.
     fn remove_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = channels.extract_if(|name, channel| {
@@ -204,7 +206,7 @@ async fn run(
     connector: Connector,
     mut subscribe_requests: mpsc::UnboundedReceiver<Arc<str>>,
 ) {
-    let mut pause = RETRY_MIN;
+    let mut pause = RETRY_PAUSE_MIN;
     loop {
         // The first waiter triggers the first connection.
         if table.names().is_empty() && subscribe_requests.recv().await.is_none() {
@@ -214,38 +216,38 @@ async fn run(
         let on_push: PushHandler = Arc::new(move |push| _ = push_sender.send(push));
         if let Ok(connection) = connector(on_push).await {
             let reason = serve(&table, connection, pushes, &mut subscribe_requests).await;
-            table.unsubscribe_all();
+            table.mark_all_unsubscribed();
             match reason {
-                // The pause keeps growing: some servers accept the connection but refuse every
-                // subscription.
+                // The pause keeps growing, because some servers accept the connection and refuse
+                // every subscription.
                 DisconnectReason::NotSubscribed => {}
-                // The connection was in use, so this failure is a new one.
-                DisconnectReason::ConnectionLost => pause = RETRY_MIN,
+                // The connection was usable until now, so the pause restarts at its minimum.
+                DisconnectReason::ConnectionLost => pause = RETRY_PAUSE_MIN,
                 DisconnectReason::ListenerDropped => return,
             }
         }
         table.remove_idle();
         tokio::time::sleep(pause).await;
-        pause = (pause * 2).min(RETRY_MAX);
+        pause = (pause * 2).min(RETRY_PAUSE_MAX);
     }
 }
 
 /// Why a connection ended.
 enum DisconnectReason {
-    /// The first subscriptions received no response.
+    /// The server has not responded to the first subscriptions.
     NotSubscribed,
     ConnectionLost,
     ListenerDropped,
 }
 
-/// Serves subscriptions until the connection breaks, or the listener is dropped.
+/// Subscribes channels and handles messages until the connection breaks or the listener is dropped.
 async fn serve(
     table: &ChannelTable,
     mut connection: MultiplexedConnection,
     mut pushes: mpsc::UnboundedReceiver<PushInfo>,
     subscribe_requests: &mut mpsc::UnboundedReceiver<Arc<str>>,
 ) -> DisconnectReason {
-    // Earlier requests are in the table already, or their channels have been dropped again.
+    // `subscribe` below covers the channels of earlier requests, because the table contains them.
     while subscribe_requests.try_recv().is_ok() {}
     if let Some(common) = table.scheme.names.common_channel()
         && !send_for_all(&mut connection, "SUBSCRIBE", &[common.into()]).await
@@ -268,8 +270,8 @@ async fn serve(
                 while names.len() < CHANNELS_PER_PIPELINE && let Ok(name) = subscribe_requests.try_recv() {
                     names.push(name);
                 }
-                // The channel may have been dropped since the request. Subscribing it now would
-                // leave it subscribed forever.
+                // `remove_idle` may have removed the channel since the request. A subscription
+                // without an entry would never end.
                 names.retain(|name| table.contains(name));
                 subscribe(table, &mut connection, &names).await
             }
@@ -277,14 +279,14 @@ async fn serve(
             _ = cleanup.tick() => {
                 ticks = ticks.wrapping_add(1);
                 let idle = table.remove_idle();
-                let verb = if table.scheme.is_sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
-                let is_sent = send_for_all(&mut connection, verb, &idle).await;
-                // A connection that died without a reset does not respond to PING.
+                let command = if table.scheme.is_sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
+                let is_sent = send_for_all(&mut connection, command, &idle).await;
+                // PING detects a connection that died without a TCP reset.
                 is_sent && (!ticks.is_multiple_of(PING_TICKS) || ping_succeeds(&mut connection).await)
             }
         };
         if !is_usable {
-            // Messages are lost until the next connection, whose first subscriptions wake all
+            // Messages are lost until the next connection. Its first subscriptions wake all
             // waiters.
             return DisconnectReason::ConnectionLost;
         }
@@ -310,36 +312,36 @@ fn handle_push(table: &ChannelTable, push: PushInfo) -> bool {
                 _ => channel,
             };
             if let Some(channel) = released_channel {
-                table.mark_changed(&channel);
+                table.record_event(&channel);
             }
             true
         }
-        // An unsubscription that was not requested means that the slot has moved. The client may
-        // have mistaken it for the response to another command.
+        // The server unsubscribes a channel whose slot has moved. The client library may have
+        // mistaken this message for the response to a command, so the connection is unusable.
         PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.contains(&name)),
         PushKind::Disconnection => false,
         _ => true,
     }
 }
 
-/// Subscribes to channels and records a possible change of each. Returns false if the connection is
-/// no longer usable.
+/// Subscribes to channels and wakes their waiters. Returns false if the connection is no longer
+/// usable.
 async fn subscribe(
     table: &ChannelTable,
     connection: &mut MultiplexedConnection,
     names: &[Arc<str>],
 ) -> bool {
-    let verb = if table.scheme.is_sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
+    let command = if table.scheme.is_sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
     for names in names.chunks(CHANNELS_PER_PIPELINE) {
-        let Some(responses) = pipeline(connection, verb, names).await else { return false };
+        let Some(responses) = send_pipeline(connection, command, names).await else { return false };
         for (name, response) in names.iter().zip(responses) {
             match response.extract_error() {
-                Ok(_) => table.confirm(name),
+                Ok(_) => table.mark_subscribed(name),
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::Moved) => {
                     table.remove_moved(name);
                 }
-                // The channel stays unconfirmed and its waiters poll. The next connection tries
-                // again, as does a new wait after the channel was dropped as idle.
+                // The channel stays unsubscribed and its waiters poll. The next connection retries
+                // the subscription, as does a new wait after `remove_idle`.
                 Err(_) => {}
             }
         }
@@ -347,25 +349,25 @@ async fn subscribe(
     true
 }
 
-/// Sends the same command for each name. Returns false if the connection is no longer usable.
+/// Sends `command` once for each name. Returns false if the connection is no longer usable.
 async fn send_for_all(
     connection: &mut MultiplexedConnection,
-    verb: &str,
+    command: &str,
     names: &[Arc<str>],
 ) -> bool {
     for names in names.chunks(CHANNELS_PER_PIPELINE) {
-        if pipeline(connection, verb, names).await.is_none() {
+        if send_pipeline(connection, command, names).await.is_none() {
             return false;
         }
     }
     true
 }
 
-/// Returns the responses to the same command for each name. Channels of different slots must not
-/// share one command.
-async fn pipeline(
+/// Sends `command` once for each name, because one command must not contain channels of different
+/// slots. Returns the responses, or `None` if the connection is no longer usable.
+async fn send_pipeline(
     connection: &mut MultiplexedConnection,
-    verb: &str,
+    command: &str,
     names: &[Arc<str>],
 ) -> Option<Vec<Value>> {
     if names.is_empty() {
@@ -373,7 +375,7 @@ async fn pipeline(
     }
     let mut commands = redis::pipe();
     for name in names {
-        commands.cmd(verb).arg(&**name);
+        commands.cmd(command).arg(&**name);
     }
     let sent = connection.send_packed_commands(&commands, 0, names.len());
     timeout(RESPONSE_TIMEOUT, sent).await.ok()?.ok()
@@ -384,7 +386,7 @@ async fn ping_succeeds(connection: &mut MultiplexedConnection) -> bool {
     matches!(timeout(RESPONSE_TIMEOUT, connection.send_packed_command(&ping)).await, Ok(Ok(_)))
 }
 
-/// The number of ticks between two PINGs.
+/// The number of intervals of [`UNUSED_CHANNEL_LIFETIME`] between two PINGs.
 const PING_TICKS: u32 = 5;
 
 /// The time limit for a response of the server.

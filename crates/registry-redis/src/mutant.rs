@@ -1,8 +1,8 @@
-//! Planted bugs of the Redis store. They exist to prove that the conformance tests detect them;
-//! normal builds do not contain them.
+//! Planted bugs of the Redis store. They prove that the conformance tests detect such bugs. Normal
+//! builds do not contain planted bugs.
 //!
-//! With `--cfg lock_registry_mutants`, one bug at a time can be enabled for the whole process,
-//! before a store is opened.
+//! With `--cfg lock_registry_mutants`, a test can enable one bug at a time for the whole process,
+//! before it opens a store.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use std::borrow::Cow;
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// The server's refusal of a renewal counts as "the claim is gone".
+    /// The store reports a refused renewal as `Renewal::Gone`.
     RefusalCountsAsGone = 1,
 }
 
@@ -20,9 +20,9 @@ impl Mutant {
     pub const ALL: [Self; 1] = [Self::RefusalCountsAsGone];
 }
 
-/// Returns the renewal script, with its bug if that is enabled.
+/// Returns the renewal script. Contains the bug if `Mutant::RefusalCountsAsGone` is enabled.
 pub(crate) fn renew_script(script: &'static str) -> Cow<'static, str> {
-    const EXPECTED: &str = "not is_read and not is_foreign(held)";
+    const EXPECTED: &str = "not is_read and not is_wrong_type(claim_or_failure)";
     if !is_enabled(Mutant::RefusalCountsAsGone) {
         return Cow::Borrowed(script);
     }
@@ -38,7 +38,7 @@ mod switch {
 
     static ENABLED: AtomicU8 = AtomicU8::new(0);
 
-    /// Enables one bug, or disables all.
+    /// Enables one bug, or disables all bugs.
     pub fn switch_mutant(mutant: Option<Mutant>) {
         ENABLED.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }

@@ -1,7 +1,8 @@
 //! Builds and parses the names of keys and channels in each layout. The mapping is injective. In a
 //! cluster, all keys of one lock share a hash slot.
 //!
-//! The slot depends only on the text between the first `{` and the next `}`, if there is any.
+//! The hash tag of a name is the text between the first `{` and the next `}`. If a name contains a
+//! hash tag, only this tag determines the slot.
 //!
 //! | layout | lock | token key | release channels |
 //! |---|---|---|---|
@@ -9,9 +10,9 @@
 //! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
 //! | Redisson | `KEY`, `NS:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! `NS` is the namespace and `LOCK` is the name of the lock.
-//! The braces are omitted around a name that contains a hash tag. In Redisson's channels they are
-//! omitted around any name with an opening brace, as Redisson does.
+//! `NS` is the namespace and `LOCK` is the name of the lock. A name that contains a hash tag gets
+//! no further braces. In Redisson's channels, any name with an opening brace gets no further
+//! braces, as in Redisson itself.
 
 use std::borrow::Cow;
 
@@ -21,8 +22,8 @@ use registry_core::{ClaimId, InvalidKey, Key};
 use crate::config::Layout;
 use crate::slot::{hash_slot, hash_tag};
 
-/// The characters that are escaped in a key: braces would end the tag, and `%` is the escape
-/// itself. Control characters are escaped for readability.
+/// The characters that are escaped in a key. A brace would change the hash tag, and `%` starts an
+/// escape sequence. Escaped control characters keep the names readable.
 const ESCAPED_IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
 
 #[derive(Debug, Clone)]
@@ -30,11 +31,11 @@ pub(crate) struct RedisKeyNames {
     layout: Layout,
     /// The prefix of all lock names.
     prefix: String,
-    /// The channel of all releases that older versions of Spring use.
+    /// The channel on which older versions of Spring publish all releases.
     common_channel: Option<String>,
-    /// The prefix of all other channels.
+    /// The prefix of the channels of single locks.
     channel_prefix: String,
-    /// The keys of one lock must share a slot.
+    /// In a cluster, all keys of one lock must share a slot.
     is_cluster: bool,
 }
 
@@ -87,12 +88,13 @@ impl RedisKeyNames {
         }
     }
 
-    /// Returns the channel of all releases, if the layout has one. Its messages are lock names.
+    /// Returns the channel of all releases, if the layout has such a channel. Its messages are lock
+    /// names.
     pub(crate) fn common_channel(&self) -> Option<&str> {
         self.common_channel.as_deref()
     }
 
-    /// Returns the channel of the lock that a message on the common channel names.
+    /// Returns the release channel of the lock whose name is the `message` on the common channel.
     pub(crate) fn channel_of_message(&self, message: &[u8]) -> Option<String> {
         std::str::from_utf8(message).ok().map(|lock| self.channel(lock).into_owned())
     }
@@ -110,13 +112,13 @@ impl RedisKeyNames {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// Returns the Redis key that stores how long clients have observed the server's current
-    /// process. It belongs to no lock.
+    /// Returns the Redis key that stores how long clients have observed the current server process.
+    /// This key belongs to no lock.
     pub(crate) fn process_age_key(&self) -> String {
         self.probe_channel() + ":age"
     }
 
-    /// Returns the claim as the store records it.
+    /// Returns the claim id in the format that the layout stores.
     pub(crate) fn holder_id(&self, id: ClaimId) -> String {
         let id = id.to_string();
         if self.layout == Layout::Native {
@@ -125,13 +127,15 @@ impl RedisKeyNames {
         let uuid =
             format!("{}-{}-{}-{}-{}", &id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..]);
         match self.layout {
-            // Redisson writes an instance id and a thread id; here each claim is an instance.
+            // Redisson writes a client id and a thread id. This library writes the claim id as
+            // client id.
             Layout::Redisson => uuid + ":1",
             Layout::Native | Layout::Spring => uuid,
         }
     }
 
-    /// Refuses a key that collides with a token key, or whose names would not share a slot.
+    /// Returns an error for a key that collides with a token key, or whose names would not share a
+    /// slot.
     pub(crate) fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Native {
             return Ok(());
@@ -153,7 +157,7 @@ impl RedisKeyNames {
         Ok(())
     }
 
-    /// Returns the lock's key if `name` is the Redis key of a lock in this namespace.
+    /// Returns the key of the lock if `name` is the Redis key of a lock in this namespace.
     pub(crate) fn parse_key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {
@@ -163,7 +167,7 @@ impl RedisKeyNames {
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
-        // Accept only the spelling that `lock_name` produces.
+        // Other spellings than the output of `lock_name` are not locks.
         (self.lock_name(&key) == name).then_some(key)
     }
 
@@ -179,7 +183,7 @@ impl RedisKeyNames {
         pattern + if self.layout == Layout::Native { "*}" } else { "*" }
     }
 
-    /// Returns the Redis type of a lock's key.
+    /// Returns the Redis type of the value that stores a lock.
     pub(crate) const fn value_type(&self) -> &'static str {
         match self.layout {
             Layout::Native | Layout::Spring => "string",
@@ -187,14 +191,14 @@ impl RedisKeyNames {
         }
     }
 
-    /// Returns whether `record` can belong to a holder of `key`. Other programs may use keys with
-    /// such a name.
-    pub(crate) fn is_holder(&self, key: &Key, record: &[u8]) -> bool {
+    /// Returns whether `record` may be a lock's record. Other programs may use Redis keys with the
+    /// name of a lock.
+    pub(crate) fn may_be_lock_record(&self, key: &Key, record: &[u8]) -> bool {
         let uuid = |id: &[u8]| {
             id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
         };
         match self.layout {
-            // The name is sufficient.
+            // The name alone identifies a lock.
             Layout::Native => true,
             // The token key of a native lock in the same namespace is not a lock.
             Layout::Spring => {
@@ -210,18 +214,18 @@ impl RedisKeyNames {
     }
 }
 
-/// Returns the key of this library's data about `name`. Both share a slot, unless `name` has a
-/// closing brace and no hash tag.
+/// Returns the key under which this library stores data about `name`. Both keys share a slot,
+/// unless `name` has a closing brace and no hash tag.
 pub(crate) fn tagged_name(prefix: &str, name: &str) -> String {
     if hash_tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
-/// Returns Redisson's name for data about `name`.
+/// Returns the name under which Redisson stores data about `name`.
 fn redisson_name(prefix: &str, name: &str) -> String {
     if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
-/// The prefix of token keys in the foreign layouts.
+/// The prefix of token keys in the layouts of other libraries.
 const TOKEN_PREFIX: &str = "lock-registry:token:";
 /// The prefix of the token keys of fenced resources.
 pub(crate) const FENCE_PREFIX: &str = "lock-registry:fence:";
@@ -234,7 +238,7 @@ fn escaped(text: &str) -> String {
 }
 
 fn escape(text: &str, escaped: &mut String) {
-    // `utf8_percent_encode` would also escape non-ASCII text, which is harmless and should stay
+    // `utf8_percent_encode` would also escape non-ASCII text. Such text needs no escape and stays
     // readable.
     for piece in text.split_inclusive(|character: char| !character.is_ascii()) {
         let ascii = piece.trim_end_matches(|character: char| !character.is_ascii());
@@ -258,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn names_are_pinned() {
+    fn lock_names_have_the_documented_format() {
         let names = native("lock-registry");
         for (text, name) in [
             ("orders/42", "lock-registry:{orders/42}"),
@@ -288,7 +292,7 @@ mod tests {
             let names = native(&namespace);
             let name = names.lock_name(&key(&text));
             prop_assert_eq!(names.parse_key(&name), Some(key(&text)));
-            // The cluster's rule: the tag is the text between the first `{` and the next `}`.
+            // In a cluster, the hash tag is the text between the first `{` and the next `}`.
             let tag = name.split_once('{').and_then(|(_, rest)| rest.split_once('}')).unwrap();
             prop_assert!(!tag.0.is_empty() && tag.1.is_empty());
         }

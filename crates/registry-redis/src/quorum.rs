@@ -1,16 +1,18 @@
-//! A quorum of independent masters. A claim that more than half of them grant holds the lock.
+//! A quorum of independent masters. A claim holds the lock if more than half of the masters grant
+//! it.
 //!
 //! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
-//! the lease is counted from before the first request, on a monotonic clock; the engine does this
-//! for every store. Second, a grant has a fencing token: the largest one that the granting majority
-//! returned. Before the grant counts, this token is written back to a majority that still has the
-//! claim. Any later grant shares a master with that majority, so its token is larger, unless that
-//! master lost its data and its clock is behind.
+//! the engine counts the lease from before the first request, on a monotonic clock. Second, a grant
+//! has a fencing token: the largest token that the granting majority returned. The quorum writes
+//! this token to a majority that still has the claim, and only then reports the grant. Any later
+//! grant shares a master with that majority, so its token is larger. The exception is a shared
+//! master that lost its data and whose clock is behind.
 //!
 //! Each request goes to all masters concurrently, and the responses of a majority decide. If more
-//! responses may change the decision, they are awaited for twice the time that the majority took.
-//! Requests to the remaining masters continue in the background. A late grant stays if the claim
-//! holds the lock by then, and counts for renewals. Otherwise it is withdrawn.
+//! responses may change the decision, the quorum awaits them for a grace period: twice the time
+//! that the majority took. Requests to the remaining masters continue in the background. The quorum
+//! keeps a late grant for renewals if the claim already holds the lock. Otherwise the quorum
+//! withdraws it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -42,11 +44,13 @@ pub(crate) struct Quorum {
 
 struct QuorumMaster {
     store: RedisStore,
-    restart_guard: Duration,
-    release_retries: Semaphore,
-    /// The `run_id` of the first process at this address. Empty if this user may not read it.
+    /// See [`with_restart_guard`](RedisConfig::with_restart_guard).
+    min_uptime: Duration,
+    release_retry_permits: Semaphore,
+    /// The `run_id` of the first server process that responded at this address. Empty if the user
+    /// may not read the `run_id`.
     first_run_id: OnceLock<String>,
-    /// The process that responds now, for [`restart_guard`](RedisConfig::with_restart_guard).
+    /// The process that responded to the last attempt.
     observed_process: Mutex<Option<ObservedProcess>>,
 }
 
@@ -54,9 +58,9 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// `Some` once the process is older than the restart guard. After this time, the next attempt
-    /// stores the age again, before the stored one expires.
-    trusted_until: Option<Instant>,
+    /// `Some` once some client has observed the process for `min_uptime`. The first attempt after
+    /// this time stores the process age again, before the stored age expires.
+    verified_until: Option<Instant>,
 }
 
 impl Quorum {
@@ -70,8 +74,8 @@ impl Quorum {
             let store = RedisStore::for_quorum_master(address, config, invalidations)?;
             Ok(Arc::new(QuorumMaster {
                 store,
-                restart_guard: config.restart_guard,
-                release_retries: Semaphore::new(RELEASE_RETRIES_MAX),
+                min_uptime: config.min_uptime,
+                release_retry_permits: Semaphore::new(RELEASE_RETRIES_MAX),
                 first_run_id: OnceLock::new(),
                 observed_process: Mutex::default(),
             }))
@@ -82,20 +86,20 @@ impl Quorum {
         let connecting =
             quorum.send_to_all(|_, master| async move { master.store.connections.connect().await });
         quorum.await_majority(connecting).await.map_err(BackendError::as_refused)?;
-        quorum.refuse_duplicates().await?;
+        quorum.check_no_duplicates().await?;
         Ok(quorum)
     }
 
-    /// Returns an error if two addresses lead to one server, whose vote would count twice. A master
-    /// that is unreachable now is checked before its first vote.
-    async fn refuse_duplicates(&self) -> Result<(), BackendError> {
+    /// Returns an error if two addresses lead to the same server, because its vote would count
+    /// twice. An unreachable master is checked before its first vote.
+    async fn check_no_duplicates(&self) -> Result<(), BackendError> {
         let masters = Arc::clone(&self.masters);
         let mut requests = self.send_to_all(move |index, _| {
             let masters = Arc::clone(&masters);
-            async move { identify(&masters, index).await }
+            async move { identify_master(&masters, index).await }
         });
         let mut responded = 0;
-        while requests.is_before_deadline || responded < self.majority() {
+        while requests.is_in_grace_period || responded < self.majority() {
             match requests.next().await {
                 ResponseEvent::Response(Ok(())) => responded += 1,
                 ResponseEvent::Response(Err(error))
@@ -103,12 +107,12 @@ impl Quorum {
                 {
                     return Err(error);
                 }
-                ResponseEvent::Response(Err(_)) | ResponseEvent::DeadlineReached => {}
+                ResponseEvent::Response(Err(_)) | ResponseEvent::GracePeriodOver => {}
                 ResponseEvent::AllReceived => break,
             }
         }
-        // Checked once more, because responses arrive in any order.
-        (0..self.masters.len()).try_for_each(|index| refuse_duplicate(&self.masters, index))
+        // The check is repeated, because the responses arrive in any order.
+        (0..self.masters.len()).try_for_each(|index| check_no_duplicate(&self.masters, index))
     }
 
     fn majority(&self) -> usize {
@@ -124,7 +128,7 @@ impl Quorum {
         self.claim_mutexes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns how many masters may fail.
+    /// Returns the number of masters that may fail without preventing a majority.
     fn failures_max(&self) -> usize {
         self.masters.len() - self.majority()
     }
@@ -144,8 +148,8 @@ impl Quorum {
         PendingResponses {
             calls: calls.collect(),
             started_at: Instant::now(),
-            deadline: Box::pin(sleep(EXTRA_WAIT_MAX)),
-            is_before_deadline: true,
+            grace_period: Box::pin(sleep(GRACE_PERIOD_MAX)),
+            is_in_grace_period: true,
         }
     }
 
@@ -164,33 +168,33 @@ impl Quorum {
                     failed += 1;
                     first_error.get_or_insert(error);
                 }
-                ResponseEvent::DeadlineReached => {}
+                ResponseEvent::GracePeriodOver => {}
                 ResponseEvent::AllReceived => break,
             }
             if succeeded.len() >= self.majority() {
                 return Ok(succeeded);
             }
         }
-        Err(self.no_majority(first_error))
+        Err(self.no_majority_error(first_error))
     }
 
-    fn not_granted(
+    fn outcome_without_grant(
         &self,
         granted: usize,
         first_error: Option<BackendError>,
         busy: Vec<(Option<Duration>, Holder)>,
         position: u64,
     ) -> Result<RoundOutcome, BackendError> {
-        // An outage must not be reported as a holder: the lock may be free on the unresponsive
-        // masters.
+        // The quorum must not report an outage as `Busy`, because the unresponsive masters may not
+        // have the lock.
         if granted + busy.len() < self.majority() || busy.is_empty() {
-            return Err(self.no_majority(first_error));
+            return Err(self.no_majority_error(first_error));
         }
         Ok(busy_outcome(busy, position))
     }
 
-    /// Returns the error for a missing majority, with one master's error as an example.
-    fn no_majority(&self, example: Option<BackendError>) -> BackendError {
+    /// Returns the error for a missing majority. Its source is `example`, the error of one master.
+    fn no_majority_error(&self, example: Option<BackendError>) -> BackendError {
         let (all, majority) = (self.masters.len(), self.majority());
         match example {
             Some(example) => {
@@ -205,23 +209,23 @@ impl Quorum {
     }
 
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<AcquireResult, BackendError> {
-        // Attempts of one claim run one after the other. Concurrent ones would agree on different
-        // tokens.
+        // Attempts of one claim run one after the other, because concurrent attempts would agree on
+        // different tokens.
         let claim_mutex = self.claim_mutex(claim);
         let _guard = claim_mutex.lock().await;
         let started_at = Instant::now();
         let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
-            // A holder is known, so it is reported after this time. The engine then decides when to
-            // try again.
+            // The quorum knows a holder and reports it after this time. The engine decides when to
+            // retry.
             if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
             let mut round = QuorumRound::new(self, claim);
             match round.run().await? {
                 RoundOutcome::Granted(token, lease) => {
-                    round.is_kept = true;
-                    return Ok(AcquireResult::Granted { token, lease, is_confirmed: true });
+                    round.keeps_grants = true;
+                    return Ok(AcquireResult::Granted { token, lease, is_token_agreed: true });
                 }
                 RoundOutcome::Busy(busy) => return Ok(busy),
                 RoundOutcome::Split(busy) => split_result = busy.or(split_result),
@@ -229,7 +233,7 @@ impl Quorum {
             drop(round);
             sleep(jitter()).await;
         }
-        split_result.map_or_else(|| Err(self.no_majority(None)), Ok)
+        split_result.map_or_else(|| Err(self.no_majority_error(None)), Ok)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -238,37 +242,37 @@ impl Quorum {
             let claims = Arc::clone(&claims);
             async move { Ok(master.store.renew(&claims).await) }
         });
-        let mut votes: Vec<Votes> = claims.iter().map(|_| Votes::default()).collect();
-        let mut is_deadline_shortened = false;
+        let mut votes: Vec<RenewalVotes> = claims.iter().map(|_| RenewalVotes::default()).collect();
+        let mut is_grace_period_shortened = false;
         loop {
             let responses = match requests.next().await {
                 ResponseEvent::Response(responses) => responses,
-                ResponseEvent::DeadlineReached if is_deadline_shortened => break,
-                ResponseEvent::DeadlineReached => continue,
+                ResponseEvent::GracePeriodOver if is_grace_period_shortened => break,
+                ResponseEvent::GracePeriodOver => continue,
                 ResponseEvent::AllReceived => break,
             };
             let responses = responses.unwrap_or_else(|error| vec![Err(error); claims.len()]);
             for (votes, response) in votes.iter_mut().zip(responses) {
-                votes.count(response);
+                votes.add(response);
             }
             let decided = votes.iter().filter(|votes| votes.result(self).is_some()).count();
             if decided == claims.len() {
                 break;
             }
-            if !is_deadline_shortened && decided > 0 {
-                // A claim that depends on an unresponsive master must not delay the others until
-                // their leases end.
-                is_deadline_shortened = true;
+            if !is_grace_period_shortened && decided > 0 {
+                // A claim that depends on an unresponsive master must not delay the other claims
+                // until their leases end.
+                is_grace_period_shortened = true;
                 let lease = claims.iter().map(Claim::lease).min().unwrap_or_default();
-                requests.set_deadline(RENEWAL_WAIT_MAX.min(lease / 10));
+                requests.set_grace_period(RENEWAL_GRACE_PERIOD_MAX.min(lease / 10));
             }
         }
-        let undecided = || Err(self.no_majority(None));
+        let undecided = || Err(self.no_majority_error(None));
         votes.into_iter().map(|votes| votes.result(self).unwrap_or_else(undecided)).collect()
     }
 
-    /// Releases the claim on all masters. Returns once a majority has decided; the other releases
-    /// are retried until the lease ends.
+    /// Releases the claim on all masters. Returns once a majority has responded. Background tasks
+    /// retry the release on the remaining masters until the lease ends.
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let round = self.pending_rounds().get(&claim.id()).and_then(Weak::upgrade);
         if let Some(round) = &round {
@@ -277,10 +281,10 @@ impl Quorum {
         let requests = self.send_to_all(|index, master| {
             let (claim, round) = (claim.clone(), round.clone());
             async move {
-                let may_be_granted = || {
+                let may_still_grant = || {
                     round.as_ref().is_some_and(|round| round.master_result(index) == RESULT_UNKNOWN)
                 };
-                master.release_with_retries(&claim, may_be_granted).await
+                master.release_with_retries(&claim, may_still_grant).await
             }
         });
         self.await_release(requests).await
@@ -307,7 +311,7 @@ impl Quorum {
     ) -> Result<Release, BackendError> {
         let (mut freed, mut not_held, mut failed) = (0, 0, 0);
         let mut first_error = None;
-        while requests.is_before_deadline || freed + not_held < self.majority() {
+        while requests.is_in_grace_period || freed + not_held < self.majority() {
             match requests.next().await {
                 ResponseEvent::Response(Ok(Release::Freed)) => freed += 1,
                 ResponseEvent::Response(Ok(Release::NotHeld)) => not_held += 1,
@@ -315,7 +319,7 @@ impl Quorum {
                     failed += 1;
                     first_error.get_or_insert(error);
                 }
-                ResponseEvent::DeadlineReached => {}
+                ResponseEvent::GracePeriodOver => {}
                 ResponseEvent::AllReceived => break,
             }
             if freed >= self.majority() {
@@ -325,14 +329,14 @@ impl Quorum {
                 return Ok(Release::NotHeld);
             }
             if failed > self.failures_max() {
-                return Err(self.no_majority(first_error));
+                return Err(self.no_majority_error(first_error));
             }
         }
         if freed + not_held < self.majority() {
-            return Err(self.no_majority(first_error));
+            return Err(self.no_majority_error(first_error));
         }
-        // The unresponsive masters may have had the claim, and `NotHeld` would be reported as a
-        // loss.
+        // The unresponsive masters may have had the claim, and the engine would report `NotHeld` as
+        // a loss.
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
@@ -341,18 +345,18 @@ impl Quorum {
         let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, position)));
         let mut waits: Vec<_> = waits.collect();
         for _ in 0..self.majority() {
-            let ((), _, others) = select_all(waits).await;
-            waits = others;
+            let ((), _, pending) = select_all(waits).await;
+            waits = pending;
         }
-        if position == NEVER_WOKEN {
+        if position == POSITION_WITHOUT_WAKEUP {
             std::future::pending::<()>().await;
         }
     }
 
-    /// Returns whether the release messages of all masters would arrive. A majority would not
-    /// suffice, because a release need not reach every master of that majority.
-    pub(crate) fn is_wake_confirmed(&self, key: &Key) -> bool {
-        self.masters.iter().all(|master| master.store.is_wake_confirmed(key))
+    /// Returns whether the client is subscribed to the key's release messages on all masters. A
+    /// majority is not sufficient, because a release may not reach every master of that majority.
+    pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
+        self.masters.iter().all(|master| master.store.is_subscribed(key))
     }
 
     pub(crate) async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -369,7 +373,7 @@ impl Quorum {
     }
 
     /// Returns the holders that a majority of the masters reports. An unresponsive master counts as
-    /// reporting each of them.
+    /// a report of each holder.
     async fn agreed_holders(
         &self,
         mut requests: PendingResponses<Vec<ClaimHolder>>,
@@ -377,8 +381,8 @@ impl Quorum {
         let mut claims: HashMap<(Key, Vec<u8>), Vec<Holder>> = HashMap::new();
         let mut responded = 0;
         let mut first_error = None;
-        // Once a majority has responded, the other responses only add precision.
-        while requests.is_before_deadline || responded < self.majority() {
+        // After a majority has responded, further responses only make the result more precise.
+        while requests.is_in_grace_period || responded < self.majority() {
             match requests.next().await {
                 ResponseEvent::Response(Ok(holders)) => {
                     responded += 1;
@@ -387,14 +391,14 @@ impl Quorum {
                     }
                 }
                 ResponseEvent::Response(Err(error)) => _ = first_error.get_or_insert(error),
-                ResponseEvent::DeadlineReached => {}
+                ResponseEvent::GracePeriodOver => {}
                 ResponseEvent::AllReceived => break,
             }
         }
         if responded < self.majority() {
-            return Err(self.no_majority(first_error));
+            return Err(self.no_majority_error(first_error));
         }
-        // Any unresponsive master may have the claim.
+        // Each unresponsive master may have the claim.
         let missing = self.masters.len() - responded;
         let agreed = claims.into_values().filter(|held| held.len() + missing >= self.majority());
         Ok(agreed.filter_map(merge_holders).collect())
@@ -404,9 +408,8 @@ impl Quorum {
         let requests = self.masters.iter().map(|master| master.store.diagnose());
         let mut findings = Vec::new();
         let mut unreachable = Vec::new();
-        let all = join_all(requests).await;
-        for found in all {
-            match found {
+        for diagnosis in join_all(requests).await {
+            match diagnosis {
                 Ok(found) => findings.extend(found),
                 Err(error) => unreachable.push(error),
             }
@@ -414,18 +417,18 @@ impl Quorum {
         if unreachable.len() > self.failures_max()
             && let Some(example) = unreachable.pop()
         {
-            return Err(self.no_majority(Some(example)));
+            return Err(self.no_majority_error(Some(example)));
         }
         findings.extend(unreachable.iter().map(|error| {
             Finding::warning(format!("a master of the quorum cannot be reached: {error}"))
         }));
-        findings.extend(self.duplicates().await);
-        findings.extend(self.clock_skew().await);
+        findings.extend(self.diagnose_duplicates().await);
+        findings.extend(self.diagnose_clock_skew().await);
         Ok(findings)
     }
 
-    /// Returns a finding for each address that leads to the same server as an earlier one.
-    async fn duplicates(&self) -> Vec<Finding> {
+    /// Returns a finding for each address that leads to the same server as an earlier address.
+    async fn diagnose_duplicates(&self) -> Vec<Finding> {
         let ids = join_all(self.masters.iter().map(|master| master.store.run_id())).await;
         let known: Vec<(String, String)> = (self.masters.iter().zip(ids))
             .filter_map(|(master, id)| Some((master.name(), id.ok()?)))
@@ -433,19 +436,21 @@ impl Quorum {
         let mut found = Vec::new();
         for (index, (name, id)) in known.iter().enumerate() {
             let earlier = known.iter().take(index).find(|(_, other)| other == id);
-            found.extend(earlier.map(|(other, _)| Finding::warning(same_server(other, name, id))));
+            found.extend(
+                earlier.map(|(other, _)| Finding::warning(same_server_message(other, name, id))),
+            );
         }
         found
     }
 
     /// Returns a finding if the masters' clocks differ too much.
-    async fn clock_skew(&self) -> Option<Finding> {
+    async fn diagnose_clock_skew(&self) -> Option<Finding> {
         let offsets = join_all(self.masters.iter().map(|master| master.store.clock_offset())).await;
         let offsets: Vec<i64> = offsets.into_iter().filter_map(Result::ok).collect();
         let skew = offsets.iter().max()? - offsets.iter().min()?;
         (skew > CLOCK_SKEW_MAX_US).then(|| {
             Finding::warning(format!(
-                "the masters' clocks are {} ms apart: tokens may not grow after a master has lost its data; synchronise them",
+                "the masters' clocks are {} ms apart; synchronise the clocks, because tokens may stop growing after a master loses its data",
                 skew / 1_000
             ))
         })
@@ -456,24 +461,25 @@ impl Quorum {
     }
 }
 
-/// Determines the `run_id` of the master `index`. Returns an error if an earlier address leads to
-/// the same process.
-async fn identify(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
+/// Reads and stores the `run_id` of the master `index`. Returns an error if an earlier address
+/// leads to the same process.
+async fn identify_master(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
     if master.first_run_id.get().is_none() {
         let id = match master.store.run_id().await {
             Ok(id) => id,
-            // The server responds but does not disclose its `run_id`.
+            // The server responds, but the user may not read the `run_id`.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
             Err(error) => return Err(error),
         };
         master.first_run_id.get_or_init(|| id);
     }
-    refuse_duplicate(masters, index)
+    check_no_duplicate(masters, index)
 }
 
-/// Returns an error if an earlier address leads to the same server: only the first address votes.
-fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
+/// Returns an error if an earlier address leads to the same server. Only the first address of a
+/// server has a vote.
+fn check_no_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(index) else { return Ok(()) };
     let id = master.first_run_id.get().filter(|id| !id.is_empty());
     let is_same_server =
@@ -481,16 +487,16 @@ fn refuse_duplicate(masters: &[Arc<QuorumMaster>], index: usize) -> Result<(), B
     let Some((other, id)) = masters.iter().take(index).find(is_same_server).zip(id) else {
         return Ok(());
     };
-    let message = same_server(&other.name(), &master.name(), id);
+    let message = same_server_message(&other.name(), &master.name(), id);
     Err(BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {message}"))
         .as_refused())
 }
 
-/// Returns the error of a release that is not retried, because too many others are. Its source is
-/// the master's `last_error`, if any.
-fn retries_exhausted(last_error: Option<BackendError>) -> BackendError {
+/// Returns the error of a release that exceeds the limit of concurrent retries. Its source is the
+/// master's `last_error`, if any.
+fn retry_limit_error(last_error: Option<BackendError>) -> BackendError {
     let message = format!(
-        "redis: {RELEASE_RETRIES_MAX} releases are already being retried at this master, so this release is not retried and the grant ends with its lease; \
+        "redis: this release is not retried, because the limit of {RELEASE_RETRIES_MAX} concurrent retries at this master is reached; the grant ends with its lease; \
          check that the master responds"
     );
     match last_error {
@@ -499,9 +505,9 @@ fn retries_exhausted(last_error: Option<BackendError>) -> BackendError {
     }
 }
 
-fn same_server(one: &str, other: &str, id: &str) -> String {
+fn same_server_message(first: &str, second: &str, id: &str) -> String {
     format!(
-        "{one} and {other} are the same server (run_id {id}), whose vote would count twice; name each master of a quorum once"
+        "{first} and {second} are the same server (run_id {id}), whose vote would count twice; name each master of a quorum once"
     )
 }
 
@@ -510,50 +516,52 @@ impl QuorumMaster {
         self.store.connections.known_node(0).map(|node| node.name().to_owned()).unwrap_or_default()
     }
 
-    /// Returns whether the server process has run for the restart guard, as observed by this
-    /// process or by another client.
+    /// Returns whether this or another client has observed the server process for at least
+    /// `min_uptime`. Stores a sufficient age on the server.
     ///
-    /// The uptime that a server reports depends on its wall clock, which can be changed. Clients
-    /// therefore measure on monotonic clocks, from the process's first response. The first client
-    /// that has measured long enough stores the result on the server, for clients that start later.
-    async fn is_past_restart_guard(&self) -> Result<bool, BackendError> {
+    /// The uptime that a server reports depends on its wall clock, which an administrator can
+    /// change. Clients therefore measure the age on monotonic clocks, from the process's first
+    /// response. The first client that measures `min_uptime` stores this age on the server, for
+    /// clients that start later.
+    async fn verify_min_uptime(&self) -> Result<bool, BackendError> {
         let run_id = self.store.run_id().await?;
-        let (age, is_trusted) = {
+        let (age, is_verified) = {
             let mut observed = self.observed_process();
             let now = Instant::now();
             let known = observed.take().filter(|process| process.run_id == run_id);
             let new_process =
-                || ObservedProcess { run_id: run_id.clone(), since: now, trusted_until: None };
+                || ObservedProcess { run_id: run_id.clone(), since: now, verified_until: None };
             let process = observed.insert(known.unwrap_or_else(new_process));
             (
                 now.duration_since(process.since),
-                process.trusted_until.is_some_and(|until| now < until),
+                process.verified_until.is_some_and(|until| now < until),
             )
         };
-        if is_trusted {
+        if is_verified {
             return Ok(true);
         }
-        // A process that was old enough once is old enough now.
-        if age >= self.restart_guard || self.was_past_restart_guard(&run_id) {
-            // For other clients. If this user may not write it, they measure the full time
-            // themselves.
-            let _ = self.store.save_process_age(&run_id, self.restart_guard).await;
-        } else if self.store.load_process_age(&run_id).await? < self.restart_guard {
+        // A process that has reached `min_uptime` once stays old enough.
+        if age >= self.min_uptime || self.had_min_uptime(&run_id) {
+            // Other clients read the stored age. If the user may not write the age, they measure
+            // the full `min_uptime` themselves.
+            let _ = self.store.save_process_age(&run_id, self.min_uptime).await;
+        } else if self.store.load_process_age(&run_id).await? < self.min_uptime {
             return Ok(false);
         }
         if let Some(process) =
             self.observed_process().as_mut().filter(|process| process.run_id == run_id)
         {
-            // The stored age expires after the token memory, so it is renewed at half that time.
-            process.trusted_until = Some(Instant::now() + self.store.token_memory / 2);
+            // The stored age expires after `token_retention`. The client stores it again after half
+            // that time.
+            process.verified_until = Some(Instant::now() + self.store.token_retention / 2);
         }
         Ok(true)
     }
 
-    fn was_past_restart_guard(&self, run_id: &str) -> bool {
+    fn had_min_uptime(&self, run_id: &str) -> bool {
         self.observed_process()
             .as_ref()
-            .is_some_and(|process| process.run_id == run_id && process.trusted_until.is_some())
+            .is_some_and(|process| process.run_id == run_id && process.verified_until.is_some())
     }
 
     fn observed_process(&self) -> MutexGuard<'_, Option<ObservedProcess>> {
@@ -565,13 +573,13 @@ impl QuorumMaster {
         claim: &Claim,
         state: &RoundState,
     ) -> Result<AcquireResult, BackendError> {
-        if !self.restart_guard.is_zero() && !self.is_past_restart_guard().await? {
+        if !self.min_uptime.is_zero() && !self.verify_min_uptime().await? {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
                 format!(
                     "redis: the master has run for less than restart_guard ({:?}) and may have lost its \
                      data; it grants locks after that time",
-                    self.restart_guard
+                    self.min_uptime
                 ),
             )
             .with_address(self.name())
@@ -582,21 +590,22 @@ impl QuorumMaster {
                 BackendError::transient("redis: the attempt was cancelled; retry").as_refused()
             );
         }
-        self.store.try_acquire(claim, Some(&state.round_id)).await
+        self.store.try_acquire_on_master(claim, &state.round_id).await
     }
 
-    /// Releases the claim, retrying until the server responds or the lease ends. If the claim
-    /// `may_be_granted` after the release, `NotHeld` is retried as well.
+    /// Releases the claim. Retries until the server responds or the lease ends. If
+    /// `may_still_grant` returns true, also retries after `NotHeld`, because a late request may
+    /// still acquire the lock.
     async fn release_with_retries(
         &self,
         claim: &Claim,
-        may_be_granted: impl Fn() -> bool,
+        may_still_grant: impl Fn() -> bool,
     ) -> Result<Release, BackendError> {
         let until = Instant::now() + claim.lease();
         let mut pause = RETRY_PAUSE_MIN;
         let mut retry_permit = None;
         loop {
-            let is_grant_possible = may_be_granted();
+            let is_grant_possible = may_still_grant();
             let response = self.store.release(claim).await;
             let must_retry = match &response {
                 Ok(outcome) => *outcome == Release::NotHeld && is_grant_possible,
@@ -606,8 +615,8 @@ impl QuorumMaster {
                 return response;
             }
             if retry_permit.is_none() {
-                let Ok(permit) = self.release_retries.try_acquire() else {
-                    return Err(retries_exhausted(response.err()).with_address(self.name()));
+                let Ok(permit) = self.release_retry_permits.try_acquire() else {
+                    return Err(retry_limit_error(response.err()).with_address(self.name()));
                 };
                 retry_permit = Some(permit);
             }
@@ -616,14 +625,14 @@ impl QuorumMaster {
         }
     }
 
-    /// Withdraws this round's grant. If the master's response is unknown, repeats this in case
-    /// the grant arrives later.
+    /// Withdraws this round's grant. If the master's response is unknown, repeats the withdrawal,
+    /// because the master may grant the claim later.
     async fn withdraw(&self, claim: &Claim, state: &RoundState, index: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = RETRY_PAUSE_MIN;
         let mut retry_permit = None;
         loop {
-            // A request without a response may still arrive after this withdrawal.
+            // An acquisition without a response may still arrive after this withdrawal.
             let master_result = state.master_result(index);
             if master_result == RESULT_NOT_GRANTED {
                 return;
@@ -635,7 +644,7 @@ impl QuorumMaster {
                 _ => {}
             }
             if retry_permit.is_none() {
-                let Ok(permit) = self.release_retries.try_acquire() else { return };
+                let Ok(permit) = self.release_retry_permits.try_acquire() else { return };
                 retry_permit = Some(permit);
             }
             sleep(pause).await;
@@ -644,29 +653,29 @@ impl QuorumMaster {
     }
 }
 
-/// One round of an attempt, which is withdrawn from all masters on drop unless `is_kept`. Only this
-/// round's grants are withdrawn, because a later round may already have been granted the same
-/// claim.
+/// One round of an attempt. Unless `keeps_grants` is set, the drop withdraws this round's grants
+/// from all masters. Grants of a later round stay, because the same claim may already hold the
+/// lock.
 struct QuorumRound<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
     state: Arc<RoundState>,
-    is_kept: bool,
+    keeps_grants: bool,
 }
 
-/// The rounds that not all masters have responded to, by claim.
+/// The rounds for which some masters have not responded yet, by claim.
 type PendingRounds = Arc<Mutex<HashMap<ClaimId, Weak<RoundState>>>>;
 
-/// The shared state of one round's requests. Lives until all masters have responded.
+/// The state that all requests of one round share. It exists until all masters have responded.
 struct RoundState {
     claim: ClaimId,
-    /// Larger than all earlier ones, so that a late request of an earlier round does not change a
-    /// later grant.
+    /// Each round's id is larger than all earlier ids, so that a late request of an earlier round
+    /// does not change a later grant.
     round_id: String,
-    /// Each master's result.
+    /// The result of each master: `RESULT_UNKNOWN`, `RESULT_NOT_GRANTED` or `RESULT_GRANTED`.
     results: Box<[AtomicU8]>,
-    /// The round has failed or its claim was released: requests that are not yet sent must not be
-    /// sent.
+    /// The round has failed or its claim was released. Masters must not receive further requests of
+    /// this round.
     is_cancelled: AtomicBool,
     pending_rounds: PendingRounds,
 }
@@ -697,7 +706,7 @@ impl<'a> QuorumRound<'a> {
             pending_rounds: Arc::clone(&quorum.pending_rounds),
         });
         quorum.pending_rounds().insert(claim.id(), Arc::downgrade(&state));
-        Self { quorum, claim, state, is_kept: false }
+        Self { quorum, claim, state, keeps_grants: false }
     }
 
     async fn run(&mut self) -> Result<RoundOutcome, BackendError> {
@@ -707,9 +716,9 @@ impl<'a> QuorumRound<'a> {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
             let masters = Arc::clone(&quorum.masters);
             async move {
-                let response = match identify(&masters, index).await {
+                let response = match identify_master(&masters, index).await {
                     Ok(()) => master.try_acquire(&claim, &state).await,
-                    // No acquisition was sent to the master.
+                    // The client has not sent the acquisition to this master.
                     Err(error) => Err(error.as_refused()),
                 };
                 let master_result = match &response {
@@ -724,37 +733,38 @@ impl<'a> QuorumRound<'a> {
                 response
             }
         });
-        // Without a majority there is no decision, only an error, so the time limit is long.
-        requests.set_deadline(MAJORITY_WAIT);
+        // Without a majority of responses the round ends with an error, so the first grace period
+        // is long.
+        requests.set_grace_period(BUSY_GRACE_PERIOD);
         let mut granted: Vec<MasterGrant> = Vec::new();
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut first_error: Option<BackendError> = None;
-        let (mut failed, mut is_deadline_shortened) = (0, false);
+        let (mut failed, mut is_grace_period_shortened) = (0, false);
         while failed <= quorum.failures_max() {
             if granted.len() >= quorum.majority()
-                && !(requests.is_before_deadline && is_disputed(&granted, quorum.majority()))
+                && !(requests.is_in_grace_period && is_disputed(&granted, quorum.majority()))
             {
                 break;
             }
-            // The lock can no longer be acquired. More responses decide between `Busy` and a store
-            // error.
+            // The round can no longer acquire the lock. Further responses decide between `Busy` and
+            // a store error.
             let lacks_majority_of_votes = granted.len() + busy.len() < quorum.majority();
             if busy.len() + failed > quorum.failures_max()
-                && !(lacks_majority_of_votes && requests.is_before_deadline)
+                && !(lacks_majority_of_votes && requests.is_in_grace_period)
             {
                 break;
             }
             // The masters that might still grant the claim are slow or may never respond.
-            if !lacks_majority_of_votes && !requests.is_before_deadline {
+            if !lacks_majority_of_votes && !requests.is_in_grace_period {
                 break;
             }
             match requests.next().await {
                 ResponseEvent::Response(Ok(AcquireResult::Granted {
                     token,
                     lease,
-                    is_confirmed,
+                    is_token_agreed,
                 })) => {
-                    granted.push(MasterGrant { token, is_confirmed, lease });
+                    granted.push(MasterGrant { token, is_token_agreed, lease });
                 }
                 ResponseEvent::Response(Ok(AcquireResult::Busy { remaining, holder, .. })) => {
                     busy.push((remaining, holder));
@@ -763,35 +773,35 @@ impl<'a> QuorumRound<'a> {
                     failed += 1;
                     first_error.get_or_insert(error);
                 }
-                ResponseEvent::DeadlineReached => continue,
+                ResponseEvent::GracePeriodOver => continue,
                 ResponseEvent::AllReceived => break,
             }
             let responses = granted.len() + busy.len();
-            if !is_deadline_shortened && responses >= quorum.majority() {
-                is_deadline_shortened = true;
+            if !is_grace_period_shortened && responses >= quorum.majority() {
+                is_grace_period_shortened = true;
                 if is_disputed(&granted, quorum.majority()) {
-                    requests.set_deadline(EXTRA_WAIT_MAX);
+                    requests.set_grace_period(GRACE_PERIOD_MAX);
                 } else {
-                    requests.shorten_deadline();
+                    requests.shorten_grace_period();
                 }
             }
         }
-        // The claim may have been granted by an earlier attempt, which a failure now must not
-        // withdraw.
-        let confirmed = granted.iter().filter(|grant| grant.is_confirmed).count();
+        // An earlier attempt may have acquired the lock. A failure of this round must not withdraw
+        // that grant.
+        let agreed = granted.iter().filter(|grant| grant.is_token_agreed).count();
         let missing = quorum.masters.len() - granted.len() - busy.len();
-        self.is_kept = confirmed > 0 && confirmed + missing >= quorum.majority();
+        self.keeps_grants = agreed > 0 && agreed + missing >= quorum.majority();
         let largest = granted.iter().map(|grant| grant.token).max();
         let token = agreed_token(&granted, quorum.majority()).or(largest);
         let lease = granted.iter().map(|grant| grant.lease).min();
         let (Some(token), Some(lease)) = (token, lease) else {
-            return quorum.not_granted(0, first_error, busy, position);
+            return quorum.outcome_without_grant(0, first_error, busy, position);
         };
         if granted.len() < quorum.majority() {
-            return quorum.not_granted(granted.len(), first_error, busy, position);
+            return quorum.outcome_without_grant(granted.len(), first_error, busy, position);
         }
-        self.write_token(token).await.map(|is_confirmed| {
-            if is_confirmed {
+        self.write_token(token).await.map(|is_token_agreed| {
+            if is_token_agreed {
                 RoundOutcome::Granted(token, lease)
             } else {
                 RoundOutcome::Split(None)
@@ -799,18 +809,18 @@ impl<'a> QuorumRound<'a> {
         })
     }
 
-    /// Writes the token to a majority that has this round's grant. Returns false if too few
-    /// masters have it.
+    /// Writes the token to a majority that has this round's grant. Returns false if too few masters
+    /// have this grant.
     async fn write_token(&self, token: FencingToken) -> Result<bool, BackendError> {
         let quorum = self.quorum;
-        // Masters that have not responded yet are included: the claim request precedes this one on
-        // the same connection.
+        // This request also goes to masters that have not responded yet. The acquisition precedes
+        // it on the same connection.
         let mut requests = quorum.send_to_all(|_, master| {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
             async move { master.store.store_token(&claim, &state.round_id, token).await }
         });
         let (mut stored, mut not_held, mut failed) = (0, 0, 0);
-        let (mut first_error, mut is_deadline_shortened) = (None, false);
+        let (mut first_error, mut is_grace_period_shortened) = (None, false);
         while not_held + failed <= quorum.failures_max() {
             match requests.next().await {
                 ResponseEvent::Response(Ok(true)) => stored += 1,
@@ -819,22 +829,22 @@ impl<'a> QuorumRound<'a> {
                     failed += 1;
                     first_error.get_or_insert(error);
                 }
-                ResponseEvent::DeadlineReached => {}
+                ResponseEvent::GracePeriodOver => {}
                 ResponseEvent::AllReceived => break,
             }
             if stored >= quorum.majority() {
                 return Ok(true);
             }
-            if !is_deadline_shortened && stored + not_held >= quorum.majority() {
-                is_deadline_shortened = true;
-                requests.shorten_deadline();
+            if !is_grace_period_shortened && stored + not_held >= quorum.majority() {
+                is_grace_period_shortened = true;
+                requests.shorten_grace_period();
             }
-            if !requests.is_before_deadline && stored + not_held >= quorum.majority() {
+            if !requests.is_in_grace_period && stored + not_held >= quorum.majority() {
                 break;
             }
         }
         if failed > quorum.failures_max() {
-            Err(quorum.no_majority(first_error))
+            Err(quorum.no_majority_error(first_error))
         } else {
             Ok(false)
         }
@@ -843,11 +853,11 @@ impl<'a> QuorumRound<'a> {
 
 impl Drop for QuorumRound<'_> {
     fn drop(&mut self) {
-        if self.is_kept {
+        if self.keeps_grants {
             return;
         }
         self.state.is_cancelled.store(true, Ordering::Release);
-        // Without a runtime no request is possible; the lease ends the grants.
+        // Without a tokio runtime no request is possible. The grants then end with their lease.
         if tokio::runtime::Handle::try_current().is_ok() {
             drop(self.quorum.send_to_all(|index, master| {
                 let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
@@ -864,12 +874,11 @@ impl Drop for QuorumRound<'_> {
 enum RoundOutcome {
     Granted(FencingToken, Duration),
     Busy(AcquireResult),
-    /// The votes are split: no attempt has a majority. The next round may succeed. If it does not,
-    /// this is the result.
+    /// No attempt has a majority. The contained result applies if no later round succeeds.
     Split(Option<AcquireResult>),
 }
 
-/// A reference to the mutex of one claim. Dropping the last one removes the mutex.
+/// A reference to the mutex of one claim. The drop of the last reference removes the mutex.
 struct ClaimMutexRef<'a> {
     quorum: &'a Quorum,
     id: ClaimId,
@@ -886,8 +895,8 @@ impl ClaimMutexRef<'_> {
 impl Drop for ClaimMutexRef<'_> {
     fn drop(&mut self) {
         let mut claim_mutexes = self.quorum.claim_mutexes();
-        // Dropped under the lock, so that of two references that end at once, the second one sees
-        // that only the map's is left.
+        // The drop happens under the lock, so the second of two concurrent drops sees only the
+        // map's reference.
         if self.mutex.take().is_some_and(|mutex| Arc::strong_count(&mutex) == 2) {
             claim_mutexes.remove(&self.id);
         }
@@ -896,15 +905,15 @@ impl Drop for ClaimMutexRef<'_> {
 
 /// The masters' responses to the renewal of one claim.
 #[derive(Default)]
-struct Votes {
+struct RenewalVotes {
     renewed: Vec<Duration>,
     gone: usize,
     failed: usize,
     first_error: Option<BackendError>,
 }
 
-impl Votes {
-    fn count(&mut self, response: Result<Renewal, BackendError>) {
+impl RenewalVotes {
+    fn add(&mut self, response: Result<Renewal, BackendError>) {
         match response {
             Ok(Renewal::Renewed(remaining)) => self.renewed.push(remaining),
             Ok(Renewal::Gone) => self.gone += 1,
@@ -923,58 +932,59 @@ impl Votes {
             remaining.sort_unstable_by(|a, b| b.cmp(a));
             return Some(Ok(Renewal::Renewed(remaining[majority - 1])));
         }
-        // Too few masters remain that might still have the claim.
+        // The masters that may still have the claim are no majority.
         if self.gone > all - majority {
             return Some(Ok(Renewal::Gone));
         }
         let first_error =
             self.first_error.as_ref().filter(|_| self.gone + self.failed > all - majority);
-        first_error.map(|error| Err(quorum.no_majority(Some(error.clone()))))
+        first_error.map(|error| Err(quorum.no_majority_error(Some(error.clone()))))
     }
 }
 
-/// Returns the result of a round that other holders blocked.
+/// Returns the outcome of a round in which other claims hold the lock on too many masters.
 fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOutcome {
-    // Several masters return the same token only after a majority agreed on it. Without that,
-    // several attempts may have blocked each other. They retry after a random pause: if they waited
-    // for a release message, all would wake at the same time and block each other again.
-    let agreed = busy
-        .iter()
-        .position(|(_, one)| busy.iter().filter(|(_, other)| one.token == other.token).count() > 1);
-    match busy.into_iter().nth(agreed.unwrap_or(0)) {
-        Some((remaining, holder)) if agreed.is_some() => {
+    // Two masters return the same token only if a majority has agreed on it. Otherwise several
+    // attempts may have blocked each other. These attempts retry after a random pause. A release
+    // message would wake all these attempts at the same time, and the attempts would block each
+    // other again.
+    let agreed_index = busy.iter().position(|(_, holder)| {
+        busy.iter().filter(|(_, other)| holder.token == other.token).count() > 1
+    });
+    match busy.into_iter().nth(agreed_index.unwrap_or(0)) {
+        Some((remaining, holder)) if agreed_index.is_some() => {
             RoundOutcome::Busy(AcquireResult::Busy { remaining, holder, position })
         }
         Some((_, holder)) => RoundOutcome::Split(Some(AcquireResult::Busy {
             remaining: Some(jitter()),
             holder,
-            position: NEVER_WOKEN,
+            position: POSITION_WITHOUT_WAKEUP,
         })),
         None => RoundOutcome::Split(None),
     }
 }
 
-/// The position of a wait that no release message ends.
-const NEVER_WOKEN: u64 = u64::MAX;
+/// The position of a wait that no release message ends, so that the engine polls.
+const POSITION_WITHOUT_WAKEUP: u64 = u64::MAX;
 
 /// One master's grant.
 struct MasterGrant {
     token: FencingToken,
-    /// A majority has stored the token.
-    is_confirmed: bool,
+    /// A majority of the masters has stored the token.
+    is_token_agreed: bool,
     lease: Duration,
 }
 
-/// Returns whether some master reports a confirmed token but no majority reports the same one.
-/// Further responses may decide.
+/// Returns whether a master reports an agreed token, but no majority reports the same token.
+/// Further responses may complete a majority.
 fn is_disputed(granted: &[MasterGrant], majority: usize) -> bool {
-    granted.iter().any(|grant| grant.is_confirmed) && agreed_token(granted, majority).is_none()
+    granted.iter().any(|grant| grant.is_token_agreed) && agreed_token(granted, majority).is_none()
 }
 
-/// Returns the confirmed token that a majority reports. A minority's token may come from an
-/// unfinished round, after which other claims may have received larger tokens.
+/// Returns the agreed token that a majority reports. A token that only a minority reports may come
+/// from an unfinished round. Other claims may have received larger tokens after that round.
 fn agreed_token(granted: &[MasterGrant], majority: usize) -> Option<FencingToken> {
-    let tokens = granted.iter().filter(|grant| grant.is_confirmed).map(|grant| grant.token);
+    let tokens = granted.iter().filter(|grant| grant.is_token_agreed).map(|grant| grant.token);
     let votes = |token: &FencingToken| tokens.clone().filter(|other| other == token).count();
     tokens.clone().find(|token| votes(token) >= majority)
 }
@@ -984,8 +994,8 @@ fn jitter() -> Duration {
     Duration::from_millis(rand::random_range(5..60))
 }
 
-/// Combines the masters' reports of one holder. The token is the most frequent one. The remaining
-/// lease is the median report: at least half of the reports are as long.
+/// Combines the masters' reports of one holder. The result has the most frequent token. The
+/// remaining lease is the median, so at least half of the reports are that long or longer.
 fn merge_holders(mut held: Vec<Holder>) -> Option<Holder> {
     let votes = |holder: &Holder| held.iter().filter(|other| other.token == holder.token).count();
     let token = held.iter().max_by_key(|holder| votes(holder))?.token;
@@ -999,45 +1009,48 @@ fn merge_holders(mut held: Vec<Holder>) -> Option<Holder> {
 struct PendingResponses<T> {
     calls: FuturesUnordered<JoinHandle<Result<T, BackendError>>>,
     started_at: Instant,
-    deadline: Pin<Box<Sleep>>,
-    /// False after the deadline: from then on stop as soon as a majority has responded.
-    is_before_deadline: bool,
+    grace_period: Pin<Box<Sleep>>,
+    /// After the grace period, the caller stops as soon as a majority has responded.
+    is_in_grace_period: bool,
 }
 
 /// The next event of running requests.
 enum ResponseEvent<T> {
     Response(Result<T, BackendError>),
-    /// The deadline has passed: from now on stop as soon as a majority has responded.
-    DeadlineReached,
+    /// The grace period is over. From now on, the caller stops as soon as a majority has responded.
+    GracePeriodOver,
     AllReceived,
 }
 
 impl<T> PendingResponses<T> {
-    /// Called once a majority has responded: awaits the others for twice the time that this took.
-    fn shorten_deadline(&mut self) {
-        self.set_deadline((self.started_at.elapsed() * 2).clamp(EXTRA_WAIT_MIN, EXTRA_WAIT_MAX));
+    /// Limits the grace period to twice the time that the majority took. Callers invoke this once a
+    /// majority has responded.
+    fn shorten_grace_period(&mut self) {
+        self.set_grace_period(
+            (self.started_at.elapsed() * 2).clamp(GRACE_PERIOD_MIN, GRACE_PERIOD_MAX),
+        );
     }
 
-    /// Awaits further responses for `limit` from now on.
-    fn set_deadline(&mut self, limit: Duration) {
-        self.deadline.as_mut().reset(Instant::now() + limit);
-        self.is_before_deadline = true;
+    /// Starts a grace period of `limit`.
+    fn set_grace_period(&mut self, limit: Duration) {
+        self.grace_period.as_mut().reset(Instant::now() + limit);
+        self.is_in_grace_period = true;
     }
 
-    /// Waits for the next response or the end of the time limit.
+    /// Waits for the next response or the end of the grace period.
     async fn next(&mut self) -> ResponseEvent<T> {
         tokio::select! {
             biased;
             response = self.calls.next() => match response {
                 Some(Ok(response)) => ResponseEvent::Response(response),
                 Some(Err(_)) => {
-                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another one")))
+                    ResponseEvent::Response(Err(BackendError::transient("redis: the tokio runtime has shut down; open the registry in another runtime")))
                 }
                 None => ResponseEvent::AllReceived,
             },
-            () = &mut self.deadline, if self.is_before_deadline => {
-                self.is_before_deadline = false;
-                ResponseEvent::DeadlineReached
+            () = &mut self.grace_period, if self.is_in_grace_period => {
+                self.is_in_grace_period = false;
+                ResponseEvent::GracePeriodOver
             }
         }
     }
@@ -1050,31 +1063,31 @@ impl fmt::Debug for Quorum {
     }
 }
 
-/// The maximum number of rounds per call, including the first. A [`jitter`] pause of 5 to 60 ms
-/// precedes each further one.
+/// The maximum number of rounds per attempt, including the first round. A [`jitter`] pause of 5 to
+/// 60 ms precedes each further round.
 const ROUNDS_MAX: u32 = 8;
-/// The time after which no further round starts, if an earlier round has found another holder.
+/// The time after which no further round starts, if an earlier round has found a holder.
 const ROUNDS_TIMEOUT: Duration = Duration::from_millis(300);
-/// A master's result of an attempt.
+/// The result of a round at one master.
 const RESULT_UNKNOWN: u8 = 0;
 const RESULT_NOT_GRANTED: u8 = 1;
 const RESULT_GRANTED: u8 = 2;
-/// The limit of claims whose release is retried at one unresponsive master. Beyond it, the lease
-/// ends the grant there.
+/// The maximum number of releases and withdrawals that are retried concurrently at one master.
+/// Without a retry, the grant ends with its lease.
 const RELEASE_RETRIES_MAX: usize = 256;
 const RETRY_PAUSE_MIN: Duration = Duration::from_millis(20);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// The maximum wait for responses beyond a majority.
-const EXTRA_WAIT_MAX: Duration = Duration::from_millis(100);
-/// The minimum of that wait once a majority has responded.
-const EXTRA_WAIT_MIN: Duration = Duration::from_millis(5);
-/// How long a majority of responses is awaited once the lock can no longer be acquired.
-const MAJORITY_WAIT: Duration = Duration::from_millis(500);
-/// How long a renewal waits for the remaining claims once some are decided. Long, because too short
-/// a wait loses locks.
-const RENEWAL_WAIT_MAX: Duration = Duration::from_secs(1);
-/// The id of the next round. Unique in this process, which suffices: only rounds of one claim are
-/// compared.
+/// The maximum grace period for responses beyond a majority.
+const GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
+/// The minimum grace period after a majority has responded.
+const GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
+/// The time from a round's start in which more responses can still turn a store error into `Busy`.
+const BUSY_GRACE_PERIOD: Duration = Duration::from_millis(500);
+/// The maximum time for which a renewal waits for the remaining claims after the first claim is
+/// decided. A shorter wait would lose locks at slow masters.
+const RENEWAL_GRACE_PERIOD_MAX: Duration = Duration::from_secs(1);
+/// The id of the next round. Uniqueness in this process is sufficient, because servers compare only
+/// the rounds of one claim.
 static NEXT_ROUND_ID: AtomicU64 = AtomicU64::new(1);
 const CLOCK_SKEW_MAX_US: i64 = 500_000;
 
@@ -1082,29 +1095,29 @@ const CLOCK_SKEW_MAX_US: i64 = 500_000;
 mod tests {
     use super::*;
 
-    fn confirmed(token: u64) -> MasterGrant {
-        MasterGrant { is_confirmed: true, ..provisional(token) }
+    fn agreed(token: u64) -> MasterGrant {
+        MasterGrant { is_token_agreed: true, ..provisional(token) }
     }
 
     fn provisional(token: u64) -> MasterGrant {
         let token = FencingToken::new(token).unwrap();
-        MasterGrant { token, is_confirmed: false, lease: Duration::from_secs(1) }
+        MasterGrant { token, is_token_agreed: false, lease: Duration::from_secs(1) }
     }
 
-    /// A round that did not finish leaves its token on a minority; other claims may have received
-    /// larger tokens since.
+    /// An unfinished round leaves its token on a minority. Other claims may have received larger
+    /// tokens after that round.
     #[test]
     fn the_token_of_a_minority_is_ignored() {
-        let granted = [confirmed(5), provisional(9), provisional(8)];
+        let granted = [agreed(5), provisional(9), provisional(8)];
         assert_eq!(agreed_token(&granted, 3), None);
         assert!(is_disputed(&granted, 3), "a later response may decide");
         assert!(!is_disputed(&[provisional(9), provisional(8), provisional(7)], 3));
     }
 
-    /// The claim was granted before, and its holder has this token.
+    /// An earlier attempt of the claim acquired the lock, and its holder has this token.
     #[test]
     fn the_token_of_a_majority_is_used() {
-        let granted = [confirmed(5), provisional(9), confirmed(5), confirmed(5)];
+        let granted = [agreed(5), provisional(9), agreed(5), agreed(5)];
         assert_eq!(agreed_token(&granted, 3), FencingToken::new(5));
         assert!(!is_disputed(&granted, 3));
     }

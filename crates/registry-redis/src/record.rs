@@ -3,18 +3,18 @@
 
 use std::time::Duration;
 
-use registry_core::{FencingToken, Holder, Key};
+use registry_core::{ClaimId, FencingToken, Holder, Key};
 
-/// A lock's record. Fields that another program's value does not contain are `None`.
+/// The record of a lock. A field is `None` if another program wrote the value without this field.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct LockRecord {
+pub(crate) struct ExclusiveRecord {
     pub(crate) token: Option<FencingToken>,
     since_us: Option<i64>,
     label: Option<String>,
 }
 
-impl LockRecord {
-    /// Parses a record. A value of another program yields only the `token`.
+impl ExclusiveRecord {
+    /// Parses a record. For a value of another program, only the `token` can be `Some`.
     ///
     /// The token is a separate argument, because not every layout stores it in the record.
     pub(crate) fn parse(bytes: &[u8], token: Option<i64>) -> Self {
@@ -32,6 +32,17 @@ impl LockRecord {
         Self { token, since_us, label }
     }
 
+    /// Returns the claim, the token, the time of the grant in us, and the label. Returns `None` for
+    /// a value of another program.
+    pub(crate) fn parts(bytes: &[u8]) -> Option<(ClaimId, FencingToken, u64, Option<String>)> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let (claim, rest) = text.split_at_checked(32)?;
+        let token = rest.trim_start().split([' ', '.']).next()?.parse().ok()?;
+        let record = Self::parse(bytes, None);
+        let since = u64::try_from(record.since_us?).ok()?;
+        Some((claim.parse().ok()?, FencingToken::new(token)?, since, record.label))
+    }
+
     /// Returns the holder of `key`. `now_us` is the time on the server's clock.
     pub(crate) fn holder(self, key: Key, now_us: i64, remaining_ms: i64) -> Holder {
         let held_for = self.since_us.map(|since| micros(now_us.saturating_sub(since)));
@@ -42,7 +53,7 @@ impl LockRecord {
     }
 }
 
-/// Converts the result of PTTL; `None` for a key without an expiry.
+/// Converts the result of PTTL. Returns `None` for a key without an expiry.
 pub(crate) fn parse_pttl(remaining_ms: i64) -> Option<Duration> {
     u64::try_from(remaining_ms).ok().map(Duration::from_millis)
 }
@@ -57,8 +68,10 @@ mod tests {
 
     #[test]
     fn a_record_is_parsed() {
-        let record =
-            LockRecord::parse(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three", Some(17));
+        let record = ExclusiveRecord::parse(
+            b"000102030405060708090a0b0c0d0e0f 17 5 a label of three",
+            Some(17),
+        );
         assert_eq!(record.token, FencingToken::new(17));
         assert_eq!(record.label.as_deref(), Some("a label of three"));
         let holder = record.holder(Key::new("k").unwrap(), 1_000_005, 250);
@@ -67,11 +80,11 @@ mod tests {
     }
 
     #[test]
-    fn a_foreign_value_yields_no_fields() {
+    fn a_value_of_another_program_has_no_fields() {
         for bytes in
             [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
         {
-            let record = LockRecord::parse(bytes, None);
+            let record = ExclusiveRecord::parse(bytes, None);
             assert_eq!((record.token, record.since_us, record.label), (None, None, None));
         }
     }

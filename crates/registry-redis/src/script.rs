@@ -1,8 +1,8 @@
-//! The Lua scripts that the servers run. The server executes each script atomically.
+//! The Lua scripts that the servers execute atomically.
 //!
-//! A script is the same for all layouts. The few functions that depend on the layout are prepended
-//! to it, see `script/layout`. Tokens are times in microseconds, which a Lua number represents
-//! exactly up to 2^53, the year 2255.
+//! A script is the same for all layouts. `Scripts` prepends the functions that depend on the
+//! layout, see `script/layout`. Tokens are times in microseconds. A Lua number represents them
+//! exactly up to 2^53, which corresponds to the year 2255.
 
 use std::sync::OnceLock;
 
@@ -13,23 +13,27 @@ use crate::mutant::renew_script;
 
 /// The scripts of one layout.
 pub(crate) struct Scripts {
-    /// Grants the lock if it is free.
+    /// Grants the lock to a claim if no other claim holds it.
     pub(crate) acquire: Script,
-    /// Extends leases. Never recreates and never shortens a lease.
+    /// Adds a grant to a record of several claims.
+    pub(crate) acquire_entry: Script,
+    /// Replaces a record of several claims.
+    pub(crate) replace_record: Script,
+    /// Extends leases. Never shortens a lease and never recreates a lock.
     pub(crate) renew: Script,
-    /// Releases one claim's grant and publishes the release.
+    /// Releases the lock if the claim holds it, and publishes the release.
     pub(crate) release: Script,
-    /// Releases the lock whatever claim holds it, and publishes the release.
+    /// Releases the lock regardless of its holder, and publishes the release.
     pub(crate) force_release: Script,
     /// Returns the holders of locks.
     pub(crate) inspect: Script,
     /// Stores the token that a majority has agreed on.
     pub(crate) store_token: Script,
-    /// Releases the grant of one attempt of a claim and publishes the release.
+    /// Releases a claim's grant if one quorum round wrote it, and publishes the release.
     pub(crate) withdraw: Script,
 }
 
-/// The functions of a foreign layout, whose records contain no token.
+/// The functions of another library's layout, whose records contain no token.
 macro_rules! foreign_layout {
     ($layout:literal) => {
         concat!(include_str!($layout), "\n", include_str!("script/layout/foreign_tokens.lua"))
@@ -37,7 +41,7 @@ macro_rules! foreign_layout {
 }
 
 impl Scripts {
-    pub(crate) fn of(layout: Layout) -> &'static Self {
+    pub(crate) fn for_layout(layout: Layout) -> &'static Self {
         static NATIVE: OnceLock<Scripts> = OnceLock::new();
         static SPRING: OnceLock<Scripts> = OnceLock::new();
         static REDISSON: OnceLock<Scripts> = OnceLock::new();
@@ -47,18 +51,25 @@ impl Scripts {
             Layout::Redisson => (&REDISSON, foreign_layout!("script/layout/redisson.lua")),
         };
         if cfg!(lock_registry_mutants) {
-            // The planted bug may have changed since the last store was opened.
+            // A test may have enabled another planted bug after the last store was opened.
             return Box::leak(Box::new(Self::with_layout(functions)));
         }
         scripts.get_or_init(|| Self::with_layout(functions))
     }
 
     fn with_layout(layout: &str) -> Self {
-        let script = |body: &str| Script::new(format!("{layout}\n{body}"));
+        let prelude = format!(
+            "{layout}\n{}\n{}",
+            include_str!("script/tokens.lua"),
+            include_str!("script/entries.lua")
+        );
+        let script = |body: &str| Script::new(format!("{prelude}\n{body}"));
         let with_failure =
             |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
+            acquire_entry: script(include_str!("script/acquire_entry.lua")),
+            replace_record: script(include_str!("script/replace_record.lua")),
             renew: with_failure(&renew_script(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
             force_release: script(include_str!("script/force_release.lua")),
@@ -86,7 +97,7 @@ impl Script {
         &self.source
     }
 
-    /// Starts a call with these keys; the caller adds the arguments.
+    /// Starts a call with these keys. The caller adds the arguments.
     pub(crate) fn call<I>(&self, keys: I) -> ScriptCall<'_>
     where
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
@@ -116,7 +127,7 @@ impl ScriptCall<'_> {
         self
     }
 
-    /// Requests invalidations of the keys that the script reads.
+    /// Makes the server send invalidations of the keys that the script reads.
     pub(crate) fn with_tracking(self) -> Self {
         Self { is_tracked: true, ..self }
     }
@@ -125,7 +136,7 @@ impl ScriptCall<'_> {
         self.is_tracked
     }
 
-    /// Returns the keys of the script.
+    /// Returns the keys of the call.
     pub(crate) fn keys(&self) -> impl Iterator<Item = &[u8]> {
         let simple = |argument| match argument {
             Arg::Simple(argument) => Some(argument),
@@ -137,12 +148,12 @@ impl ScriptCall<'_> {
         arguments.take(count.unwrap_or(0))
     }
 
-    /// Returns `EVALSHA`, for a server that has cached the script.
+    /// Returns the `EVALSHA` command, for a server that has cached the script.
     pub(crate) fn evalsha(&self) -> &Cmd {
         &self.command
     }
 
-    /// Returns `EVAL`, which makes the server cache the script.
+    /// Returns the `EVAL` command. The server then caches the script.
     pub(crate) fn eval(&self) -> Cmd {
         let mut command = redis::cmd("EVAL");
         command.arg(&self.script.source);
@@ -155,7 +166,7 @@ impl ScriptCall<'_> {
     }
 }
 
-/// The number of arguments of most calls, without those that belong to one key.
+/// The number of arguments of most calls, without the arguments per key.
 const ARGUMENTS_PER_CALL: usize = 8;
-/// The bytes that most calls need per key, and once more for the rest.
+/// The number of bytes that most calls need per key, and again for all arguments without a key.
 const BYTES_PER_KEY: usize = 96;

@@ -1,5 +1,5 @@
-//! Computes a key's cluster slot: CRC16 (XMODEM) of its hash tag or of the whole key, as in the
-//! cluster specification.
+//! Computes the cluster slot of a key, as in the cluster specification: CRC16 (XMODEM) of its hash
+//! tag or of the whole key.
 
 use crc::{CRC_16_XMODEM, Crc};
 
@@ -13,7 +13,7 @@ pub(crate) fn hash_slot(name: &str) -> u16 {
     CRC.checksum(hash_tag(name).unwrap_or(name).as_bytes()) % 16_384
 }
 
-/// Returns the hash tag of a key: the part that alone determines its slot.
+/// Returns the hash tag of a key, if any. Only this part of the key determines the slot.
 pub(crate) fn hash_tag(name: &str) -> Option<&str> {
     let (_, rest) = name.split_once('{')?;
     let (hash_tag, _) = rest.split_once('}')?;

@@ -1,6 +1,6 @@
-//! Lock operations on servers with one shared history: a single server, a master and its replicas,
-//! or a cluster. Lua is in `script`, key names are in `names`, and routing to servers is in
-//! `connections`.
+//! Lock operations on a single server, on a master with replicas, on a cluster, or on one master of
+//! a quorum. `script` contains the Lua code, `names` the key names, and `connections` the routing
+//! to servers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -20,26 +20,28 @@ use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, current_position};
 use crate::names::RedisKeyNames;
-use crate::record::{LockRecord, parse_pttl};
+use crate::record::{ExclusiveRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
+use crate::several::{StoredValue, parse_several};
 use crate::slot::hash_slot;
 
-/// The result of an attempt.
+/// The store's response to an acquisition.
 pub(crate) enum AcquireResult {
     Granted {
         token: FencingToken,
         lease: Duration,
-        /// False while the token is provisional, which occurs only in a quorum.
-        is_confirmed: bool,
+        /// In a quorum, false until a majority of the masters has stored the token. Otherwise true.
+        is_token_agreed: bool,
     },
     Busy {
+        /// `None` if the lock has no expiry.
         remaining: Option<Duration>,
         holder: Holder,
         position: u64,
     },
 }
 
-/// The holder of a lock and its claim.
+/// The holder of a lock, and its claim as the store records it.
 pub(crate) struct ClaimHolder {
     pub(crate) claim: Vec<u8>,
     pub(crate) holder: Holder,
@@ -48,13 +50,13 @@ pub(crate) struct ClaimHolder {
 pub(crate) struct RedisStore {
     pub(crate) names: RedisKeyNames,
     pub(crate) connections: RedisConnections,
-    scripts: &'static Scripts,
-    /// Locks are distributed over hash slots.
+    pub(crate) scripts: &'static Scripts,
+    /// Each lock belongs to a hash slot.
     is_cluster: bool,
     is_single: bool,
     /// `PUBLISH` or `SPUBLISH`.
-    publish_command: &'static str,
-    pub(crate) token_memory: Duration,
+    pub(crate) publish_command: &'static str,
+    pub(crate) token_retention: Duration,
     durability: Durability,
 }
 
@@ -67,10 +69,10 @@ impl RedisStore {
         let connections =
             RedisConnections::new(config, channel_scheme(config), invalidations).await?;
         connections.connect().await?;
-        Ok(Self::with_connections(connections, config))
+        Ok(Self::from_connections(connections, config))
     }
 
-    /// Creates the store of one quorum master, without connecting: the master may be down.
+    /// Creates the store of one quorum master. Does not connect, because the master may be down.
     pub(crate) fn for_quorum_master(
         address: &ServerAddress,
         config: &RedisConfig,
@@ -82,29 +84,30 @@ impl RedisStore {
             channel_scheme(config),
             invalidations,
         )?;
-        Ok(Self::with_connections(connections, config))
+        Ok(Self::from_connections(connections, config))
     }
 
-    fn with_connections(connections: RedisConnections, config: &RedisConfig) -> Self {
+    fn from_connections(connections: RedisConnections, config: &RedisConfig) -> Self {
         let scheme = channel_scheme(config);
         Self {
             connections,
-            scripts: Scripts::of(config.layout),
+            scripts: Scripts::for_layout(config.layout),
             is_cluster: matches!(config.servers, ServerAddresses::Cluster(_)),
             is_single: matches!(config.servers, ServerAddresses::Single(_)),
             publish_command: if scheme.is_sharded { "SPUBLISH" } else { "PUBLISH" },
-            token_memory: config.token_memory,
+            token_retention: config.token_retention,
             durability: config.durability,
             names: scheme.names,
         }
     }
 
-    /// Returns whether the store is a single server, whose findings need no server name.
+    /// Returns whether the store is a single server. Findings of such a store need no server name.
     pub(crate) fn is_single_server(&self) -> bool {
         self.is_single
     }
 
-    /// Returns a number for the server that holds `key`. Keys with the same number fail together.
+    /// Returns a number that identifies the server of `key`. Keys with the same number fail
+    /// together.
     pub(crate) fn shard(&self, key: &Key) -> u32 {
         if !self.is_cluster {
             return 0;
@@ -117,14 +120,31 @@ impl RedisStore {
         })
     }
 
-    /// Tries to acquire the lock. `attempt` is given for a master of a quorum only.
+    /// Tries to acquire the lock on a master of a quorum.
+    pub(crate) async fn try_acquire_on_master(
+        &self,
+        claim: &Claim,
+        round_id: &str,
+    ) -> Result<AcquireResult, BackendError> {
+        let result = self.try_acquire(claim, Some(round_id)).await?;
+        // A quorum has exclusive locks only, so another program wrote this record.
+        Ok(result.unwrap_or_else(|stored| AcquireResult::Busy {
+            remaining: stored.remaining(),
+            holder: Holder::new(claim.key().clone()),
+            position: stored.position(),
+        }))
+    }
+
+    /// Tries to acquire the exclusive lock. Returns the stored value in the inner error if it is a
+    /// record of several claims. Only a quorum passes a `round_id`.
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
-        attempt: Option<&str>,
-    ) -> Result<AcquireResult, BackendError> {
+        round_id: Option<&str>,
+    ) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
         let lock = self.names.lock_name(claim.key());
-        // Read before the request: a later message may make the response obsolete.
+        // The client reads the position before the request, so that `wait` reports each release
+        // after the request.
         let position = current_position();
         let mut call = self
             .scripts
@@ -135,22 +155,32 @@ impl RedisStore {
             .arg(claim.token_block())
             .arg(self.token_ttl_ms(claim))
             .arg(claim.label().unwrap_or_default());
-        if let Some(attempt) = attempt {
-            call = call.arg(attempt);
+        if let Some(round_id) = round_id {
+            call = call.arg(round_id);
         }
-        let slot = self.slot(&lock);
+        let response = self.run_grant(self.slot(&lock), &call, claim).await?;
+        parse_acquire_response(response, claim.key(), position)
+    }
+
+    /// Runs a script that may grant `claim`. If the grant does not reach the required replicas or
+    /// disks, releases it and returns an error.
+    pub(crate) async fn run_grant(
+        &self,
+        slot: u16,
+        call: &ScriptCall<'_>,
+        claim: &Claim,
+    ) -> Result<Value, BackendError> {
         if !self.durability.is_required() {
-            return parse_attempt(self.connections.run(slot, &call).await?, claim.key(), position);
+            return self.connections.run(slot, call).await;
         }
-        let durable = self.connections.run_durably(slot, &call).await?;
-        let response = parse_attempt(durable.response, claim.key(), position)?;
-        match (response, durable.shortfall) {
-            (AcquireResult::Granted { .. }, Some(shortfall)) => {
+        let durable = self.connections.run_durably(slot, call).await?;
+        match durable.shortfall {
+            Some(shortfall) if is_grant(&durable.response) => {
                 let store_error = |outcome| {
                     BackendError::transient(format!("redis: {shortfall}; the grant {outcome}"))
                 };
-                // Unless the release is confirmed, the outcome of the acquisition is unknown.
-                // Boxed, because it is large and rarely needed.
+                // If the release fails, the outcome of the acquisition is unknown. The box keeps
+                // this rarely needed, large future out of the caller's future.
                 Err(match Box::pin(self.release(claim)).await {
                     Ok(_) => store_error("was released").as_refused(),
                     Err(failure) => {
@@ -159,7 +189,7 @@ impl RedisStore {
                     }
                 })
             }
-            (response, _) => Ok(response),
+            _ => Ok(durable.response),
         }
     }
 
@@ -180,7 +210,7 @@ impl RedisStore {
                 && locks.len() > 1
                 && renewed.as_ref().is_err_and(BackendError::refused)
             {
-                // While a slot migrates, its keys are spread over two servers.
+                // A migrating slot has its keys on two servers, and one script cannot access both.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
             let renewed_lease = |position| {
@@ -225,7 +255,8 @@ impl RedisStore {
         if !self.durability.is_required() {
             return parse_response(self.connections.run(slot, call).await?);
         }
-        // A renewal that a failover may undo must not count.
+        // A failover may undo a renewal without the required durability, so such a renewal is an
+        // error.
         let durable = self.connections.run_durably(slot, call).await?;
         match durable.shortfall {
             Some(shortfall) => Err(BackendError::transient(format!("redis: {shortfall}"))),
@@ -241,15 +272,15 @@ impl RedisStore {
         self.run_release(&lock, call).await
     }
 
-    /// Releases the grant of one attempt of a claim.
+    /// Releases the claim's grant if the round `round_id` wrote it.
     pub(crate) async fn withdraw(
         &self,
         claim: &Claim,
-        attempt: &str,
+        round_id: &str,
     ) -> Result<Release, BackendError> {
         let lock = self.names.lock_name(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
-        let call = call.arg(self.names.holder_id(claim.id())).arg(attempt);
+        let call = call.arg(self.names.holder_id(claim.id())).arg(round_id);
         self.run_release(&lock, call).await
     }
 
@@ -272,11 +303,12 @@ impl RedisStore {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Stores the token of a majority. Returns false if the claim does not hold the lock here.
+    /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
+    /// round `round_id`.
     pub(crate) async fn store_token(
         &self,
         claim: &Claim,
-        attempt: &str,
+        round_id: &str,
         token: FencingToken,
     ) -> Result<bool, BackendError> {
         let lock = self.names.lock_name(claim.key());
@@ -285,7 +317,7 @@ impl RedisStore {
             .store_token
             .call([lock.as_str(), &self.names.token_key(&lock)])
             .arg(self.names.holder_id(claim.id()))
-            .arg(attempt)
+            .arg(round_id)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
             .arg(self.token_ttl_ms(claim));
@@ -293,24 +325,24 @@ impl RedisStore {
         Ok(stored == 1)
     }
 
-    /// Waits until `key` may have been released after `position`.
+    /// Waits for a possible release of `key` after `position`.
     pub(crate) async fn wait(&self, key: &Key, position: u64) {
         let lock = self.names.lock_name(key);
         match self.connections.known_node(self.slot(&lock)) {
             Some(node) => node.listener.wait(&self.names.channel(&lock), position).await,
-            // No server is known for the slot; the engine polls.
+            // The server of the slot is unknown, so the engine polls.
             None => std::future::pending().await,
         }
     }
 
-    /// Returns whether a release message for `key` would arrive.
-    pub(crate) fn is_wake_confirmed(&self, key: &Key) -> bool {
+    /// Returns whether the client is subscribed to the release messages of `key`.
+    pub(crate) fn is_subscribed(&self, key: &Key) -> bool {
         let lock = self.names.lock_name(key);
         let node = self.connections.known_node(self.slot(&lock));
-        node.is_some_and(|node| node.listener.is_confirmed(&self.names.channel(&lock)))
+        node.is_some_and(|node| node.listener.is_subscribed(&self.names.channel(&lock)))
     }
 
-    /// Returns the holders of those `keys` that are locked.
+    /// Returns the holders of all locked keys among `keys`.
     pub(crate) async fn inspect_keys(
         &self,
         keys: &[Key],
@@ -341,13 +373,24 @@ impl RedisStore {
         let response: Vec<Value> = parse_response(self.connections.run(slot, &call).await?)?;
         let (now, records) = parse_inspection(&response)?;
         let held = locks.iter().zip(records).filter(|((key, _), (record, ..))| {
-            !record.is_empty() && self.names.is_holder(key, record)
+            !record.is_empty() && self.names.may_be_lock_record(key, record)
         });
-        let holder = |((key, _), (record, remaining, token)): (&(&Key, String), InspectedLock)| {
-            let holder = LockRecord::parse(&record, token).holder((*key).clone(), now, remaining);
-            ClaimHolder { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
-        };
-        Ok(held.map(holder).collect())
+        let mut holders = Vec::new();
+        for ((key, _), (record, remaining, token)) in held {
+            if let Some(several) = parse_several(&record)? {
+                let several = several.holders(key, u64::try_from(now).unwrap_or(0));
+                let holder = |holder| ClaimHolder { claim: Vec::new(), holder };
+                holders.extend(several.into_iter().map(holder));
+                continue;
+            }
+            let holder =
+                ExclusiveRecord::parse(&record, token).holder((*key).clone(), now, remaining);
+            holders.push(ClaimHolder {
+                claim: record.into_iter().take(CLAIM_BYTES).collect(),
+                holder,
+            });
+        }
+        Ok(holders)
     }
 
     /// Returns the holders of all locks in the namespace.
@@ -368,7 +411,7 @@ impl RedisStore {
         let mut keys = Vec::new();
         let mut cursor = 0_u64;
         let started_at = Instant::now();
-        // SCAN visits a bounded part of the database per call, so other clients are not blocked.
+        // Each SCAN call visits a bounded part of the database, so other clients are not blocked.
         loop {
             let scan = redis::cmd("SCAN")
                 .arg(cursor)
@@ -387,7 +430,8 @@ impl RedisStore {
             if cursor == 0 {
                 return Ok(keys);
             }
-            // A proxy may never return cursor 0. The caller's own time-out is over by now.
+            // A proxy may never return cursor 0. The engine's shorter time-out is over at this
+            // point.
             if started_at.elapsed() > LIST_TIMEOUT {
                 return Err(BackendError::transient(format!(
                     "redis: listing took longer than {LIST_TIMEOUT:?}; move the locks to a database with fewer keys"
@@ -397,16 +441,16 @@ impl RedisStore {
     }
 
     /// Returns the hash slot of `lock`, or 0 outside a cluster.
-    fn slot(&self, lock: &str) -> u16 {
+    pub(crate) fn slot(&self, lock: &str) -> u16 {
         if self.is_cluster { hash_slot(lock) } else { 0 }
     }
 
-    /// Returns how long the newest token is stored, in ms. It outlives the lease, because in
-    /// foreign layouts the grant's token exists only there. It also covers the time until the clock
-    /// has passed the last reserved token.
-    fn token_ttl_ms(&self, claim: &Claim) -> u64 {
+    /// Returns the time in ms for which the token key is stored. The token key outlives the lease,
+    /// because in foreign layouts only this key contains the grant's token. The time also covers
+    /// the interval until the clock has passed the last reserved token.
+    pub(crate) fn token_ttl_ms(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
-        ceil_millis(self.token_memory.max(claim.lease() * 2) + reserved)
+        ceil_millis(self.token_retention.max(claim.lease() * 2) + reserved)
     }
 }
 
@@ -433,34 +477,45 @@ pub(crate) fn key_names(config: &RedisConfig) -> RedisKeyNames {
     RedisKeyNames::new(config.layout, config.namespace(), is_cluster)
 }
 
-fn parse_attempt(response: Value, key: &Key, position: u64) -> Result<AcquireResult, BackendError> {
+fn parse_acquire_response(
+    response: Value,
+    key: &Key,
+    position: u64,
+) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
-            let is_confirmed = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
+            let is_token_agreed =
+                !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
-            // If another client removed the expiry, the grant outlives any lease.
+            // Without an expiry, which another client has removed, the grant never ends.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
-            Ok(AcquireResult::Granted {
+            Ok(Ok(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
                 lease,
-                is_confirmed,
-            })
+                is_token_agreed,
+            }))
         }
         [Value::Int(0), Value::Int(remaining), Value::BulkString(record), now, token] => {
             let now = parse_integer(now).ok_or_else(unexpected_response)?;
-            let holder = LockRecord::parse(record, parse_integer(token)).holder(
+            let holder = ExclusiveRecord::parse(record, parse_integer(token)).holder(
                 key.clone(),
                 now,
                 *remaining,
             );
-            Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position })
+            Ok(Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position }))
         }
+        [Value::Int(2), ..] => StoredValue::parse(&parts, position).map(Err),
         _ => Err(unexpected_response()),
     }
 }
 
-/// A lock's record, its remaining lease in ms, and its token.
+/// Returns whether the response of a script begins with 1, which means a grant.
+fn is_grant(response: &Value) -> bool {
+    matches!(response, Value::Array(parts) if matches!(parts.first(), Some(Value::Int(1))))
+}
+
+/// The record of a lock, its remaining lease in ms, and its token.
 type InspectedLock = (Vec<u8>, i64, Option<i64>);
 
 /// Returns the server's time and the record of each lock.
@@ -476,7 +531,7 @@ fn parse_inspection(response: &[Value]) -> Result<(i64, Vec<InspectedLock>), Bac
     Ok((now, records.chunks(3).map(record).collect::<Result<_, _>>()?))
 }
 
-fn parse_integer(value: &Value) -> Option<i64> {
+pub(crate) fn parse_integer(value: &Value) -> Option<i64> {
     match value {
         Value::Int(number) => Some(*number),
         Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),
@@ -495,19 +550,19 @@ pub(crate) fn unexpected_response() -> BackendError {
     )
 }
 
-/// Rounds up to whole milliseconds: a lease must not be shorter than requested.
+/// Rounds up to whole milliseconds, because a lease must not be shorter than requested.
 pub(crate) fn ceil_millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
-/// The length of a claim in the native layout.
+/// The length of a claim id in the native layout, in bytes.
 const CLAIM_BYTES: usize = 32;
-/// The number of keys that one SCAN call visits.
+/// The approximate number of keys that one SCAN call visits.
 const SCAN_COUNT: usize = 500;
-/// The number of locks per call of the inspect script. With tracking, some servers record all
-/// keys at each read.
+/// The number of locks per call of the inspect script. With client tracking, some servers register
+/// all keys of the script at each read.
 const KEYS_PER_INSPECTION: usize = 20;
 /// The number of concurrent calls of the inspect script.
 const INSPECTIONS_MAX: usize = 32;
-/// Ten times the engine's time-out.
+/// The time limit for listing all locks: ten times the engine's default time-out.
 const LIST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -1,4 +1,4 @@
-//! Implements `LockBackend`. Selects the session of each claim and calls `recipe`.
+//! Implements `LockBackend`. Finds the session of each claim and calls `recipe`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -20,20 +20,22 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// A lock store in ZooKeeper.
 ///
 /// A grant ends with the session of this client, or earlier if its lease is not renewed. The
-/// servers expire a session after receiving nothing from it for its time-out, and then other
-/// clients can acquire its locks. Holders treat their locks as lost before that. When a session
-/// ends, all its locks are lost permanently, and a new session replaces it.
+/// servers expire a session if they receive nothing from its client for the session time-out. Other
+/// clients can then acquire the locks of the session. Holders treat their locks as lost before this
+/// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
+/// session.
 ///
 /// The token is the transaction that created the holder's node. Tokens grow as long as the servers
 /// keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
-/// 1,000 keys of 10 bytes. Then it opens further sessions, up to [`ZkConfig::with_sessions_max`].
-/// At that limit, sessions take more nodes than they can watch. A waiter is woken by the end of the
-/// preceding node. A holder is notified at once when another client deletes its node. Both need a
-/// watch: nodes above the 96 KiB are polled.
+/// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
+/// [`ZkConfig::with_sessions_max`]. At the limit of sessions, sessions contain more nodes than they
+/// can watch. A watch wakes a waiter when the predecessor's node is deleted. A watch also notifies
+/// a holder at once when another client deletes its node. The engine polls nodes without a watch.
 pub struct ZkBackend {
-    /// All configured servers: the client library does not report the connected one.
+    /// The addresses of all configured servers. The client library does not report the connected
+    /// server.
     addresses: Arc<str>,
     sessions: Arc<SessionPool>,
     paths: Paths,
@@ -44,8 +46,7 @@ pub struct ZkBackend {
 impl ZkBackend {
     /// Opens a session.
     ///
-    /// # Errors
-    /// [`BackendError`] with a message that names the remedy:
+    /// # Errors [`BackendError`] with a message that contains a hint:
     /// - `Misconfigured` if the configuration is invalid or the chroot does not exist,
     /// - `Denied` if the servers reject the login,
     /// - `Transient` if no server can be reached.
@@ -58,7 +59,7 @@ impl ZkBackend {
         let addresses: Arc<str> = config.servers().into();
         let capabilities = config.capabilities();
         let sessions = SessionPool::new(config);
-        let session = sessions.get().await;
+        let session = sessions.get_or_open().await;
         let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
         let timeout = session.timeout();
         let capabilities = capabilities.with_leases(Capabilities::LEASE_MIN, lease_max(timeout));
@@ -70,25 +71,25 @@ impl ZkBackend {
         error.with_address(Arc::clone(&self.addresses))
     }
 
-    /// Returns how long the servers keep the session after the last message of this client. This is
-    /// the value granted to the first session.
+    /// Returns how long the servers keep the session after the last message of this client. The
+    /// value is the time-out that the servers granted to the first session.
     #[must_use]
     pub fn session_timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Returns the id of the first session, as in the servers' logs and commands. `None` if there
-    /// is no session.
+    /// Returns the id of the first session, as in the servers' logs and commands. Returns `None` if
+    /// no session exists.
     #[must_use]
     pub fn session_id(&self) -> Option<i64> {
         self.session_ids().first().copied()
     }
 
-    /// Returns the ids of all sessions, oldest first. There is one until the paths of its nodes
-    /// take 96 KiB; see [`with_sessions_max`](ZkConfig::with_sessions_max).
+    /// Returns the ids of all sessions, oldest first. A backend has one session until the paths of
+    /// its nodes take 96 KiB. See [`with_sessions_max`](ZkConfig::with_sessions_max).
     #[must_use]
     pub fn session_ids(&self) -> Vec<i64> {
-        self.sessions.live().iter().map(|session| session.id()).collect()
+        self.sessions.live_sessions().iter().map(|session| session.id()).collect()
     }
 
     pub(crate) fn sessions(&self) -> &Arc<SessionPool> {
@@ -105,14 +106,14 @@ impl ZkBackend {
                 session.wait_until_connected().await?;
                 session
             }
-            None => self.sessions.get().await?,
+            None => self.sessions.get_or_open().await?,
         };
-        self.sessions.take_session_end(claim.id());
+        self.sessions.remove_claim_of_ended_session(claim.id());
         recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
     }
 
-    /// Renews those of `claims` that belong to `session`. Returns each result with the index of its
-    /// claim.
+    /// Renews the claims among `claims` that belong to `session`. Returns each result with the
+    /// index of its claim.
     async fn renew_in(
         &self,
         session: &Arc<ZkSession>,
@@ -127,8 +128,8 @@ impl ZkBackend {
         if entries.is_empty() {
             return Vec::new();
         }
-        // While the session's validity covers the longest lease, a confirmation only has to show
-        // that the nodes exist, which the leader can answer.
+        // If the session's validity covers the longest lease, the confirmation only has to show
+        // that the nodes exist. The leader suffices for this.
         let is_certain = session.remaining_validity() > session.timeout() / 2;
         let by = if is_certain { ConfirmedBy::Leader } else { ConfirmedBy::Majority };
         if let Err(error) = session.confirm(by).await {
@@ -156,8 +157,8 @@ impl LockBackend for ZkBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        if self.sessions.take_session_end(claim.id()) {
-            // Returned once, so that the engine emits an event for it.
+        if self.sessions.remove_claim_of_ended_session(claim.id()) {
+            // The error is returned once, so the engine emits an event for the end of the session.
             let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end of the queue";
             return Err(self.with_address(BackendError::transient(message).as_refused()));
         }
@@ -173,17 +174,17 @@ impl LockBackend for ZkBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let sessions = self.sessions.live();
+        let sessions = self.sessions.live_sessions();
         let results = sessions.iter().map(|session| self.renew_in(session, claims));
         let results = join_all(results).await;
-        // Claims that no session knows are gone.
+        // A claim without an entry in any session is gone.
         let mut renewals: Vec<_> = claims.iter().map(|_| None).collect();
         for (index, renewal) in results.into_iter().flatten() {
             renewals[index] = Some(renewal.map_err(|error| self.with_address(error)));
         }
         let to_result = |(renewal, claim): (Option<_>, &Claim)| {
             renewal.unwrap_or_else(|| {
-                self.sessions.take_session_end(claim.id());
+                self.sessions.remove_claim_of_ended_session(claim.id());
                 Ok(Renewal::Gone)
             })
         };
@@ -196,8 +197,8 @@ impl LockBackend for ZkBackend {
 
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
         if let Some((_, entry)) = self.sessions.find_entry(claim.id()) {
-            recipe::wait(&entry).await;
-        } else if let Some(session) = self.sessions.current() {
+            recipe::wait_for_predecessor(&entry).await;
+        } else if let Some(session) = self.sessions.first_usable() {
             recipe::wait_without_entry(&session, &self.paths.node_path(claim.key())).await;
         }
     }
@@ -211,7 +212,7 @@ impl LockBackend for ZkBackend {
     }
 
     async fn close(&self) {
-        // The backend stays open while another registry uses it.
+        // If another registry uses the backend, the sessions stay open.
         if self.sessions.registries().is_empty() {
             self.sessions.close().await;
         }
@@ -241,7 +242,7 @@ impl LockAdmin for ZkBackend {
 impl WakeCheck for SessionPool {
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         let found = self.find_entry(claim.id());
-        found.is_some_and(|(session, entry)| recipe::is_watched(&session, &entry))
+        found.is_some_and(|(session, entry)| recipe::is_predecessor_watched(&session, &entry))
     }
 }
 
@@ -262,9 +263,9 @@ impl OpenBackend for ZkConfig {
         let config = config.with_pem_files()?;
         let backend = ZkBackend::open(config).await?;
         let lease_max = lease_max(backend.session_timeout());
-        match self.lease {
-            // Returned here, because the message must name the servers' limit; the engine would
-            // name only its own.
+        match self.lease_option {
+            // The backend returns this error, because the message must contain the servers' limit.
+            // The engine knows only its own limit.
             Some(lease) if lease > lease_max => Err(misconfigured(format!(
                 "the lease is {}, more than the maximum {}, half of the granted session of {}; set a shorter `lease`, or raise \
                  `maxSessionTimeout` on the servers",

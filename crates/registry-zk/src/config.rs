@@ -1,5 +1,5 @@
-//! Configuration of a ZooKeeper lock store: servers, sessions, layout, logins and TLS. No I/O;
-//! `ZkBackend::open` connects.
+//! The configuration of a ZooKeeper lock store: servers, sessions, layout, logins and TLS. No I/O.
+//! `ZkBackend::open` connects to the servers.
 
 use std::fmt;
 use std::time::Duration;
@@ -34,9 +34,11 @@ pub struct ZkConfig {
     pub(crate) acl: Acl,
     encrypted: bool,
     pem_files: PemFiles,
-    /// The engine's lease, and settings that it or other options replace, as set by options.
-    pub(crate) lease: Option<Duration>,
-    session: Option<Duration>,
+    /// The engine's lease, if the option `lease` is set.
+    pub(crate) lease_option: Option<Duration>,
+    /// The session time-out, if the option `session` is set. Takes precedence over `lease`.
+    session_option: Option<Duration>,
+    /// The login of the option `auth`, in addition to the login of the URL.
     auth_option: Option<Auth>,
     #[cfg(feature = "tls")]
     tls: Option<zookeeper_client::TlsOptions>,
@@ -47,7 +49,8 @@ pub static STORE: StoreKind = StoreKind::new("zookeeper", &[OPTIONS], |url| {
     ZkConfig::parse(url).map(|config| Box::new(config) as Box<dyn BackendConfig>)
 });
 
-/// The options, in the order of the tables in the book. `ZkConfig::assign` sets their fields.
+/// The options, in the order of the tables in the book. `ZkConfig::assign` sets the field of each
+/// option.
 const OPTIONS: &[OptionRow] = &[
     OptionRow::namespace("`default`; with `layout=curator` none"),
     OptionRow::LEASE.with_default("half of the granted session, at most `30s`"),
@@ -81,13 +84,16 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "acl",
-        Values::Secret { shown: &["open", "creator"], form: "a list of SCHEME:ID:RIGHTS" },
+        Values::Secret {
+            non_secret_values: &["open", "creator"],
+            syntax: "a list of SCHEME:ID:RIGHTS",
+        },
         "`open`",
         "the access rights of created nodes",
     ),
     OptionRow::new(
         "auth",
-        Values::Secret { shown: &[], form: "SCHEME:CREDENTIALS" },
+        Values::Secret { non_secret_values: &[], syntax: "SCHEME:CREDENTIALS" },
         "none",
         "a login, for schemes other than user and password in the URL",
     ),
@@ -123,8 +129,8 @@ struct Auth {
 }
 
 impl ZkConfig {
-    /// Default time-out of a session: how long it outlives the last message of its client. Servers
-    /// grant at most 40 s by default.
+    /// The default session time-out: how long the servers keep a session after the last message of
+    /// its client. Servers grant at most 40 s by default.
     pub const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
     /// Minimum session time-out that can be requested.
     pub const SESSION_TIMEOUT_MIN: Duration = Duration::from_millis(400);
@@ -135,10 +141,10 @@ impl ZkConfig {
     /// Maximum limit of sessions. Servers accept 60 connections per host by default
     /// (`maxClientCnxns`).
     pub const SESSIONS_MAX: u32 = 32;
-    /// Maximum bytes of node paths in one session. The end of a session is one transaction with all
-    /// these paths. Servers stop at a transaction of more than twice their `jute.maxbuffer` (1 MiB
-    /// by default) and cannot start again. This limit is a quarter of the largest
-    /// transaction that servers with the default can read.
+    /// The maximum bytes of node paths in one session. The servers end a session by one transaction
+    /// with all these paths. Servers stop at a transaction of more than twice their
+    /// `jute.maxbuffer` (1 MiB by default) and cannot start again. This constant is a quarter of
+    /// the largest transaction that servers with the default can read.
     pub const NODE_BYTES_MAX: usize = 512 * 1024;
     /// Default time limit for opening a session.
     pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -228,8 +234,8 @@ impl ZkConfig {
             acl: Acl::default(),
             encrypted: false,
             pem_files: PemFiles::default(),
-            lease: None,
-            session: None,
+            lease_option: None,
+            session_option: None,
             auth_option: None,
             #[cfg(feature = "tls")]
             tls: None,
@@ -251,8 +257,9 @@ impl ZkConfig {
         self
     }
 
-    /// Separates locks with equal keys. In the Curator layout this is a Curator namespace, and the
-    /// default is none. In the native layout the default is [`NAMESPACE`](Self::NAMESPACE).
+    /// Sets the namespace. Locks in different namespaces are independent, even if their keys are
+    /// equal. In the native layout, the default is [`NAMESPACE`](Self::NAMESPACE). In the Curator
+    /// layout, this is a Curator namespace, and the default is no namespace.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = Some(namespace.into());
@@ -266,7 +273,7 @@ impl ZkConfig {
         self
     }
 
-    /// Sets the names of created nodes. Waiters recognise nodes of either name.
+    /// Sets the names of created nodes. Waiters recognise both forms of names.
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
@@ -286,10 +293,10 @@ impl ZkConfig {
     /// session has its own connection.
     ///
     /// A session can watch 96 KiB of paths, of held locks and waiters together. When every session
-    /// has reached this size, the backend opens another one. A further session ends after it has
-    /// been empty for its time-out. At the limit of sessions, each session takes up to
-    /// [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes; then attempts are refused with
-    /// [`SessionsExhausted`](crate::SessionsExhausted). Default:
+    /// has reached this size, the backend opens another session. Each session except the first ends
+    /// after it has had no node for its time-out. At the limit of sessions, each session takes up
+    /// to [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes of paths. When all sessions are full,
+    /// attempts return [`SessionsExhausted`](crate::SessionsExhausted). Default:
     /// [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
     #[must_use]
     pub fn with_sessions_max(mut self, sessions: u32) -> Self {
@@ -304,16 +311,16 @@ impl ZkConfig {
         self
     }
 
-    /// Limits the time for the response to one request, and the time a request waits for a
-    /// connection. The outcome of a request without a response is determined later. Default:
-    /// [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
+    /// Limits the time for the response to one request, and the time for which a request waits for
+    /// a connection. The backend determines the outcome of a request without a response later.
+    /// Default: [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
     #[must_use]
     pub fn with_request_timeout(mut self, timeout: Duration) -> Self {
         self.request_timeout = timeout;
         self
     }
 
-    /// Logs in with the scheme `digest`. May be called repeatedly; the logins add up.
+    /// Logs in with the scheme `digest`. Repeated calls add further logins.
     #[must_use]
     pub fn with_login(self, user: &str, password: &str) -> Self {
         self.with_auth("digest", format!("{user}:{password}"))
@@ -351,8 +358,7 @@ impl ZkConfig {
 
     /// Sends this certificate to servers that request one. Both arguments are PEM text.
     ///
-    /// # Errors
-    /// [`BackendError`] if either cannot be read.
+    /// # Errors [`BackendError`] if an argument is not valid PEM text.
     #[cfg(feature = "tls")]
     pub fn with_client_certificate(
         mut self,
@@ -385,7 +391,7 @@ impl ZkConfig {
                 let namespace = namespace.as_deref().unwrap_or(Self::NAMESPACE);
                 format!("{chroot}{root}/{}", encode(namespace))
             }
-            // Curator also places its namespaces above the root path.
+            // Like Curator, this layout places the namespace above the root path.
             (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
             (Layout::Curator, None) => format!("{chroot}{root}"),
         };
@@ -460,16 +466,17 @@ impl ZkConfig {
 
     #[cfg(feature = "tls")]
     fn check_names_in_certificates(&self) -> Result<(), OptionError> {
-        // The client library panics at a name that cannot be in a certificate.
+        // The client library panics if a certificate cannot contain the server name.
         let is_name =
             |(name, _): &Host| rustls::pki_types::ServerName::try_from(name.as_str()).is_ok();
         if !self.hosts.iter().all(is_name) {
             return Err(OptionError::general("a server name cannot occur in a certificate"));
         }
-        // The client library uses the process's default provider, and panics if several are
-        // compiled in and none is installed.
+        // The client library uses the process's default crypto provider. It panics if several
+        // providers are compiled in and none is installed.
         if rustls::crypto::CryptoProvider::get_default().is_none() {
-            // Another thread may install a provider first; that one is used then.
+            // If another thread installs a provider first, the client library uses the other
+            // provider.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
         Ok(())
@@ -535,16 +542,17 @@ impl BackendConfig for ZkConfig {
     fn assign(&mut self, name: &str, value: &str) -> Result<(), InvalidValue> {
         match name {
             "namespace" => self.namespace = Some(value.to_owned()),
-            "lease" => self.lease = Some(parse_time(value)?),
+            "lease" => self.lease_option = Some(parse_time(value)?),
             "poll" => {}
-            // The engine ignores a response that arrives after its time-out.
+            // The engine ignores a response that arrives after its time-out, so the client's
+            // time-out is shorter.
             "timeout" => self.request_timeout = parse_time(value)? * 5 / 6,
             "layout" => {
                 let layouts = [("native", Layout::Native), ("curator", Layout::Curator)];
                 self.layout = parse_choice(value, &layouts)?;
             }
             "connect_timeout" => self.connect_timeout = parse_time(value)?,
-            "session" => self.session = Some(parse_time(value)?),
+            "session" => self.session_option = Some(parse_time(value)?),
             "sessions" => self.sessions_max = parse_count(value)?,
             "root" => self.root = Some(value.to_owned()),
             "naming" => {
@@ -562,7 +570,7 @@ impl BackendConfig for ZkConfig {
             _ if self.pem_files.assign(name, value)? => {}
             _ => return Err(InvalidValue::unknown_option()),
         }
-        match (self.session, self.lease) {
+        match (self.session_option, self.lease_option) {
             (Some(session), _) => self.session_timeout = session,
             (None, Some(lease)) => {
                 self.session_timeout = (lease * 2).max(Self::SESSION_TIMEOUT_MIN);
@@ -591,7 +599,7 @@ impl BackendConfig for ZkConfig {
         }
         self.pem_files.validate()?;
         self.check_paths()?;
-        if let (Some(lease), Some(session)) = (self.lease, self.session)
+        if let (Some(lease), Some(session)) = (self.lease_option, self.session_option)
             && session < lease * 2
         {
             return Err(OptionError::new(
@@ -603,7 +611,7 @@ impl BackendConfig for ZkConfig {
                 ),
             ));
         }
-        if let (Some(lease), None) = (self.lease, self.session)
+        if let (Some(lease), None) = (self.lease_option, self.session_option)
             && lease > Self::SESSION_TIMEOUT_MAX / 2
         {
             return Err(OptionError::new(
@@ -625,7 +633,7 @@ impl BackendConfig for ZkConfig {
     }
 
     fn capabilities(&self) -> Capabilities {
-        // One request renews the session, and so all its claims.
+        // One request renews a session, and so all claims of the session.
         let renewal = RenewalPolicy::new()
             .with_batch_max(RENEWALS_MAX)
             .with_whole_shard()
@@ -646,14 +654,14 @@ impl BackendConfig for ZkConfig {
     }
 
     fn poll(&self) -> Option<Duration> {
-        // The session notifies each waiter when its predecessor ends, so polling is only a
-        // precaution.
+        // The session wakes each waiter when its predecessor's node is deleted. Polling covers only
+        // missed events and nodes without a watch.
         Some(POLL)
     }
 }
 
-/// Returns the longest lease in a session of this time-out. With regular confirmations, more than
-/// half of the time-out is certain at any time; see `session_validity`.
+/// Returns the longest lease in a session of this time-out. With regular confirmations, the session
+/// is certain to exist for more than half of its time-out at any time. See `session_validity`.
 pub(crate) fn lease_max(session_timeout: Duration) -> Duration {
     session_timeout / 2
 }
@@ -680,13 +688,13 @@ fn parse_acl(text: &str) -> Option<Acl> {
     }
 }
 
-/// Returns how long a connection may receive nothing before the client drops it. The client sends a
-/// ping after three eighths of that time.
+/// Returns how long a connection may receive nothing before the client drops the connection. The
+/// client sends a ping after three eighths of this time.
 ///
 /// The client library's own limit is two fifths of the session time-out, nearly as long as the
-/// longest lease. The request time-out shortens it, so that shorter leases survive a half-open
-/// connection. [`CONNECTION_TIMEOUT_MIN`] is the lower bound, so that the client does not drop the
-/// connection to a busy server.
+/// longest lease. The request time-out shortens this limit. Shorter leases therefore survive a
+/// half-open connection. [`CONNECTION_TIMEOUT_MIN`] is the lower bound, because the client must not
+/// drop the connection to a busy server.
 fn connection_timeout(session_timeout: Duration, request_timeout: Duration) -> Duration {
     let connection_timeout = (session_timeout / 5).min(request_timeout);
     connection_timeout.max(CONNECTION_TIMEOUT_MIN.min(session_timeout * 2 / 5))
@@ -743,7 +751,7 @@ impl fmt::Debug for ZkConfig {
     }
 }
 
-/// Omits the identities, which may be password hashes.
+/// The output omits the identities, which may be password hashes.
 impl fmt::Debug for Acl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -754,16 +762,17 @@ impl fmt::Debug for Acl {
     }
 }
 
-/// Minimum time without a message before a connection is dropped, except in sessions shorter than
-/// 5 s.
+/// The minimum time without a message before the client drops a connection. In sessions shorter
+/// than 5 s, the time is shorter.
 const CONNECTION_TIMEOUT_MIN: Duration = Duration::from_secs(2);
 
 const POLL: Duration = Duration::from_secs(2);
 
-/// Only locks held longer than this are worth a request that sets a watch on their own node.
+/// The time after which the backend watches the node of a held lock. It does not watch shorter
+/// holds, because each watch costs a request.
 const VERIFY_AFTER: Duration = Duration::from_millis(25);
 
-/// All renewals of a session share one request.
+/// The maximum number of claims per renewal. All renewals of a session share one request.
 const RENEWALS_MAX: usize = 10_000;
 
 /// ZooKeeper's default port.

@@ -1,9 +1,9 @@
-//! The client of one session: opened, stopped, and replaced by another client for the same session.
-//! Called by `session`, which decides when.
+//! The client of one session. Opens a client, stops it, and attaches a new client to the same
+//! session. `session` calls this module.
 //!
 //! After a lost connection, the client library doubles its pause between attempts without a limit.
-//! For example, it reconnects up to 7 s late if the server was down for 7 s. A client that stays
-//! disconnected is therefore stopped, and its session is attached to a new one.
+//! For example, it reconnects up to 7 s late if the server was down for 7 s. `session` therefore
+//! stops a client that stays disconnected, and attaches the session to a new client.
 
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
@@ -39,7 +39,7 @@ impl Spawn for ClientTasks {
 }
 
 impl StoppableClient {
-    /// Opens a session, or attaches to `session`. Tries each server once.
+    /// Opens a new session, or attaches to the given `session`. Tries each server once.
     pub(crate) async fn open(
         config: &ZkConfig,
         session_timeout: Duration,
@@ -61,7 +61,7 @@ impl StoppableClient {
         let tasks = ClientTasks::default();
         let mut connecting = pin!(connecting);
         let client = poll_fn(|context| {
-            // Tasks that the library spawns in this poll go to `tasks`.
+            // `tasks` collects the tasks that the library spawns in this poll.
             let _scope = spawns_core::enter(&tasks);
             connecting.as_mut().poll(context)
         });
@@ -69,51 +69,52 @@ impl StoppableClient {
         Ok(Self { client, tasks, is_stopped: watch::Sender::new(false) })
     }
 
-    /// Attaches to a session of another client, which must have been [stopped](Self::stop). Returns
-    /// after the servers have confirmed the session, with the time at which the confirmation was
-    /// requested.
+    /// Attaches to a session of another client. The other client must have been
+    /// [stopped](Self::stop). Waits until a majority has confirmed the session. Returns the client
+    /// and the time at which it requested the confirmation.
     pub(crate) async fn attach(
         config: &ZkConfig,
         session_timeout: Duration,
         session: SessionInfo,
     ) -> Result<(Self, Moment), Error> {
         let id = session.id();
-        let connection = Self::open(config, session_timeout, Some(session)).await?;
+        let client = Self::open(config, session_timeout, Some(session)).await?;
         let sent_at = Moment::now();
-        // The new client does not send the last transaction that its predecessor has seen. A
-        // lagging server has caught up when it answers a write.
+        // The new client does not send the last transaction that the old client has seen, so a
+        // lagging server may accept it. A server that answers a write has applied all earlier
+        // transactions.
         let path = config.chroot.as_deref().unwrap_or("/");
-        let written = timeout(config.request_timeout, connection.write_check(path)).await;
+        let written = timeout(config.request_timeout, client.exists_by_write(path)).await;
         let outcome = match written {
-            Ok(Ok(_)) if connection.session_id() == id => return Ok((connection, sent_at)),
-            // A server that no longer knows the session starts another one.
+            Ok(Ok(_)) if client.session_id() == id => return Ok((client, sent_at)),
+            // A server that no longer knows the session opens a new session.
             Ok(Ok(_)) => Error::SessionExpired,
             Ok(Err(error)) => error,
             Err(_) => Error::ConnectionLoss,
         };
-        // Otherwise dropping the client would end the session.
-        connection.stop().await;
+        // Without the stop, the drop of the client would end the session.
+        client.stop().await;
         Err(outcome)
     }
 
-    /// Stops the client without closing the session, which exists until its time-out.
+    /// Stops the client without ending the session. The session exists until its time-out.
     pub(crate) async fn stop(&self) {
-        // Set first, so that it ends watches and requests. The library's own futures would panic or
-        // report a bug.
+        // `is_stopped` is set first, which ends the waits for watches and responses. The library's
+        // own futures would panic or return an unexpected error.
         self.is_stopped.send_replace(true);
         let tasks = std::mem::take(&mut *lock(&self.tasks.0));
         for task in tasks {
             task.abort();
-            // The error of an aborted task.
+            // The result is the error of an aborted task.
             drop(task.await);
         }
     }
 
     /// Waits until the client is stopped. Does not keep the client alive.
-    pub(crate) fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
+    pub(crate) fn wait_until_stopped(&self) -> impl Future<Output = ()> + Send + 'static {
         let mut is_stopped = self.is_stopped.subscribe();
         async move {
-            // An error means that the connection was dropped, which counts as stopped.
+            // An error means that the client was dropped, which counts as stopped.
             let _ = is_stopped.wait_for(|is_stopped| *is_stopped).await;
         }
     }
@@ -122,7 +123,7 @@ impl StoppableClient {
         if *self.is_stopped.borrow() { SessionState::Disconnected } else { self.client.state() }
     }
 
-    /// Waits until the client is connected. After [`stop`](Self::stop) it waits forever.
+    /// Waits until the client is connected. Waits forever after [`stop`](Self::stop).
     pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         let mut states = self.client.state_watcher();
         loop {
@@ -137,11 +138,11 @@ impl StoppableClient {
         }
     }
 
-    /// Returns whether a node exists, decided by a majority with a write that changes nothing.
-    pub(crate) async fn write_check(&self, path: &str) -> Result<bool, Error> {
+    /// Returns whether a node exists, as decided by a majority with a write that changes nothing.
+    pub(crate) async fn exists_by_write(&self, path: &str) -> Result<bool, Error> {
         let writer = self.client.new_check_writer(path, None)?;
         match writer.commit().await {
-            // A failed check is committed by a majority like any other write.
+            // A majority commits a failed check like any other write.
             Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
             Err(error) => Err(error.into()),

@@ -1,4 +1,4 @@
-//! Findings of `doctor`: settings that weaken a promise now or soon.
+//! Reports findings of `doctor`: settings that weaken a promise, or may weaken it later.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::session::{ConfirmedBy, ZkSession};
 
 impl ZkBackend {
     pub(crate) async fn run_diagnostics(&self) -> Result<Vec<Finding>, BackendError> {
-        let session = self.sessions().get().await?;
+        let session = self.sessions().get_or_open().await?;
         session.confirm(ConfirmedBy::Majority).await?;
         let mut findings = Vec::new();
         let config = session.config();
@@ -38,8 +38,8 @@ impl ZkBackend {
         Ok(findings)
     }
 
-    /// Checks that the parent of all keys is readable and not a lock itself, and that the ensemble
-    /// has more than one server.
+    /// Checks that the parent of all keys is readable and is not itself a lock. Checks that the
+    /// ensemble has more than one server.
     async fn check_base(
         &self,
         session: &std::sync::Arc<ZkSession>,
@@ -70,9 +70,10 @@ impl ZkBackend {
     }
 }
 
-/// Returns the servers of the ensemble, or `None` if this client cannot read them.
+/// Returns the servers of the ensemble, or `None` if this client cannot read the configuration.
 async fn ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, BackendError> {
-    // Older servers do not have the configuration node, and rights may hide it.
+    // Older servers do not have the configuration node. This login may also lack the right to read
+    // the node.
     let Ok((config, _)) = session.with_request_timeout(session.client().get_config()).await? else {
         return Ok(None);
     };
@@ -83,5 +84,6 @@ async fn ensemble_members(session: &ZkSession) -> Result<Option<Vec<String>>, Ba
     Ok(Some(ensemble_members).filter(|ensemble_members| !ensemble_members.is_empty()))
 }
 
-/// A dead process keeps its locks for the session time-out; more than this is reported.
+/// The session time-out above which `doctor` reports a finding. A dead process keeps its locks for
+/// the session time-out.
 const SESSION_TIMEOUT_WARNING: Duration = Duration::from_secs(60);

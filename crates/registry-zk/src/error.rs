@@ -7,7 +7,8 @@ use zookeeper_client::Error;
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Classifies an error and adds a message with the remedy.
+/// Returns the [`BackendError`] for an error of the client library, with a message that contains a
+/// hint.
 pub(crate) fn to_backend_error(error: &Error) -> BackendError {
     let ErrorClass { kind, message, refused } = classify(error);
     // The client library's errors contain no credentials and no data.
@@ -105,7 +106,8 @@ const fn classify(error: &Error) -> ErrorClass {
         Error::BadVersion | Error::NodeExists | Error::NotEmpty => {
             refused(Protocol, "the servers refused the request; see the source of this error")
         }
-        // Variants that the library may add: the outcome is unknown, and a retry may not help.
+        // The library may add variants. The outcome of such an error is unknown, and a retry may
+        // not help.
         _ => unknown_outcome(
             Protocol,
             "the servers sent an unexpected response; see the source of this error",

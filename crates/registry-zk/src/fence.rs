@@ -1,9 +1,8 @@
-//! Writes to ZooKeeper that succeed only if the lock is still held; ZooKeeper itself checks the
-//! fencing token.
+//! Writes to ZooKeeper that succeed only if the lock is still held.
 //!
-//! The servers execute all writes of a multi or none, and one part of each multi checks that the
-//! holder's node exists. That node is deleted before another client can hold the lock. A late write
-//! of a former holder is therefore refused.
+//! The servers execute all writes of a multi request or none. Each multi request also checks that
+//! the holder's node exists. The servers delete the holder's node before another client can hold
+//! the lock. They therefore refuse a late write of a former holder.
 
 use std::fmt;
 
@@ -14,32 +13,31 @@ use crate::backend::ZkBackend;
 use crate::error::{timed_out, to_backend_error};
 use crate::path::is_valid_path;
 
-/// Creates fenced writes for a lock in the same ZooKeeper.
+/// Creates fenced writes to the ensemble that also stores the lock.
 ///
 /// # Examples
 /// ```no_run
 /// use registry_core::LockGuard;
 /// use registry_zk::{FenceError, Multi};
 ///
-/// # async fn example(guard: LockGuard) -> Result<(), FenceError> {
-/// // Executed together, and only if the guard still holds the lock.
-/// guard.multi()?.set("/balance", "17.50", None).create("/journal/7", "-2.50").commit().await?;
+/// # async fn example(guard: LockGuard) -> Result<(), FenceError> { // The servers execute both
+/// writes or none, and only if the guard still holds the lock. guard.multi()?.set("/balance",
+/// "17.50", None).create("/journal/7", "-2.50").commit().await?;
 /// # Ok(())
 /// # }
 /// ```
 pub trait Multi {
-    /// Starts a set of writes that are executed together, and only if this guard still holds the
-    /// lock.
+    /// Starts a multi request. The servers execute all its writes or none, and only if this guard
+    /// still holds the lock.
     ///
     /// Paths are relative to the chroot. Nothing is sent before [`commit`](FencedMulti::commit).
     ///
-    /// # Errors
-    /// [`FenceError::Lost`] if the lock is known to be lost, [`FenceError::Unsupported`] if it is
-    /// in another kind of store.
+    /// # Errors [`FenceError::Lost`] if the lock is known to be lost. [`FenceError::Unsupported`]
+    /// if the lock is in another kind of store.
     fn multi(&self) -> Result<FencedMulti<'_>, FenceError>;
 }
 
-/// Writes that are executed together under a lock. Created by [`Multi::multi`].
+/// The writes of a multi request under a lock. [`Multi::multi`] creates this value.
 #[must_use = "nothing is written before `commit`"]
 pub struct FencedMulti<'a> {
     guard: &'a LockGuard,
@@ -64,9 +62,8 @@ impl WriteStep {
         }
     }
 
-    /// Returns the maximum bytes of this step in a request, without the part that is equal for all
-    /// steps.
-    fn bytes(&self, acl_bytes: usize) -> usize {
+    /// Returns the maximum bytes of this step in a request, without `STEP_BYTES` and the chroot.
+    fn bytes_upper_bound(&self, acl_bytes: usize) -> usize {
         let payload = match self {
             Self::Create { data, .. } => data.len().saturating_add(acl_bytes),
             Self::Set { data, .. } => data.len(),
@@ -82,10 +79,10 @@ impl WriteStep {
 pub enum Written {
     /// The node was created.
     Created,
-    /// The node has new data and this version.
+    /// The node has the new data and this version.
     #[non_exhaustive]
     Set {
-        /// Number of writes to the node's data.
+        /// The number of writes to the node's data.
         version: i32,
     },
     /// The node was deleted.
@@ -94,7 +91,8 @@ pub enum Written {
     Checked,
 }
 
-/// Error of a fenced multi. Except for [`Store`](Self::Store), nothing was written.
+/// The error of a fenced multi request. After [`Store`](Self::Store), the writes may have been
+/// executed. After any other error, nothing was written.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
@@ -114,7 +112,7 @@ pub enum FenceError {
         /// The key.
         key: String,
     },
-    /// The servers refused one write, and therefore executed none.
+    /// The servers refused one write and therefore executed no write.
     #[error("write {step} (counted from 0) was refused")]
     #[non_exhaustive]
     Refused {
@@ -127,10 +125,10 @@ pub enum FenceError {
     #[error("the writes have {bytes} bytes; the limit is {max} bytes, so split them", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
-        /// Size of the writes with their paths.
+        /// The size of the writes with their paths.
         bytes: usize,
     },
-    /// Store error. If [`BackendError::refused`] returns true, nothing was written; otherwise the
+    /// A store error. If [`BackendError::refused`] returns true, nothing was written. Otherwise the
     /// outcome is unknown.
     #[error("the fenced writes failed")]
     #[non_exhaustive]
@@ -146,25 +144,27 @@ impl Multi for LockGuard {
             return Err(FenceError::Unsupported { key: self.key().to_owned() });
         };
         if !self.is_held() {
-            return Err(lost(self));
+            return Err(lost_error(self));
         }
         Ok(FencedMulti { guard: self, backend, steps: Vec::new() })
     }
 }
 
 impl FencedMulti<'_> {
-    /// Maximum bytes of all writes together, with their paths. By default, servers break the
-    /// connection at a request of 1 MiB (`jute.maxbuffer`), and the locks of a process share one
+    /// The maximum bytes of all writes together, with their paths. By default, servers break the
+    /// connection at a request of 1 MiB (`jute.maxbuffer`). The locks of a process share this
     /// connection.
     pub const BYTES_MAX: usize = 1_000_000;
 
-    /// Creates a node that outlives the session, with this client's rights for created nodes.
+    /// Adds a write that creates a persistent node, with the rights that this client gives to
+    /// created nodes.
     pub fn create(mut self, path: impl Into<String>, data: impl Into<Vec<u8>>) -> Self {
         self.steps.push(WriteStep::Create { path: path.into(), data: data.into() });
         self
     }
 
-    /// Writes a node's data. With a version, only if the node has that version.
+    /// Adds a write of a node's data. If a version is given, the servers refuse all writes unless
+    /// the node has this version.
     pub fn set(
         mut self,
         path: impl Into<String>,
@@ -175,13 +175,14 @@ impl FencedMulti<'_> {
         self
     }
 
-    /// Deletes a node. With a version, only if the node has that version.
+    /// Adds a write that deletes a node. If a version is given, the servers refuse all writes
+    /// unless the node has this version.
     pub fn delete(mut self, path: impl Into<String>, version: Option<i32>) -> Self {
         self.steps.push(WriteStep::Delete { path: path.into(), version });
         self
     }
 
-    /// Refuses all writes unless the node has this version.
+    /// Adds a check. The servers refuse all writes unless the node has this version.
     pub fn check(mut self, path: impl Into<String>, version: i32) -> Self {
         self.steps.push(WriteStep::Check { path: path.into(), version });
         self
@@ -193,12 +194,11 @@ impl FencedMulti<'_> {
     /// After these errors, nothing was written:
     /// - [`FenceError::Lost`] if the lock was lost,
     /// - [`FenceError::Refused`] if the servers refuse one of the writes,
-    /// - [`FenceError::TooLarge`] if they exceed [`BYTES_MAX`](Self::BYTES_MAX).
+    /// - [`FenceError::TooLarge`] if the writes exceed [`BYTES_MAX`](Self::BYTES_MAX).
     ///
     /// After [`FenceError::Store`], the writes may have been executed.
     ///
-    /// # Cancel safety
-    /// Dropping the future leaves it unknown whether the writes were executed.
+    /// # Cancel safety If the future is dropped, the writes may or may not be executed.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let backend = self.backend;
         self.send().await.map_err(|error| match error {
@@ -209,29 +209,29 @@ impl FencedMulti<'_> {
 
     async fn send(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
-        let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
+        let claim = guard.claim_for_fence().map_err(|_| lost_error(guard))?;
         let found = self.backend.sessions().find_entry(claim.id());
-        let (session, entry) = found.ok_or_else(|| lost(guard))?;
+        let (session, entry) = found.ok_or_else(|| lost_error(guard))?;
         let node = {
             let state = entry.state.lock().await;
             let node = state.node.as_ref().map(|node| (node.path.clone(), node.czxid));
-            node.ok_or_else(|| lost(guard))?
+            node.ok_or_else(|| lost_error(guard))?
         };
         let (node, czxid) = node;
-        // The same claim may have had another node earlier.
+        // The claim may have had a different node with a different token earlier.
         if i64::from(guard.fencing_token()) != czxid || !guard.is_held() {
-            return Err(lost(guard));
+            return Err(lost_error(guard));
         }
         let chroot = session.config().chroot.as_deref().unwrap_or_default();
         let acls = session.config().acls();
-        let bytes = self.bytes(&node, chroot, &acls);
+        let bytes = self.bytes_upper_bound(&node, chroot, &acls);
         if bytes > Self::BYTES_MAX {
             return Err(FenceError::TooLarge { bytes });
         }
         session.wait_until_connected().await.map_err(store_error)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
         let client = session.client();
-        let mut writer = client.new_check_writer(&node, None).map_err(not_sent)?;
+        let mut writer = client.new_check_writer(&node, None).map_err(not_sent_error)?;
         for (index, step) in self.steps.iter().enumerate() {
             let refused = |source| FenceError::Refused { step: index, source };
             if !is_valid_path(step.path()) {
@@ -255,7 +255,7 @@ impl FencedMulti<'_> {
             .map_err(|_| store_error(timed_out(limit)))?;
         match response.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
             Ok(results) => Ok(results.into_iter().map(write_result).collect()),
-            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost(guard)),
+            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost_error(guard)),
             Err(CheckWriteError::OperationFailed { index, source }) => {
                 Err(FenceError::Refused { step: index, source })
             }
@@ -267,11 +267,11 @@ impl FencedMulti<'_> {
 }
 
 impl FencedMulti<'_> {
-    /// Returns the maximum bytes of the request.
-    fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
+    /// Returns the maximum size of the request in bytes.
+    fn bytes_upper_bound(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acl_bytes =
             acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
-        let steps = self.steps.iter().map(|step| step.bytes(acl_bytes));
+        let steps = self.steps.iter().map(|step| step.bytes_upper_bound(acl_bytes));
         let common = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
         steps.fold(common.saturating_add(node.len()), usize::saturating_add)
     }
@@ -296,7 +296,7 @@ fn write_result(result: MultiWriteResult) -> Written {
     }
 }
 
-fn lost(guard: &LockGuard) -> FenceError {
+fn lost_error(guard: &LockGuard) -> FenceError {
     FenceError::Lost { key: guard.key().to_owned() }
 }
 
@@ -304,9 +304,10 @@ fn store_error(source: BackendError) -> FenceError {
     FenceError::Store { source }
 }
 
-fn not_sent(error: Error) -> FenceError {
+fn not_sent_error(error: Error) -> FenceError {
     store_error(to_backend_error(&error).as_refused())
 }
 
-/// Maximum bytes of a step without its path, data and rights: numbers and length fields.
+/// The maximum bytes of a step without its path, data and rights. The rest consists of numbers and
+/// length fields.
 const STEP_BYTES: usize = 40;

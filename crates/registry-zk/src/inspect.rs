@@ -1,4 +1,4 @@
-//! Inspection of locks for administrators, and forced release. Called by `backend`.
+//! Inspects locks for administrators and releases locks by force. `backend` calls this module.
 
 use std::sync::Arc;
 
@@ -14,14 +14,14 @@ use crate::session::ZkSession;
 
 impl ZkBackend {
     pub(crate) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        let session = self.sessions().get().await?;
+        let session = self.sessions().get_or_open().await?;
         read_holder(&session, key, &self.paths().node_path(key)).await
     }
 
     /// Returns the holders of all keys below the base that this login may read. Nested layouts are
     /// searched to any depth.
     pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
-        let session = self.sessions().get().await?;
+        let session = self.sessions().get_or_open().await?;
         let base = self.paths().base();
         let mut holders = Vec::new();
         let mut keys = read_children_or_empty(&session, base).await?;
@@ -40,8 +40,8 @@ impl ZkBackend {
         Ok(holders)
     }
 
-    /// Returns the holder of the key at `relative_path`, relative to the base, and the possible
-    /// keys below it.
+    /// Returns the holder of the key at `relative_path`, relative to the base, and the paths of
+    /// possible keys below this key.
     async fn inspect_key(
         &self,
         session: &Arc<ZkSession>,
@@ -52,7 +52,7 @@ impl ZkBackend {
         };
         let dir = self.paths().node_path(&key);
         let held = match read_holder(session, &key, &dir).await {
-            // Rights to this key are missing; the other keys must still be listed.
+            // The login may not read this key. The other keys must still be listed.
             Err(error) if error.kind() == BackendErrorKind::Denied => {
                 return Ok((None, Vec::new()));
             }
@@ -68,7 +68,7 @@ impl ZkBackend {
     }
 
     pub(crate) async fn force_release_key(&self, key: &Key) -> Result<Release, BackendError> {
-        let session = self.sessions().get().await?;
+        let session = self.sessions().get_or_open().await?;
         let dir = self.paths().node_path(key);
         for _ in 0..ATTEMPTS_MAX {
             let children = read_children_or_empty(&session, &dir).await?;
@@ -94,9 +94,9 @@ async fn read_holder(
         let path = format!("{dir}/{head}");
         match session.with_request_timeout(session.client().get_data(&path)).await? {
             Ok((data, stat)) => return Ok(Some(decode_holder(key, &data, stat.czxid))),
-            // Deleted since the list was read; a successor may exist.
+            // The holder's node was deleted after the list was read. A successor may exist.
             Err(Error::NoNode) => {}
-            // Without the right to read the data, the node's existence is still visible.
+            // The login may not read the node's data, but may still check the node's existence.
             Err(Error::NoAuth) => {
                 let response =
                     session.with_request_timeout(session.client().check_stat(&path)).await?;
@@ -121,8 +121,8 @@ async fn read_children_or_empty(
     }
 }
 
-/// Number of keys read concurrently.
+/// The number of keys that are read concurrently.
 const CONCURRENT_READS: usize = 64;
 
-/// Reads per key while its holder changes between two reads.
+/// The maximum number of attempts per key while its holder changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;

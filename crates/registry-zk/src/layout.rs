@@ -1,5 +1,5 @@
-//! The layouts and node names that programs must agree on to share locks. `path` and `queue`
-//! encode them. Defined apart from both, because `config` also uses them.
+//! The layouts and node names that programs must agree on to share locks. `path` builds the paths,
+//! and `queue` builds the node names. `config` selects a layout and a naming.
 
 /// Placement of the lock nodes. Programs share locks only if their layouts agree.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]

@@ -1,21 +1,22 @@
 //! ZooKeeper as a lock store.
 //!
-//! Each lock is a node, and each contender creates an ephemeral sequential child of it. The servers
-//! number the children in order of arrival and delete them when their session ends. The child with
-//! the lowest number holds the lock; each other child watches its predecessor. Processes therefore
-//! acquire the lock in the order of these nodes, with one node at a time per process. A release
-//! wakes exactly one waiter. Waiting, renewal and loss are handled by the engine in
-//! `registry-core`, which drives a backend through `LockBackend`.
+//! Each lock is a node, and each contender creates an ephemeral sequential child of this node. The
+//! servers number the children in order of arrival and delete a child when its session ends. The
+//! child with the lowest number holds the lock. Each other contender watches the child before its
+//! own child. Processes therefore acquire the lock in the order of the children, with one child at
+//! a time per process. A release wakes exactly one waiter. The engine in `registry-core` implements
+//! waiting, the times of renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
-//! All locks of a backend share one session, which is kept alive as a whole, so a held lock needs
-//! no request of its own. Several thousand locks need further sessions, because the end of a
-//! session must fit into one transaction. [`Layout`] and [`Naming`] set the path and the name of a
-//! lock's nodes. Both have this library's own form and the form of Apache Curator (and so of Spring
-//! Integration); [`Naming`] also has that of kazoo. Programs that use the same form share the
-//! locks.
+//! All locks of a backend share one session. One request renews the session with all its locks.
+//! Several thousand locks need further sessions, because the servers end a session by one
+//! transaction of limited size. [`Layout`] and [`Naming`] set the path and the name of a lock's
+//! nodes. [`Layout`] contains this library's own form and the form of Apache Curator, which Spring
+//! Integration uses. [`Naming`] contains the forms of Apache Curator and kazoo. Programs that use
+//! the same layout and naming share the locks.
 //!
-//! The fencing token is the transaction that created the holder's node (`czxid`). Use [`Multi`] to
-//! protect data in ZooKeeper itself: its writes succeed only if the lock's node still exists.
+//! The fencing token is the id of the transaction that created the holder's node (`czxid`). Use
+//! [`Multi`] to protect data in ZooKeeper. The writes of a multi request succeed only if the
+//! holder's node still exists.
 //!
 //! # Examples
 //! ```no_run
@@ -58,7 +59,7 @@ pub use fence::{FenceError, FencedMulti, Multi, Written};
 pub use layout::{Layout, Naming};
 pub use session::SessionsExhausted;
 
-// The example of the README is compiled.
+// The README example must compile.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,4 +1,5 @@
-//! Locks a mutex even after a panic: a panic in one task must not make the whole backend unusable.
+//! Locks a mutex even if it is poisoned. A panic in one task must not make the whole backend
+//! unusable.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -1,4 +1,5 @@
-//! The data of a lock's node: a JSON object for operators. No decision depends on it.
+//! The data of a lock's node: a JSON object for operators. No decision of the backend depends on
+//! this data.
 
 use registry_core::Claim;
 use serde::{Deserialize, Serialize};
@@ -18,12 +19,12 @@ pub(crate) fn encode_node_data(claim: &Claim) -> Vec<u8> {
         host: host().into(),
         pid: std::process::id(),
     };
-    // Strings and a number always serialize.
+    // The serialization of strings and a number cannot fail.
     serde_json::to_vec(&node_data).unwrap_or_default()
 }
 
-/// Returns the label in a node's data. Data of other programs is used as the label if it is text,
-/// such as Curator's address.
+/// Returns the label in a node's data. If another program wrote text, such as the address that
+/// Curator writes, the text is the label.
 pub(crate) fn decode_label(data: &[u8]) -> Option<String> {
     if let Ok(node_data) = serde_json::from_slice::<NodeData<'_>>(data) {
         return node_data.label.map(std::borrow::Cow::into_owned);
@@ -43,7 +44,7 @@ fn host() -> String {
     std::env::var("COMPUTERNAME").unwrap_or_default()
 }
 
-/// Longer data of other programs is not used as a label.
+/// The maximum length of another program's text that is used as a label.
 const LABEL_MAX: usize = 1024;
 
 #[cfg(test)]

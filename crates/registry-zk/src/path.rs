@@ -1,5 +1,5 @@
-//! Maps keys to node paths. Each key has one node, named after it; the children of that node are in
-//! `queue`.
+//! Maps keys to node paths. Each key has one node, which is named after the key. `queue` handles
+//! the children of this node.
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use registry_core::{InvalidKey, Key};
@@ -42,7 +42,8 @@ impl Paths {
         let key = match self.layout {
             Layout::Native => {
                 let key = percent_decode_str(relative_path).decode_utf8().ok()?.into_owned();
-                // A foreign node can decode to a key whose own node has another name.
+                // The name of another program's node can decode to a key whose node has a different
+                // name.
                 (encode(&key) == relative_path).then_some(key)?
             }
             Layout::Curator => relative_path.to_owned(),
@@ -80,8 +81,8 @@ fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
         if n == 0 && is_top_level && segment == "zookeeper" {
             return Err(InvalidKey::layout("`/zookeeper` is reserved for the servers"));
         }
-        // Curator treats every child of a lock's node as a contender. It sorts by the text after
-        // `lock-`, or by the whole name. A permanent child must not sort before a number, or no
+        // Curator treats every child of a lock's node as a contender. It sorts the children by the
+        // text after `lock-`, or by the whole name. If a permanent child sorted before a number, no
         // contender would ever be the head. Numbers begin with `1` only after 10⁹ children, and
         // never with `3`.
         if n > 0 && segment.starts_with(|first: char| first <= '0') {
@@ -99,8 +100,8 @@ fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
     Ok(())
 }
 
-/// Returns whether the server accepts `c` in a path. The server checks UTF-16 units, and characters
-/// beyond the first 65,536 have two surrogates.
+/// Returns whether the server accepts `c` in a path. The server checks UTF-16 units and rejects
+/// surrogates. It therefore rejects all characters beyond the first 65,536.
 fn is_path_char(c: char) -> bool {
     !matches!(u32::from(c), 0..=0x1f | 0x7f..=0x9f | 0xd800..=0xf8ff | 0xfff0..)
 }
@@ -114,7 +115,8 @@ pub(crate) fn encode(text: &str) -> String {
     }
 }
 
-/// Returns whether `path` is valid: absolute, with no empty, `.` or `..` part.
+/// Returns whether `path` is valid: absolute, without empty, `.` or `..` segments, and without
+/// rejected characters.
 pub(crate) fn is_valid_path(path: &str) -> bool {
     path.strip_prefix('/').is_some_and(|segments| {
         segments
@@ -123,7 +125,7 @@ pub(crate) fn is_valid_path(path: &str) -> bool {
     })
 }
 
-/// ASCII characters to encode. Non-ASCII characters are always encoded.
+/// The ASCII characters that are encoded. Non-ASCII characters are always encoded.
 const ENCODED_CHARS: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b'/');
 
 #[cfg(test)]

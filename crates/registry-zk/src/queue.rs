@@ -1,10 +1,10 @@
 //! The queue of a lock: the contending children of its node, sorted by name. No I/O.
 //!
-//! A name ends in a number that the server assigned: ten digits that count all children the parent
-//! ever had. The counter ends at 2³¹ − 1. From then on the servers assign that number to every new
-//! child, and negative numbers to children created concurrently. The tests of
-//! `registry-testkit` check this behaviour of the servers. Then only the transactions that created
-//! the nodes determine their order.
+//! A name ends in a sequence number that the server assigned. The number has ten digits and counts
+//! all children that the parent ever had. The counter ends at 2³¹ − 1. After that, the servers
+//! assign this number to every new child, and negative numbers to children created concurrently.
+//! Only the transactions that created the nodes then determine the order. The tests of
+//! `registry-testkit` check this behaviour of the servers.
 
 use registry_core::ClaimId;
 
@@ -26,7 +26,7 @@ pub(crate) fn node_prefix(claim: ClaimId, naming: Naming) -> String {
     }
 }
 
-/// Returns the bytes of a claim's node path in a transaction that lists it: the path and its length
+/// Returns the maximum bytes of a claim's node path in a transaction: the path and its length
 /// field.
 pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
     LENGTH_BYTES + dir.len() + "/".len() + node_prefix(claim, naming).len() + NUMBER_CHARS_MAX
@@ -36,7 +36,7 @@ pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
 /// for any other child.
 fn sequence_number(name: &str) -> Option<i32> {
     let after = |marker: &str| name.rfind(marker).map(|at| &name[at + marker.len()..]);
-    // A name has only one of these marks directly before its number.
+    // Only one of these markers is directly before the number of a name.
     [after("lock-"), after("__lock__")].into_iter().flatten().find_map(parse_number)
 }
 
@@ -54,8 +54,8 @@ pub(crate) fn is_contender(name: &str) -> bool {
     sequence_number(name).is_some()
 }
 
-/// Returns the nodes of a claim, by the prefix of their names. Each earlier session that the
-/// servers have not ended yet can have one more.
+/// Returns the nodes whose names begin with the claim's `node_prefix`. Each earlier session that
+/// the servers have not ended yet can have another node of the claim.
 pub(crate) fn claim_nodes<'a>(
     children: &'a [String],
     node_prefix: &str,
@@ -68,7 +68,7 @@ pub(crate) fn claim_nodes<'a>(
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct ContenderQueue(Vec<String>);
 
-/// The contenders for a lock whose counter is exhausted.
+/// The unsorted contenders for a lock whose sequence numbers are exhausted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SequenceExhausted(Vec<String>);
 
@@ -110,8 +110,8 @@ impl SequenceExhausted {
         &self.0
     }
 
-    /// Sorts the contenders by the transactions that created [`names`](Self::names). `None` is a
-    /// node that no longer exists.
+    /// Sorts the contenders by the transactions that created [`names`](Self::names), given in the
+    /// same order. `None` stands for a node that no longer exists.
     pub(crate) fn sort_by_transaction(
         self,
         czxids: impl IntoIterator<Item = Option<i64>>,
@@ -131,7 +131,7 @@ pub(crate) enum QueuePosition<'a> {
     Behind {
         /// The node directly before this one.
         predecessor: &'a str,
-        /// That node is the head of the queue.
+        /// The predecessor is the head of the queue.
         is_predecessor_head: bool,
     },
     Absent,
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn contenders_of_all_libraries_share_one_queue_without_other_children() {
+    fn a_queue_contains_the_contenders_of_all_libraries_and_no_other_children() {
         let curator = "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000002";
         let kazoo = "ffffffffffffffffffffffffffffffff__lock__0000000001";
         let plain = "lock-0000000003";
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn after_the_last_number_the_transactions_determine_the_order() {
+    fn transactions_determine_the_order_when_the_sequence_numbers_are_exhausted() {
         assert_eq!(name(i32::MIN), "_c_0-lock--2147483648");
         assert_eq!(name(-5), "_c_0-lock--000000005");
         for beyond in [i32::MAX, i32::MIN, -5, -1] {

@@ -1,4 +1,5 @@
-//! The store state of one claim: its node and its watches. Data only; `recipe` acts on it.
+//! The state of one claim in the store: its node and its watches. Contains data only. `recipe`
+//! sends the requests.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use crate::layout::Naming;
 use crate::mutex::lock;
 use crate::queue::node_bytes;
 
-/// The queue entry of a claim in one session. It never outlives that session, and no other session
+/// The queue entry of a claim in one session. The entry ends with its session, and no other session
 /// uses it.
 pub(crate) struct QueueEntry {
     pub(crate) key: Key,
@@ -23,13 +24,14 @@ pub(crate) struct QueueEntry {
     pub(crate) dir: String,
     /// Bytes of the node's path in the transaction that ends the session.
     pub(crate) node_bytes: usize,
-    /// The engine has requested the release.
+    /// The engine has requested the release of the claim.
     is_release_requested: AtomicBool,
-    /// Locked during each operation on the claim, so that operations are serial.
+    /// Each operation on the claim locks this mutex. The operations of a claim therefore run one at
+    /// a time.
     pub(crate) state: Arc<Mutex<ClaimState>>,
-    /// Number of calls that wait for the claim to reach the head.
+    /// The number of calls that wait until the claim's node is the head.
     waiters: AtomicUsize,
-    /// When the last attempt began or the last wait ended.
+    /// The time at which the last attempt began or the last wait ended.
     last_active_at: std::sync::Mutex<Moment>,
 }
 
@@ -40,15 +42,16 @@ pub(crate) struct ClaimState {
     pub(crate) node: Option<ClaimNode>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
-    /// Held until this time unless renewed; then `recipe::release_abandoned` releases it.
+    /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
+    /// claim. `None` if the claim is not held.
     pub(crate) held_until: Option<Moment>,
-    /// Watch on the own node of a held claim.
+    /// The watch on the own node of a held claim.
     pub(crate) own_watch: Option<OwnNodeWatch>,
     /// The node directly before the own node, and its watch.
     pub(crate) predecessor: Option<WatchedPredecessor>,
-    /// Nodes before the own node that only the connected server shows. A majority does not have
-    /// them. A node that a majority later creates under this name comes after the own node.
-    pub(crate) unconfirmed_nodes: Vec<String>,
+    /// The nodes before the own node that only the connected server has, but not a majority. If a
+    /// majority later creates a node with the same name, it comes after the own node.
+    pub(crate) nodes_missing_on_majority: Vec<String>,
     pub(crate) lease: Duration,
 }
 
@@ -67,8 +70,8 @@ impl ClaimNode {
 
 pub(crate) struct OwnNodeWatch {
     pub(crate) watch: NodeWatch,
-    /// Number of reconnects of the session when the node was last seen.
-    pub(crate) seen_at_reconnect: u32,
+    /// The number of reconnects of the session when the node was last verified.
+    pub(crate) reconnects_when_verified: u32,
 }
 
 pub(crate) struct WatchedPredecessor {
@@ -94,7 +97,7 @@ impl QueueEntry {
             held_until: None,
             own_watch: None,
             predecessor: None,
-            unconfirmed_nodes: Vec::new(),
+            nodes_missing_on_majority: Vec::new(),
             lease: claim.lease(),
         };
         Self {
@@ -108,24 +111,24 @@ impl QueueEntry {
         }
     }
 
-    /// Marks the claim as waiting until the returned value is dropped.
+    /// Counts a waiter of the claim until the returned value is dropped.
     pub(crate) fn begin_wait(&self) -> WaitGuard<'_> {
         self.waiters.fetch_add(1, Ordering::AcqRel);
         WaitGuard(self)
     }
 
-    /// Records that the claim has a caller now.
-    pub(crate) fn mark_active(&self) {
+    /// Records the current time as the last activity of the claim's caller.
+    pub(crate) fn record_activity(&self) {
         *lock(&self.last_active_at) = Moment::now();
     }
 
     /// Records that the engine has requested the release.
-    pub(crate) fn mark_release_requested(&self) {
+    pub(crate) fn record_release_request(&self) {
         self.is_release_requested.store(true, Ordering::Release);
     }
 
-    /// Returns whether the claim's holder has not released it, and it is held or an operation is in
-    /// progress.
+    /// Returns whether the claim is held or an operation is in progress. Returns false after the
+    /// engine has requested the release.
     pub(crate) fn is_in_use(&self, now: Moment) -> bool {
         let is_held = || match self.state.try_lock() {
             Ok(state) => state.held_until.is_some_and(|until| now < until),
@@ -140,7 +143,7 @@ impl QueueEntry {
         match state.held_until {
             Some(until) => until <= now,
             None => {
-                let idle = state.lease.max(IDLE_MIN);
+                let idle = state.lease.max(ABANDON_AFTER_MIN);
                 self.waiters.load(Ordering::Acquire) == 0
                     && lock(&self.last_active_at).after(idle) <= now
             }
@@ -154,13 +157,14 @@ impl fmt::Debug for QueueEntry {
     }
 }
 
-/// A call that waits for the claim.
+/// A call that waits for the claim. Dropping this value ends the wait.
 pub(crate) struct WaitGuard<'a>(&'a QueueEntry);
 
 impl Drop for WaitGuard<'_> {
     fn drop(&mut self) {
-        // Recorded before the count: the next attempt follows the wait, however long that was.
-        self.0.mark_active();
+        // The end of the wait counts as activity. It is recorded before the count decreases, so the
+        // claim does not appear abandoned in between.
+        self.0.record_activity();
         self.0.waiters.fetch_sub(1, Ordering::AcqRel);
     }
 }
@@ -172,7 +176,7 @@ impl ClaimState {
         self.held_until = None;
         self.own_watch = None;
         self.predecessor = None;
-        self.unconfirmed_nodes.clear();
+        self.nodes_missing_on_majority.clear();
     }
 
     /// Returns whether the claim certainly has no node in the store.
@@ -181,8 +185,8 @@ impl ClaimState {
     }
 }
 
-/// A watch that fires at one change, or when the client that set it is stopped. Any number of tasks
-/// can wait for it.
+/// A watch that fires once: at the first change of its node, or when the client that set it is
+/// stopped. Any number of tasks can wait for the watch.
 #[derive(Clone)]
 pub(crate) struct NodeWatch(Shared<BoxFuture<'static, ()>>);
 
@@ -192,10 +196,10 @@ impl NodeWatch {
         reservation: WatchReservation,
         client: &StoppableClient,
     ) -> Self {
-        let stopped = client.stopped();
+        let stopped = client.wait_until_stopped();
         let changed = async move {
             tokio::select! {
-                // Checked first, because the watcher of a stopped client panics.
+                // `stopped` is polled first, because the watcher of a stopped client panics.
                 biased;
                 () = stopped => {}
                 _ = watcher.changed() => {}
@@ -205,13 +209,13 @@ impl NodeWatch {
         Self(changed.boxed().shared())
     }
 
-    /// Returns whether the watch has fired. Events that the server sent before a received response
-    /// are included.
+    /// Returns whether the watch has fired. After a response has arrived, the result includes all
+    /// events that the server sent before this response.
     pub(crate) fn has_fired(&self) -> bool {
         self.0.clone().now_or_never().is_some()
     }
 
-    pub(crate) async fn fired(self) {
+    pub(crate) async fn wait_until_fired(self) {
         self.0.await;
     }
 }
@@ -219,9 +223,9 @@ impl NodeWatch {
 /// The watch budget: how many bytes of paths a session may watch at a time.
 ///
 /// After each reconnect, the client library sends all its watches to the server again, at most [128
-/// KiB](Self::TOTAL_MAX) per request. It treats the response to a second such request as unexpected
-/// and breaks the connection, repeatedly until the session expires. The budget keeps the watches
-/// within one request.
+/// KiB](Self::TOTAL_MAX) per request. The library treats the response to a second such request as
+/// unexpected and breaks the connection. This repeats until the session expires. The budget keeps
+/// the watches within one request.
 ///
 /// A node beyond the budget is not watched: its waiter polls, and its holder detects a loss at the
 /// next renewal.
@@ -229,13 +233,13 @@ impl NodeWatch {
 pub(crate) struct WatchBudget(Arc<AtomicUsize>);
 
 impl WatchBudget {
-    /// Limit for all watches together. Below the library's 128 KiB, because the library may still
-    /// have watches that were just dropped.
+    /// The limit for all watches together. It is lower than the library's 128 KiB, because the
+    /// library may still contain watches that were just dropped.
     pub(crate) const TOTAL_MAX: usize = 120 * 1024;
-    /// Limit for watches of held locks, so that waiters have some left.
+    /// The limit for watches of held locks. The rest of the budget remains for waiters.
     pub(crate) const HELD_MAX: usize = 96 * 1024;
 
-    /// Reserves the bytes of `path`, if the total stays within `max`.
+    /// Reserves the bytes of `path`. Returns `None` if the total would exceed `max`.
     pub(crate) fn reserve(&self, path: &str, max: usize) -> Option<WatchReservation> {
         let add = |used: usize| used.checked_add(path.len()).filter(|used| *used <= max);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
@@ -243,7 +247,7 @@ impl WatchBudget {
     }
 }
 
-/// Reserved bytes of the watch budget. Returned on drop.
+/// Reserved bytes of the watch budget. Dropping this value returns the bytes to the budget.
 pub(crate) struct WatchReservation {
     watch_budget: WatchBudget,
     bytes: usize,
@@ -255,6 +259,6 @@ impl Drop for WatchReservation {
     }
 }
 
-/// A waiter may pause between two attempts after a store error, so it is not abandoned before this
-/// time.
-const IDLE_MIN: Duration = Duration::from_secs(5);
+/// The minimum idle time of an abandoned claim. After a store error, a waiter may pause for some
+/// time before its next attempt.
+const ABANDON_AFTER_MIN: Duration = Duration::from_secs(5);

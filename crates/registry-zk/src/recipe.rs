@@ -1,9 +1,9 @@
-//! The lock recipe: enqueues a claim, checks its position, and dequeues it. Called by `backend`
-//! with the sessions of a claim; opening sessions and keeping them alive is in `session`.
+//! The lock recipe: enqueues a claim, checks its position, and dequeues it. `backend` calls this
+//! module. `session` opens sessions and keeps them alive.
 //!
-//! Requests are sent in the order of the calls here, and answered in that order. A list requested
-//! directly after the creation of a node therefore contains that node, and an uncontended
-//! acquisition takes one round trip.
+//! The client sends requests in the order of the calls, and the server answers in this order. A
+//! list requested directly after the creation of a node therefore contains the node. An uncontended
+//! acquisition thus takes one round trip.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -26,14 +26,15 @@ use crate::queue_entry::{
 };
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
-/// Enqueues `claim` if it is not queued, and returns whether it is at the head.
+/// Enqueues `claim` if it is not queued. Returns `Granted` if its node is the head of the queue,
+/// otherwise `Busy`.
 pub(crate) async fn try_acquire(
     sessions: &Arc<SessionPool>,
     claim: &Claim,
     dir: impl Fn() -> String + Send + Sync,
 ) -> Result<Attempt, BackendError> {
     loop {
-        let (session, entry) = sessions.entry_for(claim, &dir).await?;
+        let (session, entry) = sessions.find_or_insert_entry(claim, &dir).await?;
         if entry.key != *claim.key() {
             let message =
                 "zookeeper: a claim was used with two different keys; use a new claim for each key";
@@ -41,10 +42,10 @@ pub(crate) async fn try_acquire(
         }
         let mut state = entry.state.lock().await;
         if state.is_removed {
-            // Retry: `entry_for` returns the current entry or creates one.
+            // The next iteration finds the claim's current entry or inserts a new entry.
             continue;
         }
-        entry.mark_active();
+        entry.record_activity();
         state.lease = claim.lease();
         let attempt = run_attempt(&session, &entry, &mut state, claim).await;
         if state.has_no_node() {
@@ -70,13 +71,13 @@ async fn run_attempt(
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut saw_predecessor_vanish = false;
+    let mut was_predecessor_deleted = false;
     for _ in 0..ATTEMPTS_MAX {
         if state.is_creation_unresolved {
             resolve_creation(session, entry, state, claim).await?;
         }
         if state.held_until.is_some_and(|until| until <= Moment::now()) {
-            // The grant has expired, so a new one needs a new token.
+            // The grant has expired. A new grant needs a new token, and so a new node.
             delete_own_node(session, state).await?;
         }
         let children = if state.node.is_none() {
@@ -89,7 +90,7 @@ async fn run_attempt(
         } else {
             read_children_or_empty(session, entry).await?
         };
-        let children = exclude_unconfirmed(state, children);
+        let children = exclude_missing_on_majority(state, children);
         let queue = sort_contenders(session, &entry.dir, children).await?;
         let Some(node) = &state.node else { continue };
         let (predecessor_name, is_predecessor_head) = match queue.position_of(node.name()) {
@@ -97,7 +98,7 @@ async fn run_attempt(
             QueuePosition::Behind { predecessor, is_predecessor_head } => {
                 (predecessor, is_predecessor_head)
             }
-            // Another client has deleted the node.
+            // Another client has deleted the claim's node.
             QueuePosition::Absent => {
                 state.clear_node();
                 continue;
@@ -107,8 +108,8 @@ async fn run_attempt(
         if is_predecessor_head
             && head_is_missing_on_majority(session, &entry.dir, predecessor_name, &path).await?
         {
-            state.unconfirmed_nodes.push(predecessor_name.to_owned());
-            (state.predecessor, saw_predecessor_vanish) = (None, true);
+            state.nodes_missing_on_majority.push(predecessor_name.to_owned());
+            (state.predecessor, was_predecessor_deleted) = (None, true);
             continue;
         }
         if !claim.joins_queue() {
@@ -121,7 +122,7 @@ async fn run_attempt(
             predecessor.verified_at = Moment::now();
             return Ok(Attempt::Busy(Busy::new()));
         }
-        // Watched by data, not by existence: an existence watch on a missing node would remain set.
+        // This is a data watch. An existence watch on a missing node would remain set.
         match session.with_request_timeout(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
                 let name = predecessor_name.to_owned();
@@ -134,26 +135,27 @@ async fn run_attempt(
                     busy
                 }));
             }
-            // Already deleted: list again.
-            Err(Error::NoNode) => (state.predecessor, saw_predecessor_vanish) = (None, true),
+            // The predecessor is already deleted, so the next attempt lists the children again.
+            Err(Error::NoNode) => (state.predecessor, was_predecessor_deleted) = (None, true),
             Err(error) => return Err(to_backend_error(&error).as_unknown()),
         }
     }
     state.predecessor = None;
-    if !saw_predecessor_vanish {
-        // Not contention: in each attempt, the connection broke, or the node or its parent was
-        // missing.
+    if !was_predecessor_deleted {
+        // Contention is not the cause. In each attempt, the connection broke, or the node or its
+        // parent was missing.
         let message = format!(
             "zookeeper: the node of the lock cannot be created: in each of {ATTEMPTS_MAX} attempts, the connection broke or another client deleted the node; check the network, and that no other program deletes nodes below the lock's path"
         );
         return Err(BackendError::transient(message));
     }
-    // The queue changes faster than this client reads it. A waiter retries at once.
+    // The queue changes faster than this client reads it. Without a watched predecessor,
+    // `wait_for_predecessor` returns at once.
     Ok(Attempt::Busy(Busy::new()))
 }
 
-/// Creates the node of `claim` and returns all children. Returns `None` if the caller must try
-/// again: the parents were missing and now exist, or the connection was lost.
+/// Creates the node of `claim` and returns all children of `dir`. Returns `None` if the caller must
+/// try again. This happens after the creation of missing parents and after a lost connection.
 async fn create_node(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -164,19 +166,21 @@ async fn create_node(
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
     let client = session.client();
     let sent_at = Moment::now();
-    // From here on a node may exist, even if this future is dropped or the response is lost.
+    // From here on, a node may exist. A dropped future or a lost response does not undo the
+    // request.
     state.is_creation_unresolved = true;
     let data = encode_node_data(claim);
     let created = client.create(&path, &data, &options);
     let listed = client.list_children(&entry.dir);
-    // Responses arrive in request order. Awaiting the second one first wakes this task only once.
+    // Responses arrive in the order of the requests. Awaiting the second response first wakes this
+    // task only once.
     let listed = session.with_request_timeout(listed).await;
     match session.with_request_timeout(created).await? {
         Ok((stat, number)) => {
             state.is_creation_unresolved = false;
             let path = format!("{path}{number}");
             let czxid = if stat.is_invalid() {
-                // Servers before 3.5 do not return the creating transaction.
+                // Servers before 3.5 do not return the id of the transaction that created the node.
                 let response = session.with_request_timeout(client.check_stat(&path)).await?;
                 response
                     .map_err(|error| to_backend_error(&error).as_unknown())?
@@ -189,12 +193,12 @@ async fn create_node(
         }
         Err(Error::NoNode) => {
             state.is_creation_unresolved = false;
-            // Never created, or removed by the servers because it was empty, which can happen at
-            // any time.
+            // The parent was never created, or the servers removed the empty container, which they
+            // may do at any time.
             create_parents(session, &entry.dir).await?;
             return Ok(None);
         }
-        // The next attempt reconnects and determines whether the node exists.
+        // The next attempt waits for a connection and determines whether the node exists.
         Err(Error::ConnectionLoss) => return Ok(None),
         Err(error) => {
             state.is_creation_unresolved = !is_refused(&error);
@@ -207,8 +211,8 @@ async fn create_node(
     }
 }
 
-/// Creates `path` and its parents as containers: nodes that the servers delete after they have been
-/// empty for a while.
+/// Creates `path` and its parents as containers. The servers delete a container that has been empty
+/// for some time.
 async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
     let acls = session.config().acls();
     for mode in [CreateMode::Container, CreateMode::Persistent] {
@@ -231,16 +235,16 @@ async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendEr
 
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
-/// Requests of a session run in order, and a leader that knows a later connection rejects those of
-/// an earlier one. A node that is missing now cannot appear later. A deposed leader might not
-/// know of the node, so a majority confirms the session first.
+/// The servers execute the requests of a session in order. The leader rejects requests from the
+/// session's earlier connections. A node that is missing now therefore cannot appear later. A
+/// former leader may not know the node, so a majority first confirms the session.
 async fn resolve_creation(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<(), BackendError> {
-    let children = match read_children_confirmed(session, &entry.dir).await? {
+    let children = match read_children_after_confirmation(session, &entry.dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => Vec::new(),
         Err(error) => return Err(to_backend_error(&error).as_unknown()),
@@ -250,8 +254,8 @@ async fn resolve_creation(
         let path = format!("{}/{name}", entry.dir);
         let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
         match found.map_err(|error| to_backend_error(&error).as_unknown())? {
-            // Only nodes of this session count. A node of the same claim from an earlier session
-            // can vanish at any time.
+            // Only a node of this session counts. The servers may delete a node of an earlier
+            // session at any time.
             Some(stat) if stat.ephemeral_owner == session.id() && state.node.is_none() => {
                 state.node = Some(ClaimNode { path, czxid: stat.czxid });
             }
@@ -264,8 +268,8 @@ async fn resolve_creation(
 }
 
 /// Returns whether the node directly before a waiter certainly still exists. Concurrent callers
-/// share one request, whatever the length of the queue. Returns false periodically, so that a
-/// waiter whose own node was deleted lists the queue and detects that.
+/// share one request, regardless of the length of the queue. Returns false periodically. The waiter
+/// then lists the queue and detects a deletion of its own node.
 async fn is_predecessor_unchanged(
     session: &Arc<ZkSession>,
     state: &ClaimState,
@@ -280,20 +284,21 @@ async fn is_predecessor_unchanged(
     }
     tokio::select! {
         biased;
-        () = watch.clone().fired() => {
-            // A watch also fires when its client is stopped. The session then gets a new client.
+        () = watch.clone().wait_until_fired() => {
+            // A watch also fires when the client that set it is stopped. The session then continues
+            // on a new client.
             session.wait_until_connected().await?;
             Ok(false)
         }
-        synced = session.sync_shared() => {
+        synced = session.sync_with_leader() => {
             synced?;
             Ok(!watch.has_fired())
         }
     }
 }
 
-/// Returns whether this client would be notified of the end of the node directly before a waiter.
-pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
+/// Returns whether a watch reports the deletion of the node directly before the waiter.
+pub(crate) fn is_predecessor_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
     let Ok(state) = entry.state.try_lock() else { return false };
     let Some(WatchedPredecessor { watch: Some(watch), .. }) = &state.predecessor else {
         return false;
@@ -303,35 +308,35 @@ pub(crate) fn is_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
 
 /// Returns whether the head of a queue exists only on the connected server.
 ///
-/// A waiter would wait forever for a node that the other servers have deleted. If the same node is
-/// the head for one session time-out, this therefore checks with a majority of the servers.
+/// A waiter would wait forever for a node that the other servers have deleted. After the same node
+/// has been the head for one session time-out, this function therefore asks a majority.
 async fn head_is_missing_on_majority(
     session: &ZkSession,
     dir: &str,
     name: &str,
     path: &str,
 ) -> Result<bool, BackendError> {
-    if !lock(session.head_cache()).needs_confirmation(dir, name, session.timeout()) {
+    if !lock(session.head_cache()).needs_majority_check(dir, name, session.timeout()) {
         return Ok(false);
     }
     let exists = session.exists_on_majority(path).await.map_err(BackendError::as_unknown)?;
     if exists {
-        lock(session.head_cache()).confirm(dir);
+        lock(session.head_cache()).record_majority_check(dir);
     }
     Ok(!exists)
 }
 
-/// Removes the nodes that only the connected server shows.
-fn exclude_unconfirmed(state: &mut ClaimState, mut children: Vec<String>) -> Vec<String> {
-    if !state.unconfirmed_nodes.is_empty() {
-        state.unconfirmed_nodes.retain(|name| children.contains(name));
-        children.retain(|child| !state.unconfirmed_nodes.contains(child));
+/// Removes the nodes that only the connected server has.
+fn exclude_missing_on_majority(state: &mut ClaimState, mut children: Vec<String>) -> Vec<String> {
+    if !state.nodes_missing_on_majority.is_empty() {
+        state.nodes_missing_on_majority.retain(|name| children.contains(name));
+        children.retain(|child| !state.nodes_missing_on_majority.contains(child));
     }
     children
 }
 
-/// Returns all children as the leader knows them. A lagging server could list a node of this
-/// session that is deleted.
+/// Returns all children that the leader has, or none if the parent is missing. Without a `sync`, a
+/// lagging server could list a deleted node of this session.
 async fn read_children_or_empty(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -343,7 +348,7 @@ async fn read_children_or_empty(
     }
 }
 
-/// Returns the children of `dir`, at least as recent as this call.
+/// Returns the children of `dir` as of this call or later, unless another leader was elected.
 pub(crate) async fn read_children(
     session: &Arc<ZkSession>,
     dir: &str,
@@ -357,20 +362,19 @@ pub(crate) async fn read_children(
     }
 }
 
-/// Returns the children of `dir`, at least as recent as this call even if another leader was
-/// elected.
-async fn read_children_confirmed(
+/// Returns the children of `dir` as of this call or later, even after a leader election.
+async fn read_children_after_confirmation(
     session: &Arc<ZkSession>,
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
-    // A server rejects a session that has seen more than the server, so this list includes the
+    // A server rejects a session that has seen a newer transaction. The list therefore includes the
     // state that the majority confirmed.
     session.with_request_timeout(session.client().list_children(dir)).await
 }
 
-/// Sorts the contenders. If their names do not determine the order, requests each node's
-/// transaction, all concurrently.
+/// Sorts the contenders. If their names do not determine the order, concurrently requests the
+/// transaction that created each node.
 pub(crate) async fn sort_contenders(
     session: &Arc<ZkSession>,
     dir: &str,
@@ -464,8 +468,8 @@ pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, Back
     }
 }
 
-/// Verifies that the node of a held claim exists, and watches it. The caller must have completed a
-/// [confirmation](ZkSession::confirm) directly before.
+/// Verifies that the node of a held claim exists, and watches the node. The caller must have
+/// completed a [confirmation](ZkSession::confirm) directly before this call.
 pub(crate) async fn renew(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,
@@ -487,8 +491,8 @@ pub(crate) async fn renew(
     Ok(Renewal::Renewed(lease))
 }
 
-/// Returns whether the claim's own node exists. A watch that was set before the confirmation and
-/// has not fired proves that without a request.
+/// Returns whether the claim's own node exists. Sets a watch on the node if possible. A watch from
+/// before the confirmation that has not fired proves the existence without a request.
 async fn verify_own_node(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,
@@ -498,7 +502,7 @@ async fn verify_own_node(
     let Some(node) = &state.node else { return Ok(false) };
     let reconnects = session.reconnects();
     let watched = state.own_watch.as_ref().filter(|own_watch| !own_watch.watch.has_fired());
-    if watched.is_some_and(|own_watch| own_watch.seen_at_reconnect == reconnects) {
+    if watched.is_some_and(|own_watch| own_watch.reconnects_when_verified == reconnects) {
         return Ok(true);
     }
     let client = session.client();
@@ -523,16 +527,16 @@ async fn verify_own_node(
     }
     if let Some(watch) = new_watch {
         state.own_watch =
-            Some(OwnNodeWatch { watch: watch.clone(), seen_at_reconnect: reconnects });
-        notify_when_fired(session, sessions, entry, watch);
+            Some(OwnNodeWatch { watch: watch.clone(), reconnects_when_verified: reconnects });
+        request_verification_when_fired(session, sessions, entry, watch);
     } else if let Some(own_watch) = &mut state.own_watch {
-        own_watch.seen_at_reconnect = reconnects;
+        own_watch.reconnects_when_verified = reconnects;
     }
     Ok(true)
 }
 
-/// Requests verification of the lock when the watch on its node fires.
-fn notify_when_fired(
+/// Requests a verification of the lock when the watch on its node fires.
+fn request_verification_when_fired(
     session: &ZkSession,
     sessions: &Arc<SessionPool>,
     entry: &Arc<QueueEntry>,
@@ -540,38 +544,38 @@ fn notify_when_fired(
 ) {
     let (sessions, entry) = (Arc::downgrade(sessions), Arc::downgrade(entry));
     session.spawn(async move {
-        watch.fired().await;
+        watch.wait_until_fired().await;
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
-        // After a release by this process, no holder is left to notify.
+        // After a release by this process, no holder needs a verification.
         if entry.state.lock().await.held_until.is_some() {
-            sessions.registries().notify(&entry.key);
+            sessions.request_verification(&entry.key);
         }
     });
 }
 
-/// Waits until the preceding node is gone, or the session's client is stopped.
-pub(crate) async fn wait(entry: &QueueEntry) {
+/// Waits until the predecessor's node is deleted or the session's client is stopped.
+pub(crate) async fn wait_for_predecessor(entry: &QueueEntry) {
     let _wait_guard = entry.begin_wait();
     let watch =
         entry.state.lock().await.predecessor.as_ref().map(|predecessor| predecessor.watch.clone());
     match watch {
-        Some(Some(watch)) => watch.fired().await,
-        // Without a watch no notification arrives; the engine polls.
+        Some(Some(watch)) => watch.wait_until_fired().await,
+        // Without a watch, no event arrives. The engine limits this wait and polls.
         Some(None) => pending().await,
         None => {}
     }
 }
 
-/// Waits without a queue entry until the current holder of `dir` is gone, or the session's client
-/// is stopped. Returns at once if there is no holder or a request fails. Without a watch it never
-/// returns; the engine polls.
+/// Waits without a queue entry until the holder's node below `dir` is deleted or the session's
+/// client is stopped. Returns at once if no holder exists or a request fails. Never returns if the
+/// watch budget is used up. The engine limits this wait and polls.
 pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str) {
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
     let Some(head) = queue.head() else { return };
     let path = format!("{dir}/{head}");
     match session.with_request_timeout(watch_data(session, &path)).await {
-        Ok(Ok((_, _, Some(watch)))) => watch.fired().await,
+        Ok(Ok((_, _, Some(watch)))) => watch.wait_until_fired().await,
         Ok(Ok((_, _, None))) => pending().await,
         _ => {}
     }
@@ -587,7 +591,7 @@ pub(crate) async fn release(
     let Some(entry) = entry else {
         return search_and_release(session, claim, &dir()).await;
     };
-    entry.mark_release_requested();
+    entry.record_release_request();
     let mut state = entry.state.lock().await;
     if state.is_removed {
         return Ok(Release::NotHeld);
@@ -601,13 +605,14 @@ pub(crate) async fn release(
     Ok(if was_held && existed { Release::Freed } else { Release::NotHeld })
 }
 
-/// Releases a claim that this session does not know. An earlier session may have created its node.
+/// Deletes the nodes of a claim without an entry in this session. An earlier session may have
+/// created the nodes.
 async fn search_and_release(
     session: &Arc<ZkSession>,
     claim: &Claim,
     dir: &str,
 ) -> Result<Release, BackendError> {
-    let children = match read_children_confirmed(session, dir).await? {
+    let children = match read_children_after_confirmation(session, dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => return Ok(Release::NotHeld),
         Err(error) => return Err(to_backend_error(&error)),
@@ -628,11 +633,11 @@ async fn search_and_release(
     Ok(release)
 }
 
-/// Releases all abandoned claims of `session`.
+/// Starts tasks that release all abandoned claims of `session`.
 pub(crate) fn release_abandoned(session: &Arc<ZkSession>) {
     let now = Moment::now();
     for (claim, entry) in session.entries() {
-        // An operation that holds this mutex is responsible for the claim.
+        // If an operation holds this mutex, the claim is not abandoned.
         let Ok(state) = Arc::clone(&entry.state).try_lock_owned() else { continue };
         if entry.is_abandoned(&state, now) {
             session.spawn(release_abandoned_claim(Arc::clone(session), claim, entry, state));
@@ -662,16 +667,19 @@ async fn release_abandoned_claim(
     }
 }
 
-/// Attempts per call while the queue changes between two reads.
+/// The maximum number of attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
 
-/// Attempts to create the parents of a node while the servers delete empty ones.
+/// The maximum number of attempts to create the parents of a node while the servers delete empty
+/// parents.
 const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
-/// After this multiple of the session time-out, at most `RELIST_AFTER_MAX`, a waiter lists the
-/// whole queue even if its watch has not fired: its own node may have been deleted.
+/// A waiter lists the whole queue after this multiple of the session time-out, at most
+/// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have
+/// been deleted.
 const RELIST_AFTER_TIMEOUTS: u32 = 3;
 const RELIST_AFTER_MAX: Duration = Duration::from_secs(60);
 
-/// A shorter validity would be over before the holder could use it.
+/// The minimum validity for a grant. A shorter validity would end before the holder could use the
+/// lock.
 const VALIDITY_MIN: Duration = Duration::from_millis(20);

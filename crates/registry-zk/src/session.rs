@@ -1,13 +1,14 @@
-//! The sessions of a backend: opened, kept alive, and replaced after their end. Queues are in
-//! `recipe`. Called by `backend`.
+//! The sessions of a backend. Opens sessions, keeps them alive, and replaces a session that has
+//! ended. `recipe` handles the queues. `backend` calls both modules.
 //!
-//! A claim belongs to the session that created its node, and is lost with that session.
+//! A claim belongs to the session that created its node. The claim is lost when this session ends.
 //!
-//! The end of a session is one transaction with the paths of all its nodes. A server that cannot
-//! read a transaction of that size stops, and so do all other members. A session therefore has at
-//! most [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer: nodes beyond
-//! [`WATCHED_BYTES_MAX`] go to further sessions. At the limit of sessions, they go to a session
-//! with capacity for unwatched nodes. When all sessions are full, attempts are refused.
+//! The servers end a session by one transaction with the paths of all its nodes. A transaction that
+//! is too large to read stops all servers. A session therefore has at most
+//! [`ZkConfig::NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer bytes of paths. Beyond
+//! [`WATCHED_BYTES_MAX`], the backend opens further sessions for new nodes. At the limit of
+//! sessions, new nodes go to a session with capacity for unwatched nodes. When all sessions are
+//! full, the backend refuses attempts.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,7 +19,7 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
-use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Moment};
+use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, InvalidationSet, Key, Moment};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -37,17 +38,19 @@ use crate::session_validity::SessionValidity;
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
     registries: InvalidationSet,
-    /// Oldest first. A new claim goes to the first session with capacity for its node.
+    /// The sessions that have not ended, oldest first. A new claim goes to the first session with
+    /// capacity for its node.
     live: Mutex<Vec<Arc<ZkSession>>>,
-    /// Locked while a session is being opened.
-    opening: tokio::sync::Mutex<ConnectBackoff>,
-    /// Before this time, no session is opened only to watch more nodes.
+    /// The failures to open a session. Locked while a session is opened.
+    open_backoff: tokio::sync::Mutex<ConnectBackoff>,
+    /// The earliest time at which the backend may open a session only to watch more nodes.
     extra_session_allowed_at: Mutex<Moment>,
-    /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
+    /// The claims whose session has ended, and the time of the end. A claim is removed when the
+    /// engine is notified of the end.
     claims_of_ended_sessions: Mutex<HashMap<ClaimId, Moment>>,
-    /// Tasks that attach sessions to new clients. A task also runs to its end for a session that
-    /// was closed meanwhile: only a connected client can end that session.
-    attaching: Mutex<JoinSet<()>>,
+    /// The tasks that attach sessions to new clients. A task also finishes if its session is closed
+    /// in the meantime, because only a connected client can end a session.
+    attach_tasks: Mutex<JoinSet<()>>,
 }
 
 impl SessionPool {
@@ -56,10 +59,10 @@ impl SessionPool {
             config: Arc::new(config),
             registries: InvalidationSet::default(),
             live: Mutex::default(),
-            opening: tokio::sync::Mutex::default(),
+            open_backoff: tokio::sync::Mutex::default(),
             extra_session_allowed_at: Mutex::new(Moment::now()),
             claims_of_ended_sessions: Mutex::default(),
-            attaching: Mutex::default(),
+            attach_tasks: Mutex::default(),
         })
     }
 
@@ -67,10 +70,15 @@ impl SessionPool {
         &self.registries
     }
 
-    /// Returns a connected session, for requests that any session can send. Opens one if none
+    /// Makes all registries verify their claims on `key`.
+    pub(crate) fn request_verification(&self, key: &Key) {
+        self.registries.notify(key);
+    }
+
+    /// Returns a connected session for requests that any session can send. Opens a session if none
     /// exists.
-    pub(crate) async fn get(self: &Arc<Self>) -> Result<Arc<ZkSession>, BackendError> {
-        let session = match self.current() {
+    pub(crate) async fn get_or_open(self: &Arc<Self>) -> Result<Arc<ZkSession>, BackendError> {
+        let session = match self.first_usable() {
             Some(session) => session,
             None => self.open(None).await?,
         };
@@ -79,12 +87,12 @@ impl SessionPool {
     }
 
     /// Returns the first connected session, or the first session if none is connected.
-    pub(crate) fn current(&self) -> Option<Arc<ZkSession>> {
+    pub(crate) fn first_usable(&self) -> Option<Arc<ZkSession>> {
         self.select_session(|_| true)
     }
 
     /// Returns all sessions that have not ended, oldest first.
-    pub(crate) fn live(&self) -> Vec<Arc<ZkSession>> {
+    pub(crate) fn live_sessions(&self) -> Vec<Arc<ZkSession>> {
         lock(&self.live).iter().filter(|session| !session.has_ended()).map(Arc::clone).collect()
     }
 
@@ -104,40 +112,42 @@ impl SessionPool {
         live.into_iter().find_map(|session| Some((Arc::clone(session), session.find_entry(claim)?)))
     }
 
-    /// Returns the queue entry of `claim` and its session, which is connected. A new entry goes to
-    /// the first session with capacity for its node, or to a new session if none has capacity.
-    pub(crate) async fn entry_for(
+    /// Returns the queue entry of `claim` and its session, and waits until the session is
+    /// connected. Inserts a new entry into the first session with capacity for its node. Opens a
+    /// new session if no session has capacity.
+    pub(crate) async fn find_or_insert_entry(
         self: &Arc<Self>,
         claim: &Claim,
         dir: impl Fn() -> String + Send + Sync,
     ) -> Result<(Arc<ZkSession>, Arc<QueueEntry>), BackendError> {
-        // Terminates: if another claim takes the capacity found here, that claim progresses, and
-        // the number of sessions is limited.
+        // The loop ends, because the number of sessions is limited. The loop repeats only if
+        // another claim takes the capacity, and this other claim then progresses.
         loop {
             if let Some((session, entry)) = self.find_entry(claim.id()) {
-                // Marked before the wait for the connection, so that the entry does not become
-                // abandoned meanwhile.
-                entry.mark_active();
+                // The activity is recorded before the wait for the connection. The entry is
+                // therefore not abandoned during the wait.
+                entry.record_activity();
                 session.wait_until_connected().await?;
                 return Ok((session, entry));
             }
-            let new = QueueEntry::new(claim, dir(), self.config.naming);
-            let (session, bytes_max) = match self.session_for(&new) {
+            let new_entry = QueueEntry::new(claim, dir(), self.config.naming);
+            let (session, bytes_max) = match self.find_session_for(&new_entry) {
                 Some(found) => found,
-                None => self.open_for(&new).await?,
+                None => self.open_for(&new_entry).await?,
             };
-            // Connected before the entry is added, so that an outage leaves no entry behind.
+            // The entry is inserted only after the session is connected, so an outage leaves no
+            // unused entry.
             session.wait_until_connected().await?;
-            if let Some(entry) = self.insert_entry(&session, claim.id(), new, bytes_max) {
+            if let Some(entry) = self.insert_entry(&session, claim.id(), new_entry, bytes_max) {
                 return Ok((session, entry));
             }
         }
     }
 
-    /// Returns the session for a new queue entry, and its limit of path bytes including that entry.
-    /// Default: a connected session that can watch the entry's node. If there is none and no
-    /// further session may be opened for that, any session with capacity.
-    fn session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, usize)> {
+    /// Returns the session for a new queue entry, and the limit of the session's path bytes
+    /// including this entry. Prefers a connected session that can watch the entry's node. Returns
+    /// any session with capacity if the backend may not open a session only to watch more nodes.
+    fn find_session_for(&self, entry: &QueueEntry) -> Option<(Arc<ZkSession>, usize)> {
         let watching = self.find_with_capacity(entry, WATCHED_BYTES_MAX);
         if let Some(session) = watching.filter(|session| session.is_connected()) {
             return Some((session, WATCHED_BYTES_MAX));
@@ -156,18 +166,18 @@ impl SessionPool {
         })
     }
 
-    /// Returns whether a session may be opened only to watch more nodes. Returns false during an
-    /// outage: the server's connection limit may leave just one, which a session with held locks
-    /// needs.
+    /// Returns whether the backend may open a session only to watch more nodes. Returns false
+    /// during an outage. The servers' connection limit may then permit only one more connection,
+    /// which a session with held locks needs.
     fn may_open_extra_session(&self) -> bool {
-        let live = self.live();
+        let live = self.live_sessions();
         live.len() < self.config.sessions_max as usize
             && live.iter().all(|session| session.is_connected())
             && *lock(&self.extra_session_allowed_at) <= Moment::now()
     }
 
-    /// Opens a session for `entry`. If another session has capacity, the wait is short, and a
-    /// failure delays the next attempt.
+    /// Opens a session for `entry`. If another session has capacity, this function waits only for
+    /// `EXTRA_SESSION_TIMEOUT`. A failure then returns the other session.
     async fn open_for(
         self: &Arc<Self>,
         entry: &QueueEntry,
@@ -184,8 +194,8 @@ impl SessionPool {
         }
     }
 
-    /// Adds a queue entry to `session`, up to `bytes_max` bytes in total. Returns `None` if it does
-    /// not fit or the session has ended.
+    /// Adds a queue entry to `session`, up to `bytes_max` bytes in total. Returns `None` if the
+    /// entry does not fit or the session has ended.
     fn insert_entry(
         &self,
         session: &Arc<ZkSession>,
@@ -198,21 +208,22 @@ impl SessionPool {
         if is_live { lock(&session.entries).insert_entry(claim, entry, bytes_max) } else { None }
     }
 
-    /// Opens a session. Returns an existing one if it has capacity for the given queue entry.
+    /// Opens a session. Returns an existing session instead if it has capacity for the given queue
+    /// entry.
     async fn open(
         self: &Arc<Self>,
         entry: Option<&QueueEntry>,
     ) -> Result<Arc<ZkSession>, BackendError> {
-        let mut backoff = self.opening.lock().await;
+        let mut backoff = self.open_backoff.lock().await;
         let existing = match entry {
-            Some(entry) => self.session_for(entry).map(|(session, _)| session),
-            None => self.current(),
+            Some(entry) => self.find_session_for(entry).map(|(session, _)| session),
+            None => self.first_usable(),
         };
         if let Some(session) = existing {
             return Ok(session);
         }
         if let Some(entry) = entry {
-            let live = self.live();
+            let live = self.live_sessions();
             if live.len() >= self.config.sessions_max as usize {
                 let bytes = live.iter().map(|session| lock(&session.entries).bytes).sum();
                 return Err(SessionsExhausted {
@@ -233,43 +244,43 @@ impl SessionPool {
                     live.push(Arc::clone(&session));
                     live.iter().filter(|session| session.has_ended()).map(Arc::clone).collect()
                 };
-                ended.iter().for_each(|session| self.remove_ended(session));
+                ended.iter().for_each(|session| self.remove_ended_session(session));
                 Ok(session)
             }
             Err(error) => Err(backoff.record_failure(error)),
         }
     }
 
-    /// Removes a session that has ended, and notifies the holders of its claims. Other sessions are
-    /// not affected.
-    fn remove_ended(&self, session: &Arc<ZkSession>) {
+    /// Removes a session that has ended, and requests a verification of its locks. Other sessions
+    /// are not affected.
+    fn remove_ended_session(&self, session: &Arc<ZkSession>) {
         if session.has_ended.swap(true, Ordering::AcqRel) {
             return;
         }
-        // Removed first, so that no further entry is added to it.
+        // The session leaves `live` first, so `insert_entry` adds no further entry to the session.
         lock(&self.live).retain(|live| !Arc::ptr_eq(live, session));
         let entries = std::mem::take(&mut *lock(&session.entries)).by_claim;
         {
             let now = Moment::now();
             let mut claims_of_ended_sessions = lock(&self.claims_of_ended_sessions);
-            // The caller of an entry this old has stopped retrying.
+            // After `ENDED_CLAIMS_TTL`, the caller of a claim has stopped retrying.
             claims_of_ended_sessions.retain(|_, at| at.after(ENDED_CLAIMS_TTL) > now);
             claims_of_ended_sessions.extend(entries.keys().map(|claim| (*claim, now)));
         }
-        entries.values().for_each(|entry| self.registries.notify(&entry.key));
+        entries.values().for_each(|entry| self.request_verification(&entry.key));
     }
 
-    /// Stops the disconnected client of `session`, and attaches the session to a new client as soon
-    /// as a server can be reached.
-    fn reattach(self: &Arc<Self>, session: &Arc<ZkSession>) {
+    /// Stops the disconnected client of `session` in the background. Then attaches the session to a
+    /// new client as soon as a server responds.
+    fn reattach_in_background(self: &Arc<Self>, session: &Arc<ZkSession>) {
         let old_client = session.client();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
         let config = Arc::clone(&self.config);
-        let mut attaching = lock(&self.attaching);
-        while attaching.try_join_next().is_some() {}
-        attaching.spawn(async move {
-            // Stopped first: with two clients, each reconnect would move the session to the other
-            // one.
+        let mut attach_tasks = lock(&self.attach_tasks);
+        while attach_tasks.try_join_next().is_some() {}
+        attach_tasks.spawn(async move {
+            // The old client is stopped first. With two clients, each reconnect of a client would
+            // move the session away from the other client.
             old_client.stop().await;
             let (info, timeout) = (old_client.session().clone(), old_client.session_timeout());
             drop(old_client);
@@ -282,18 +293,18 @@ impl SessionPool {
                     Ok(attached) => break Some(attached),
                 }
             };
-            // If the session is no longer used, dropping the new client ends it.
+            // If the session is no longer used, the drop of the new client ends the session.
             let (Some(sessions), Some(session)) = (sessions.upgrade(), session.upgrade()) else {
                 return;
             };
             match attached {
-                Some((connection, sent_at)) => session.resume(&sessions, connection, sent_at),
-                None => sessions.remove_ended(&session),
+                Some((client, sent_at)) => session.resume(&sessions, client, sent_at),
+                None => sessions.remove_ended_session(&session),
             }
         });
     }
 
-    /// Ends `session` if it is not the first one and has had no node for the session time-out.
+    /// Ends `session` if it is not the first session and has had no entry for the session time-out.
     fn end_if_unused(&self, session: &Arc<ZkSession>) {
         let mut live = lock(&self.live);
         let is_first = live.first().is_some_and(|first| Arc::ptr_eq(first, session));
@@ -303,13 +314,15 @@ impl SessionPool {
         }
     }
 
-    /// Returns whether the session of `claim` has ended. Returns true once.
-    pub(crate) fn take_session_end(&self, claim: ClaimId) -> bool {
+    /// Removes `claim` from the claims whose session has ended. Returns true if `claim` was one of
+    /// these claims.
+    pub(crate) fn remove_claim_of_ended_session(&self, claim: ClaimId) -> bool {
         lock(&self.claims_of_ended_sessions).remove(&claim).is_some()
     }
 
-    /// Ends all sessions except those with a held lock. A node whose release was refused does not
-    /// keep its session: the servers delete it with the session, regardless of rights.
+    /// Ends all sessions except sessions with a held lock. A session also ends if the servers
+    /// refused the release of a node. The servers then delete the node with the session, regardless
+    /// of rights.
     pub(crate) async fn close(&self) {
         let ended: Vec<_> = {
             let mut live = lock(&self.live);
@@ -330,11 +343,11 @@ impl SessionPool {
 
 impl fmt::Debug for SessionPool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SessionPool").field("live", &self.live()).finish_non_exhaustive()
+        f.debug_struct("SessionPool").field("live", &self.live_sessions()).finish_non_exhaustive()
     }
 }
 
-/// Failed attempts to open a session, since the last success.
+/// The failed attempts to open a session since the last success.
 #[derive(Default)]
 struct ConnectBackoff {
     failures: u32,
@@ -342,8 +355,8 @@ struct ConnectBackoff {
 }
 
 impl ConnectBackoff {
-    /// Returns the last error until the pause after it is over. Concurrent callers share one
-    /// attempt.
+    /// Returns the last error until the pause after this error is over. Concurrent callers
+    /// therefore share one attempt.
     fn check_pause(&self) -> Result<(), BackendError> {
         let Some((at, error)) = &self.last_failure else { return Ok(()) };
         let pause = OPEN_PAUSE_MIN.saturating_mul(1 << self.failures.min(6)).min(OPEN_PAUSE_MAX);
@@ -357,18 +370,19 @@ impl ConnectBackoff {
     }
 }
 
-/// The claims of one session, and the bytes of their nodes' paths.
+/// The queue entries of one session, and the bytes of their nodes' paths.
 struct SessionEntries {
     by_claim: HashMap<ClaimId, Arc<QueueEntry>>,
-    /// Counts a node from before its creation is requested until it is certainly deleted.
+    /// The bytes of all entries. An entry counts before its node is requested, and until its node
+    /// is certainly deleted.
     bytes: usize,
-    /// When the last entry was removed.
-    emptied_at: Moment,
+    /// The time at which an entry was last removed.
+    last_removal_at: Moment,
 }
 
 impl Default for SessionEntries {
     fn default() -> Self {
-        Self { by_claim: HashMap::new(), bytes: 0, emptied_at: Moment::now() }
+        Self { by_claim: HashMap::new(), bytes: 0, last_removal_at: Moment::now() }
     }
 }
 
@@ -397,21 +411,21 @@ impl SessionEntries {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
             self.bytes -= entry.node_bytes;
-            self.emptied_at = Moment::now();
+            self.last_removal_at = Moment::now();
         }
     }
 
     fn unused_for(&self, now: Moment) -> Duration {
-        if self.by_claim.is_empty() { now.since(self.emptied_at) } else { Duration::ZERO }
+        if self.by_claim.is_empty() { now.since(self.last_removal_at) } else { Duration::ZERO }
     }
 }
 
-/// All sessions of a backend are full. This is the [source](std::error::Error::source) of the
-/// [`BackendError`] that refuses an attempt.
+/// The error when all sessions of a backend are full. It is the [source](std::error::Error::source)
+/// of the [`BackendError`] of a refused attempt.
 ///
-/// A session ends in one transaction with the paths of its nodes. A transaction of more than twice
-/// the servers' `jute.maxbuffer` stops the whole ensemble. A session therefore has at most
-/// [`ZkConfig::NODE_BYTES_MAX`] bytes of paths.
+/// The servers end a session by one transaction with the paths of its nodes. A transaction of more
+/// than twice the servers' `jute.maxbuffer` stops the whole ensemble. A session therefore has at
+/// most [`ZkConfig::NODE_BYTES_MAX`] bytes of paths.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "no capacity for lock {key:?}: the nodes of this backend take {bytes} of {bytes_max} bytes in {sessions_max} sessions"
@@ -429,7 +443,7 @@ pub struct SessionsExhausted {
 }
 
 impl SessionsExhausted {
-    /// Returns a transient error: released locks free capacity, so a retry can succeed.
+    /// Returns a transient error, because a release frees capacity and a retry can then succeed.
     fn into_backend_error(self) -> BackendError {
         let message = format!(
             "zookeeper: no session has capacity for this lock's node: {} of {} bytes are in use; raise `sessions`, which is {}, or use \
@@ -440,41 +454,41 @@ impl SessionsExhausted {
     }
 }
 
-/// One request to the servers that any number of callers can await.
+/// A confirmation that any number of callers can await.
 type SharedConfirmation = Shared<BoxFuture<'static, Result<(), BackendError>>>;
 
 /// The servers that confirm a session. When the confirmation completes, the connected server has
-/// applied everything that the leader did before its response. The connected server has also sent
-/// the events of this client's watches before that response.
+/// applied all changes that the leader made before its response. The connected server has sent the
+/// watch events of these changes before the response.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum ConfirmedBy {
-    /// A majority, by a write that changes nothing. Only this proves that no other leader has ended
-    /// the session.
+    /// A majority, by a write that changes nothing. Only a majority proves that no other leader has
+    /// ended the session.
     Majority,
     /// The leader, by a `sync`. A partitioned former leader also responds for a while.
     Leader,
 }
 
 pub(crate) struct ZkSession {
-    connection: watch::Sender<Arc<StoppableClient>>,
+    current_client: watch::Sender<Arc<StoppableClient>>,
     /// The session's id, which its ephemeral nodes have as their owner.
     id: i64,
     timeout: Duration,
     config: Arc<ZkConfig>,
     has_ended: AtomicBool,
     validity: Mutex<SessionValidity>,
-    /// When the last request to a majority was sent.
+    /// The time at which the last request to a majority was sent.
     majority_requested_at: Mutex<Moment>,
-    /// When the last request to the leader was sent.
+    /// The time at which the last request to the leader was sent.
     leader_requested_at: Mutex<Moment>,
-    /// The next confirmations, [by](ConfirmedBy) a majority and by the leader, until they are sent.
+    /// The next confirmation for each value of [`ConfirmedBy`], until its request is sent.
     next_confirmations: [Mutex<Option<SharedConfirmation>>; 2],
-    /// Number of reconnects.
+    /// The number of reconnects.
     reconnects: AtomicU32,
     entries: Mutex<SessionEntries>,
     watch_budget: WatchBudget,
     head_cache: Mutex<HeadCache>,
-    /// Aborted when the session is dropped.
+    /// The tasks of the session. Dropping the session aborts them.
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -486,9 +500,9 @@ impl ZkSession {
         let mut client = connect(&config, requested, config.connect_timeout).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < requested * 2 / 3 {
-            // The client waits for an unresponsive server in proportion to the time-out that it
-            // requested. A second client therefore requests the granted time-out. If it cannot
-            // connect in the remaining time, the first client is used.
+            // The client's wait for an unresponsive server is proportional to the requested
+            // time-out. A second client therefore requests the granted, shorter time-out. If the
+            // second client cannot connect in the remaining time, the first client is used.
             let remaining =
                 config.connect_timeout.saturating_sub(Moment::now().since(requested_at));
             client = connect(&config, granted, remaining).await.unwrap_or(client);
@@ -497,7 +511,7 @@ impl ZkSession {
         let session = Arc::new(Self {
             id: client.session_id().0,
             timeout,
-            connection: watch::Sender::new(Arc::new(client)),
+            current_client: watch::Sender::new(Arc::new(client)),
             validity: Mutex::new(SessionValidity::new(timeout, requested_at)),
             config,
             has_ended: AtomicBool::new(false),
@@ -526,20 +540,20 @@ impl ZkSession {
     fn resume(
         self: &Arc<Self>,
         sessions: &Arc<SessionPool>,
-        connection: StoppableClient,
+        client: StoppableClient,
         sent_at: Moment,
     ) {
-        self.connection.send_replace(Arc::new(connection));
+        self.current_client.send_replace(Arc::new(client));
         self.record_majority_response(sent_at);
         self.on_reconnect(sessions);
         self.start_keep_alive(sessions);
     }
 
-    /// Requests verification of all locks of the session: the client received no watch events while
-    /// it was disconnected.
+    /// Requests a verification of all locks of the session, because a disconnected client receives
+    /// no watch events.
     fn on_reconnect(&self, sessions: &SessionPool) {
         self.reconnects.fetch_add(1, Ordering::AcqRel);
-        self.entries().iter().for_each(|(_, entry)| sessions.registries.notify(&entry.key));
+        self.entries().iter().for_each(|(_, entry)| sessions.request_verification(&entry.key));
     }
 
     /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no
@@ -560,7 +574,7 @@ impl ZkSession {
 
     /// Returns the current client of the session.
     pub(crate) fn client(&self) -> Arc<StoppableClient> {
-        Arc::clone(&self.connection.borrow())
+        Arc::clone(&self.current_client.borrow())
     }
 
     pub(crate) fn config(&self) -> &ZkConfig {
@@ -590,26 +604,26 @@ impl ZkSession {
         lock(&self.validity).remaining(Moment::now())
     }
 
-    /// Records that a majority has just confirmed a write that was sent at `sent_at`.
+    /// Records that a majority has just committed a write that was sent at `sent_at`.
     pub(crate) fn record_majority_response(&self, sent_at: Moment) {
         lock(&self.validity).record_majority_response(sent_at, Moment::now());
     }
 
-    /// Waits until the client is connected. A request sent without a connection might be executed
-    /// much later.
+    /// Waits until the client is connected. Without a connection, the client library could send a
+    /// request much later.
     pub(crate) async fn wait_until_connected(&self) -> Result<(), BackendError> {
         if self.is_connected() {
             return Ok(());
         }
-        let mut connections = self.connection.subscribe();
+        let mut clients = self.current_client.subscribe();
         let connected = async {
             loop {
-                let connection = Arc::clone(&connections.borrow_and_update());
+                let client = Arc::clone(&clients.borrow_and_update());
                 tokio::select! {
                     biased;
-                    connected = connection.wait_until_connected() => return connected,
-                    // Never closes: the sender is a field of `self`.
-                    _ = connections.changed() => {}
+                    connected = client.wait_until_connected() => return connected,
+                    // This channel never closes, because its sender is a field of `self`.
+                    _ = clients.changed() => {}
                 }
             }
         };
@@ -618,7 +632,7 @@ impl ZkSession {
             .unwrap_or_else(|_| Err(not_connected()))
     }
 
-    /// Waits for the response to one request, at most the request time-out.
+    /// Waits for the response to one request, for at most the request time-out.
     pub(crate) async fn with_request_timeout<T>(
         &self,
         request: impl Future<Output = Result<T, Error>>,
@@ -632,7 +646,7 @@ impl ZkSession {
 
     /// Waits for the response to one request. Returns `None` if the client is stopped first.
     pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
-        let stopped = self.client().stopped();
+        let stopped = self.client().wait_until_stopped();
         tokio::select! {
             biased;
             () = stopped => None,
@@ -640,8 +654,8 @@ impl ZkSession {
         }
     }
 
-    /// Confirms with the servers that the session exists. Concurrent callers share one request,
-    /// which is sent after all of them have called.
+    /// Returns a future that confirms with the servers that the session exists. Concurrent callers
+    /// share one request. The request is sent after the calls of all these callers.
     pub(crate) fn confirm(self: &Arc<Self>, by: ConfirmedBy) -> SharedConfirmation {
         let mut next = lock(&self.next_confirmations[by as usize]);
         if let Some(confirmation) = &*next {
@@ -649,7 +663,7 @@ impl ZkSession {
         }
         let session = Arc::downgrade(self);
         let confirmation = async move {
-            // Other ready tasks can join this confirmation.
+            // The yield lets other ready tasks join this confirmation.
             tokio::task::yield_now().await;
             let session =
                 session.upgrade().ok_or_else(|| to_backend_error(&Error::ClientClosed))?;
@@ -669,11 +683,12 @@ impl ZkSession {
         confirmation
     }
 
-    /// Waits until this client has seen all changes that the leader had before this call. Waiters
-    /// that call within [`LEADER_PAUSE`] after a request to the leader share the next one.
-    pub(crate) async fn sync_shared(self: &Arc<Self>) -> Result<(), BackendError> {
+    /// Waits until the connected server has applied all changes that the leader had before this
+    /// call. Waiters that call within [`LEADER_PAUSE`] after a request to the leader share the next
+    /// request.
+    pub(crate) async fn sync_with_leader(self: &Arc<Self>) -> Result<(), BackendError> {
         let next = lock(&self.leader_requested_at).after(LEADER_PAUSE);
-        // The pause is part of an attempt, which the engine's operation time-out limits.
+        // The engine's operation time-out includes the pause, so the pause is limited.
         let pause = next.since(Moment::now()).min(self.config.request_timeout / 5);
         if !pause.is_zero() {
             sleep(pause).await;
@@ -681,14 +696,15 @@ impl ZkSession {
         self.confirm(ConfirmedBy::Leader).await
     }
 
-    /// Returns whether the client is connected and more than half of the session time-out is
-    /// certain.
+    /// Returns whether the client is connected and the session is certain to exist for more than
+    /// half of its time-out.
     pub(crate) fn is_healthy(&self) -> bool {
         self.is_connected() && self.remaining_validity() > self.timeout() / 2
     }
 
     /// Commits a write that changes nothing, which requires a majority. The response extends the
-    /// session's validity even if it arrives after the request time-out, for example on slow disks.
+    /// session's validity even if it arrives after the request time-out. Slow disks can cause such
+    /// a delay.
     async fn confirm_by_write(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.majority_requested_at) = sent_at;
@@ -696,7 +712,7 @@ impl ZkSession {
         let session = Arc::clone(self);
         self.spawn(async move {
             let path = session.config.chroot.as_deref().unwrap_or("/");
-            let written = session.write_check(path).await;
+            let written = session.exists_by_write(path).await;
             if written.is_ok() {
                 session.record_majority_response(sent_at);
             }
@@ -709,15 +725,15 @@ impl ZkSession {
         result.unwrap_or_else(|_| Err(to_backend_error(&Error::ClientClosed)))
     }
 
-    /// Returns whether a node exists, decided by a majority with a write that changes nothing.
+    /// Returns whether a node exists, as decided by a majority with a write that changes nothing.
     pub(crate) async fn exists_on_majority(&self, path: &str) -> Result<bool, BackendError> {
-        let checked = timeout(self.config.request_timeout, self.write_check(path)).await;
+        let checked = timeout(self.config.request_timeout, self.exists_by_write(path)).await;
         checked.map_err(|_| timed_out(self.config.request_timeout))?
     }
 
-    async fn write_check(&self, path: &str) -> Result<bool, BackendError> {
+    async fn exists_by_write(&self, path: &str) -> Result<bool, BackendError> {
         let client = self.client();
-        let checked = self.unless_stopped(client.write_check(path)).await;
+        let checked = self.unless_stopped(client.exists_by_write(path)).await;
         checked.unwrap_or(Err(Error::ConnectionLoss)).map_err(|error| to_backend_error(&error))
     }
 
@@ -726,7 +742,7 @@ impl ZkSession {
         &self.watch_budget
     }
 
-    /// Returns the heads of the queues in which this session waits.
+    /// Returns the cache of the heads of the queues in which this session waits.
     pub(crate) fn head_cache(&self) -> &Mutex<HeadCache> {
         &self.head_cache
     }
@@ -742,7 +758,7 @@ impl ZkSession {
         entries.by_claim.iter().map(|(claim, entry)| (*claim, Arc::clone(entry))).collect()
     }
 
-    /// Removes `entry` unless `claim` has another queue entry by now.
+    /// Removes `entry` unless `claim` has a different queue entry now.
     pub(crate) fn remove_entry(&self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         lock(&self.entries).remove_entry(claim, entry);
     }
@@ -757,7 +773,7 @@ impl ZkSession {
         self.client().state() == SessionState::SyncConnected
     }
 
-    /// Runs `work` until it ends or the session is dropped.
+    /// Spawns a task that runs `work` until it ends or the session is dropped.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         lock(&self.tasks).spawn(work);
     }
@@ -781,8 +797,8 @@ impl fmt::Debug for ZkSession {
 /// Opens a session with any of the servers, within `limit`.
 ///
 /// The client library tries the servers one after the other, in its own order. It waits long for a
-/// server that accepts connections and does not respond. With several servers, further attempts
-/// therefore start while one is pending, and the first session is used.
+/// server that accepts connections and does not respond. With several servers, this function
+/// therefore starts further attempts while an attempt is pending, and uses the first session.
 async fn connect(
     config: &ZkConfig,
     session_timeout: Duration,
@@ -794,13 +810,13 @@ async fn connect(
         StoppableClient::open(config, session_timeout, None).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
-    // A failed attempt has tried every server, so its error is returned at once.
+    // A failed attempt has tried every server, so the first error ends all attempts.
     let first = timeout(limit, attempts.next()).await;
     let first = first.map_err(|_| not_connected())?.unwrap_or(Err(Error::NoHosts));
     first.map_err(|error| to_backend_error(&error).as_refused())
 }
 
-/// Keeps the validity of a session up to date, detects its end, and releases abandoned claims.
+/// Confirms a session regularly, detects its end, and releases abandoned claims.
 async fn keep_alive(
     session: Weak<ZkSession>,
     sessions: Weak<SessionPool>,
@@ -821,7 +837,7 @@ async fn keep_alive(
         };
         match state {
             Some(state) if state.is_terminated() => {
-                sessions.remove_ended(&session);
+                sessions.remove_ended_session(&session);
                 return;
             }
             Some(SessionState::SyncConnected) => {
@@ -836,7 +852,7 @@ async fn keep_alive(
                 let state = session.client().state();
                 if state == SessionState::Disconnected {
                     if disconnected_at.get_or_insert(now).after(reconnect_limit) <= now {
-                        sessions.reattach(&session);
+                        sessions.reattach_in_background(&session);
                         // The next client gets its own `keep_alive` task.
                         return;
                     }
@@ -853,35 +869,36 @@ async fn keep_alive(
     }
 }
 
-/// Up to this many path bytes, a session watches the node of every held lock and the predecessor of
-/// every waiter; see [`WatchBudget`].
+/// The path bytes up to which a session can watch every node that it needs: the node of every held
+/// lock and the predecessor of every waiter. See [`WatchBudget`].
 const WATCHED_BYTES_MAX: usize = WatchBudget::HELD_MAX;
 
-/// How long an acquisition waits for a session that is opened only to watch more nodes.
+/// The time limit of an acquisition for opening a session only to watch more nodes.
 const EXTRA_SESSION_TIMEOUT: Duration = Duration::from_secs(1);
-/// Pause between a failure to open such a session and the next attempt.
+/// The pause between a failure to open a session only to watch more nodes and the next attempt.
 const EXTRA_SESSION_PAUSE: Duration = Duration::from_secs(30);
 
-/// Pause between two requests to the leader on behalf of waiters.
+/// The minimum pause between two requests to the leader for waiters.
 const LEADER_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long the end of a claim's session is remembered.
+/// How long the pool records that a claim's session has ended.
 const ENDED_CLAIMS_TTL: Duration = Duration::from_secs(10 * 60);
 
-/// The number of writes to a majority per session time-out. They replace the client's own pings,
-/// which are about as frequent.
+/// The number of writes to a majority per session time-out. The writes replace the client's own
+/// pings, which are about as frequent.
 const CONFIRMATIONS_PER_TIMEOUT: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
-/// How long the client may try to reconnect on its own. Its first attempts are fast and try other
-/// servers at once.
+/// The maximum time for which a disconnected client may reconnect on its own. The first attempts of
+/// the client have short pauses and try other servers.
 const RECONNECT_LIMIT_MAX: Duration = Duration::from_secs(1);
-/// Pause between attempts to attach a session to a new client.
+/// The pause between two attempts to attach a session to a new client.
 const ATTACH_PAUSE: Duration = Duration::from_millis(500);
 
-/// Maximum number of concurrent attempts to open a session.
+/// The maximum number of concurrent attempts to open a session.
 const CONCURRENT_CONNECTS: u32 = 8;
 
-/// Pause after the first failure to open a session. It doubles with each further failure.
+/// The pause after the first failure to open a session. The pause doubles with each further
+/// failure.
 const OPEN_PAUSE_MIN: Duration = Duration::from_millis(20);
 const OPEN_PAUSE_MAX: Duration = Duration::from_secs(1);

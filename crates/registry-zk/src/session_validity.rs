@@ -1,20 +1,20 @@
-//! Computes until when a session is certain to exist. Arithmetic on times; no I/O. Called by
-//! `session`.
+//! Computes until when a session is certain to exist. Contains arithmetic on times and no I/O.
+//! `session` calls this module.
 //!
-//! The leader expires a session after it has learned of no activity for the session time-out. Other
-//! servers report the activity of their clients to the leader in batches, twice per tick. A
-//! response therefore proves nothing about its own request. It proves that the leader knows of
-//! earlier requests: those that were answered at least [`report_delay_max`] before this request was
-//! sent. That delay covers any tick, because the shortest session that servers grant by default is
-//! two ticks.
+//! The leader expires a session if it learns of no activity for the session time-out. Other servers
+//! report the activity of their clients to the leader in batches, twice per tick. A response
+//! therefore does not prove that the leader knows of the answered request. A response proves that
+//! the leader knows of earlier requests. The earlier requests must have been answered at least
+//! [`report_delay_max`] before the new request was sent. This delay covers any tick, because the
+//! shortest session that servers grant by default is two ticks.
 //!
-//! The arrival time of a request is unknown; it only precedes the response. The delay therefore
-//! counts from the response. A network or a server can delay requests so that they arrive together;
-//! such requests prove nothing about each other.
+//! The time at which a request arrives at the server is unknown, but it is before the response. The
+//! delay therefore counts from the response. A network or a server can delay requests until they
+//! arrive together. Requests that may have arrived together prove nothing about each other.
 //!
-//! A partitioned leader continues to answer for a while, and the other servers may have elected
-//! another leader. Only writes that a majority has committed count here. Any later leader starts
-//! after them, and grants each session its full time-out from then on.
+//! A partitioned leader continues to answer for some time, while the other servers may elect
+//! another leader. Only writes that a majority has committed therefore count here. Any later leader
+//! starts after these writes, and then grants each session its full time-out.
 
 use std::time::Duration;
 
@@ -24,9 +24,9 @@ use registry_core::Moment;
 #[derive(Debug)]
 pub(crate) struct SessionValidity {
     timeout: Duration,
-    /// Writes that a majority has committed, oldest first.
+    /// The writes that a majority has committed, oldest first.
     committed_writes: Vec<CommittedWrite>,
-    /// The leader learned of activity in the session at this time or later.
+    /// The leader has learned of activity in the session at this time or later.
     confirmed_at: Moment,
 }
 
@@ -45,7 +45,7 @@ fn report_delay_max(timeout: Duration) -> Duration {
 
 impl SessionValidity {
     /// Returns the validity of a session that was requested at `requested_at`. The leader creates
-    /// the session itself, so it knows of it from then on.
+    /// the session, so its knowledge of activity starts with the creation.
     pub(crate) fn new(timeout: Duration, requested_at: Moment) -> Self {
         Self { timeout, committed_writes: Vec::new(), confirmed_at: requested_at }
     }
@@ -58,23 +58,23 @@ impl SessionValidity {
             |write: &CommittedWrite| write.response_at.after(report_delay_max) <= sent_at;
         if let Some(reported) = self.committed_writes.iter().rposition(is_reported) {
             self.confirmed_at = self.confirmed_at.max(self.committed_writes[reported].sent_at);
-            // Older writes prove nothing more.
+            // The older writes give no additional proof.
             self.committed_writes.drain(..=reported);
         }
         let spacing = self.timeout / WRITE_SPACING;
-        // Skips writes that follow closely, which keeps the list short.
+        // Writes that closely follow a recorded write are skipped, which keeps the list short.
         if self.committed_writes.last().is_none_or(|last| last.sent_at.after(spacing) <= sent_at) {
             self.committed_writes.push(CommittedWrite { sent_at, response_at });
         }
     }
 
-    /// Returns how long after `now` the session is certain to exist.
+    /// Returns how long the session is certain to exist after `now`.
     pub(crate) fn remaining(&self, now: Moment) -> Duration {
         self.confirmed_at.after(self.timeout).since(now)
     }
 }
 
-/// Writes closer together than this fraction of the time-out count as one.
+/// The minimum interval between two recorded writes, as a fraction of the time-out.
 const WRITE_SPACING: u32 = 40;
 
 #[cfg(test)]
@@ -107,9 +107,17 @@ mod tests {
             "a response proves nothing about its own request"
         );
         validity.record_majority_response(at(8), at(8));
-        assert_eq!(validity.remaining(at(8)), secs(12), "4 s are too close");
+        assert_eq!(
+            validity.remaining(at(8)),
+            secs(12),
+            "the request was sent within the report delay"
+        );
         validity.record_majority_response(at(9), at(9));
-        assert_eq!(validity.remaining(at(9)), secs(15), "the leader knows of the request of 4 s");
+        assert_eq!(
+            validity.remaining(at(9)),
+            secs(15),
+            "the leader knows of the request sent at 4 s"
+        );
         validity.record_majority_response(at(7), at(9));
         assert_eq!(
             validity.remaining(at(9)),
@@ -123,16 +131,28 @@ mod tests {
         let start = Moment::now();
         let mut validity = SessionValidity::new(TIMEOUT, start);
         let at = |n: u64| start.after(secs(n));
-        // Delayed by the network: a server may have received all of them at 8 s and reported none
-        // yet.
+        // The network delays the requests. A server may have received all requests at 8 s and
+        // reported none yet.
         for sent_at in [1, 3, 5, 7] {
             validity.record_majority_response(at(sent_at), at(8));
         }
-        assert_eq!(validity.remaining(at(8)), secs(12), "from the request of the session");
+        assert_eq!(
+            validity.remaining(at(8)),
+            secs(12),
+            "the validity starts with the request for the session"
+        );
         validity.record_majority_response(at(12), at(12));
-        assert_eq!(validity.remaining(at(12)), secs(8), "4 s are too close");
+        assert_eq!(
+            validity.remaining(at(12)),
+            secs(8),
+            "the request was sent within the report delay"
+        );
         validity.record_majority_response(at(13), at(13));
-        assert_eq!(validity.remaining(at(13)), secs(14), "the leader knows of the request of 7 s");
+        assert_eq!(
+            validity.remaining(at(13)),
+            secs(14),
+            "the leader knows of the request sent at 7 s"
+        );
     }
 
     #[test]
@@ -141,14 +161,14 @@ mod tests {
         let mut validity = SessionValidity::new(TIMEOUT, start);
         for round in 1..500_u64 {
             let now = start.after(secs(2 * round));
-            // A response takes a twentieth of the time-out.
+            // Each response arrives after a twentieth of the time-out.
             let response = |sent_at: Moment| sent_at.after(secs(1));
             assert!(
                 validity.remaining(response(now)) > TIMEOUT / 2,
                 "{:?}",
                 validity.remaining(response(now))
             );
-            // Further writes in between have no effect.
+            // Further writes between two rounds have no effect.
             for n in 0..200 {
                 let sent_at = now.after(Duration::from_millis(n));
                 validity.record_majority_response(sent_at, response(sent_at));

@@ -7,7 +7,7 @@ use std::io::{self, BufRead, Write};
 use std::sync::Arc;
 use std::{env, process, thread};
 
-use lock_registry_tests::sections::{Form, SectionTask, run_sections};
+use lock_registry_tests::sections::{CONNECT_TIMEOUT, Form, SectionTask, TIMEOUT, run_sections};
 use registry_core::Registry;
 use registry_redis::{Layout, Publish, RedisBackend, RedisConfig};
 use tokio::sync::oneshot;
@@ -37,8 +37,9 @@ async fn connect_redis(task: &SectionTask) -> Result<Registry, Box<dyn Error>> {
     let publish = if task.plain_messages { Publish::Plain } else { Publish::Auto };
     let config = RedisConfig::from_url(&task.url)?;
     let config = config.with_namespace(&task.namespace).with_layout(layout).with_publish(publish);
+    let config = config.with_connect_timeout(CONNECT_TIMEOUT).with_response_timeout(TIMEOUT);
     let backend = RedisBackend::open(config).await?;
-    Ok(Registry::builder(Arc::new(backend)).build()?)
+    Ok(Registry::builder(Arc::new(backend)).timeout(TIMEOUT).build()?)
 }
 
 fn print_line(line: &str) {

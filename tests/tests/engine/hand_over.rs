@@ -35,7 +35,7 @@ fn over(store: &MemoryBackend, lease: Duration) -> Registry {
 #[tokio::test]
 async fn an_expired_claim_is_not_handed_over() {
     let store = MemoryBackend::new();
-    let local = over(&store, ms(300));
+    let local = over(&store, ms(3_000));
     let lock = local.obtain("k");
     let guard = lock.lock().await.unwrap();
     let mut waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
@@ -62,13 +62,13 @@ async fn an_expired_claim_is_not_handed_over() {
 /// A delivered guard may wait for longer than its lease until the caller's future is polled.
 #[tokio::test]
 async fn an_expired_guard_is_not_returned_to_the_caller() {
-    let local = over(&MemoryBackend::new(), ms(300));
+    let local = over(&MemoryBackend::new(), ms(3_000));
     let lock = local.obtain("k");
     let guard = lock.lock().await.unwrap();
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap().is_held() });
     tokio::task::yield_now().await;
     guard.unlock().await.unwrap();
-    thread::sleep(ms(400));
+    thread::sleep(ms(3_100));
     assert!(timeout(LONG, waiter).await.unwrap().unwrap(), "lock() returned an expired guard");
 }
 
@@ -109,7 +109,7 @@ impl LockBackend for DelayingBackend {
 #[tokio::test]
 async fn a_claim_that_is_gone_is_not_handed_over() {
     let backend = Arc::new(DelayingBackend::default());
-    let local = Registry::builder(Arc::clone(&backend) as _).lease(ms(1_500)).build().unwrap();
+    let local = Registry::builder(Arc::clone(&backend) as _).lease(ms(15_000)).build().unwrap();
     let remote = over(&backend.inner, LONG);
     let lock = local.obtain("k");
     let guard = lock.lock().await.unwrap();

@@ -85,7 +85,7 @@ fn a_registry_dropped_after_its_runtime_frees_its_backend() {
 fn wait_in_another_runtime(holder_is_local: bool) -> Result<LockGuard, LockError> {
     let store = MemoryBackend::new();
     let (registry_runtime, other_runtime) = (runtime(), runtime());
-    let local = over(&store, &registry_runtime, Duration::from_millis(500));
+    let local = over(&store, &registry_runtime, Duration::from_secs(10));
     let remote = over(&store, &other_runtime, LONG);
     let holder = if holder_is_local { &local } else { &remote };
     // The lock is not released while the caller waits.

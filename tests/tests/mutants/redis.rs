@@ -17,9 +17,11 @@ use tokio::time::timeout;
 const LEASE: Duration = Duration::from_secs(300);
 /// Long enough for any machine; reached only with a bug.
 const SOON: Duration = Duration::from_secs(10);
+/// Opening a connection may take long on a busy machine.
+const CONNECT: Duration = Duration::from_secs(30);
 
 async fn store(server: &RedisServer) -> Arc<RedisBackend> {
-    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
     Arc::new(RedisBackend::open(config).await.unwrap())
 }
 

@@ -9,9 +9,9 @@ use futures_util::future::{join, join_all};
 use registry_core::{
     Attempt, Claim, FencingToken, GuaranteeClass, Key, LockBackend, LockGuard, Registry, Renewal,
 };
-use registry_jdbc::sqlx::Connection;
 use registry_jdbc::sqlx::mysql::MySqlConnection;
 use registry_jdbc::sqlx::postgres::PgConnection;
+use registry_jdbc::sqlx::{AssertSqlSafe, Connection, query_scalar};
 use registry_jdbc::{
     Fence, Mutant, MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode,
     switch_mutant,
@@ -39,7 +39,7 @@ enum SqlServer {
 
 impl SqlServer {
     async fn leases(&self) -> Store {
-        let patience = Duration::from_millis(200);
+        let patience = Duration::from_secs(1);
         match self {
             Self::Postgres(server) => {
                 let config =
@@ -95,14 +95,6 @@ impl SqlServer {
             Self::Postgres(server) => server.resume().unwrap(),
             Self::MariaDb(server) => server.resume().unwrap(),
         }
-    }
-
-    /// Whether this token was committed together with a reservation that lasts for a while.
-    async fn is_reserve(&self, token: FencingToken) -> bool {
-        let rows = format!(
-            "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
-        );
-        self.sql(&rows).await == "1"
     }
 
     /// Deletes all state, above all tokens ahead of the clock.
@@ -213,18 +205,35 @@ async fn a_fence_rejects_other_claims(
     match server {
         SqlServer::Postgres(postgres) => {
             let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
-            fenced(server, store, key, &mut data).await
+            let mut watcher = PgConnection::connect(&postgres.url()).await.unwrap();
+            let is_reserve = async |token| {
+                let count = query_scalar(reserve_query(token)).fetch_one(&mut watcher).await;
+                count.is_ok_and(|count: i64| count == 1)
+            };
+            fenced(is_reserve, store, key, &mut data).await
         }
         SqlServer::MariaDb(mariadb) => {
             let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
-            fenced(server, store, key, &mut data).await
+            let mut watcher = MySqlConnection::connect(&mariadb.url()).await.unwrap();
+            let is_reserve = async |token| {
+                let count = query_scalar(reserve_query(token)).fetch_one(&mut watcher).await;
+                count.is_ok_and(|count: i64| count == 1)
+            };
+            fenced(is_reserve, store, key, &mut data).await
         }
     }
 }
 
+/// Counts the rows whose token was committed together with a reservation that lasts for a while.
+fn reserve_query(token: FencingToken) -> AssertSqlSafe<String> {
+    AssertSqlSafe(format!(
+        "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
+    ))
+}
+
 /// While the transaction is open, no client is granted the key, although it was released.
 async fn fenced<C>(
-    server: &SqlServer,
+    mut is_reserve: impl AsyncFnMut(FencingToken) -> bool,
     store: Store,
     key: &str,
     data: &mut C,
@@ -238,7 +247,7 @@ where
     let is_session = store.capabilities().class == GuaranteeClass::BestEffort;
     let guard = eventually(LONG, async || {
         let guard = lock.lock().await.unwrap();
-        if is_session && !server.is_reserve(guard.fencing_token()).await {
+        if is_session && !is_reserve(guard.fencing_token()).await {
             guard.unlock().await.unwrap();
             return None;
         }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
-use lock_registry_tests::sections::{Form, Section, SectionTask};
+use lock_registry_tests::sections::{CONNECT_TIMEOUT, Form, Section, SectionTask, TIMEOUT};
 use registry_core::{LockOptions, Registry};
 use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::check::check;
@@ -165,7 +165,7 @@ async fn the_lock_of_our_dead_process_ends_with_its_lease() {
         let guard = dead.obtain("orders/42").lock_with(last).await.unwrap();
         // It receives no message. It polls when its own lease would be over (Spring) or when ours
         // is (Redisson).
-        let mut peer = holder(&server, form, &["--lease-ms", "5000"]);
+        let mut peer = holder(&server, form, &["--lease-ms", "20000"]);
         expect(&mut peer, "held").await;
         assert!(!guard.is_held());
         // Its late release does not affect the peer's lock either.
@@ -181,7 +181,7 @@ async fn a_lock_deleted_by_another_program_is_lost() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
         let local = registry(&server, form).await;
-        let options = LockOptions::new().lease(Duration::from_secs(1));
+        let options = LockOptions::new().lease(Duration::from_secs(15));
         let guard = local.obtain("orders/42").lock_with(options).await.unwrap();
         assert_eq!(number(&server, &["DEL", lock_name(form)]).await, 1);
         let mut peer = holder(&server, form, &[]);
@@ -208,12 +208,14 @@ async fn a_lock_is_shared_with_spring_before_6_5_3() {
 /// A registry of Spring's default type publishes no releases and polls ten times a second.
 #[tokio::test]
 async fn a_lock_is_shared_with_a_spring_that_publishes_nothing() {
-    let run =
-        run_sections_of_both(&RedisServers::one().await, Form::Spring, &["--spin"], FOUR_PROCESSES)
-            .await;
-    run.assert_fair_shares();
-    // The peer's lease is a minute, so its expiry has not ended our waits.
-    assert!(run.longest_wait(Side::Ours) < Duration::from_secs(30));
+    let servers = RedisServers::one().await;
+    run_until_in_time(&servers, Form::Spring, &["--spin"], FOUR_PROCESSES, |run| {
+        run.check_fair_shares()?;
+        // The peer's lease is a minute, so its expiry has not ended our waits.
+        let longest = run.longest_wait(Side::Ours);
+        in_time(longest < Duration::from_secs(30), || format!("we waited for {longest:?}"))
+    })
+    .await;
 }
 
 #[tokio::test]
@@ -233,10 +235,35 @@ async fn a_lock_is_shared_with_redisson_in_a_cluster_by_plain_messages() {
 }
 
 async fn check_sharing(servers: &RedisServers, form: Form, options: &[&str]) {
-    let run = run_sections_of_both(servers, form, options, FOUR_PROCESSES).await;
-    run.assert_fair_shares();
-    run.assert_fast_takeovers();
-    run_sections_of_both(servers, form, options, TWO_PROCESSES).await.assert_fast_wake_ups();
+    run_until_in_time(servers, form, options, FOUR_PROCESSES, |run| {
+        run.check_fair_shares()?;
+        run.check_fast_takeovers()
+    })
+    .await;
+    run_until_in_time(servers, form, options, TWO_PROCESSES, SectionRun::check_fast_wake_ups).await;
+}
+
+/// Runs all processes until the times of a run are right, at most three times, because a busy
+/// machine can delay some of them. Checks in each run what must always hold.
+async fn run_until_in_time(
+    servers: &RedisServers,
+    form: Form,
+    options: &[&str],
+    group: ProcessGroup,
+    check_times: impl Fn(&SectionRun) -> Result<(), String>,
+) {
+    let mut problems = Vec::new();
+    for _ in 0..3 {
+        let run = run_sections_of_both(servers, form, options, group).await;
+        let Err(problem) = check_times(&run) else { return };
+        println!("{problem}");
+        problems.push(problem);
+    }
+    panic!("{problems:#?}");
+}
+
+fn in_time(is_in_time: bool, problem: impl FnOnce() -> String) -> Result<(), String> {
+    if is_in_time { Ok(()) } else { Err(problem()) }
 }
 
 /// The number of processes that share a lock, and their timing.
@@ -326,6 +353,9 @@ async fn run_sections_of_both(
     let run = SectionRun { group, key: "orders/42".into(), sections, bare_messages };
     run.print(&format!("{form:?} {options:?}, {} each", group.each));
     run.assert_mutual_exclusion();
+    // No peer missed a message and had to poll.
+    let fallbacks: u32 = run.sections.iter().map(|(_, section)| section.fallbacks).sum();
+    assert_eq!(fallbacks, 0);
     let count = fs::read_to_string(&counter).unwrap();
     assert_eq!(count.trim(), (2 * group.each * group.sections).to_string());
     run
@@ -363,44 +393,45 @@ impl SectionRun {
     }
 
     /// While all processes worked, each had more than a tenth of its fair share.
-    fn assert_fair_shares(&self) {
+    fn check_fair_shares(&self) -> Result<(), String> {
         let shares = self.shares();
         let all: usize = shares.values().sum();
         for ((side, client), run_sections_of_both) in &shares {
             let fair_share = all / shares.len();
-            assert!(
-                run_sections_of_both * 10 > fair_share,
-                "{side:?} ({client}) has {run_sections_of_both} of {all}: {shares:?}"
-            );
+            in_time(run_sections_of_both * 10 > fair_share, || {
+                format!("{side:?} ({client}) has {run_sections_of_both} of {all}: {shares:?}")
+            })?;
         }
+        Ok(())
     }
 
-    /// Both sides often take over from the other, and do so at once. No peer missed a message and
-    /// had to poll.
-    fn assert_fast_takeovers(&self) {
+    /// Both sides often take over from the other, and do so at once.
+    fn check_fast_takeovers(&self) -> Result<(), String> {
         for side in [Side::Ours, Side::Theirs] {
             let takeovers = self.takeovers(side);
             // A side without messages takes over only a few times, by chance.
-            assert!(takeovers.len() > 100, "{side:?} took over {} times", takeovers.len());
-            self.assert_fast(side, &takeovers);
+            let count = takeovers.len();
+            in_time(count > 100, || format!("{side:?} took over {count} times"))?;
+            self.check_fast(side, &takeovers)?;
         }
-        let fallbacks: u32 = self.sections.iter().map(|(_, section)| section.fallbacks).sum();
-        assert_eq!(fallbacks, 0);
+        Ok(())
     }
 
     /// A waiter enters at once after the first release since it began to wait.
-    fn assert_fast_wake_ups(&self) {
+    fn check_fast_wake_ups(&self) -> Result<(), String> {
         for side in [Side::Ours, Side::Theirs] {
             let wakes = self.wakes(side);
-            assert!(wakes.len() > 50, "{side:?} waited {} times", wakes.len());
-            self.assert_fast(side, &wakes);
+            let count = wakes.len();
+            in_time(count > 50, || format!("{side:?} waited {count} times"))?;
+            self.check_fast(side, &wakes)?;
         }
+        Ok(())
     }
 
-    fn assert_fast(&self, side: Side, spans: &[Duration]) {
+    fn check_fast(&self, side: Side, spans: &[Duration]) -> Result<(), String> {
         let limit = WAKE_LIMIT.max(WAKE_TIMES_BARE * median(&self.bare_messages));
         let median = median(spans);
-        assert!(median < limit, "{side:?}: {median:?} is not below {limit:?}");
+        in_time(median < limit, || format!("{side:?}: {median:?} is not below {limit:?}"))
     }
 
     /// The number of sections of each process while all four worked.
@@ -494,6 +525,8 @@ impl RedisServers {
 
     async fn cluster() -> Self {
         let options = RedisOptions::new().args(WITHOUT_PERSISTENCE);
+        // No node fails. On a busy machine, nodes with a short time-out would suspect each other.
+        let options = options.args(&["--cluster-node-timeout", "10000"]);
         Self::Cluster(RedisCluster::start_with(&options).await.unwrap())
     }
 
@@ -542,7 +575,9 @@ async fn registry(server: &RedisServer, form: Form) -> Registry {
     };
     let config = RedisConfig::from_url(&server.url()).unwrap();
     let config = config.with_namespace(namespace(form)).with_layout(layout);
-    Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
+    let config = config.with_connect_timeout(CONNECT_TIMEOUT).with_response_timeout(TIMEOUT);
+    let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+    Registry::builder(backend).timeout(TIMEOUT).build().unwrap()
 }
 
 /// The command for a process of our side.

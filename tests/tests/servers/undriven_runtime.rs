@@ -16,7 +16,8 @@ fn a_call_to_a_server_whose_runtime_is_not_driven_fails() {
     // A runtime of this kind runs only inside `block_on`.
     let registry_runtime = Builder::new_current_thread().enable_all().build().unwrap();
     let server = other_runtime.block_on(RedisServer::start(&[])).unwrap();
-    let local = registry_runtime.block_on(lock_registry::connect(&server.url())).unwrap();
+    let url = format!("{}?connect_timeout=60s", server.url());
+    let local = registry_runtime.block_on(lock_registry::connect(&url)).unwrap();
     let outcome =
         other_runtime.block_on(async { timeout(LONG, local.obtain("k").try_lock()).await });
     let outcome = outcome.expect("the call never returns");

@@ -204,7 +204,7 @@ async fn the_lock_of_a_dead_process_ends_with_its_session() {
     let server = server().await;
     let local = registry(&server, Ours, "").await;
     for program in [Curator, KazooRenamed] {
-        let ProgramHold::Remote(peer) = ProgramHold::by_with(&server, program, 1_000).await else {
+        let ProgramHold::Remote(peer) = ProgramHold::by_with(&server, program, 10_000).await else {
             unreachable!()
         };
         peer.kill().unwrap();
@@ -216,7 +216,7 @@ async fn the_lock_of_a_dead_process_ends_with_its_session() {
     let (journal, counter) = (folder.path().join("journal"), folder.path().join("counter"));
     fs::write(&counter, "0").unwrap();
     let mut task = SectionTask::new(server.url(), Form::Spring, "", KEY, journal, counter);
-    task.url = our_url(&server, Ours, "&session=1s");
+    task.url = our_url(&server, Ours, "&session=10s");
     task.hold_ms = 1_000_000;
     let mut dead = HelperProcess::spawn(our_command(&task)).unwrap();
     expect(&mut dead, "ready").await;
@@ -300,9 +300,12 @@ async fn server() -> ZooKeeperServer {
     ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap()
 }
 
+/// Long enough for any machine; reached only by a test that fails.
+const TIMEOUTS: &str = "&timeout=60s&connect_timeout=60s";
+
 fn our_url(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> String {
     let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
-    format!("{}?layout=curator&naming={naming}{options}", server.url())
+    format!("{}?layout=curator&naming={naming}{TIMEOUTS}{options}", server.url())
 }
 
 async fn registry(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> Registry {
@@ -313,7 +316,7 @@ async fn registry(server: &ZooKeeperServer, program: PeerProgram, options: &str)
 fn sections_command(program: PeerProgram, mut task: SectionTask) -> Command {
     if matches!(program, Ours | OursAsKazoo) {
         let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
-        task.url = format!("{}?layout=curator&naming={naming}", task.url);
+        task.url = format!("{}?layout=curator&naming={naming}{TIMEOUTS}", task.url);
         return our_command(&task);
     }
     let mut command = peer_command(program, &task.url, 10_000);

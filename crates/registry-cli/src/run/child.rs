@@ -60,18 +60,18 @@ impl std::fmt::Display for CommandExit {
 }
 
 impl CommandProcess {
-    /// Starts `program` with these changes to its environment, and with the terminal if
-    /// `foreground`. The command does not run before [`CommandProcess::open_gate`], and never if
-    /// that is not called.
+    /// Starts the process of `program` with these changes to its environment. With `foreground`,
+    /// the process gets the terminal. The program itself does not run before
+    /// [`CommandProcess::open_gate`].
     pub(crate) async fn start(
         program: &Program,
         environment: Vec<(&'static str, Option<String>)>,
         foreground: bool,
     ) -> io::Result<Self> {
         let (gate_reader, gate) = io::pipe()?;
-        // The child inherits this end and closes it.
+        // The child inherits the read end, and closes it.
         fcntl(&gate_reader, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        let mut command = exec::shim(program, foreground, &gate_reader);
+        let mut command = exec::exec_command(program, foreground, &gate_reader);
         for (name, value) in environment {
             match value {
                 Some(value) => command.env(name, value),
@@ -81,8 +81,8 @@ impl CommandProcess {
         command.process_group(0);
         let (started_sender, started) = oneshot::channel();
         let (change_sender, changes) = mpsc::unbounded_channel();
-        // One thread starts the command and waits for it: the death signal is sent when the
-        // *thread* that started the command ends.
+        // One thread starts the command and waits for its end. The kernel sends the death signal
+        // when the *thread* that started the command ends.
         std::thread::Builder::new().name("command".to_owned()).spawn(move || {
             match command.spawn() {
                 Ok(child) => {
@@ -102,7 +102,7 @@ impl CommandProcess {
     /// Lets the command start.
     pub(crate) fn open_gate(&mut self) {
         if let Some(mut gate) = self.gate.take() {
-            // Fails if the command was killed in the meantime.
+            // The write fails if the process has been killed.
             let _ = gate.write_all(exec::START);
         }
     }
@@ -112,7 +112,8 @@ impl CommandProcess {
         self.pid
     }
 
-    /// Waits for the next change of the command. Never returns after its end.
+    /// Waits for the next change of the command's state. After the end of the command, waits
+    /// forever.
     pub(crate) async fn next_change(&mut self) -> StateChange {
         match self.changes.recv().await {
             Some(change) => change,
@@ -122,12 +123,12 @@ impl CommandProcess {
 
     /// Signals the command and all processes in its group.
     pub(crate) fn signal_all(&self, signal: Signal) {
-        // Fails if all of them have just ended.
+        // The call fails if all processes have just ended.
         let _ = killpg(self.pid, signal);
     }
 
-    /// Signals the command alone. Only while it is not known to have ended, because its id may be
-    /// reused later.
+    /// Signals the command alone. Do not call this method after [`StateChange::Ended`], because the
+    /// process id may then be reused.
     pub(crate) fn signal(&self, signal: Signal) {
         let _ = kill(self.pid, signal);
     }
@@ -138,8 +139,8 @@ impl CommandProcess {
     }
 }
 
-/// Returns whether `group` contains any process. While it does, its id cannot be given to a new
-/// process.
+/// Returns whether `group` contains any process. The kernel does not reuse the id of a group that
+/// contains a process.
 pub(super) fn has_processes(group: Pid) -> bool {
     killpg(group, None) != Err(Errno::ESRCH)
 }
@@ -148,7 +149,7 @@ fn pid_of(child: &Child) -> Pid {
     Pid::from_raw(child.id().cast_signed())
 }
 
-/// Waits for the process until it ends, and sends each change.
+/// Waits until the process ends, and sends each change of its state.
 fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>) {
     loop {
         let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
@@ -158,7 +159,7 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
                 StateChange::Ended(CommandExit::Signal(signal))
             }
             Ok(_) | Err(Errno::EINTR) => continue,
-            // Cannot occur, because no other code waits for this process.
+            // This error cannot occur, because no other code waits for this process.
             Err(_) => StateChange::Ended(CommandExit::Status(i32::from(u8::MAX))),
         };
         let ended = matches!(change, StateChange::Ended(_));
@@ -168,8 +169,8 @@ fn wait_for_changes(pid: Pid, change_sender: &mpsc::UnboundedSender<StateChange>
     }
 }
 
-/// Returns a command that starts this program in another role. Linux uses the open file, because
-/// the path may refer to another program by now.
+/// Returns a command that starts this program in another role. On Linux, the command uses
+/// `/proc/self/exe`, because the path may now refer to another program.
 pub(super) fn self_command(role: &str) -> Command {
     let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
     let path = path

@@ -40,9 +40,9 @@ fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, CliError> {
         };
     }
     let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
-    let mut denied = false;
+    let mut found_not_executable = false;
     for directory in std::env::split_paths(&path) {
-        // An empty entry means the working directory.
+        // An empty entry of PATH means the working directory.
         let candidate = if directory.as_os_str().is_empty() {
             Path::new(".").join(name)
         } else {
@@ -50,11 +50,11 @@ fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, CliError> {
         };
         match file_status(&candidate) {
             FileStatus::Executable => return Ok(candidate),
-            FileStatus::NotExecutable => denied = true,
+            FileStatus::NotExecutable => found_not_executable = true,
             FileStatus::Absent => {}
         }
     }
-    Err(if denied { not_executable(name) } else { not_found() })
+    Err(if found_not_executable { not_executable(name) } else { not_found() })
 }
 
 fn not_executable(name: &OsStr) -> CliError {

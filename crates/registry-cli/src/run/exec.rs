@@ -1,8 +1,7 @@
-//! The hidden role `__exec`: executes the command of `run` in its own process. Before that, it
-//! requests a signal for the death of `lockreg`, and waits until the command may start.
+//! The hidden role `__exec`: executes the command of `run` in its own process. Before the exec,
+//! this role requests a signal for the death of `lockreg`, and waits until the command may start.
 //!
-//! `lockreg` itself would need `unsafe` code between fork and exec for this. A separate program
-//! does not.
+//! `lockreg` itself would need `unsafe` code between fork and exec. A separate program needs none.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -22,8 +21,8 @@ use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
 
-/// The message in the gate that lets the command start. At an end of the stream without it, the
-/// command does not start.
+/// The message through the gate that lets the command start. If the stream ends without this
+/// message, the command does not start.
 pub(super) const START: &[u8] = b"!";
 
 const FOREGROUND: &str = "foreground";
@@ -31,8 +30,8 @@ const BACKGROUND: &str = "background";
 
 /// Returns the command that starts `program` through this role.
 ///
-/// The role waits until it reads [`START`] from `gate`, which it must inherit.
-pub(super) fn shim(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
+/// The role waits until it reads [`START`] from `gate`. The new process must inherit `gate`.
+pub(super) fn exec_command(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
     let mut command = self_command(ROLE);
     command
         .arg(std::process::id().to_string())
@@ -65,7 +64,7 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
         Ok(true) => {}
         // `lockreg` has ended, or the lock was lost.
         Ok(false) => return status_of_signal(Signal::SIGTERM as i32),
-        // It is unknown whether the lock is held.
+        // Without the message, the lock may not be held.
         Err(error) => {
             print_error(&format!("cannot wait for lockreg: {error}"));
             return OS;
@@ -85,12 +84,12 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     }
 }
 
-/// Waits until `lockreg` has verified that the lock is held and has informed the watchdog of this
-/// process.
+/// Waits until `lockreg` has verified the lock and has informed the watchdog of this process.
+/// Returns false if `lockreg` has ended, or the lock was lost.
 fn wait_for_start(gate: RawFd) -> io::Result<bool> {
-    // Opened by its path, because using the number itself needs `unsafe`.
+    // The gate is opened by its path, because a use of the descriptor number needs `unsafe`.
     let opened = File::open(format!("/dev/fd/{gate}"));
-    // The command must not inherit it.
+    // The command must not inherit the gate.
     let _ = close(gate);
     let mut message = [0; START.len()];
     match opened?.read_exact(&mut message) {
@@ -101,14 +100,14 @@ fn wait_for_start(gate: RawFd) -> io::Result<bool> {
 }
 
 fn set_foreground_group() {
-    // The terminal would stop this process here, but its signal is blocked: this process inherited
-    // the signal mask.
+    // The terminal sends SIGTTOU to a background process, which would stop it. This process has
+    // inherited the signal mask, which blocks SIGTTOU.
     if let Ok(tty) = File::open("/dev/tty") {
         let _ = tcsetpgrp(tty, getpgrp());
     }
 }
 
 fn print_error(message: &str) {
-    // Written at once, because the command replaces this process.
+    // The line is written at once, because the command replaces this process.
     crate::output::line_to_stderr_at_once(&format!("lockreg: error: {message}"));
 }

@@ -1,6 +1,5 @@
-//! Job control. The command of `run` has a process group of its own. Like a shell, `lockreg`
-//! therefore makes it the foreground group, becomes the foreground group again, and stops and
-//! resumes with it.
+//! Job control. The command of `run` has its own process group. Like a shell, `lockreg` therefore
+//! moves the terminal to the group of the command and back, and stops and resumes with the command.
 
 use std::fs::File;
 use std::io::{IsTerminal as _, stdin, stdout};
@@ -23,10 +22,11 @@ impl Terminal {
         }
     }
 
-    /// Returns whether the command should have the terminal from the start.
+    /// Returns whether the command gets the terminal when it starts.
     ///
-    /// In a pipeline (`lockreg run … | less`) or in a script, other processes of this group need the
-    /// terminal or its signals. The command then gets the terminal when it requests it.
+    /// In a pipeline (`lockreg run … | less`) or in a script, other processes of this group need
+    /// the terminal or its signals. The command then gets the terminal at its first use of the
+    /// terminal.
     pub(crate) fn is_foreground_job(&self) -> bool {
         self.is_foreground(self.own_group)
             && getpid() == self.own_group
@@ -34,27 +34,27 @@ impl Terminal {
             && stdout().is_terminal()
     }
 
-    /// Returns what to do after `signal` has stopped the process group `command`.
+    /// Returns the action after `signal` has stopped the process group `command`.
     pub(crate) fn after_stop(&self, command: Pid, signal: Signal) -> AfterStop {
         if self.is_foreground(command) {
-            // Ctrl-Z, or a stop signal to the foreground command: the whole job stops.
+            // Ctrl-Z or a stop signal has stopped the foreground command, so the whole job stops.
             return if can_be_continued() { AfterStop::StopJob } else { AfterStop::Resume };
         }
         match signal {
-            // The command wants to read from the terminal or to change its settings.
+            // The command has tried to read from the terminal or to change its settings.
             Signal::SIGTTIN | Signal::SIGTTOU if self.is_foreground(self.own_group) => {
                 AfterStop::Resume
             }
             Signal::SIGTTIN | Signal::SIGTTOU if self.tty.is_some() && can_be_continued() => {
                 AfterStop::StopJob
             }
-            // Another process stopped only the command, and will continue it.
+            // Another process has stopped only the command, and must continue it.
             _ => AfterStop::Ignore,
         }
     }
 
     /// Makes `command` the foreground process group, if this process's group is in the foreground.
-    pub(crate) fn hand_to(&self, command: Pid) {
+    pub(crate) fn move_to(&self, command: Pid) {
         if self.is_foreground(self.own_group) {
             self.set_foreground(command);
         }
@@ -73,13 +73,14 @@ impl Terminal {
 
     fn set_foreground(&self, group: Pid) {
         if let Some(tty) = &self.tty {
-            // Fails if the group or the terminal no longer exists, and then no process needs it.
+            // The call fails if the group or the terminal no longer exists. No process then needs
+            // the terminal.
             let _ = tcsetpgrp(tty, group);
         }
     }
 }
 
-/// What to do after the command was stopped.
+/// The action after the command was stopped.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum AfterStop {
     /// Stop this job too, and continue the command when this process is continued.
@@ -90,22 +91,23 @@ pub(crate) enum AfterStop {
     Ignore,
 }
 
-/// Stops this process and all others in its group, as the terminal would. Returns when it is
-/// continued.
+/// Stops all processes in the group of this process, as the terminal would. Returns when this
+/// process is continued.
 pub(crate) fn stop_job() {
     // The terminal stopped only the group of the command.
     let _ = killpg(getpgrp(), Signal::SIGSTOP);
 }
 
-/// Stops this process alone. Returns when it is continued.
+/// Stops this process alone, if another process can continue it. Returns when this process is
+/// continued.
 pub(crate) fn stop_self() {
     if can_be_continued() {
         let _ = raise(Signal::SIGSTOP);
     }
 }
 
-/// Returns whether a parent in the same session, such as a shell, could continue this process. The
-/// kernel applies the same rule before it stops a process.
+/// Returns whether the parent process is in the same session, as a shell is, and can thus continue
+/// this process. The kernel applies the same rule before it stops a process.
 fn can_be_continued() -> bool {
     let session = getsid(None);
     getppid() != Pid::from_raw(1) && session != Ok(getpid()) && getsid(Some(getppid())) == session

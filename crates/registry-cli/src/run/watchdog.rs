@@ -1,9 +1,10 @@
-//! A second process that ends the command of `run` if `lockreg` cannot: if `lockreg` was killed, or
-//! is stopped while the lease ends. It does nothing else.
+//! The watchdog: a second process that ends the command of `run` if `lockreg` cannot. `lockreg`
+//! cannot if it was killed, or if it is stopped while the lease ends.
 //!
-//! `lockreg` writes lines to its stdin: `guard GROUP GRACE`, `until DEADLINE`, `mine`, `done`. An
-//! end of the stream without `done` means that `lockreg` has ended. A watchdog that was stopped
-//! reads all missed lines before it acts. The last line must therefore always fit into the pipe.
+//! `lockreg` writes lines to the stdin of the watchdog: `group GROUP GRACE`, `until DEADLINE`,
+//! `disarm`, `done`. An end of the stream without `done` means that `lockreg` has ended. A watchdog
+//! that was stopped reads all missed lines before it acts. The last line must therefore always fit
+//! into the pipe.
 
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
@@ -23,7 +24,7 @@ use super::child::{has_processes, self_command};
 
 pub(crate) const ROLE: &str = "__watchdog";
 
-/// The watchdog process, seen from `lockreg`.
+/// The handle of the watchdog process in `lockreg`.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     process: Child,
@@ -31,14 +32,14 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts a watchdog without a process group.
+    /// Starts a watchdog, which does not know the process group of the command yet.
     pub(crate) fn start() -> io::Result<Self> {
         let (stdin, sender) = MessageSender::open()?;
         let process = self_command(ROLE)
             .stdin(Stdio::from(stdin))
             .stdout(Stdio::null())
-            // In its own group, so that signals of the terminal or to the group of `lockreg` do
-            // not end it before `lockreg`.
+            // The watchdog has its own group. Signals of the terminal, or to the group of
+            // `lockreg`, thus do not end the watchdog before `lockreg`.
             .process_group(0)
             // The environment may contain a password.
             .env_clear()
@@ -46,7 +47,8 @@ impl Watchdog {
         Ok(Self { process, sender })
     }
 
-    /// Sets the process group, and the time between SIGTERM and SIGKILL for it.
+    /// Sets the process group of the command, and the time between SIGTERM and SIGKILL for this
+    /// group.
     pub(crate) fn watch_group(&mut self, group: Pid, grace: Duration) {
         self.sender.set_group(group, grace);
     }
@@ -58,10 +60,10 @@ impl Watchdog {
 
     /// Informs the watchdog that `lockreg` itself ends the command.
     pub(crate) fn disarm(&mut self) {
-        self.sender.send("mine\n");
+        self.sender.send("disarm\n");
     }
 
-    /// Ends the watchdog. Kills it if it does not end within [`SHUTDOWN_LIMIT`], for example
+    /// Ends the watchdog. Kills a watchdog that does not end within [`SHUTDOWN_LIMIT`], for example
     /// because it is stopped.
     pub(crate) fn shut_down(mut self) {
         self.sender.send("done\n");
@@ -83,25 +85,25 @@ impl Watchdog {
 #[derive(Debug)]
 struct MessageSender {
     pipe: PipeWriter,
-    /// The read end, to remove old messages from a full pipe.
-    unread: PipeReader,
-    /// The current `guard` message.
-    guard: String,
+    /// The read end, which is used to remove old messages from a full pipe.
+    read_end: PipeReader,
+    /// The current `group` message.
+    group_message: String,
 }
 
 impl MessageSender {
     /// Returns the read end for the watchdog, and the sender.
     fn open() -> io::Result<(PipeReader, Self)> {
-        let (unread, pipe) = io::pipe()?;
+        let (read_end, pipe) = io::pipe()?;
         // A stopped watchdog must not block `lockreg`. The read end must not block either, because
         // the watchdog may empty the pipe first.
         fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        fcntl(&unread, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        Ok((unread.try_clone()?, Self { pipe, unread, guard: String::new() }))
+        fcntl(&read_end, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        Ok((read_end.try_clone()?, Self { pipe, read_end, group_message: String::new() }))
     }
 
     fn set_group(&mut self, group: Pid, grace: Duration) {
-        self.guard = format!("guard {group} {}\n", grace.as_millis());
+        self.group_message = format!("group {group} {}\n", grace.as_millis());
         self.send("");
     }
 
@@ -109,29 +111,30 @@ impl MessageSender {
         self.send(format_args!("until {}\n", deadline.as_nanos()));
     }
 
-    /// Sends `message`, which is a line or empty. Repeats the `guard` message each time, because an
-    /// earlier one may have been removed.
+    /// Sends `message`, which is a line or empty. Each call repeats the `group` message, because
+    /// `discard_oldest` may have removed the earlier `group` messages.
     fn send(&mut self, message: impl fmt::Display) {
-        // Short enough to be written completely or not at all.
-        let message = format!("{}{message}", self.guard);
+        // The message is so short that the kernel writes it completely or not at all.
+        let message = format!("{}{message}", self.group_message);
         if self.pipe.write_all(message.as_bytes()).is_err() {
             self.discard_oldest();
-            // Cannot fail for another reason, because this process has both ends of the pipe.
+            // The first write can fail only because the pipe is full: this process has both ends.
             let _ = self.pipe.write_all(message.as_bytes());
         }
     }
 
-    /// Removes the oldest messages, which a stopped watchdog has not read. Keeps newer ones: a
-    /// watchdog that resumes at this point must find a newer message than its last.
+    /// Removes the oldest messages, which a stopped watchdog has not read. Keeps the newer
+    /// messages, because a watchdog that resumes at this point must find a newer message than its
+    /// last message.
     fn discard_oldest(&mut self) {
-        let _ = self.unread.read(&mut [0; DISCARDED_BYTES]);
+        let _ = self.read_end.read(&mut [0; DISCARDED_BYTES]);
     }
 }
 
 /// Runs this role.
 pub(crate) fn main() -> u8 {
-    // In its own session and with all signals blocked, so that it ends only after `lockreg`.
-    // Signals of the terminal, to a group or to a service do not end it.
+    // The watchdog has its own session and blocks all signals, so that it ends only after
+    // `lockreg`. Signals from the terminal, to a group or to a service do not end the watchdog.
     let _ = setsid();
     let _ = SigSet::all().thread_block();
     watch(MessageReader::new(io::stdin()));
@@ -160,8 +163,8 @@ impl<F: AsFd> MessageReader<F> {
         Self { pipe, read: Vec::new() }
     }
 
-    /// Waits for the next message until this time. Messages that were written in time
-    /// are always returned, even if this process runs late.
+    /// Waits for the next message until this time. Always returns a message that was written before
+    /// this time, even if this process runs late.
     fn next(&mut self, until: Option<Duration>) -> Received {
         loop {
             if let Some(end) = self.read.iter().position(|byte| *byte == b'\n') {
@@ -169,7 +172,7 @@ impl<F: AsFd> MessageReader<F> {
                 return Received::Message(String::from_utf8_lossy(&line).trim_end().to_owned());
             }
             let left = until.map(|until| until.saturating_sub(now()));
-            // Rounded up, because a timeout of zero would make this loop spin in the last
+            // The timeout is rounded up. A timeout of zero would make this loop spin in the last
             // millisecond.
             let timeout = left.map_or(PollTimeout::NONE, |left| {
                 PollTimeout::try_from(left.as_millis().saturating_add(1))
@@ -196,7 +199,8 @@ impl<F: AsFd> MessageReader<F> {
 struct WatchdogState {
     group: Option<Pid>,
     grace: Duration,
-    /// The end of the lease, or `None` if `lockreg` or this watchdog already ends the group.
+    /// The end of the lease. `None` if it is not known yet, or if `lockreg` or this watchdog
+    /// already ends the group.
     until: Option<Duration>,
 }
 
@@ -228,13 +232,13 @@ impl WatchdogState {
         let verb = words.next();
         let mut number = || words.next().and_then(|word| word.parse::<u64>().ok());
         match verb {
-            Some("guard") => {
+            Some("group") => {
                 self.group =
                     number().and_then(|group| i32::try_from(group).ok()).map(Pid::from_raw);
                 self.grace = Duration::from_millis(number().unwrap_or(0));
             }
             Some("until") => self.until = number().map(Duration::from_nanos),
-            Some("mine") => self.until = None,
+            Some("disarm") => self.until = None,
             _ => {}
         }
     }
@@ -268,15 +272,15 @@ fn now() -> Duration {
     clock_gettime(CLOCK).map_or(Duration::ZERO, Duration::from)
 }
 
-/// How long `lockreg` has to react to the end of the lease before the watchdog does.
+/// The time that `lockreg` has to react to the end of the lease before the watchdog reacts.
 const REACTION_LIMIT: Duration = Duration::from_millis(100);
-/// How much is removed from a full pipe at once. It holds many messages, and removing them makes
-/// space for one.
+/// The number of bytes that are removed from a full pipe at once. They contain many messages, and
+/// thus make space for one message.
 const DISCARDED_BYTES: usize = 4_096;
-/// How long the watchdog has to end after `done`.
+/// The time that the watchdog has to end after `done`.
 const SHUTDOWN_LIMIT: Duration = Duration::from_millis(100);
-/// How often the group is checked for remaining processes. There is no notification of the end of
-/// another process's child.
+/// The interval at which the group is checked for remaining processes. The kernel sends no
+/// notification of the end of another process's child.
 const GROUP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -291,7 +295,7 @@ mod tests {
     #[test]
     fn messages_are_parsed_and_unknown_messages_are_ignored() {
         let mut state = WatchdogState::default();
-        for message in ["guard 4242 1500", "until 77", "nonsense", "until"] {
+        for message in ["group 4242 1500", "until 77", "nonsense", "until"] {
             state.apply(message);
         }
         assert_eq!(
@@ -301,18 +305,18 @@ mod tests {
         assert_eq!(state.until, None);
         state.apply("until 77");
         assert_eq!(state.until, Some(Duration::from_nanos(77)));
-        state.apply("mine");
+        state.apply("disarm");
         assert_eq!(state.until, None);
     }
 
     #[test]
     fn a_watchdog_ends_after_done() {
         let (pipe, mut writer) = io::pipe().unwrap();
-        writer.write_all(b"guard 1 0\nuntil 99999999999999999\ndone\n").unwrap();
+        writer.write_all(b"group 1 0\nuntil 99999999999999999\ndone\n").unwrap();
         watch(MessageReader::new(pipe));
     }
 
-    /// Starts a shell in a group of its own, and waits until it has printed `up`.
+    /// Starts a shell in its own group, and waits until the shell has printed `up`.
     fn group(script: &str) -> (Child, Pid) {
         let mut shell = Command::new("sh")
             .args(["-c", script])
@@ -338,7 +342,7 @@ mod tests {
     fn a_group_without_lockreg_is_killed_at_the_end_of_the_lease_before_a_longer_grace_time() {
         let (mut shell, group) = group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "guard {group} 3600000\nuntil {}", in_ms(200)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(200)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -349,7 +353,7 @@ mod tests {
     fn a_group_without_lockreg_is_killed_after_the_grace_time_before_a_longer_lease() {
         let (mut shell, group) = group(IGNORES_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "guard {group} 200\nuntil {}", in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 200\nuntil {}", in_ms(3_600_000)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
@@ -360,7 +364,7 @@ mod tests {
     fn a_group_gets_sigterm_before_sigkill() {
         let (mut shell, group) = group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "guard {group} 3600000\nuntil {}", in_ms(3_600_000)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(3_600_000)).unwrap();
         drop(writer);
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
@@ -371,7 +375,7 @@ mod tests {
     fn an_expired_lease_terminates_the_group_and_the_watchdog_continues() {
         let (mut shell, group) = group(EXITS_ON_SIGTERM);
         let (pipe, mut writer) = io::pipe().unwrap();
-        writeln!(writer, "guard {group} 3600000\nuntil {}", in_ms(0)).unwrap();
+        writeln!(writer, "group {group} 3600000\nuntil {}", in_ms(0)).unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
         assert_eq!(shell.wait().unwrap().code(), Some(7));
         writeln!(writer, "done").unwrap();
@@ -384,8 +388,8 @@ mod tests {
             group("trap 'exit 7' TERM; echo up; while :; do sleep 0.1; echo on; done");
         let (pipe, mut writer) = io::pipe().unwrap();
         let watching = thread::spawn(move || watch(MessageReader::new(pipe)));
-        writeln!(writer, "guard {group} 3600000\nuntil {}\nmine", in_ms(300)).unwrap();
-        // The command continues for longer than the lease.
+        writeln!(writer, "group {group} 3600000\nuntil {}\ndisarm", in_ms(300)).unwrap();
+        // The command runs for longer than the lease.
         let mut on = [0; 30];
         shell.stdout.as_mut().unwrap().read_exact(&mut on).unwrap();
         writeln!(writer, "done").unwrap();
@@ -396,8 +400,8 @@ mod tests {
 
     #[test]
     fn a_resumed_watchdog_reads_the_newest_messages() {
-        // More messages than a pipe holds. The watchdog was stopped before it read, or after it had
-        // read some bytes.
+        // The sender writes more messages than a pipe can contain. The watchdog was stopped before
+        // its first read, or after it had read some bytes.
         for had_read in [0, 1, 30, 5_000] {
             let (pipe, mut sender) = MessageSender::open().unwrap();
             let mut reader = MessageReader::new(pipe);

@@ -16,7 +16,13 @@ const CRITICAL: &str = r#"
 #[test]
 fn exactly_one_of_many_processes_that_do_not_wait_runs() {
     let store = TestStore::new();
-    let start = || store.start(["run", "--no-wait", "nightly", "--", "sh", "-c", CRITICAL]);
+    let start = || {
+        let mut command =
+            store.lockreg(["run", "--no-wait", "nightly", "--", "sh", "-c", CRITICAL]);
+        // On a loaded machine, each process may wait long for the file.
+        command.env("LOCK_REGISTRY_TIMEOUT", "60s").env("LOCK_REGISTRY_BUSY_TIMEOUT", "50s");
+        TestProcess::start(&mut command)
+    };
     let mut processes: Vec<TestProcess> = (0..PROCESSES).map(|_| start()).collect();
 
     // The winner waits for the end of its stdin.

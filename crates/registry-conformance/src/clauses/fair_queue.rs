@@ -1,5 +1,5 @@
-//! The queue of a store whose waiters queue on request: the order of arrival, places that lapse, and
-//! callers of several processes that are served in turn.
+//! The queue of a store whose waiters queue on request: the order of arrival, places that lapse,
+//! and callers of several processes that are served in turn.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -224,7 +224,8 @@ pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) 
     freed(&*first, &one).await;
 }
 
-/// A claim that joins a free key is granted at once, and one that repeats its acquire has one grant.
+/// A claim that joins a free key is granted at once, and one that repeats its acquire has one
+/// grant.
 pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestContext) {
     let client = context.client().await;
     for _ in 0..3 {

@@ -3,7 +3,10 @@
 
 use std::collections::HashSet;
 
-use registry_core::{Claim, InvalidKey, Key, LockError, LockRegistryExt as _, Release};
+use registry_core::{
+    Claim, InvalidKey, Key, LockBackend, LockError, LockRegistryExt as _, Release, Renewal,
+};
+use tokio::time::Instant;
 
 use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, release};
 use crate::faulty::Faults;
@@ -71,16 +74,34 @@ async fn all_different(context: &TestContext, keys: Vec<String>) {
         .map(|key| Claim::new(key, context.long_lease()))
         .collect();
     assert!(!claims.is_empty(), "the layout accepts none of {keys:?}");
-    for claim in &claims {
+    let mut renewed_at = Instant::now();
+    for (number, claim) in claims.iter().enumerate() {
         granted(&*client, claim).await;
+        renew_if_due(&*client, &claims[..=number], &mut renewed_at).await;
     }
     for claim in &claims {
         busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        renew_if_due(&*client, &claims, &mut renewed_at).await;
     }
-    for claim in &claims {
+    for (number, claim) in claims.iter().enumerate() {
+        renew_if_due(&*client, &claims[number..], &mut renewed_at).await;
         freed(&*client, claim).await;
         assert!(is_free(&*client, claim.key()).await, "{:?} is not free", claim.key());
         assert_eq!(release(&*client, claim).await, Release::NotHeld);
+    }
+}
+
+/// Renews `claims` once a quarter of their lease is over. The longest lease of a store may be
+/// shorter than a clause takes on a loaded machine.
+async fn renew_if_due(client: &dyn LockBackend, claims: &[Claim], renewed_at: &mut Instant) {
+    if claims.first().is_none_or(|first| renewed_at.elapsed() < first.lease() / 4) {
+        return;
+    }
+    *renewed_at = Instant::now();
+    for batch in claims.chunks(client.capabilities().renewal.batch_max.max(1)) {
+        for renewal in client.renew(batch).await {
+            assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
+        }
     }
 }
 

@@ -518,8 +518,8 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
 }
 
-/// In a store that reports losses, a forced release is reported at once to all permits of a process,
-/// however long their leases are.
+/// In a store that reports losses, a forced release is reported at once to all permits of a
+/// process, however long their leases are.
 pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestContext) {
     let (holding, operator) = (context.registry().await, context.registry().await);
     let semaphore = semaphore(&holding, 5);
@@ -536,8 +536,8 @@ pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestC
     }
 }
 
-/// The units of a process that has died return when its lease ends, and a waiting caller takes them.
-/// Other permits stay held.
+/// The units of a process that has died return when its lease ends, and a waiting caller takes
+/// them. Other permits stay held.
 pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestContext) {
     let faulty = context.faulty(Faults::none()).await;
     let (dying, waiting) =

@@ -904,8 +904,8 @@ pub async fn read_may_be_dropped_at_every_poll(context: &TestContext) {
     .await;
 }
 
-/// A `lock` future may be dropped at every poll while it waits for a reader. Readers can soon enter,
-/// and the key is free after the reader's unlock.
+/// A `lock` future may be dropped at every poll while it waits for a reader. Readers can soon
+/// enter, and the key is free after the reader's unlock.
 pub async fn a_lock_call_behind_a_reader_may_be_dropped_at_every_poll(context: &TestContext) {
     let (local, remote) = (context.registry().await, context.registry().await);
     let third = context.registry().await;

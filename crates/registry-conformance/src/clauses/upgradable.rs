@@ -490,8 +490,8 @@ pub async fn a_guard_is_converted_repeatedly(context: &TestContext) {
     assert_eq!(local.held(), 0, "a converted lock is counted twice");
 }
 
-/// `try_upgrade_for` returns the unchanged guard at its deadline if a reader stays. Readers can then
-/// enter, and a later upgrade succeeds.
+/// `try_upgrade_for` returns the unchanged guard at its deadline if a reader stays. Readers can
+/// then enter, and a later upgrade succeeds.
 pub async fn an_upgrade_that_times_out_leaves_the_guard_held(context: &TestContext) {
     let (local, reading) = (context.registry().await, context.registry().await);
     let third = context.registry().await;
@@ -845,8 +845,8 @@ pub async fn upgrade_may_be_dropped_at_every_poll(context: &TestContext) {
     sweep_conversion(context, make, [&remote, &local]).await;
 }
 
-/// A `try_upgrade_for` future that gives up, and a `downgrade` future, may be dropped at every poll.
-/// The key is soon free.
+/// A `try_upgrade_for` future that gives up, and a `downgrade` future, may be dropped at every
+/// poll. The key is soon free.
 pub async fn a_withdrawal_and_a_downgrade_may_be_dropped_at_every_poll(context: &TestContext) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = context.faulty(Faults::none().always(Operation::Acquire, slow)).await;

@@ -8,12 +8,12 @@ use super::value::{InvalidValue, Secret, parse_path};
 use super::{OptionError, OptionRow, Values};
 use crate::error::{BackendError, BackendErrorKind};
 
-/// The files of the options [`CA`](Self::CA), [`CERT`](Self::CERT) and [`KEY`](Self::KEY).
+/// The paths of the options [`CA`](Self::CA), [`CERT`](Self::CERT) and [`KEY`](Self::KEY).
 #[derive(Debug, Clone, Default)]
 pub struct PemFiles {
     ca: Option<PathBuf>,
     cert: Option<PathBuf>,
-    /// A user may pass the key itself.
+    /// The path is a secret, because a user may pass the key itself.
     key: Option<Secret>,
 }
 
@@ -52,7 +52,7 @@ impl PemFiles {
         "the private key of `cert`, without a passphrase",
     );
 
-    /// Sets one of the three options. Returns whether `name` is one of them.
+    /// Sets the option `name`. Returns false if `name` is not `ca`, `cert` or `key`.
     ///
     /// # Errors
     /// [`InvalidValue`] if the value is not a path.
@@ -66,7 +66,7 @@ impl PemFiles {
         Ok(true)
     }
 
-    /// Returns whether the authorities are set.
+    /// Returns whether the option `ca` is set.
     #[must_use]
     pub fn has_ca(&self) -> bool {
         self.ca.is_some()
@@ -121,7 +121,7 @@ fn certificates(store: &str, option: &str, path: &Path) -> Result<Vec<u8>, Backe
     Ok(pem)
 }
 
-// Errors do not show the path: a user may pass the key itself.
+// Errors do not show the path, because a user may pass the key itself.
 fn private_key(store: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
     let pem = read(path).map_err(|error| {
         let problem = "the file of option `key` cannot be read; check its path and permissions";
@@ -138,12 +138,12 @@ fn misconfigured(store: &str, problem: &str) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("{store}: {problem}")).as_refused()
 }
 
-/// More than any certificate or key file has.
+/// The maximum size of a file, which is larger than any certificate or key.
 const BYTES_MAX: u64 = 1 << 20;
 
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = fs::metadata(path)?;
-    // A pipe or a device may never end.
+    // Reading a pipe or a device may never end.
     if !file.is_file() || file.len() > BYTES_MAX {
         return Err(io::Error::other(format!("not a regular file of at most {BYTES_MAX} bytes")));
     }

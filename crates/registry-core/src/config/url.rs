@@ -1,7 +1,7 @@
-//! Splits a store URL into its parts, and parses what the URLs of several stores have in common.
+//! Splits a store URL into its parts, and parses logins, hosts, paths and options for all stores.
 //!
-//! A general URL parser is not used: hosts can be lists, and paths are opaque. A general parser
-//! would normalise `.` and `..`, which changes the meaning of a path with symbolic links.
+//! A general URL parser cannot parse lists of hosts. It would also normalise `.` and `..` in a
+//! path, which changes the meaning of a path with symbolic links.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -15,8 +15,8 @@ use crate::error::{BackendError, BackendErrorKind};
 
 /// The parts of a URL: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
 ///
-/// Errors show only the scheme and fixed text. Any other part may contain a password, above all in
-/// a malformed URL.
+/// Errors show only the scheme and fixed text, because any other part may contain a password. This
+/// is most likely in a malformed URL.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct UrlParts<'a> {
@@ -32,7 +32,7 @@ pub struct UrlParts<'a> {
     pub fragment: Option<&'a str>,
 }
 
-/// A name, or an address without brackets, and a port.
+/// A host name or an IP address, without brackets, and a port.
 pub type Host = (String, u16);
 
 /// The decoded user and password of a URL.
@@ -103,7 +103,7 @@ impl<'a> UrlParts<'a> {
                     let value = Secret::new(self.text(value, "an option")?);
                     Ok((self.text(name, "an option")?, value))
                 }
-                // Not shown: it may be the rest of a password that contains a `?`.
+                // The error does not show the text, which may be the rest of a password with a `?`.
                 None => Err(self.invalid("contains an option without a value; write `name=value`")),
             })
             .collect()
@@ -147,7 +147,7 @@ impl<'a> UrlParts<'a> {
     /// Parses one server with an optional port.
     ///
     /// # Errors
-    /// `Misconfigured` if `host` has another form.
+    /// `Misconfigured` if `host` has another syntax.
     pub fn host(&self, host: &str, default_port: u16) -> Result<Host, BackendError> {
         parse_host(host, default_port).ok_or_else(|| self.invalid_host())
     }
@@ -192,7 +192,7 @@ impl<'a> UrlParts<'a> {
         Ok(servers)
     }
 
-    /// Decodes text. `what` names it in the error if it is not UTF-8.
+    /// Decodes text. If the text is not UTF-8, the error names it with `what`.
     ///
     /// # Errors
     /// `Misconfigured` for text that is not UTF-8 or has an invalid percent-encoding.
@@ -201,7 +201,7 @@ impl<'a> UrlParts<'a> {
             .map_err(|_| self.invalid(&format!("contains {what} that is not UTF-8")))
     }
 
-    /// Decodes the path of a file. `hint` is the hint in the error if the path is empty.
+    /// Decodes the path of a file. The error for an empty path ends with `hint`.
     ///
     /// # Errors
     /// `Misconfigured` for text that cannot be the path of a file.
@@ -222,7 +222,8 @@ impl<'a> UrlParts<'a> {
         path_from_bytes(path).ok_or_else(|| self.invalid("contains a path that is not UTF-8"))
     }
 
-    /// Decodes percent-encoding. Refuses a lone `%`, which is usually a forgotten `%25`.
+    /// Decodes percent-encoding. Refuses a `%` without two hexadecimal digits, which usually should
+    /// be `%25`.
     fn decode(&self, part: &str) -> Result<Vec<u8>, BackendError> {
         if !is_well_encoded(part) {
             return Err(self.invalid(
@@ -282,8 +283,8 @@ fn parse_host(host: &str, default_port: u16) -> Option<Host> {
     Some((name.to_owned(), port))
 }
 
-/// Returns whether `host` is a host with an optional port. `user:password` is not, unless the
-/// password is a port number.
+/// Returns whether `host` is a host with an optional port. This is false for `user:password`,
+/// unless the password is a number.
 #[must_use]
 pub fn is_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {

@@ -6,7 +6,7 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Why a value is invalid, as a predicate: `is not a time; HINT`. Contains no secret.
+/// The reason why a value is invalid, as a predicate: `is not a time; HINT`. Contains no secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InvalidValue(Cow<'static, str>);
 
@@ -17,8 +17,8 @@ impl InvalidValue {
         Self(problem.into())
     }
 
-    /// Creates the error of a name that the store does not have. The name is not shown: in a
-    /// malformed URL, it may be part of a password.
+    /// Creates the error of an unknown option. The error does not show its name, which may be part
+    /// of a password in a malformed URL.
     #[must_use]
     pub fn unknown_option() -> Self {
         Self::new("is not an option of this store")
@@ -39,7 +39,7 @@ impl StdError for InvalidValue {}
 /// [`InvalidValue`] if the text has no unit, is negative or is not a time.
 pub fn parse_time(text: &str) -> Result<Duration, InvalidValue> {
     let trimmed = text.trim();
-    // `humantime` accepts a bare `0`, the only number without a unit.
+    // `humantime` accepts `0`, but no other number without a unit.
     humantime::parse_duration(trimmed).map_err(|_| {
         InvalidValue::new(if trimmed.starts_with('-') {
             "is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
@@ -57,14 +57,14 @@ pub fn format_time(time: Duration) -> String {
     humantime::format_duration(time).to_string()
 }
 
-/// Parses `true` or `false`.
+/// Parses `true` or `false`; `on` and `off` mean the same.
 ///
 /// # Errors
 /// [`InvalidValue`] for any other text.
 pub fn parse_switch(text: &str) -> Result<bool, InvalidValue> {
     match text {
-        "true" => Ok(true),
-        "false" => Ok(false),
+        "true" | "on" => Ok(true),
+        "false" | "off" => Ok(false),
         _ => Err(InvalidValue::new("is not a boolean; write `true` or `false`")),
     }
 }
@@ -82,7 +82,7 @@ pub fn parse_count(text: &str) -> Result<u32, InvalidValue> {
     })
 }
 
-/// Returns the value that `choices` has for the name `text`.
+/// Returns the value of the name `text` in `choices`.
 ///
 /// # Errors
 /// [`InvalidValue`] if `choices` does not have this name.
@@ -115,7 +115,7 @@ pub fn parse_path(text: &str) -> Result<PathBuf, InvalidValue> {
 pub struct Secret(String);
 
 impl Secret {
-    /// Hides `text`.
+    /// Creates a secret from `text`.
     #[must_use]
     pub fn new(text: impl Into<String>) -> Self {
         Self(text.into())

@@ -243,16 +243,18 @@ async fn time_of_20_000_waiters(owned: bool) -> Duration {
 async fn the_time_of_a_grant_does_not_depend_on_the_number_of_waiting_owners() {
     // The best of several rounds, because other processes of the machine may slow one of them down.
     let mut bests = [Duration::MAX; 2];
-    for _ in 0..5 {
+    let is_independent =
+        |[without_owner, with_owners]: [Duration; 2]| with_owners < without_owner * 5;
+    for round in 0..20 {
+        if round >= 5 && is_independent(bests) {
+            break;
+        }
         for (best, owned) in bests.iter_mut().zip([false, true]) {
             *best = time_of_20_000_waiters(owned).await.min(*best);
         }
     }
     let [without_owner, with_owners] = bests;
-    assert!(
-        with_owners < without_owner * 5,
-        "{with_owners:?} with owners, {without_owner:?} without"
-    );
+    assert!(is_independent(bests), "{with_owners:?} with owners, {without_owner:?} without");
 }
 
 #[tokio::test(start_paused = true)]

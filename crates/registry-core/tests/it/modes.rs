@@ -4,8 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    ClaimMode, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, MemoryBackend,
-    Owner, Registry,
+    ClaimMode, LockError, LockOptions, LockRegistryExt as _, MemoryBackend, Owner, Registry,
 };
 
 fn pair() -> (Registry, Registry) {
@@ -164,4 +163,53 @@ async fn an_owner_re_enters_what_it_holds_and_cannot_wait_for_itself() {
     let inner = lock.read_with(options()).await.unwrap();
     assert_eq!(inner.mode(), ClaimMode::Exclusive);
     drop((writer, inner));
+}
+
+#[tokio::test(start_paused = true)]
+async fn many_keys_are_held_together_or_not_at_all() {
+    let (a, b) = pair();
+    let all = a.obtain_all(["c", "a", "b", "a"]);
+    assert_eq!(all.keys().collect::<Vec<_>>(), ["a", "b", "c"]);
+    let busy = b.obtain("b").lock().await.unwrap();
+    assert!(all.try_lock().await.unwrap().is_none());
+    assert!(all.try_lock_for(Duration::from_secs(1)).await.unwrap().is_none());
+    let others = b.obtain_all(["a", "c"]).try_lock().await.unwrap();
+    drop(others.expect("nothing is held while it waits"));
+    b.idle().await;
+    let waiting = tokio::spawn(async move { all.lock().await });
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!waiting.is_finished());
+    busy.unlock().await.unwrap();
+    let guard = waiting.await.unwrap().unwrap();
+    assert!(guard.is_held());
+    assert_eq!(guard.fencing_tokens().map(|(key, _)| key).collect::<Vec<_>>(), ["a", "b", "c"]);
+    let lost = tokio::spawn(guard.lost());
+    assert!(b.force_release("c").await.unwrap());
+    assert_eq!(lost.await.unwrap().0, "c");
+    assert!(!guard.is_held());
+    assert!(guard.unlock().await.is_err());
+    assert!(b.obtain_all(["a", "b", "c"]).try_lock().await.unwrap().is_some());
+    let none: [&str; 0] = [];
+    assert!(matches!(b.obtain_all(none).lock().await, Err(LockError::InvalidOption(_))));
+}
+
+#[tokio::test(start_paused = true)]
+async fn callers_of_keys_in_any_order_do_not_wait_for_each_other() {
+    let store = MemoryBackend::new();
+    let tasks = (0..8_u64).map(|n| {
+        let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+        tokio::spawn(async move {
+            for round in 0..30 {
+                let first = (n * 7 + round) % 6;
+                let keys = [first, (first + 1 + n % 3) % 6, (first + 4) % 6];
+                let keys = keys.map(|key| key.to_string());
+                let guard = registry.obtain_all(keys).lock().await.unwrap();
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                guard.unlock().await.unwrap();
+            }
+        })
+    });
+    for task in tasks.collect::<Vec<_>>() {
+        task.await.unwrap();
+    }
 }

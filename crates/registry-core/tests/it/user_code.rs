@@ -131,7 +131,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
             let store = MemoryBackend::new();
             let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
             let claim = |lease| Claim::new(Key::new("k").unwrap(), lease);
-            let short = claim(Duration::from_secs(2));
+            let short = claim(Duration::from_secs(10));
             assert!(matches!(store.try_acquire(&short).await, Ok(Attempt::Granted(_))));
             let (done, _granted) = channel();
             let task = PollsInPlace {
@@ -140,7 +140,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
             };
             Waker::from(Arc::new(task)).wake();
             // The engine's timers are not driven here, so the end of the record wakes the task.
-            std::thread::sleep(Duration::from_millis(2_100));
+            std::thread::sleep(Duration::from_millis(10_100));
             let next = claim(Duration::from_secs(600));
             matches!(store.try_acquire(&next).await, Ok(Attempt::Granted(_)))
         });

@@ -6,16 +6,18 @@
 
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::{Need, SharedServers, assert_conformance_on_shared_servers};
 use registry_core::LockBackend;
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
-#[cfg(feature = "tls")]
-use registry_testkit::etcd::EtcdOptions;
-use registry_testkit::etcd::{EtcdCluster, EtcdServer};
+use registry_testkit::etcd::{EtcdCluster, EtcdOptions, EtcdServer};
 #[cfg(feature = "tls")]
 use registry_testkit::tls::TlsFolder;
+
+/// Long, because the suite has its own time limits.
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn config_of(server: &EtcdServer) -> EtcdConfig {
     EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())])
@@ -37,6 +39,7 @@ impl<S: Servers> SharedServers for Shared<S> {
     async fn client(&self, namespace: &str) -> Arc<dyn LockBackend> {
         // The user of an encrypted member has rights on keys with this prefix only.
         let config = self.0.config().with_namespace(format!("lock-registry-{namespace}"));
+        let config = config.with_connect_timeout(TIMEOUT).with_response_timeout(TIMEOUT);
         Arc::new(EtcdBackend::open(config).await.unwrap())
     }
 
@@ -76,8 +79,11 @@ fn a_member_passes_all_clauses() {
 
 #[async_trait]
 impl Servers for EtcdCluster {
+    /// No clause tests an election, and on a busy machine members with a short time-out would elect
+    /// another leader.
     async fn begin() -> Self {
-        Self::start(3).await.unwrap()
+        let args = ["--heartbeat-interval", "500", "--election-timeout", "5000"];
+        Self::start_with(3, &EtcdOptions::new().args(&args)).await.unwrap()
     }
 
     fn config(&self) -> EtcdConfig {

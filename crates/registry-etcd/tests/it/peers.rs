@@ -21,6 +21,10 @@ use registry_testkit::{eventually, within};
 const LONG: Duration = Duration::from_secs(240);
 /// How many times each client acquires the lock.
 const SECTIONS: usize = 200;
+/// How long opening a connection may take. Long enough for any machine.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a request may take. Long enough for any machine, and shorter than the lease.
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 /// The critical section of `peer.py` as a shell script. It reads the creation revision of the key,
 /// because etcdctl reports a later revision if it had to wait.
@@ -36,8 +40,9 @@ rmdir "$FOLDER/inside"
 
 async fn registry(server: &EtcdServer) -> Registry {
     let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+    let config = config.with_connect_timeout(CONNECT_TIMEOUT).with_response_timeout(TIMEOUT);
     let backend = EtcdBackend::open(config.with_layout(Layout::Etcdctl)).await.unwrap();
-    Registry::builder(Arc::new(backend)).build().unwrap()
+    Registry::builder(Arc::new(backend)).timeout(TIMEOUT).build().unwrap()
 }
 
 /// The same critical section in this process.
@@ -73,6 +78,7 @@ async fn etcdctl_the_gateway_and_this_store_exclude_each_other() {
     let sections =
         r#"set -e; for n in $(seq "$SECTIONS"); do etcdctl lock orders -- sh -c "$SECTION"; done"#;
     shell.args(["-c", sections]).env("ETCDCTL_API", "3").env("ETCDCTL_ENDPOINTS", server.url());
+    shell.env("ETCDCTL_DIAL_TIMEOUT", "30s").env("ETCDCTL_COMMAND_TIMEOUT", "60s");
     shell.env("SECTIONS", SECTIONS.to_string()).env("SECTION", SECTION).env("FOLDER", folder);
     let mut shell = HelperProcess::spawn(shell).unwrap();
 
@@ -161,7 +167,7 @@ async fn an_etcdctl_waiter_paused_beyond_its_lease_runs_while_another_client_hol
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let first = registry.obtain("orders").lock().await.unwrap();
-    let waiter = etcdctl(&server, &["lock", "orders", "--ttl", "2", "echo", "in"]);
+    let waiter = etcdctl(&server, &["lock", "orders", "--ttl", "10", "echo", "in"]);
     let mut waiter = HelperProcess::spawn(waiter).unwrap();
     wait_until_queued(&server, 2).await;
     waiter.pause().await.unwrap();

@@ -1,4 +1,4 @@
-//! What differs from other servers in the backend. The statements are in `sql`.
+//! Implements the backend's `Dialect` for MariaDB and MySQL. The statements are in `sql`.
 
 use std::collections::{HashMap, HashSet};
 use std::future::Future;
@@ -22,7 +22,7 @@ use super::row::MySqlRowProtocol;
 use super::session::MySqlSessionProtocol;
 use super::sql::{self, MySqlStatements, SIZES};
 use super::statement::{self, StatementBinder};
-use super::waiters::MySqlWaiters;
+use super::waiters::MySqlReleasePoller;
 use super::{client, diagnose, error, lock_in, open};
 use crate::MySqlBackend;
 use crate::lock_in::{Deadline, LockInError};
@@ -30,7 +30,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, Wakes,
+    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, WakeupSource,
 };
 
 pub(super) type MySqlRows = Rows<MySql>;
@@ -41,11 +41,11 @@ impl Dialect for MySql {
     const SCHEMA: &'static str = sql::SCHEMA;
     const BYTES_PREFIX: &'static str = "x'";
     const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
-    const RENEWS_ONE_LEASE: bool = true;
+    const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
 
     type Statements = MySqlStatements;
-    type Wakes = MySqlWakes;
+    type Wakeups = MySqlWakeups;
     type Session = MySqlSessionProtocol;
     type RowLock = MySqlRowProtocol;
 
@@ -95,31 +95,31 @@ impl Dialect for MySql {
         Ok(row.try_get::<i64, _>(index)? != 0)
     }
 
-    fn has_wakes(_: &MySqlConfig, mode: &SqlMode) -> bool {
+    fn has_wakeups(_: &MySqlConfig, mode: &SqlMode) -> bool {
         !matches!(mode, SqlMode::Spring(_))
     }
 
-    fn wakes(store: &Store<Self>, namespace: &str) -> MySqlWakes {
+    fn wakeups(store: &Store<Self>, namespace: &str) -> MySqlWakeups {
         let statements = Arc::clone(&store.statements);
         let binder = StatementBinder { statements, namespace: namespace.to_owned() };
-        MySqlWakes(Some(MySqlWaiters::new(Arc::clone(&store.client), Arc::new(binder))))
+        MySqlWakeups(Some(MySqlReleasePoller::new(Arc::clone(&store.client), Arc::new(binder))))
     }
 
     fn granted_token(answer: &Answer<MySqlRow>) -> Result<Option<i64>, BackendError> {
-        Ok(match answer.assigned {
+        Ok(match answer.last_insert_id {
             0 => None,
             token => Some(i64::try_from(token).unwrap_or(-1)),
         })
     }
 
-    /// The row may be locked by a fence of a new holder. Then the key is busy.
+    /// A fence of a new holder may have locked the row. Then the key is busy.
     async fn attempt_on_locked_row(
         rows: &MySqlRows,
         claim: &Claim,
         position: u64,
         error: BackendError,
     ) -> Result<Option<Attempt>, BackendError> {
-        match rows.find_holder(claim, position).await {
+        match rows.attempt_from_current_row(claim, position).await {
             Ok(Some(held)) => Ok(Some(held)),
             // The statement was rejected, so nothing was granted.
             Ok(None) | Err(_) => Err(error),
@@ -134,10 +134,10 @@ impl Dialect for MySql {
         let (client, texts) = (&rows.store.client, &rows.store.statements);
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
         let ids = Value::ManyBytes(ids.collect());
-        let (limit, length) = (limit(claims), Value::Number(micros(lease)));
+        let (limit, length) = (claim_count(claims), Value::Number(micros(lease)));
         let values = [ids.clone(), Value::claims(claims), limit, length];
         let renewal = Statement::new(&texts.renew, values);
-        // A repeated renewal has no further effect.
+        // A repeated renewal has the same effect as a single renewal, so it may be sent again.
         let done = client.send(ConnectionUse::Renew(lease), Resend::Allowed, &renewal).await?;
         let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
         let unexpired = Statement::new(&texts.unexpired, [ids]);
@@ -149,7 +149,8 @@ impl Dialect for MySql {
             if !is_locked(rows, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
             }
-            // An empty result also means that there is no row.
+            // `is_locked` also returns true if the row does not exist. So the claim must still hold
+            // the key.
             let held = rows.current_grant(claim.key(), ConnectionUse::Release).await?;
             let holder = held.first().map(|row| bytes::<Self>(row, 0)).transpose()?.flatten();
             Ok(holder.as_deref() == Some(&claim.id().to_bytes()))
@@ -157,13 +158,13 @@ impl Dialect for MySql {
         .await
     }
 
-    /// Returns whether the row stays locked for longer than the checks of other clients lock it.
+    /// Returns whether the row stays locked for longer than other clients' checks would lock it.
     async fn is_locked_by_transaction(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
         for pause in ROW_CHECK_PAUSES {
             if !is_locked(rows, key, ConnectionUse::Acquire).await?
                 || rows
                     .store
-                    .query(&rows.store.statements.row_seen, [rows.id(key)])
+                    .query(&rows.store.statements.lease_left, [rows.id(key)])
                     .await?
                     .is_empty()
             {
@@ -174,19 +175,18 @@ impl Dialect for MySql {
         Ok(true)
     }
 
-    /// Ends the lease, or the connection that has the row locked for a claim.
+    /// Ends the lease, or ends the connection that has the row locked for a claim.
     async fn force_release(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
         let released = match holder_connection(rows, key).await? {
             Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
             None => end_lease(rows, key).await?,
         };
-        rows.wakes.on_release(key);
+        rows.wakeups.on_release(key);
         Ok(released)
     }
 
-    /// The largest deleted token is kept: it is written to the meta table before the rows are
-    /// deleted. The two statements need no transaction: between them, a token is only recorded
-    /// twice.
+    /// Records the largest token in the meta table before it deletes the rows. The two statements
+    /// need no transaction: between them, a token is only recorded twice.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let texts = &store.statements;
         let min_age = Value::Number(micros(store.settings().purge_after));
@@ -225,11 +225,11 @@ impl Dialect for MySql {
     }
 }
 
-/// A task that polls for waiting callers. None polls Spring's table.
-pub(crate) struct MySqlWakes(pub(super) Option<MySqlWaiters>);
+/// A poller for waiting callers. `None` for Spring's table, which no task polls.
+pub(crate) struct MySqlWakeups(pub(super) Option<MySqlReleasePoller>);
 
-impl Wakes for MySqlWakes {
-    fn mark(&self, _: u64, token: FencingToken) -> u64 {
+impl WakeupSource for MySqlWakeups {
+    fn busy_mark(&self, _: u64, token: FencingToken) -> u64 {
         token.get()
     }
 
@@ -240,8 +240,8 @@ impl Wakes for MySqlWakes {
         }
     }
 
-    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
-        self.0.as_ref().map(MySqlWaiters::wake_check)
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
+        self.0.as_ref().map(MySqlReleasePoller::wake_check)
     }
 
     fn on_release(&self, key: &Key) {
@@ -257,12 +257,12 @@ impl Wakes for MySqlWakes {
     }
 }
 
-/// Returns the limit of a statement that renews these claims.
-pub(super) fn limit(claims: &[&Claim]) -> Value {
+/// Returns the number of claims, for the `LIMIT` of a statement that renews them.
+pub(super) fn claim_count(claims: &[&Claim]) -> Value {
     Value::Number(i64::try_from(claims.len()).unwrap_or(i64::MAX))
 }
 
-/// A renewal of claims with the same lease, which the server has executed.
+/// A renewal that the server has executed. All claims have the same lease.
 pub(super) struct SentRenewal<'a> {
     pub(super) client: &'a SqlClient<MySql>,
     pub(super) claims: &'a [&'a Claim],
@@ -271,8 +271,8 @@ pub(super) struct SentRenewal<'a> {
 }
 
 impl SentRenewal<'_> {
-    /// Returns one answer for each claim. `unexpired` finds the holders of the keys, with the time
-    /// that they have left; `holder` is how a claim appears there.
+    /// Returns one answer for each claim. The query `unexpired` returns the holders of the keys and
+    /// their times left. `holder` converts a claim to the form of that query's first column.
     pub(super) async fn answers<H>(
         self,
         holder: impl Fn(&Claim) -> H + Send,
@@ -287,7 +287,8 @@ impl SentRenewal<'_> {
         if usize::try_from(changed) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
-        // Some grants are gone, or a fence has their rows locked. The rows show which.
+        // Some grants have ended, or a fence has locked their rows. The query shows which of them
+        // still exist.
         let rows = client.query(ConnectionUse::Renew(lease), &unexpired).await?;
         let since = requested_at.elapsed();
         let read = |row: &MySqlRow| -> Result<(Option<H>, Duration), BackendError> {
@@ -297,9 +298,9 @@ impl SentRenewal<'_> {
         let unexpired: HashMap<_, _> = rows.iter().map(read).collect::<Result<_, _>>()?;
         let answer = |claim: &&Claim| match unexpired.get(&Some(holder(claim))) {
             None => Ok(Renewal::Gone),
-            // A renewed grant lasts its lease from the execution of the statement, which was after
-            // `requested_at`. A skipped row that lasts as long was granted or renewed recently, so
-            // the result is also true.
+            // The statement was executed after `requested_at`, and a renewed grant lasts its lease
+            // from then on. A skipped row with as much time left was granted or renewed recently,
+            // so `Renewed` is also true for its grant.
             Some(left) if left.saturating_add(since) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
@@ -309,14 +310,14 @@ impl SentRenewal<'_> {
     }
 }
 
-/// Waits for the end of a transaction that a claim has fenced, which locks the row. Gives up after
+/// Waits for the end of a fenced transaction, which keeps the row locked. Returns an error after
 /// the sum of [`FENCE_CHECK_PAUSES`].
 pub(super) async fn wait_for_fence<F>(has_open_fence: impl Fn() -> F) -> Result<(), BackendError>
 where
     F: Future<Output = Result<bool, BackendError>>,
 {
     for pause in FENCE_CHECK_PAUSES.into_iter().map(Some).chain([None]) {
-        // If this fails, nothing was released.
+        // The release has not been sent yet, so an error is marked as refused.
         if !has_open_fence().await.map_err(BackendError::as_refused)? {
             return Ok(());
         }
@@ -338,8 +339,8 @@ pub(super) async fn is_locked(
 }
 
 async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
-    // Queried first: an update would wait for a transaction that has the row locked, even if there
-    // is nothing to update.
+    // The query comes first, because an update would wait for a transaction that has the row
+    // locked, even if the row contains no lease.
     if rows.query_holders(Some(key)).await?.is_empty() {
         if MySql::is_locked_by_transaction(rows, key).await? {
             return Err(error::held_by_caller_transaction(error::STORE));
@@ -357,13 +358,13 @@ async fn end_connection(
 ) -> Result<Release, BackendError> {
     let kill = Statement::new(&rows.store.statements.kill, [Value::Number(holder.connection)]);
     let killed = rows.store.release(&kill).await;
-    // A connection that has ended meanwhile is not an error.
+    // If the connection has ended meanwhile, the error is ignored.
     if let Err(error) = killed
         && !error::is_no_such_connection(&error)
     {
         return Err(error::explain_not_ended(error));
     }
-    // KILL returns before the connection has ended.
+    // `KILL` returns before the connection has ended, so this loop waits for its end.
     let began = Instant::now();
     while holder_connection(rows, key).await?.as_ref() == Some(holder) {
         if began.elapsed() > END_WAIT {
@@ -381,7 +382,7 @@ async fn holder_connection(
 ) -> Result<Option<HolderConnection>, BackendError> {
     let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id(key)]);
     let found = match rows.store.client.query(ConnectionUse::Release, &statement).await {
-        Err(error) if MySql::lacks_holder_marks(&error) => return Ok(None),
+        Err(error) if MySql::lacks_holder_locks(&error) => return Ok(None),
         found => found?,
     };
     let Some(row) = found.first() else { return Ok(None) };
@@ -396,12 +397,13 @@ struct HolderConnection {
     connection: i64,
 }
 
-/// A row that is locked for longer than their sum has a holder.
+/// The pauses between checks of a locked row. A row that is locked for longer than their sum has a
+/// holder.
 const ROW_CHECK_PAUSES: [Duration; 4] =
     [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
 
-/// The pauses between a release's checks whether the row of a fenced claim is unlocked. Other
-/// readers lock the row for less than their sum.
+/// The pauses between a release's checks whether the row of a fenced claim is unlocked. Checks of
+/// other clients lock the row for less than the sum of these pauses.
 const FENCE_CHECK_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),
@@ -409,8 +411,8 @@ const FENCE_CHECK_PAUSES: [Duration; 4] = [
     Duration::from_millis(64),
 ];
 
-/// How long `KILL` waits until the connection has ended. [`END_PAUSE`] is the interval of the
-/// checks.
+/// How long a forced release waits until the connection has ended. [`END_PAUSE`] is the pause
+/// between its checks.
 const END_WAIT: Duration = Duration::from_secs(1);
 const END_PAUSE: Duration = Duration::from_millis(2);
 

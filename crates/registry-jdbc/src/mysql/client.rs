@@ -18,11 +18,12 @@ pub(crate) type MySqlClient = SqlClient<MySql>;
 pub(super) fn pool(config: &MySqlConfig) -> ConnectionPool<MySqlConnection> {
     let lock_timeout = config.settings.busy_timeout.as_millis().div_ceil(1_000);
     let lock_timeout = u64::try_from(lock_timeout).unwrap_or(u64::MAX);
-    ConnectionPool::new(config.statement_options(), config.settings.pool_limits())
-        .with_after_connect(Box::new(move |connection: &mut MySqlConnection| {
-            let after_connect = sqlx::raw_sql(sql::session(lock_timeout));
+    ConnectionPool::new(config.connect_options(), config.settings.pool_limits()).with_after_connect(
+        Box::new(move |connection: &mut MySqlConnection| {
+            let after_connect = sqlx::raw_sql(sql::session_settings(lock_timeout));
             async move { after_connect.execute(connection).await.map(drop) }.boxed()
-        }))
+        }),
+    )
 }
 
 impl SqlClient<MySql> {
@@ -30,9 +31,9 @@ impl SqlClient<MySql> {
     pub(super) async fn rows<'a>(
         &self,
         connection_use: ConnectionUse,
-        make: impl Fn() -> Statement<'a>,
+        make_statement: impl Fn() -> Statement<'a>,
     ) -> Result<Vec<MySqlRow>, BackendError> {
-        let statement = make();
+        let statement = make_statement();
         self.query(connection_use, &statement).await
     }
 
@@ -52,7 +53,7 @@ pub(super) async fn send_once(
     answer.map_err(session_failure::<MySql>)
 }
 
-/// Reads a column of a session's response. An unreadable column ends the session.
+/// Reads a column of a session's response. If the column cannot be decoded, the session ends.
 pub(super) fn read<'r, T>(row: &'r MySqlRow, index: usize) -> Result<T, SessionFailure>
 where
     T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,

@@ -146,7 +146,7 @@ impl BackendConfig for MySqlConfig {
     }
 }
 
-/// Turns off the session settings of the client: `client` sends all of them in one statement.
+/// Turns off the session settings of sqlx, because `client` sends all settings in one statement.
 fn without_session_settings(server: MySqlConnectOptions) -> MySqlConnectOptions {
     server
         .pipes_as_concat(false)
@@ -159,7 +159,7 @@ fn without_session_settings(server: MySqlConnectOptions) -> MySqlConnectOptions 
 /// Default port of MariaDB and MySQL.
 const PORT: u16 = 3_306;
 
-// Implemented manually: the derived output of the client's options would include the password.
+// Implemented manually, because the debug output of the client's options contains the password.
 impl fmt::Debug for MySqlConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MySqlConfig")

@@ -1,4 +1,4 @@
-//! The findings of `doctor` about a MariaDB or MySQL store. Reads only, repairs nothing.
+//! Checks a MariaDB or MySQL store for `lockreg doctor`. Changes nothing.
 
 use std::collections::HashMap;
 

@@ -1,8 +1,8 @@
-//! Maps errors of the server and the client to `BackendError`: each number has its own decision.
+//! Maps errors of the server and the client to `BackendError`: one decision for each error number.
 //!
-//! The numbers are those of <https://mariadb.com/kb/en/mariadb-error-codes/> and of MySQL's error
-//! reference. Every statement is a transaction of its own, so a statement that returned an error
-//! did nothing. If the connection ends with the error, the outcome is unknown.
+//! The numbers are from <https://mariadb.com/kb/en/mariadb-error-codes/> and from MySQL's error
+//! reference. Every statement is one transaction, so a failed statement has had no effect. If the
+//! connection ends with the error, the outcome is unknown.
 
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::MySql;
@@ -56,13 +56,14 @@ impl ServerErrors for MySql {
         source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
     }
 
-    /// Returns whether the server has no named locks. Nodes of some clusters have none.
-    fn lacks_holder_marks(error: &BackendError) -> bool {
+    /// Returns whether the server has no named locks, as nodes of some clusters do.
+    fn lacks_holder_locks(error: &BackendError) -> bool {
         matches!(source_number(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
     }
 }
 
-/// Returns why the connection that has a row locked was not ended.
+/// Adds a hint to the error of an attempt to end the connection that holds a row, if the user lacks
+/// the privilege.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     if source_number(&error) != Some(KILL_DENIED) {
         return error;
@@ -80,7 +81,7 @@ fn source_number(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
-/// Returns whether the server refused because of a missing privilege.
+/// Returns whether the user lacks a privilege.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     number_of(error).is_some_and(|number| classify_code(number).kind == Denied)
 }
@@ -95,7 +96,7 @@ fn number_of(error: &sqlx::Error) -> Option<u16> {
 struct MySqlErrorClass {
     kind: BackendErrorKind,
     message: &'static str,
-    /// If so, the outcome is unknown, unless nothing had been sent.
+    /// Then the outcome is unknown, unless nothing was sent.
     ends_connection: bool,
 }
 
@@ -130,7 +131,8 @@ fn classify_code(number: u16) -> MySqlErrorClass {
         1037 | 1038 | 1041 | 1135 | 1206 => {
             (Transient, "the server's memory ran out; reduce its load", false)
         }
-        // A write to a read-only server: most likely it has, or is about to have, a successor.
+        // A write to a read-only server. The server was probably replaced by a new primary, or will
+        // be.
         1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
         // A replication group could not agree on the transaction.
         3100 | 3101 => (Transient, "the replication group rolled the statement back; retry", false),

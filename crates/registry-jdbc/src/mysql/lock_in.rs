@@ -2,11 +2,11 @@
 //!
 //! InnoDB keeps the row locks of a transaction until it ends, even after a rollback to a savepoint.
 //! It has no lock timeout for a single statement. So connections of the store create and check the
-//! row. The caller's connection only locks a row that appears free, and never waits.
+//! row. The caller's connection locks only a row that appears free, and never waits.
 //!
-//! The caller's statements before that lock open no snapshot. With `REPEATABLE READ`, the
-//! transaction would otherwise read rows as they were before it had the lock. A transaction with an
-//! older snapshot is refused.
+//! Before that lock, the statements on the caller's connection open no snapshot. Otherwise a
+//! transaction with `REPEATABLE READ` would read rows as they were before the grant. A transaction
+//! whose snapshot is older than the grant gets an error.
 
 use std::time::Duration;
 
@@ -41,7 +41,7 @@ pub(super) async fn attempt_until(
     }
 }
 
-/// Attempts once. Returns `None` if the lock is held; the transaction has locked nothing then.
+/// Makes one attempt. Returns `None` if the lock is held. Then the transaction has locked nothing.
 async fn attempt(
     rows: &MySqlRows,
     connection: &mut MySqlConnection,
@@ -49,7 +49,8 @@ async fn attempt(
 ) -> Result<Option<FencingToken>, LockInError> {
     let backend_error = |source| LockInError::backend(key, source);
     // If the row is free for the store but not in the transaction, the transaction is on another
-    // database, or the holder changed meanwhile. After a second such round, the store's id decides.
+    // database, or another client acquired the key meanwhile. After a second such round, the id of
+    // the tables shows whether the database is another one.
     for _ in 0..2 {
         if !prepare_row(rows, key).await.map_err(backend_error)? {
             return Ok(None);
@@ -61,10 +62,10 @@ async fn attempt(
             return Ok(None);
         }
     }
-    // A plain read would open the caller's snapshot before the lock is granted. The transaction
-    // would then not see writes up to the grant.
+    // A plain read would open the caller's snapshot before the grant. The transaction would then
+    // not see all writes before the grant. So this read locks the meta row.
     let meta = send(connection, key, &rows.store.statements.meta_now, []).await?;
-    check_store(rows, meta.as_ref(), 1, key)?;
+    check_database(rows, meta.as_ref(), 1, key)?;
     Ok(None)
 }
 
@@ -76,23 +77,24 @@ async fn try_lock(
     let (texts, id) = (&rows.store.statements, || rows.id(key));
     let classify = |error| classify(key, error);
     let Some(row) = send(connection, key, &texts.lock_row, [id()]).await? else { return Ok(None) };
-    // A lease was granted since the check. Its holder cannot renew until this transaction ends, so
-    // fail at once.
+    // Another client was granted a lease since the check. The row lock of this transaction blocks
+    // renewals of that lease, so return an error at once.
     if row.try_get::<i64, _>(0).map_err(classify)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
     let claim: Option<Vec<u8>> = row.try_get(2).map_err(classify)?;
     if claim.is_some() {
-        // The key was held since the check, and the row does not show when that ended.
+        // Another client held the key since the check, and the row does not show when that grant
+        // ended.
         return Err(LockInError::conflict(key, None));
     }
     let newest = Value::Number(row.try_get(3).map_err(classify)?);
     let values = [id(), Value::MaybeBytes(claim), newest];
-    let seen = send(connection, key, &texts.row_seen_in, values).await?;
-    check_store(rows, seen.as_ref(), 0, key)?;
+    let seen = send(connection, key, &texts.is_current_in_snapshot, values).await?;
+    check_database(rows, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
-        // The snapshot is older than the last grant: the transaction would read rows that its
-        // holder has overwritten.
+        // The snapshot is older than the last grant, so the transaction would read rows that the
+        // holder of that grant has overwritten.
         return Err(LockInError::conflict(key, None));
     }
     let token: i64 = row.try_get(1).map_err(classify)?;
@@ -114,9 +116,9 @@ async fn send(
     Ok(rows.into_iter().next())
 }
 
-/// Returns an error if the transaction is not on the store's database. The store's id is in this
-/// column of `row`.
-fn check_store(
+/// Returns an error if the transaction is not on the store's database. `column` of `row` contains
+/// the id of the tables.
+fn check_database(
     rows: &MySqlRows,
     row: Option<&MySqlRow>,
     column: usize,
@@ -140,8 +142,8 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
     }
 }
 
-/// Returns whether there is no lease on the key. If so, the key has a row that has changed since
-/// the last holder ended.
+/// Returns whether the key has no lease. If so, also ensures that the row exists and was written
+/// after the end of the last grant.
 async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
     let (store, texts) = (&rows.store, &rows.store.statements);
     let change = async |text, values: Vec<Value>| {
@@ -149,8 +151,8 @@ async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> 
         store.client.send(ConnectionUse::Acquire, Resend::Allowed, &statement).await
     };
     if let Some(row) = store.query(&texts.is_free, [rows.id(key)]).await?.first() {
-        let (is_free, names_holder) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
-        if !is_free || !names_holder {
+        let (is_free, has_claim) = (flag::<MySql>(row, 0)?, flag::<MySql>(row, 1)?);
+        if !is_free || !has_claim {
             return Ok(is_free);
         }
         return Ok(change(&texts.clear_ended, vec![rows.id(key)]).await?.changed > 0);
@@ -160,6 +162,6 @@ async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> 
     Ok(true)
 }
 
-/// The longest pause between two attempts of a waiting transaction. Guards of a busy process leave
-/// the row free for milliseconds, which a longer pause would miss.
+/// The longest pause between two attempts of a waiting transaction. Between two guards of another
+/// process, the row is free for only milliseconds, which a longer pause would miss.
 const PAUSE_MAX: Duration = Duration::from_millis(10);

@@ -1,7 +1,7 @@
 //! The MariaDB and MySQL store.
 //!
-//! The modules are listed in the order in which one acquisition uses them. Modules for what follows
-//! a release are last.
+//! The modules are listed in the order in which an acquisition passes through them. Modules for the
+//! time after its release are last.
 
 // Before the first acquisition.
 mod config;
@@ -15,7 +15,8 @@ mod client;
 mod error;
 // Waiting for a release by any process.
 mod waiters;
-// Locks that live as long as a connection: one connection for all locks, or one for each.
+// Locks that last as long as a connection: one connection for all locks, or one connection for each
+// lock.
 mod session;
 mod row;
 // Locks that last as long as the caller's transaction.
@@ -34,18 +35,19 @@ use crate::server::{SqlBackend, SqlServer};
 /// Locks in a MariaDB or MySQL database. Requires MariaDB 10.6, MySQL 8.0, or newer, and InnoDB
 /// tables.
 ///
-/// [`SqlMode`](crate::SqlMode) lists what a lock can be. By default it is a lease: it excludes all
-/// clients of the database, and lives until it expires on the server's clock. A token is that
-/// clock's time in microseconds, or the key's last token plus one if that is larger. Tokens grow
-/// across release, expiry, restart, failover and purge. Grants and renewals are on the server's
-/// disk before the response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
+/// [`SqlMode`](crate::SqlMode) lists the kinds of locks. By default a lock is a lease: it excludes
+/// all clients of the database, and lasts until it expires on the server's clock. A token is the
+/// server's time in microseconds, or the key's last token plus one if that is larger. Tokens grow
+/// across release, expiry, restart, failover and purge. If `innodb_flush_log_at_trx_commit` is 1,
+/// grants and renewals are on the server's disk before the response.
 ///
 /// These servers send no notifications, so the backend polls all awaited keys with one small
-/// statement. Polling starts milliseconds after a wait began, and slows down with its length.
+/// statement. Polling starts milliseconds after the beginning of a wait, and slows down with the
+/// length of the wait.
 ///
-/// A promoted replica has only what it had received until then: the last grants may be missing, and
-/// their keys are free. Tokens grow even then, unless the replica's clock is behind by more than
-/// the promotion took. So fenced writes stay safe.
+/// A promoted replica may lack the last grants, and their keys are then free. Tokens grow even in
+/// this case, unless the replica's clock is behind by more than the promotion took. So fenced
+/// writes stay safe.
 ///
 /// A server that is set `read_only` grants and renews nothing, even for users that may write to it.
 ///
@@ -127,8 +129,7 @@ mod tests {
         }
     }
 
-    /// The statement waits for the lock here, so that the row can change before the lock is
-    /// granted.
+    /// In this test the statement waits for the lock, so that the row can change before the grant.
     #[tokio::test]
     async fn a_session_reads_the_row_after_it_has_the_lock() {
         let server =
@@ -143,7 +144,7 @@ mod tests {
         lock_and_release(&backend, "orders/42").await;
         let rows = backend.rows().unwrap();
         let id: String = rows.row_id(row_claim.key()).hex();
-        let mut others = MySqlConnection::connect_with(&config.statement_options()).await.unwrap();
+        let mut others = MySqlConnection::connect_with(&config.connect_options()).await.unwrap();
         let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
         let mut query_number = async |text: String| {
             let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();
@@ -183,7 +184,8 @@ mod tests {
             };
             let (result, ()) = tokio::join!(reading, changing);
             assert_eq!(result, (1, is_mine));
-            // Taken once, although the query uses its result several times.
+            // The session acquired the lock only once, although the query uses the result several
+            // times.
             let unlock = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
             assert_eq!(unlock.fetch_one(&mut connection).await.unwrap().get::<i64, _>(0), 1);
             let free = format!("SELECT CAST(IS_FREE_LOCK('{id}') AS SIGNED)");

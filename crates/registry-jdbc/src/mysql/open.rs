@@ -14,8 +14,8 @@ use super::sql::{self, MySqlStatements};
 use super::statement::fetch;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
-/// Opens the store on an exclusively used connection. Dropping the future closes it, and rolls back
-/// unfinished work.
+/// Opens the store on an exclusively used connection. Dropping the future closes the connection,
+/// and the server rolls unfinished work back.
 pub(super) async fn open(
     config: &MySqlConfig,
     client: &MySqlClient,
@@ -31,8 +31,8 @@ async fn check_tables(
     config: &MySqlConfig,
     connection: &mut MySqlConnection,
 ) -> Result<(MySqlStatements, Vec<u8>), BackendError> {
-    // Named in every statement, so that a fence finds the tables from any current database of the
-    // caller's connection.
+    // Every statement names the database, so that a fence finds the tables whatever the current
+    // database of the caller's connection is.
     let database = config.server.get_database().unwrap_or_default();
     let texts = MySqlStatements::new(database, &config.settings.table_prefix);
     let mut meta = fetch_meta(&texts, connection).await;
@@ -53,11 +53,11 @@ async fn check_tables(
     Ok((texts, id))
 }
 
-/// Takes or releases the named lock under which tables are created. It only prevents an error
-/// in the second process, so a server without named locks is supported. Closing the connection also
-/// releases it.
-async fn set_schema_lock(connection: &mut MySqlConnection, begin: bool) {
-    let text = if begin {
+/// Acquires or releases the named lock under which tables are created. The lock only prevents an
+/// error in a second process, so a server without named locks is supported. Closing the connection
+/// also releases the lock.
+async fn set_schema_lock(connection: &mut MySqlConnection, acquire: bool) {
+    let text = if acquire {
         "SELECT GET_LOCK('lock-registry schema', 20)"
     } else {
         "SELECT RELEASE_LOCK('lock-registry schema')"
@@ -88,5 +88,5 @@ async fn fetch_meta(
     fetch(connection, statements.meta.as_str().to_owned()).await
 }
 
-/// Creating tables may wait for another process that creates them.
+/// The time limit for opening. It includes the wait for another process that creates the tables.
 const OPENING_LIMIT: Duration = Duration::from_secs(30);

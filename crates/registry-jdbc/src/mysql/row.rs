@@ -1,5 +1,5 @@
-//! Row locks: a transaction of the store locks the row for as long as the lock is held (`SELECT …
-//! LOCK IN SHARE MODE`).
+//! Row locks: while a lock is held, a transaction of this backend keeps its row locked by `SELECT …
+//! LOCK IN SHARE MODE`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,11 +16,11 @@ use super::statement::{fetch, send};
 use super::waiters;
 use crate::server::statement::{corrupt, fencing_token, flag, one_row};
 use crate::server::{
-    ErrorEffect, LockAttempt, QueryMode, RowLockConnections, RowLockPermit, RowStatements, SILENCE,
-    ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
+    ErrorEffect, IDLE_TIMEOUT, LockAttempt, QueryMode, RowLockConnections, RowLockPermit,
+    RowStatements, ServerErrors as _, SessionFailure, SessionProtocol, Statement, TokenPlan, Value,
 };
 
-/// The SQL of one lock's connection.
+/// Sends the statements of one lock's session.
 pub(crate) struct MySqlRowProtocol {
     rows: Arc<MySqlRows>,
     connections: RowLockConnections<MySqlConnection>,
@@ -38,8 +38,9 @@ pub(crate) struct MySqlRowConnection {
 struct MySqlRowTransaction {
     /// The server's id of the connection.
     connection: u64,
-    /// Whether the connection holds the named lock that identifies the holder.
-    is_named: bool,
+    /// Whether the connection holds the holder lock: the named lock that shows which claim holds
+    /// the row.
+    has_holder_lock: bool,
 }
 
 impl MySqlRowProtocol {
@@ -48,7 +49,7 @@ impl MySqlRowProtocol {
         if let Some(row) = store.query(&texts.lock_row, [self.rows.id(key)]).await?.first() {
             return Ok(!flag::<MySql>(row, 0)?);
         }
-        Ok(store.query(&texts.row_seen, [self.rows.id(key)]).await?.is_empty())
+        Ok(store.query(&texts.lease_left, [self.rows.id(key)]).await?.is_empty())
     }
 
     /// Writes the claim and a larger token to the row, unless the key is held. Creates the row if
@@ -60,16 +61,17 @@ impl MySqlRowProtocol {
     ) -> Result<Option<FencingToken>, SessionFailure> {
         for pause in WRITE_CLAIM_PAUSES {
             let (texts, id) = (&self.rows.store.statements, || self.rows.id(claim.key()));
-            let values = [id(), Value::claim(claim), Value::block(claim), Value::label(claim)];
+            let values =
+                [id(), Value::claim(claim), Value::token_block(claim), Value::label(claim)];
             let token = send_once(&mut connected.connection, &texts.row_write_claim, values)
                 .await?
-                .assigned;
+                .last_insert_id;
             if token != 0 {
                 let token = fencing_token::<MySql>(i64::try_from(token).unwrap_or(-1));
                 return token.map(Some).map_err(SessionFailure::Broken);
             }
             self.check_writable(connected).await?;
-            let rows = send_once(&mut connected.connection, &texts.row_seen, [id()]).await?.rows;
+            let rows = send_once(&mut connected.connection, &texts.lease_left, [id()]).await?.rows;
             match rows.first() {
                 None => {
                     let key = Value::key(claim.key());
@@ -77,8 +79,8 @@ impl MySqlRowProtocol {
                     send_once(&mut connected.connection, &texts.insert_row, values).await?;
                 }
                 Some(row) if read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
-                // Locked by a holder, or for milliseconds by another client that checks whether it
-                // is free.
+                // A holder has locked the row, or another client that checks whether the row is
+                // free has locked it for milliseconds.
                 Some(_) => sleep(pause).await,
             }
         }
@@ -93,9 +95,9 @@ impl MySqlRowProtocol {
         let statements: &RowStatements = self.rows.store.statements.as_ref().as_ref();
         let rows = send_once(&mut connected.connection, &statements.meta, []).await?.rows;
         let message = "the meta table has no row";
-        let lost = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
-        if read::<i64>(rows.first().ok_or_else(lost)?, 2)? == 0 {
-            // New connections may lead to the server's successor.
+        let missing = || SessionFailure::Rejected(corrupt::<MySql>(message).as_refused());
+        if read::<i64>(rows.first().ok_or_else(missing)?, 2)? == 0 {
+            // After a failover, new connections may reach the new primary.
             self.connections.close_idle();
             return Err(SessionFailure::Broken(error::read_only(error::STORE)));
         }
@@ -118,15 +120,17 @@ impl MySqlRowProtocol {
             return Ok(false);
         };
         let number = read(row, 0)?;
-        let statements = format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
+        let statements =
+            format!("{SAVEPOINT}; DO GET_LOCK('{}', 0)", sql::holder_lock_name(claim.id()));
         let named = fetch(&mut connected.connection, statements).await;
-        let is_named = match named {
+        let has_holder_lock = match named {
             Ok(_) => true,
-            // Some clusters have no named locks. The holder of the row is not shown there.
+            // Some clusters have no named locks. On such a cluster the holder of the row is not
+            // listed.
             Err(error) if MySql::error_effect(&error) == ErrorEffect::Rejected => false,
             Err(error) => return Err(broken(error)),
         };
-        connected.transaction = Some(MySqlRowTransaction { connection: number, is_named });
+        connected.transaction = Some(MySqlRowTransaction { connection: number, has_holder_lock });
         Ok(true)
     }
 }
@@ -149,7 +153,7 @@ impl SessionProtocol for MySqlRowProtocol {
         if let Some(connection) = idle {
             return Ok(MySqlRowConnection { connection, permit, transaction: None });
         }
-        let connecting = super::session::connect(&self.rows.store.config, SILENCE);
+        let connecting = super::session::connect(&self.rows.store.config, IDLE_TIMEOUT);
         let connected = timeout(self.rows.store.settings().connect_timeout, connecting).await;
         let connection = connected
             .map_err(|_| {
@@ -167,7 +171,7 @@ impl SessionProtocol for MySqlRowProtocol {
     ) -> Result<LockAttempt, SessionFailure> {
         let claimed = self.write_claim(connected, claim).await;
         if matches!(claimed, Err(SessionFailure::Broken(_))) {
-            // The other idle connections are probably broken too.
+            // The remaining idle connections are probably broken too.
             self.connections.close_idle();
         }
         let Some(token) = claimed? else { return Ok(LockAttempt::Busy(None)) };
@@ -181,8 +185,9 @@ impl SessionProtocol for MySqlRowProtocol {
         connected: &mut MySqlRowConnection,
         _: &Key,
     ) -> Result<(), SessionFailure> {
-        let is_named = connected.transaction.as_ref().is_some_and(|held| held.is_named);
-        let end = if is_named { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
+        let has_holder_lock =
+            connected.transaction.as_ref().is_some_and(|held| held.has_holder_lock);
+        let end = if has_holder_lock { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
         fetch(&mut connected.connection, end.into()).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
@@ -192,8 +197,9 @@ impl SessionProtocol for MySqlRowProtocol {
         &self,
         connected: &mut MySqlRowConnection,
     ) -> Result<(), SessionFailure> {
-        // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
-        let rows = fetch(&mut connected.connection, CURRENT_GRANT.into()).await.map_err(broken)?;
+        // If the transaction has ended, the statement fails, because its savepoint no longer
+        // exists.
+        let rows = fetch(&mut connected.connection, CHECK_SESSION.into()).await.map_err(broken)?;
         let row = one_row::<MySql>(&rows).map_err(SessionFailure::Broken)?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
         if Some(read::<u64>(row, 0)?) != held_by {
@@ -215,7 +221,7 @@ impl SessionProtocol for MySqlRowProtocol {
         None
     }
 
-    /// Polls at growing intervals, because the server sends no notifications.
+    /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
     }
@@ -225,12 +231,14 @@ impl SessionProtocol for MySqlRowProtocol {
     }
 }
 
-/// Within a transaction, any error may have ended the transaction, and with it the lock.
+/// Converts an error inside the transaction. Any such error may have ended the transaction, and
+/// with it the lock.
 fn broken(error: sqlx::Error) -> SessionFailure {
     SessionFailure::Broken(MySql::explain(error))
 }
 
-/// A row that is locked for longer than their sum has a holder. The server does not report which.
+/// The pauses between attempts to write the claim to a locked row. A row that is locked for longer
+/// than their sum has a holder. The server does not report the holder.
 const WRITE_CLAIM_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),
@@ -242,6 +250,7 @@ const WRITE_CLAIM_PAUSES: [Duration; 5] = [
 /// The savepoint that identifies the transaction.
 const SAVEPOINT: &str = "SAVEPOINT lock_registry_row";
 
-/// Releases no earlier lock. Returns the connection's id, and whether the server is still writable.
-const CURRENT_GRANT: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
+/// Checks the transaction by a rollback to its savepoint, which releases no lock that is older than
+/// the savepoint. Returns the connection's id, and whether the server is still writable.
+const CHECK_SESSION: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";

@@ -17,23 +17,24 @@ use super::sql;
 use super::waiters;
 use crate::server::statement::{corrupt, maybe_number};
 use crate::server::{
-    LockAttempt, SILENCE, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
+    IDLE_TIMEOUT, LockAttempt, ServerErrors as _, SessionFailure, SessionGrant, SessionProtocol,
     StatementText, TokenPlan, Value,
 };
 
-/// The SQL of a session's connection.
+/// Sends the statements of a session.
 pub(crate) struct MySqlSessionProtocol {
     rows: Arc<MySqlRows>,
 }
 
-/// A connection and the server's id of it.
+/// A connection with its id on the server.
 pub(crate) struct MySqlSessionConnection {
     connection: MySqlConnection,
     id: u64,
 }
 
 impl MySqlSessionConnection {
-    /// Compares the connection id in the first column, to detect a proxy that switches connections.
+    /// Checks that the first column is the id of this connection. A proxy that changes connections
+    /// returns another id.
     fn check_connection(&self, row: &MySqlRow) -> Result<(), SessionFailure> {
         if read::<u64>(row, 0)? == self.id {
             return Ok(());
@@ -45,16 +46,16 @@ impl MySqlSessionConnection {
 }
 
 impl MySqlSessionProtocol {
-    /// Returns whether the named lock is free and there is no lease.
+    /// Returns whether the named lock is free and the key has no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
-        let values = [self.row_name(key), self.rows.id(key)];
+        let values = [self.lock_name_value(key), self.rows.id(key)];
         let text = &self.rows.store.statements.session_is_free;
         let rows = self.rows.store.query(text, values).await?;
         let free = rows.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
     }
 
-    fn row_name(&self, key: &Key) -> Value {
+    fn lock_name_value(&self, key: &Key) -> Value {
         Value::Word(self.rows.row_id(key).hex())
     }
 
@@ -71,7 +72,8 @@ impl MySqlSessionProtocol {
         read(row, 1)
     }
 
-    /// Writes the claim, after the named lock was acquired. Returns `None` if the key has a lease.
+    /// Issues the token after the named lock was acquired. Writes the claim, unless the token was
+    /// reserved. Returns `None` if the key has a lease.
     async fn grant(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -92,7 +94,7 @@ impl MySqlSessionProtocol {
             Value::label(claim),
         ];
         let text = &self.rows.store.statements.session_write_claim;
-        let token = send_once(&mut connected.connection, text, values).await?.assigned;
+        let token = send_once(&mut connected.connection, text, values).await?.last_insert_id;
         if token == 0 {
             // No claim was written: the key has a lease, or the server is read-only.
             return self.check_session(connected).await.map(|()| None);
@@ -103,8 +105,8 @@ impl MySqlSessionProtocol {
         granted.ok_or_else(|| SessionFailure::Broken(corrupt::<MySql>("a row's token is invalid")))
     }
 
-    /// Acquires the named lock. Also returns the time if the row still contains a claim of the
-    /// session.
+    /// Acquires the named lock. Returns whether it was free, and the server's time if the row still
+    /// contains `row_claim`.
     async fn lock_and_read(
         &self,
         connected: &mut MySqlSessionConnection,
@@ -121,7 +123,7 @@ impl MySqlSessionProtocol {
     }
 }
 
-/// The named lock's name is the row's id.
+/// Returns the parameters of `session_try_lock`. The name of the named lock is the row's id.
 pub(super) fn try_lock_values(
     rows: &MySqlRows,
     key: &Key,
@@ -154,9 +156,9 @@ impl SessionProtocol for MySqlSessionProtocol {
 
     async fn connect(&self) -> Result<MySqlSessionConnection, BackendError> {
         let connecting = async {
-            let mut connection = connect(&self.rows.store.config, SILENCE).await?;
+            let mut connection = connect(&self.rows.store.config, IDLE_TIMEOUT).await?;
             sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
-            let row = query(CURRENT_GRANT).fetch_one(&mut connection).await?;
+            let row = query(CHECK_SESSION).fetch_one(&mut connection).await?;
             Ok(MySqlSessionConnection { id: row.try_get(0)?, connection })
         };
         match timeout(self.rows.store.settings().connect_timeout, connecting).await {
@@ -174,10 +176,10 @@ impl SessionProtocol for MySqlSessionProtocol {
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
         const TRY_LOCK: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK($1, 0) AS SIGNED)";
-        let seen = match &plan.last {
+        let seen = match &plan.last_row {
             None => {
                 let got = self
-                    .fetch_number(connected, TRY_LOCK, Some(self.row_name(claim.key())))
+                    .fetch_number(connected, TRY_LOCK, Some(self.lock_name_value(claim.key())))
                     .await?;
                 Ok((got == Some(1), None))
             }
@@ -192,7 +194,7 @@ impl SessionProtocol for MySqlSessionProtocol {
             Ok(Some(granted)) => Ok(LockAttempt::Grant(granted)),
             Ok(None) => self.unlock(connected, claim.key()).await.map(|()| LockAttempt::Busy(None)),
             Err(SessionFailure::Rejected(error)) => {
-                // The session holds the lock even if the next statement failed.
+                // The session holds the named lock even if the next statement failed.
                 self.unlock(connected, claim.key()).await?;
                 if MySql::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));
@@ -209,7 +211,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         key: &Key,
     ) -> Result<(), SessionFailure> {
         const UNLOCK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK($1) AS SIGNED)";
-        let unlocked = self.fetch_number(connected, UNLOCK, Some(self.row_name(key))).await;
+        let unlocked = self.fetch_number(connected, UNLOCK, Some(self.lock_name_value(key))).await;
         unlocked.map(drop).map_err(SessionFailure::into_broken)
     }
 
@@ -217,7 +219,7 @@ impl SessionProtocol for MySqlSessionProtocol {
         &self,
         connected: &mut MySqlSessionConnection,
     ) -> Result<(), SessionFailure> {
-        match self.fetch_number(connected, CURRENT_GRANT, None).await? {
+        match self.fetch_number(connected, CHECK_SESSION, None).await? {
             Some(0) => Err(SessionFailure::Broken(error::read_only(error::STORE))),
             _ => Ok(()),
         }
@@ -231,7 +233,8 @@ impl SessionProtocol for MySqlSessionProtocol {
         row_claim: ClaimId,
     ) -> Result<(), SessionFailure> {
         let (texts, id) = (&self.rows.store.statements, self.rows.id(claim.key()));
-        let (own, token, block) = (Value::claim(claim), Value::token(token), Value::block(claim));
+        let (own, token, block) =
+            (Value::claim(claim), Value::token(token), Value::token_block(claim));
         if row_claim != claim.id() {
             let earlier = Value::bytes(&row_claim.to_bytes());
             let values = [id.clone(), own.clone(), token.clone(), block.clone(), earlier];
@@ -242,27 +245,27 @@ impl SessionProtocol for MySqlSessionProtocol {
         send_once(&mut connected.connection, &texts.session_ensure_row, values).await.map(drop)
     }
 
-    /// Polls at growing intervals, because the server sends no notifications.
+    /// The servers send no notifications, so this polls at growing intervals.
     async fn wait(&self, key: &Key, _: u64) {
         waiters::poll_until_free(|| self.is_free(key)).await;
     }
 }
 
-/// Opens a connection outside of the pool, which the server closes after this time without a
-/// statement.
+/// Opens a connection outside of the pool. The server closes the connection after `idle_timeout`
+/// without a statement.
 pub(super) async fn connect(
     config: &MySqlConfig,
-    silence: Duration,
+    idle_timeout: Duration,
 ) -> Result<MySqlConnection, sqlx::Error> {
-    let mut connection = MySqlConnection::connect_with(&config.statement_options()).await?;
-    sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
-    let silence = i64::try_from(silence.as_secs()).unwrap_or(i64::MAX);
-    query("SET SESSION wait_timeout = ?").bind(silence).execute(&mut connection).await?;
+    let mut connection = MySqlConnection::connect_with(&config.connect_options()).await?;
+    sqlx::raw_sql(sql::session_settings(ROW_WAIT.as_secs())).execute(&mut connection).await?;
+    let idle_timeout = i64::try_from(idle_timeout.as_secs()).unwrap_or(i64::MAX);
+    query("SET SESSION wait_timeout = ?").bind(idle_timeout).execute(&mut connection).await?;
     Ok(connection)
 }
 
 /// Returns the connection's id, and whether the server is still writable.
-const CURRENT_GRANT: &str =
+const CHECK_SESSION: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
 /// How long a statement waits for a row. The server accepts only whole seconds.

@@ -1,24 +1,24 @@
-//! Every statement of the store.
+//! All statements of the store.
 //!
-//! Each statement is a transaction of its own and one round trip, so a dropped future cannot leave
-//! one open.
+//! Each statement is one transaction and takes one round trip. So a dropped future cannot leave a
+//! transaction open.
 //!
 //! A row is held if it has a claim and `until` is in the future. A claim of a session or row lock
-//! has no lease: its `until` is zero, a past time even if the clock is set back.
+//! has no lease. Its `until` is zero, which stays in the past even if the clock is set back.
 //!
-//! All times are the server's time at the start of the statement. The server sends that time to its
-//! replicas too, and `UTC_TIMESTAMP` returns it anywhere in a statement, in any time zone. The time
-//! grows old while the statement waits for a row. That is safe in each case:
+//! All times are the server's time at the start of the statement. `UTC_TIMESTAMP` returns this time
+//! anywhere in a statement, in any time zone, and on replicas too. While the statement waits for a
+//! row, the time becomes outdated. An outdated time is safe in each case:
 //!
-//! - A granted or renewed lease is counted from the past, so it ends no later than its holder
+//! - A granted or renewed lease begins at the outdated time, so it ends no later than its holder
 //!   assumes.
 //! - The lease of another claim seems to have more time left, so it is not considered expired too
 //!   early.
-//! - A token is above those of the row at the time of the write, whatever the clock shows.
-//! - A renewal may prolong a lease that expired while it waited, but only if no other claim was
-//!   granted the key. From then on, no other claim is.
+//! - A token is above the tokens of the row at the time of the write, whatever the clock shows.
+//! - A renewal may prolong a lease that expired while the statement waited, but only if no other
+//!   claim was granted the key meanwhile.
 //!
-//! The same text works in MariaDB and in MySQL, which has no RETURNING.
+//! The statements do not use RETURNING, because the same text must work in MariaDB and MySQL.
 
 use std::sync::LazyLock;
 
@@ -28,29 +28,30 @@ use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 use crate::server::{HolderStatements, RowStatements, StatementText};
 
-/// Creates the tables. Several statements: for a connection of its own.
+/// The statements that create the tables. They are sent on an exclusively used connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// The settings of every connection. They override the server's, under which COMMIT may even close
-/// the connection. A standalone statement sees committed rows, and a select inside a write locks
-/// nothing.
+/// The settings of every connection. They override the server's defaults: for example,
+/// `completion_type` could make COMMIT close the connection. With READ COMMITTED, a statement sees
+/// committed rows, and a select inside a write locks nothing.
 pub(super) const SESSION: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {lock_timeout}, lock_wait_timeout = {lock_timeout}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
-/// For the connection of a session, where one waiting statement would block all of the session's
-/// locks. MariaDB then waits for no row. MySQL has no limit below one second, and ignores the
-/// second part as a comment.
+/// An additional setting for the connection of a session, where a waiting statement would delay all
+/// commands. MariaDB computes a limit of zero seconds, and does not wait for rows. MySQL has no
+/// limit below one second, and ignores `- 1` as a comment.
 pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
     "SET SESSION innodb_lock_wait_timeout = 1 /*M! - 1 */";
 
-/// The number of renewals or polled keys of one statement. Unused parameters are NULL and match
-/// nothing. A few fixed sizes keep the number of prepared statements on the server small.
+/// The lengths of lists in a prepared statement, for renewals and polled keys. Unused parameters
+/// are NULL and match nothing. A few fixed sizes keep the number of prepared statements on the
+/// server small.
 pub(super) const SIZES: [usize; 4] = [1, 8, 64, 1024];
 
 /// Returns the smallest of [`SIZES`] for `items`, or the largest.
-pub(super) fn size(items: usize) -> usize {
+pub(super) fn list_size(items: usize) -> usize {
     SIZES.into_iter().find(|&size| size >= items).unwrap_or(SIZES[SIZES.len() - 1])
 }
 
@@ -69,7 +70,7 @@ pub(crate) struct MySqlStatements {
     pub(super) clear_ended: StatementText,
     pub(super) insert_row: StatementText,
     pub(super) lock_row: StatementText,
-    pub(super) row_seen_in: StatementText,
+    pub(super) is_current_in_snapshot: StatementText,
     pub(super) raise_token: StatementText,
     pub(super) session_write_claim: StatementText,
     pub(super) session_try_lock: StatementText,
@@ -78,7 +79,7 @@ pub(crate) struct MySqlStatements {
     pub(super) session_update_claim: StatementText,
     pub(super) row_write_claim: StatementText,
     pub(super) row_lock: StatementText,
-    pub(super) row_seen: StatementText,
+    pub(super) lease_left: StatementText,
     pub(super) purge_candidates: StatementText,
     pub(super) raise_floor: StatementText,
     pub(super) purge: StatementText,
@@ -98,7 +99,7 @@ impl MySqlStatements {
         let text = |template: &str| {
             let text = template
                 .replace("{free}", FREE)
-                .replace("{is_seen}", IS_SEEN)
+                .replace("{is_in_snapshot}", IS_IN_SNAPSHOT)
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
@@ -121,10 +122,10 @@ impl MySqlStatements {
             )),
             current_grant: text(CURRENT_GRANT),
             holders: holders(HOLDER_CONNECTION_ID),
-            leases: Some(holders("NULL")),
+            lease_holders_only: Some(holders("NULL")),
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
-            fence_held: text(FENCE_HELD),
+            fence_session_grant: text(FENCE_SESSION_GRANT),
         };
         Self {
             rows,
@@ -139,7 +140,7 @@ impl MySqlStatements {
             clear_ended: text(CLEAR_ENDED),
             insert_row: text(INSERT_ROW),
             lock_row: text(LOCK_ROW),
-            row_seen_in: text(ROW_SEEN_IN),
+            is_current_in_snapshot: text(IS_CURRENT_IN_SNAPSHOT),
             raise_token: text(RAISE_TOKEN),
             session_write_claim: text(&ACQUIRE.replace("{end}", "0")),
             session_try_lock: text(&with_mutation(SESSION_TRY_LOCK, &[SESSION_SKIPS_ROW_CHECK])),
@@ -148,7 +149,7 @@ impl MySqlStatements {
             session_update_claim: text(SESSION_UPDATE_CLAIM),
             row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
-            row_seen: text(ROW_SEEN),
+            lease_left: text(LEASE_LEFT),
             purge_candidates: text(PURGE_CANDIDATES),
             raise_floor: text(RAISE_FLOOR),
             purge: text(PURGE),
@@ -160,23 +161,20 @@ const RELEASE_WITHOUT_OWNER: SqlMutation =
     SqlMutation::new(Mutant::ReleaseWithoutOwner, "claim = $2", "claim <> $2");
 const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
-// Without the clock, which would hide the bug.
+// The replacements omit the clock, which would hide the bug.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
     "GREATEST(0, {locks}.token)",
 );
-const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
-    "GREATEST({now}, token + block)",
-    "GREATEST(0, token)",
-);
+const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation =
+    SqlMutation::new(Mutant::ConstantToken, "GREATEST({now}, token + block)", "GREATEST(0, token)");
 const REACQUIRES_HELD_KEY: SqlMutation =
-    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "TRUE");
+    SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "TRUE");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
 const SESSION_SKIPS_ROW_CHECK: SqlMutation =
-    SqlMutation::new(Mutant::SessionTrustsItsMemory, "AND l.claim = $2", "AND $2 IS NOT NULL");
+    SqlMutation::new(Mutant::SessionSkipsClaimCheck, "AND l.claim = $2", "AND $2 IS NOT NULL");
 
 /// Returns [`SCHEMA`] for names that begin with `prefix`.
 pub(super) fn schema(prefix: &str) -> SqlStr {
@@ -184,7 +182,7 @@ pub(super) fn schema(prefix: &str) -> SqlStr {
 }
 
 /// Returns [`SESSION`] with this lock timeout, in whole seconds: the server accepts no fractions.
-pub(super) fn session(lock_timeout_seconds: u64) -> SqlStr {
+pub(super) fn session_settings(lock_timeout_seconds: u64) -> SqlStr {
     AssertSqlSafe(SESSION.replace("{lock_timeout}", &lock_timeout_seconds.to_string()))
         .into_sql_str()
 }
@@ -196,39 +194,40 @@ pub(super) fn quoted(identifier: &str) -> String {
 /// Integers only. Unlike `UNIX_TIMESTAMP`, it supports years after 2038.
 pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
-/// Whether the existing row that an insert conflicts with is free.
+/// The condition that the existing row is free with which an insert conflicts.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
-/// Whether the server is writable. A replica itself refuses only users with few privileges. Others
-/// would be granted locks there that are held on the primary. The cast is needed because servers
-/// return a number or a string.
+/// The condition that the server is writable. A replica refuses writes only of users with few
+/// privileges. Without this condition, other users could acquire locks on the replica that are held
+/// on the primary. Servers return a number or a string, so the cast is necessary.
 pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
-/// The version, the id of the tables, whether the server is writable, and that this does not show
-/// how old the snapshot of a transaction is.
+/// Returns the version, the id of the tables, and whether the server is writable. The fourth column
+/// is always false, because the query cannot show how old the snapshot of a transaction is.
 const META: &str = "SELECT version, store, CAST({writable} AS SIGNED), 0 FROM {meta} WHERE id = 1";
 
-/// Grants the key, unless a claim holds it, even the given one. The response contains the token as
-/// the *last insert id*; zero means that nothing was granted. (The affected row count does not
-/// show it: sqlx counts a row that was found and left unchanged.)
+/// Grants the key if no claim holds it, not even the given claim. The response contains the token
+/// as the *last insert id*. Zero means that nothing was granted. The affected row count does not
+/// show a grant, because sqlx counts a row that was found and left unchanged.
 ///
-/// If the key is held in the statement's snapshot, nothing is selected. A busy attempt then costs
-/// no write, no lock and no flush, and the id stays zero. If the key is free in the snapshot, the
-/// statement inserts a row or conflicts with one. If that row is held by now, all columns keep
-/// their values, and the id is reset to zero.
+/// If the key is held in the statement's snapshot, nothing is selected. So a busy attempt costs no
+/// write, no lock and no flush, and the last insert id stays zero. If the key is free in the
+/// snapshot, the statement inserts a row or conflicts with an existing row. If the existing row is
+/// held by now, all columns keep their values, and the last insert id is reset to zero.
 ///
-/// Assignments run from left to right and see earlier assignments. So the columns that show that
-/// the row is free change last. `claim` changes after the others. `until` changes when the new
-/// `claim` and `since` show that this grant was just created.
+/// Assignments run from left to right and see earlier assignments. So `claim` and `until`, which
+/// show whether the row is free, change last. The assignment of `until` recognises this grant by
+/// the new `claim` and `since`.
 ///
-/// The new token is above those of this row, both in the snapshot and at the write, and above those
-/// of all purged rows. In a snapshot, either the row exists or the floor covers it.
+/// The new token is above the tokens of this row, both in the snapshot and at the write, and above
+/// the tokens of all purged rows. In a snapshot, either the row exists or the floor covers its
+/// tokens.
 ///
-/// With an `{end}` of zero instead of a lease, it writes the claim of a session.
+/// With `{end}` zero instead of the end of a lease, the statement writes the claim of a session.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lease.
 static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
-    let kept =
+    let keep_unless_free =
         |column: &str| format!("{column} = IF({{free}}, VALUES({column}), {{locks}}.{column})");
     format!(
         "INSERT INTO {{locks}} (id, namespace, lock_key, claim, token, block, label, since, until) \
@@ -244,19 +243,21 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
              {}, {}, {}, {}, \
              until = IF({{locks}}.claim = VALUES(claim) AND {{locks}}.since = VALUES(since), \
                  VALUES(until), {{locks}}.until)",
-        kept("block"),
-        kept("label"),
-        kept("since"),
-        kept("claim"),
+        keep_unless_free("block"),
+        keep_unless_free("label"),
+        keep_unless_free("since"),
+        keep_unless_free("claim"),
     )
 });
 
-/// Grants the key like [`ACQUIRE`], if a free row exists. Takes less than half of the server's
-/// time, because it neither reads a snapshot nor tries to insert. For keys that this process
-/// expects to be free: otherwise it may wait for a locked row, and the *last insert id* is zero.
+/// Grants the key like [`ACQUIRE`], if a free row exists. Otherwise the *last insert id* is zero.
+/// The statement takes less than half of the server's time, because it neither reads a snapshot nor
+/// tries to insert. It may wait for a locked row, so it is only for keys that this process expects
+/// to be free.
 ///
-/// The row's own token covers all earlier ones of the key, because a new row starts above those of
-/// deleted rows. It is assigned first, because later assignments are visible to it.
+/// A token above the row's own token is above all earlier tokens of the key, because a new row
+/// starts above the tokens of deleted rows. `token` is assigned first, because it must read the old
+/// `block`.
 ///
 /// Parameters: id, claim, block, label, lease.
 const REACQUIRE: &str = "\
@@ -265,14 +266,14 @@ const REACQUIRE: &str = "\
         block = $3, label = $4, since = {now}, claim = $2, until = {now} + $5 \
     WHERE id = $1 AND (claim IS NULL OR until <= {now}) AND {writable}";
 
-/// The current grant of a key. Parameter: id.
+/// Returns the current grant of a key. Parameter: id.
 const CURRENT_GRANT: &str = "\
     SELECT claim, token, label, {now} - since, until - {now} \
     FROM {locks} \
     WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
-/// Returns the query for holders of one key or of a namespace. The holder is a lease, or a
-/// connection that has the row locked and holds the named lock of [`row_name`].
+/// Returns the query for holders of one key or of a namespace. A holder has a lease, or a
+/// connection that has the row locked and holds the named lock [`holder_lock_name`].
 ///
 /// Parameter: id or namespace.
 fn holders(condition: &str, holder_connection: &str) -> String {
@@ -283,27 +284,27 @@ fn holders(condition: &str, holder_connection: &str) -> String {
     )
 }
 
-/// The claim in the row, and the id of the connection that has the row locked for it.
-/// Parameter: id.
+/// Returns the claim in the row, and the id of the connection that has the row locked for this
+/// claim. Parameter: id.
 const HOLDER_CONNECTION: &str = "SELECT claim, CAST({holder_connection} AS SIGNED) FROM {locks} WHERE id = $1 AND claim IS NOT NULL";
 
-/// The connection that has the row locked for its claim, if any.
+/// The id of the connection that has the row locked for its claim, or NULL.
 const HOLDER_CONNECTION_ID: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
 
-/// Returns the name of the named lock that a connection takes while it has the row locked for this
-/// claim. The name is unique.
-pub(super) fn row_name(claim: ClaimId) -> String {
+/// Returns the name of the holder lock: a named lock that a connection holds while it has the row
+/// locked for this claim. The name is unique.
+pub(super) fn holder_lock_name(claim: ClaimId) -> String {
     format!("lock_registry_row_{claim}")
 }
 
 /// Renews the grants that have not expired.
 ///
 /// A row that another transaction has locked, perhaps for a fence, is skipped, so that it does not
-/// delay the others. The limit prevents the server from merging the inner select into the update,
-/// which cannot skip rows. The order of tables and the index are forced: in a small table, the
-/// server would read all rows, and lock what it reads.
+/// delay other renewals. An update cannot skip rows, and the limit prevents the server from merging
+/// the inner select into the update. The order of tables and the index are forced: in a small
+/// table, the server would otherwise read and lock all rows.
 ///
-/// A claim's id is random and belongs to one key, so the two lists need not be lists of pairs.
+/// A claim's id is random and belongs to one key, so the two lists need not be one list of pairs.
 ///
 /// Parameters: ids, claims, limit, lease.
 const RENEW: &str = "\
@@ -314,20 +315,21 @@ const RENEW: &str = "\
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.until = GREATEST(l.until, {now} + $4)";
 
-/// The claims that hold one of the keys, with the time that they have left. Parameters: ids.
+/// Returns the claims that hold one of the keys, with the times left of their leases. Parameters:
+/// ids.
 const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
-/// The held keys among these, with the tokens of their grants. Parameters: ids.
+/// Returns the ids of held keys, with the tokens of their grants. Parameters: ids.
 const HELD: &str = "\
     SELECT id, token FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
 /// An expired grant is not changed: it is already free, and the result is that the claim held
-/// nothing. Found rows are counted as affected, and the old `until` is in the future, so every
-/// found row is changed.
+/// nothing. The affected row count is the number of ended grants: the old `until` is in the future,
+/// so every found row changes.
 ///
 /// Unused tokens of the block become available again, so that tokens do not outrun the clock.
 ///
@@ -340,31 +342,31 @@ const RELEASE: &str = "\
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
-/// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
-/// whether the transaction's snapshot shows that grant: the inner select locks nothing. The inner
-/// select depends on the outer one, so that the snapshot does not begin while the outer select
-/// waits.
+/// Finds the row with this claim and token, and locks it until the caller's transaction ends. The
+/// inner select locks nothing, and shows whether the transaction's snapshot contains the grant. The
+/// inner select depends on the outer select, so that the snapshot begins only after the wait of the
+/// outer select.
 ///
 /// Parameters: id, claim, token.
 const FENCE: &str = "\
-    SELECT {is_seen} FROM {locks} AS l \
+    SELECT {is_in_snapshot} FROM {locks} AS l \
     WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block AND l.until > {now} FOR UPDATE";
 
-/// Whether a select that locks nothing sees the row `l` that a locking select has found.
-const IS_SEEN: &str = "\
+/// Whether a select without locks sees the row `l` that a locking select has found.
+const IS_IN_SNAPSHOT: &str = "\
     CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
-/// Whether no lease is held on the key, and whether the row still names the last holder. No result
-/// if there is no row.
+/// Returns whether no lease is held on the key, and whether the row still contains a claim. No
+/// result if there is no row.
 ///
 /// Parameter: id.
 const IS_FREE: &str = "\
     SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
     FROM {locks} WHERE id = $1";
 
-/// Removes a holder's claim that ended without a write: by its lease, or with a connection. So the
-/// row changes after all writes of that holder. Skips a row that another transaction has locked.
-/// The row is found as in [`RENEW`].
+/// Removes a claim that ended without a write: by expiry, or with a connection. So the row changes
+/// after all writes of that holder. Skips a row that another transaction has locked. The row is
+/// found as in [`RENEW`].
 ///
 /// Parameter: id.
 const CLEAR_ENDED: &str = "\
@@ -383,35 +385,35 @@ const INSERT_ROW: &str = "\
     SELECT $1, $2, $3, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
 
-/// Locks the row if no other transaction has. Returns whether there is a lease on it, the next
-/// token, and claim and token of the newest grant.
+/// Locks the row if no other transaction has locked it. Returns whether the row contains a lease,
+/// the next token, and claim and token of the newest grant.
 ///
 /// Parameter: id.
 const LOCK_ROW: &str = "\
     SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
     FROM {locks} WHERE id = $1 FOR UPDATE SKIP LOCKED";
 
-/// Whether a transaction that has the row locked also sees its current version in the snapshot; and
-/// the id of the tables. A separate statement: if it also locked the row, it would begin the
-/// snapshot even when the row is locked by another transaction.
+/// Returns the id of the tables, and whether the snapshot of the transaction contains the current
+/// version of the locked row. This is a separate statement: combined with [`LOCK_ROW`], it would
+/// begin the snapshot even if another transaction has locked the row.
 ///
 /// Parameters: id, claim, token.
-const ROW_SEEN_IN: &str = "\
+const IS_CURRENT_IN_SNAPSHOT: &str = "\
     SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = $1 AND claim <=> $2 AND token = $3) AS SIGNED) FROM {meta} WHERE id = 1";
 
-/// Writes the token of a grant that lasts as long as the transaction, and leaves a free row.
+/// Writes the token of a grant to a transaction, and leaves the row free.
 ///
 /// Parameters: id, token.
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = $2, block = 1, label = NULL, since = {now}, until = {now} WHERE id = $1";
 
-/// Acquires a named lock for the session. Returns the time if the row still contains a claim of
-/// this session and the server is writable. Changes nothing.
+/// Acquires a named lock for the session. Returns the server's time if the row still contains a
+/// claim of this session and the server is writable. Writes nothing.
 ///
-/// The row is read only after the lock was requested, because the row's id in the query depends on
-/// the result. The first read of a statement determines what it sees. So the subquery sees all
-/// writes of earlier holders of the lock. The limit prevents servers from turning the subquery into
-/// a join.
+/// The row is read only after the result of the lock request, because the row's id in the query
+/// depends on that result. The first read of a statement determines its snapshot. So the subquery
+/// sees all writes of earlier holders of the lock. The limit prevents servers from turning the
+/// subquery into a join.
 ///
 /// Parameters: id, claim, name, seconds.
 const SESSION_TRY_LOCK: &str = "\
@@ -420,40 +422,42 @@ const SESSION_TRY_LOCK: &str = "\
         WHERE l.id = IF(tried.got = 1, CAST($1 AS BINARY(32)), NULL) AND l.claim = $2 AND {writable} LIMIT 1) \
     FROM (SELECT CAST(GET_LOCK($3, $4) AS SIGNED) AS got) AS tried";
 
-/// Whether the named lock is free and there is no lease on the row.
+/// Returns whether the named lock is free and the row contains no lease.
 ///
 /// Parameters: name, id.
 const SESSION_IS_FREE: &str = "\
     SELECT CAST(IS_FREE_LOCK($1) AND NOT EXISTS ( \
         SELECT 1 FROM {locks} WHERE id = $2 AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
 
-/// Writes a claim whose token was reserved by an earlier claim of the session that has the lock.
+/// Writes a claim whose token was reserved by an earlier claim of the same session.
 ///
 /// Parameters: id, claim, token, block, earlier claim.
 const SESSION_UPDATE_CLAIM: &str = "\
     UPDATE {locks} SET claim = $2, token = $3, block = $4 \
     WHERE id = $1 AND claim = $5 AND token <= $3 AND $3 < token + block";
 
-/// Creates the row again with the claim of the session that has the lock, because rows without a
-/// lease are purged after a while. An existing row stays unchanged, and the statement does not wait
-/// for a fence that has it locked.
+/// If the row was purged, creates it again with the claim of the session that holds the lock. An
+/// existing row stays unchanged, and the statement does not wait for a fence that has locked the
+/// row.
 ///
 /// Parameters: id, namespace, key, claim, token, block.
 const SESSION_ENSURE_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT $1, $2, $3, $4, $5, $6, NULL, {now}, 0 FROM DUAL";
 
-/// Like [`FENCE`], for a lock that ends with a connection: the next grant changes the row first,
-/// even if the connection has ended. The lock is shared, because that connection may also have it.
+/// Like [`FENCE`], for a lock that ends with a connection. Even after the end of the connection,
+/// the next grant must change the row first. The row lock is shared, because the connection of the
+/// holder may also have it.
 ///
 /// Parameters: id, claim, token.
-const FENCE_HELD: &str = "\
-    SELECT {is_seen} FROM {locks} AS l \
+const FENCE_SESSION_GRANT: &str = "\
+    SELECT {is_in_snapshot} FROM {locks} AS l \
     WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block LOCK IN SHARE MODE";
 
-/// Writes a claim and a larger token to the row, unless there is a lease on it or a transaction has
-/// locked it. The *last insert id* shows whether it did. Does not wait. For lease claims, the row
-/// stays free. The row is found as in [`RENEW`].
+/// Writes a claim and a larger token to the row, unless the row contains a lease or a transaction
+/// has locked it. The token is the *last insert id*; zero means that nothing was written. The
+/// statement does not wait. Clients that request a lease still find the row free. The row is found
+/// as in [`RENEW`].
 ///
 /// Parameters: id, claim, block, label.
 const ROW_WRITE_CLAIM: &str = "\
@@ -467,36 +471,37 @@ const ROW_WRITE_CLAIM: &str = "\
 
 /// Locks the row for a transaction, if the row contains the claim.
 ///
-/// The lock is shared: it excludes statements that write a claim, lock the row for a transaction or
-/// grant a lease. It permits a fence of the holder.
+/// The row lock is shared. It permits a fence of the holder. It excludes statements that write a
+/// claim, lock the row for a transaction or grant a lease.
 ///
 /// Parameters: id, claim.
 const ROW_LOCK: &str = "\
     SELECT CONNECTION_ID() FROM {locks} WHERE id = $1 AND claim = $2 LOCK IN SHARE MODE";
 
-/// The remaining time of a lease on the key, or NULL without one. No result if there is no row.
+/// Returns the time left of the lease on the key, or NULL without a lease. No result if there is no
+/// row.
 ///
 /// Parameter: id.
-const ROW_SEEN: &str = "\
+const LEASE_LEFT: &str = "\
     SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = $1";
 
-/// The dead rows of a batch, each with its largest token. A batch starts at a random position: ids
-/// are hashes, so all rows are found equally often.
+/// Returns the dead rows of a batch, each with its largest token. A batch begins at a random id.
+/// Ids are hashes, so every row is equally likely to be in the batch.
 ///
 /// Parameters: position, rows, microseconds that a row must have been dead for.
 const PURGE_CANDIDATES: &str = "\
-    SELECT piece.id, piece.token + piece.block - 1 \
-    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS piece \
-    WHERE piece.until <= {now} - $3";
+    SELECT batch.id, batch.token + batch.block - 1 \
+    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= $1 ORDER BY id LIMIT $2) AS batch \
+    WHERE batch.until <= {now} - $3";
 
-/// Records the largest token of rows before they are deleted. Between the two statements, a token
-/// is covered twice.
+/// Records the largest token of rows before [`PURGE`] deletes them. Between the two statements,
+/// both the floor and the rows cover the tokens.
 ///
 /// Parameters: token.
 const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = $1 WHERE id = 1 AND floor < $1";
 
-/// Deletes dead rows whose tokens are covered by the floor. Checks each row again, because it may
-/// have been granted since it was found.
+/// Deletes dead rows whose tokens the floor covers. Checks each row again, because its key may have
+/// been granted since [`PURGE_CANDIDATES`].
 ///
 /// Parameters: ids, microseconds that a row must have been dead for, token.
 const PURGE: &str = "\

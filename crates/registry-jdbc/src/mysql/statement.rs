@@ -12,7 +12,7 @@ use sqlx::{
 use std::sync::Arc;
 
 use super::sql::{self, MySqlStatements};
-use crate::server::statement::safe;
+use crate::server::statement::trusted_sql;
 use crate::server::{Answer, QueryMode, RowId, Statement, Value};
 
 pub(super) fn send<'c>(
@@ -31,7 +31,7 @@ pub(super) fn send<'c>(
             match result {
                 Either::Left(done) => {
                     answer.changed += done.rows_affected();
-                    answer.assigned = done.last_insert_id();
+                    answer.last_insert_id = done.last_insert_id();
                 }
                 Either::Right(row) => answer.rows.push(row),
             }
@@ -48,14 +48,14 @@ pub(super) fn fetch(
     async move { connection.fetch_all(raw_sql(AssertSqlSafe(text))).await }.boxed()
 }
 
-/// Returns the statement with bound values. Lists are filled up with NULLs.
+/// Returns the statement with bound values. Lists are padded with NULLs.
 fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
     let lengths = statement.values.iter().map(|value| match value {
         Value::ManyBytes(many) => many.len(),
         Value::ManyWords(many) => many.len(),
         _ => 1,
     });
-    let length = sql::size(lengths.max().unwrap_or(1));
+    let length = sql::list_size(lengths.max().unwrap_or(1));
     let text = match &*statement.text.prepared {
         [text] => text,
         texts => {
@@ -63,7 +63,7 @@ fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, MySql, MySqlArguments> {
             &texts[index.expect("the length is one of these sizes")]
         }
     };
-    let query = query(safe(text));
+    let query = query(trusted_sql(text));
     let values = statement.text.parameters.iter().map(|&index| &statement.values[index]);
     values.fold(query, |query, value| match value {
         Value::Bytes(bytes) => query.bind(bytes),
@@ -90,7 +90,7 @@ where
     (items.len()..length).fold(query, |query, _| query.bind(None::<T>))
 }
 
-/// The statements of the task that polls for waiters.
+/// The statements of the task that polls for waiters, with the values of one namespace.
 #[derive(Debug)]
 pub(super) struct StatementBinder {
     pub(super) statements: Arc<MySqlStatements>,
@@ -98,11 +98,11 @@ pub(super) struct StatementBinder {
 }
 
 impl StatementBinder {
-    pub(super) fn row(&self, key: &Key) -> RowId {
+    pub(super) fn row_id(&self, key: &Key) -> RowId {
         RowId::new(&self.namespace, key)
     }
 
-    pub(super) fn held(&self, rows: &[RowId]) -> Statement<'_> {
+    pub(super) fn held_rows(&self, rows: &[RowId]) -> Statement<'_> {
         let ids = rows.iter().map(|row| row.bytes().to_vec()).collect();
         Statement::new(&self.statements.held, [Value::ManyBytes(ids)])
     }

@@ -1,17 +1,17 @@
-//! Wakes waiters of a key after a release by any process. Wake-ups are not authoritative: the
-//! engine then queries the store.
+//! Wakes waiters of a key after a release by any process. A wake-up is only a hint: the engine then
+//! makes an attempt.
 //!
 //! These servers send no notifications, so the store polls. One task per backend polls all awaited
 //! keys that are due, with one plain read by primary key. The task exists while there are waiters,
-//! and [`LINGER`] longer. It writes and locks nothing.
+//! and for [`IDLE_TIME_MAX`] after the last waiter. It writes and locks nothing.
 //!
 //! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
-//!   and 250 ms. So a release after one second is seen up to an eighth of a second late. A long
-//!   wait costs the server few polls.
-//! - Polling takes at most a tenth of the time: after each poll, the task pauses for nine times its
-//!   duration. A server under load answers late, and is polled less.
-//! - A waiter is woken if its key is free, or is held by another grant than the one that the waiter
-//!   knows.
+//!   and 250 ms. So the task sees a release after one second at most an eighth of a second late. A
+//!   long wait costs the server few polls.
+//! - Polling takes at most a tenth of the time: after each poll, the task pauses for nine times the
+//!   duration of the poll. So the task polls a slow server less often.
+//! - The task wakes a waiter if the waiter's key is free, or if another grant than before holds the
+//!   key.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -29,23 +29,24 @@ use super::sql;
 use super::statement::StatementBinder;
 use crate::server::{ConnectionUse, RowId};
 
-/// The divisor of the wait so far that gives the pause between two polls of a key.
+/// The pause between two polls of a key is the wait so far divided by this number.
 const PAUSE_DIVISOR: u32 = 8;
 /// The minimum pause.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
 /// The maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// One of this many units of time may be spent on polling.
+/// Polls take at most the total time divided by this number.
 const POLL_TIME_DIVISOR: u32 = 10;
 /// The maximum pause after a poll, so that a server is polled soon after an outage.
 const PAUSE_AFTER_POLL_MAX: Duration = Duration::from_secs(1);
-/// How long a successful poll counts as recent: longer than the longest pause and rest together.
+/// How long a successful poll confirms that wake-ups arrive. It is longer than [`PAUSE_MAX`] and
+/// [`PAUSE_AFTER_POLL_MAX`] together.
 const CONFIRMATION_MAX_AGE: Duration = Duration::from_secs(2);
-/// How long the task stays without waiters, because another wait is likely.
-const LINGER: Duration = Duration::from_secs(1);
+/// How long the task stays without waiters. Another wait within this time is likely.
+const IDLE_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend, and the task that polls for them.
-pub(super) struct MySqlWaiters {
+pub(super) struct MySqlReleasePoller {
     shared: Arc<PollerShared>,
 }
 
@@ -65,14 +66,14 @@ struct PolledWaiter {
     due: Instant,
 }
 
-impl MySqlWaiters {
+impl MySqlReleasePoller {
     pub(super) fn new(client: Arc<MySqlClient>, statements: Arc<StatementBinder>) -> Self {
         let (waiters, answered_at) = (Waiters::default(), Mutex::default());
         Self { shared: Arc::new(PollerShared { client, statements, waiters, answered_at }) }
     }
 
-    /// Returns when the lock in `row` may be free. `known_token` is the token of the grant that
-    /// made the attempt fail.
+    /// Waits until the lock in `row` may be free. `known_token` is the token of the grant that the
+    /// caller's attempt found.
     pub(super) async fn wait(&self, row: RowId, known_token: u64) {
         let (waiters, now) = (&self.shared.waiters, Instant::now());
         let state = PolledWaiter { known_token, since: now, due: now + jittered(PAUSE_MIN) };
@@ -85,13 +86,13 @@ impl MySqlWaiters {
         Arc::clone(&self.shared) as _
     }
 
-    /// Polls this key at once if it has waiters: this process has released it.
+    /// Polls this key at once if it has waiters. Called after a release by this process.
     pub(super) fn poll_soon(&self, key: &Key) {
         let waiters = &self.shared.waiters;
         if waiters.is_empty() {
             return;
         }
-        let (row, now) = (self.shared.statements.row(key), Instant::now());
+        let (row, now) = (self.shared.statements.row_id(key), Instant::now());
         waiters.for_each(|waiting, waiter| {
             if *waiting == row {
                 waiter.due = now;
@@ -106,22 +107,23 @@ impl MySqlWaiters {
     }
 }
 
-impl Drop for MySqlWaiters {
+impl Drop for MySqlReleasePoller {
     fn drop(&mut self) {
         self.close();
     }
 }
 
-impl fmt::Debug for MySqlWaiters {
+impl fmt::Debug for MySqlReleasePoller {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MySqlWaiters")
+        f.debug_struct("MySqlReleasePoller")
             .field("waiters", &self.shared.waiters)
             .finish_non_exhaustive()
     }
 }
 
 impl WakeCheck for PollerShared {
-    /// Returns whether the task polls all awaited keys, and the server has answered it recently.
+    /// Returns whether the task exists, and the server has recently answered a poll of all due
+    /// keys.
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
         let answered_at = *self.answered_at();
         self.waiters.has_task() && answered_at.is_some_and(|at| at.elapsed() < CONFIRMATION_MAX_AGE)
@@ -135,7 +137,7 @@ impl PollerShared {
 
     /// Runs the task.
     async fn run(self: Arc<Self>) {
-        while self.waiters.wait_for_waiter(LINGER).await {
+        while self.waiters.wait_for_waiter(IDLE_TIME_MAX).await {
             let mut next = None;
             self.waiters.for_each(|_, waiter| next = next.into_iter().chain([waiter.due]).min());
             let Some(next) = next else { continue };
@@ -154,11 +156,11 @@ impl PollerShared {
     /// Polls the due keys and wakes their waiters as needed.
     async fn poll_due(&self) {
         let mut answered = true;
-        for rows in self.due().chunks(sql::SIZES[sql::SIZES.len() - 1]) {
-            // A store error wakes no waiter: the waiter's own attempt, at the next poll, receives
-            // the error and returns it.
-            match self.held(rows).await {
-                Ok(held) => self.wake(rows, &held),
+        for rows in self.take_due().chunks(sql::SIZES[sql::SIZES.len() - 1]) {
+            // A store error wakes no waiter. The waiter's next attempt receives the error and
+            // returns it.
+            match self.query_held(rows).await {
+                Ok(held) => self.wake_released(rows, &held),
                 Err(_) => answered = false,
             }
         }
@@ -167,9 +169,9 @@ impl PollerShared {
         }
     }
 
-    /// Returns the rows to poll now. Rows that are due within half a pause are included, so that
-    /// one poll serves them all.
-    fn due(&self) -> Vec<RowId> {
+    /// Takes the rows to poll now, and schedules their next polls. Rows that are due within half a
+    /// pause are included, so that one poll covers them all.
+    fn take_due(&self) -> Vec<RowId> {
         let now = Instant::now();
         let mut rows = Vec::new();
         self.waiters.for_each(|row, waiter| {
@@ -183,9 +185,10 @@ impl PollerShared {
         rows
     }
 
-    /// Returns the held rows among these, with the tokens of their grants.
-    async fn held(&self, rows: &[RowId]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let found = self.client.rows(ConnectionUse::Acquire, || self.statements.held(rows)).await?;
+    /// Queries which of the rows are held. Returns them with the tokens of their grants.
+    async fn query_held(&self, rows: &[RowId]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
+        let found =
+            self.client.rows(ConnectionUse::Acquire, || self.statements.held_rows(rows)).await?;
         let mut held = HashMap::with_capacity(found.len());
         for row in &found {
             let decode = || Ok((row.try_get(0)?, row.try_get::<i64, _>(1)?));
@@ -195,15 +198,15 @@ impl PollerShared {
         Ok(held)
     }
 
-    fn wake(&self, rows: &[RowId], held: &HashMap<Vec<u8>, u64>) {
+    fn wake_released(&self, rows: &[RowId], held: &HashMap<Vec<u8>, u64>) {
         self.waiters.wake_if(|row, waiter| {
             rows.binary_search(row).is_ok() && held.get(row.bytes()) != Some(&waiter.known_token)
         });
     }
 }
 
-/// Returns when `is_free` reports a free lock. For locks that the task does not know, as it polls
-/// rows only.
+/// Waits until `is_free` reports a free lock. For session and row locks, which the task does not
+/// poll.
 pub(super) async fn poll_until_free<F>(is_free: impl Fn() -> F)
 where
     F: Future<Output = Result<bool, BackendError>>,
@@ -211,14 +214,14 @@ where
     let started_at = Instant::now();
     loop {
         sleep(poll_pause(started_at)).await;
-        // A store error is ignored: the caller's own attempt returns it.
+        // A store error is ignored, because the caller's next attempt returns it.
         if matches!(is_free().await, Ok(true)) {
             return;
         }
     }
 }
 
-/// Returns the pause before the next poll of a caller that polls on its own since `started_at`.
+/// Returns the pause before the next poll of a caller that has polled since `started_at`.
 pub(super) fn poll_pause(started_at: Instant) -> Duration {
     pause(started_at.elapsed()).mul_f64(0.5 + fastrand::f64() / 2.0)
 }
@@ -228,7 +231,8 @@ fn pause(waited: Duration) -> Duration {
     (waited / PAUSE_DIVISOR).clamp(PAUSE_MIN, PAUSE_MAX)
 }
 
-/// Varies the pause by a fifth, so that processes that began to wait together do not poll together.
+/// Varies the pause by a fifth, so that processes whose waits began at the same time do not poll at
+/// the same time.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(0.8 + 0.4 * fastrand::f64())
 }

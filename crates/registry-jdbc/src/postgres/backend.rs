@@ -1,4 +1,4 @@
-//! What differs from other servers in the backend. The statements are in `sql`.
+//! Implements the backend's `Dialect` for PostgreSQL. The statements are in `sql`.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,7 +28,7 @@ use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
     Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, Wakes,
+    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, WakeupSource,
 };
 
 pub(super) type PgRows = Rows<Postgres>;
@@ -40,11 +40,11 @@ impl Dialect for Postgres {
     // This form does not depend on the server's setting for backslashes.
     const BYTES_PREFIX: &'static str = "E'\\\\x";
     const RENEWALS_MAX: usize = 1000;
-    const RENEWS_ONE_LEASE: bool = false;
+    const RENEWAL_NEEDS_EQUAL_LEASES: bool = false;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = true;
 
     type Statements = PgStatements;
-    type Wakes = PgWakes;
+    type Wakeups = PgWakeups;
     type Session = PgSessionProtocol;
     type RowLock = PgRowProtocol;
 
@@ -88,7 +88,7 @@ impl Dialect for Postgres {
 
     fn bytes(row: &PgRow, index: usize) -> Result<Option<Vec<u8>>, sqlx::Error> {
         let value = row.try_get_raw(index)?;
-        // sqlx does not read this text format, which `bytea_output=escape` selects.
+        // The setting `bytea_output=escape` selects this text format, which sqlx cannot read.
         if value.format() == PgValueFormat::Text
             && let Ok(text) = value.as_bytes()
             && !text.starts_with(b"\\x")
@@ -106,12 +106,12 @@ impl Dialect for Postgres {
         row.try_get(index)
     }
 
-    fn has_wakes(config: &PostgresConfig, _: &SqlMode) -> bool {
+    fn has_wakeups(config: &PostgresConfig, _: &SqlMode) -> bool {
         config.listener_options().is_some()
     }
 
-    fn wakes(store: &Store<Self>, namespace: &str) -> PgWakes {
-        PgWakes::new(&store.config, namespace)
+    fn wakeups(store: &Store<Self>, namespace: &str) -> PgWakeups {
+        PgWakeups::new(&store.config, namespace)
     }
 
     fn granted_token(answer: &Answer<PgRow>) -> Result<Option<i64>, BackendError> {
@@ -139,21 +139,22 @@ impl Dialect for Postgres {
         renew(&rows.store, &rows.store.statements.renew, values, claims).await
     }
 
-    /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
+    /// Returns whether a transaction holds the holder lock of this key; see
+    /// [`RowId::holder_lock_key`].
     async fn is_locked_by_transaction(rows: &PgRows, key: &Key) -> Result<bool, BackendError> {
-        let mark = Value::Number(rows.row_id(key).transaction_mark());
-        let marked = rows.store.query(&rows.store.statements.locked_in, [mark]).await?;
-        flag::<Self>(one_row::<Self>(&marked)?, 0)
+        let lock_key = Value::Number(rows.row_id(key).holder_lock_key());
+        let found = rows.store.query(&rows.store.statements.has_holder_lock, [lock_key]).await?;
+        flag::<Self>(one_row::<Self>(&found)?, 0)
     }
 
-    /// Frees `key`: ends a lease, or the connection that has the row locked for a claim.
+    /// Frees `key`: ends a lease, or ends the connection that has the row locked for a claim.
     async fn force_release(rows: &PgRows, key: &Key) -> Result<Release, BackendError> {
         let (store, texts) = (&rows.store, &rows.store.statements);
         let send = async |text, resend, values: Vec<Value>| {
             let statement = Statement::new(text, values);
             store.client.send(ConnectionUse::Release, resend, &statement).await
         };
-        let notification = rows.wakes.notification(rows.row_id(key));
+        let notification = rows.wakeups.notification(rows.row_id(key));
         let values = [&[rows.id(key)], &notification[..2]].concat();
         let released = send(&texts.force_release, Resend::Never, values).await?.release_outcome();
         if released == Release::Freed {
@@ -164,7 +165,7 @@ impl Dialect for Postgres {
         let ended = send(&texts.end_row_holder, Resend::Never, values).await;
         match ended.map_err(error::explain_not_ended)?.rows.first() {
             Some(row) if flag::<Self>(row, 0)? => {
-                // The ended transaction was not committed, so it has sent no notification.
+                // The ended transaction was not committed, so it sent no notification.
                 send(&texts.row_notify, Resend::Allowed, notification).await?;
                 Ok(Release::Freed)
             }
@@ -176,7 +177,7 @@ impl Dialect for Postgres {
         }
     }
 
-    /// A trigger of the tables keeps the largest of the deleted tokens in the same transaction.
+    /// In the same transaction, a trigger of the tables records the largest of the deleted tokens.
     async fn purge_batch(store: &Store<Self>, start: [u8; 32]) -> Result<u64, BackendError> {
         let min_age = Value::Number(micros(store.settings().purge_after));
         let values = [Value::bytes(&start), Value::Number(i64::from(BATCH_ROWS)), min_age];
@@ -189,7 +190,7 @@ impl Dialect for Postgres {
         diagnose::check_server(store).await
     }
 
-    async fn diagnose_wakes(rows: &PgRows) -> Option<Finding> {
+    async fn diagnose_wakeups(rows: &PgRows) -> Option<Finding> {
         diagnose::check_listener(rows).await
     }
 
@@ -208,12 +209,12 @@ impl Dialect for Postgres {
 }
 
 /// Release notifications, if the configuration has a listener.
-pub(crate) struct PgWakes {
+pub(crate) struct PgWakeups {
     pub(super) listener: Option<PgReleaseListener>,
     pub(super) channel: NotificationChannel,
 }
 
-impl PgWakes {
+impl PgWakeups {
     pub(super) fn new(config: &PostgresConfig, namespace: &str) -> Self {
         let channel = NotificationChannel::new(RowId::namespace_hash(namespace));
         let listener =
@@ -222,12 +223,12 @@ impl PgWakes {
     }
 }
 
-impl Wakes for PgWakes {
+impl WakeupSource for PgWakeups {
     fn position(&self) -> u64 {
         self.listener.as_ref().map_or(0, PgReleaseListener::position)
     }
 
-    fn mark(&self, position: u64, _: FencingToken) -> u64 {
+    fn busy_mark(&self, position: u64, _: FencingToken) -> u64 {
         position
     }
 
@@ -238,11 +239,11 @@ impl Wakes for PgWakes {
         }
     }
 
-    fn check(&self) -> Option<Arc<dyn WakeCheck>> {
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>> {
         self.listener.as_ref().map(PgReleaseListener::wake_check)
     }
 
-    /// Channel, message and presence lock.
+    /// Returns the channel, the message, and the key of the presence lock.
     fn notification(&self, id: RowId) -> Vec<Value> {
         let presence_lock = Value::Number(self.channel.presence_lock(id.notification_id()));
         let channel = Value::Word(self.channel.name().to_owned());
@@ -260,7 +261,8 @@ pub(super) fn leases(claims: &[&Claim]) -> Value {
     Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect())
 }
 
-/// Sends a renewal, and reads one row for each claim: the time left, and whether the grant exists.
+/// Sends a renewal. Reads one row for each claim: the time left if it was renewed, and whether the
+/// grant exists.
 pub(super) async fn renew(
     store: &Store<Postgres>,
     text: &StatementText,

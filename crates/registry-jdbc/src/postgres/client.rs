@@ -11,9 +11,9 @@ use super::error;
 use crate::server::{AfterConnect, ConnectionPool, PoolError};
 
 pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
-    let pool = ConnectionPool::new(config.statement_options(), config.settings.pool_limits());
-    // Not through a pooler, which may assign the connection to another client. There each statement
-    // sets its own limit.
+    let pool = ConnectionPool::new(config.connect_options(), config.settings.pool_limits());
+    // A pooler may assign the connection to another client. So behind a pooler each statement sets
+    // its own limit.
     match config.statements {
         StatementMode::Prepared => pool.with_after_connect(set_lock_timeout(config)),
         StatementMode::Unprepared => pool,
@@ -22,16 +22,15 @@ pub(super) fn pool(config: &PostgresConfig) -> ConnectionPool<PgConnection> {
 
 /// Opens a connection outside the pool.
 pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, BackendError> {
-    let server = config.statement_options();
+    let server = config.connect_options();
     match timeout(config.settings.connect_timeout, PgConnection::connect_with(&server)).await {
         Ok(connected) => connected.map_err(|error| error::not_connected(PoolError::Sqlx(error))),
         Err(_) => Err(error::not_connected(PoolError::TimedOut)),
     }
 }
 
-/// Returns the initial statement that limits how long a statement waits for its tables, which it
-/// locks before anything else. Without the limit, a statement that waits for a table rebuild could
-/// grant a lock that its caller has given up.
+/// Limits how long the statements of a new connection wait for their tables. Without the limit, a
+/// statement could wait for a table rebuild, and then grant a lock that its caller has given up.
 fn set_lock_timeout(config: &PostgresConfig) -> AfterConnect<PgConnection> {
     let text = format!("SET lock_timeout = {}", config.settings.busy_timeout.as_millis().max(1));
     Box::new(move |connection| {

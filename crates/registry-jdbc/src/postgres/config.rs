@@ -42,7 +42,7 @@ const POSTGRES_OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "listen",
-        Values::Secret { shown: &["off"], form: "a `postgres:` URL without options" },
+        Values::Secret { non_secret_values: &["off"], syntax: "a `postgres:` URL without options" },
         "the store's URL; with `prepared=false` `off`",
         "a direct connection, past any pooler, that receives release notifications; percent-encoded in the query of a URL",
     ),
@@ -81,11 +81,11 @@ pub enum StatementMode {
 /// Where the listener receives release notifications.
 #[derive(Clone)]
 pub(super) enum Listen {
-    /// From the server that receives the statements.
+    /// The listener connects to the server that receives the statements.
     SameServer,
-    /// From another address, which bypasses the pooler of the statements.
+    /// The listener connects to another address, which bypasses the pooler of the statements.
     OtherServer(Box<PgConnectOptions>),
-    /// Nowhere: waiting callers poll.
+    /// There is no listener, so waiting callers poll.
     Off,
 }
 
@@ -139,7 +139,7 @@ impl PostgresConfig {
     /// Sets the URL at which the listener connects, for a server behind a pooler.
     ///
     /// `LISTEN` needs a connection that stays with one server process. The listener's connection is
-    /// encrypted in the same way as the others.
+    /// encrypted in the same way as all other connections.
     ///
     /// # Errors
     /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
@@ -177,20 +177,20 @@ impl PostgresConfig {
     pub(super) fn query_mode(&self) -> QueryMode {
         match self.statements {
             StatementMode::Prepared => QueryMode::Prepared,
-            StatementMode::Unprepared => self.simple_query_mode(),
+            StatementMode::Unprepared => self.plain_query_mode(),
         }
     }
 
     /// Returns the mode that sends statements as plain text, whatever the configuration is.
-    pub(super) fn simple_query_mode(&self) -> QueryMode {
-        QueryMode::Simple { lock_timeout: self.settings.busy_timeout }
+    pub(super) fn plain_query_mode(&self) -> QueryMode {
+        QueryMode::PlainPooled { lock_timeout: self.settings.busy_timeout }
     }
 
     /// Returns the client's options for the listener, or `None` if it is off.
     pub(super) fn listener_options(&self) -> Option<PgConnectOptions> {
         match &self.listen {
             Listen::SameServer => match self.statements {
-                StatementMode::Prepared => Some(self.statement_options()),
+                StatementMode::Prepared => Some(self.connect_options()),
                 // A pooler would not pass notifications on.
                 StatementMode::Unprepared => None,
             },
@@ -201,7 +201,7 @@ impl PostgresConfig {
         }
     }
 
-    /// Returns the environment variables with file names that the client reads and this
+    /// Returns the environment variables that would make the client read files, and that this
     /// configuration does not override.
     fn unset_file_variables(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
@@ -387,7 +387,7 @@ fn conflicting_variable(server: &PgConnectOptions, names: &[&'static str]) -> Op
 }
 
 fn with_fixed_options(server: PgConnectOptions) -> PgConnectOptions {
-    // A pooler refuses settings that it does not know, and no floating-point numbers are read here.
+    // A pooler refuses the startup parameter `extra_float_digits`, which this store does not need.
     server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
@@ -395,7 +395,7 @@ fn with_fixed_options(server: PgConnectOptions) -> PgConnectOptions {
 const PORT: u16 = 5432;
 const IDENTIFIER_BYTES_MAX: usize = 63;
 
-// Implemented manually: the client's options contain a password and print it.
+// Implemented manually, because the debug output of the client's options contains the password.
 impl fmt::Debug for PostgresConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresConfig")

@@ -14,10 +14,10 @@ use crate::server::{
 
 /// Returns a finding if the listener does not receive notifications.
 pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
-    let listener = rows.wakes.listener.as_ref()?;
+    let listener = rows.wakeups.listener.as_ref()?;
     let payload = format!("try_{:016x}", fastrand::u64(..));
     let text = StatementText::numbered(NOTIFY);
-    let channel = rows.wakes.channel.name().to_owned();
+    let channel = rows.wakeups.channel.name().to_owned();
     let values = [Value::Word(channel), Value::Word(payload.clone())];
     let notify = async { rows.store.query(&text, values).await.map(drop) };
     let cause = match listener.self_test(&payload, notify).await {
@@ -30,8 +30,8 @@ pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
     Some(Finding::warning(format!("release notifications do not arrive, so waiters poll; {cause}")))
 }
 
-/// Checks whether the server has connections for this number of row locks, and whether existing row
-/// locks hold back vacuum.
+/// Returns findings if the server has too few connections for `row_locks`, or if old row locks hold
+/// back vacuum.
 pub(super) async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>, BackendError> {
     let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
@@ -118,7 +118,7 @@ const CONNECTION_LIMIT: &str = "\
         (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry' AND state = 'idle in transaction' \
             AND xact_start < clock_timestamp() - interval '5 minutes')";
 
-/// Binds no value, so it works in every mode of sending statements.
+/// Has no parameters, so it works in every query mode.
 const SERVER_SETTINGS: &str = "\
     SELECT current_setting('server_version'), current_setting('synchronous_commit'), current_setting('fsync'), \
         current_setting('full_page_writes'), current_setting('default_transaction_isolation'), \

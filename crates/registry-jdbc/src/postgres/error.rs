@@ -42,8 +42,8 @@ impl ServerErrors for Postgres {
             sqlx::Error::Database(database) => {
                 classify_code(code(database.as_ref()), is_fatal(database.as_ref()))
             }
-            // sqlx does not detect the end of the connection here, and takes the missing byte for
-            // the server's answer.
+            // If the connection ends here, sqlx takes the missing byte for the server's answer
+            // `0x00`.
             sqlx::Error::Protocol(message)
                 if message.contains("response from SSLRequest: 0x00") =>
             {
@@ -82,7 +82,8 @@ pub(super) fn session_failure(error: sqlx::Error) -> SessionFailure {
     server::session_failure::<Postgres>(error)
 }
 
-/// Returns whether another transaction kept a row locked for longer than the limit.
+/// Returns whether the statement failed because another transaction kept a row locked for longer
+/// than the time limit.
 pub(super) fn is_row_locked(error: &sqlx::Error) -> bool {
     code_of(error) == Some("55P03")
 }
@@ -114,7 +115,8 @@ pub(super) fn row_locked() -> BackendError {
     server::error::row_locked(STORE)
 }
 
-/// The error of an attempt to end the connection that has a row locked.
+/// Adds a hint to the error of an attempt to end the connection that holds a row, if the user lacks
+/// the right.
 pub(super) fn explain_not_ended(error: BackendError) -> BackendError {
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
     if !source.is_some_and(is_denied) {
@@ -194,7 +196,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
             "a pooler gives each transaction another connection; turn prepared statements off (prepared=false)",
             true,
         ),
-        // A pooler uses this code for what it does not support, and for a failure of its server
+        // A pooler uses this code for unsupported requests, and for a failure of its server
         // connection.
         "08P01" if is_fatal => (
             Transient,
@@ -235,7 +237,7 @@ fn classify(code: &str, is_fatal: bool) -> (BackendErrorKind, &'static str, bool
                 true,
             ),
             "58" | "XX" => (Protocol, "the server has corrupt data or a fault; see its log", false),
-            // Everything else is a fault in a program, which a retry does not cure.
+            // Any other code is a program fault, which a retry does not fix.
             _ => (Protocol, "the server returned an unexpected error; see its log", false),
         },
     }

@@ -1,11 +1,11 @@
-//! The listener: wakes waiting callers when a release notification arrives. It has one connection
-//! and one task while callers wait. It neither acquires nor releases registry locks; its advisory
+//! The listener: wakes waiting callers when a release notification arrives. While callers wait, it
+//! has one connection and one task. It neither acquires nor releases registry locks. Its advisory
 //! locks only show that it exists.
 //!
 //! A notification can be lost with its connection, so every reconnect wakes all waiting callers.
 //! The engine also polls, so no wait relies on notifications alone. The listener receives all
-//! releases of a namespace and remembers the last 1024. So it does not miss a release between the
-//! answer "busy" and the wait.
+//! releases of a namespace and stores the last 1024. So a caller misses no release between the
+//! answer "busy" and its wait.
 //!
 //! A notification costs the server more than the rest of a release, because the server serialises
 //! the transactions that send one. So each listener holds advisory locks, and a release without
@@ -33,11 +33,12 @@ type LockId = [u8; 16];
 /// whether a listener exists.
 ///
 /// A listener's session holds all presence locks of the channel in shared mode. A release tries to
-/// take one exclusively until its transaction ends. If it succeeds, no listener existed. One that
-/// starts now waits for this transaction, and its callers check the lock afterwards.
+/// take one presence lock exclusively until its transaction ends. If the release succeeds, no
+/// listener existed. A listener that starts now waits for this transaction. Its callers check the
+/// lock afterwards.
 ///
-/// If it fails, a listener exists, or another release holds the presence lock. The second case
-/// costs one needless notification. Several presence locks make it rare.
+/// If the release fails to take the presence lock, a listener exists, or another release holds that
+/// lock. The second case costs one needless notification, and several presence locks make it rare.
 #[derive(Debug, Clone)]
 pub(super) struct NotificationChannel {
     name: String,
@@ -47,8 +48,8 @@ pub(super) struct NotificationChannel {
 impl NotificationChannel {
     /// Returns the channel of the namespace with this hash.
     pub(super) fn new(namespace_hash: [u8; 8]) -> Self {
-        // The name contains the whole hash; the lock ids use the hash with its low bits
-        // cleared.
+        // The name contains the whole hash. The keys of the presence locks differ only in the low
+        // bits.
         let first_presence_lock = i64::from_be_bytes(namespace_hash) & !(PRESENCE_LOCKS - 1);
         Self { name: format!("lock_registry_{}", hex(&namespace_hash)), first_presence_lock }
     }
@@ -65,15 +66,14 @@ impl NotificationChannel {
     /// Listens to the channel, and takes the presence locks for this session.
     async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
         listener.listen(&self.name).await?;
-        let acquire_all =
-            "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
+        let acquire_all = "SELECT pg_advisory_lock_shared(lock_key) FROM generate_series($1, $1 + $2 - 1) AS lock_key";
         let acquire_all =
             sqlx::query(acquire_all).bind(self.first_presence_lock).bind(PRESENCE_LOCKS);
         listener.execute(acquire_all).await.map(drop)
     }
 }
 
-/// The number of presence locks, a power of two. Each listener takes as many entries in the
+/// The number of presence locks, a power of two. Each listener occupies that many entries of the
 /// server's lock table.
 const PRESENCE_LOCKS: i64 = 16;
 
@@ -91,13 +91,13 @@ struct ListenerShared {
 
 #[derive(Default)]
 struct ListenerState {
-    /// The sequence number of the last notification or start of listening.
+    /// The sequence number of the last event: a notification, or the start of a connection.
     last_sequence: u64,
-    /// The number since which no notification was missed. `None` while the listener is not
+    /// The sequence number since which no notification was missed. `None` while the listener is not
     /// connected.
     complete_since: Option<u64>,
-    /// The connection has received its own probe. Behind a pooler that changes connections it never
-    /// does.
+    /// Whether the connection has received its own probe. A connection through a transaction pooler
+    /// never receives its probe.
     is_verified: bool,
     /// The latest releases with their sequence numbers.
     releases: VecDeque<(u64, LockId)>,
@@ -109,14 +109,14 @@ impl PgReleaseListener {
         Self { server, channel, shared: Arc::default() }
     }
 
-    /// Returns the current position, for [`wait`](Self::wait). Read it before querying the
-    /// lock; pass it to `wait`, which then also sees releases since the query.
+    /// Returns the current position, for [`wait`](Self::wait). A caller reads the position before
+    /// it queries the lock. Then `wait` also sees releases since the query.
     pub(super) fn position(&self) -> u64 {
         self.shared.state().last_sequence
     }
 
-    /// Returns when the lock may have been released after `position`. If the listener was
-    /// disconnected at `position`, returns once it has connected.
+    /// Waits until the lock may have been released after `position`. If the listener was
+    /// disconnected at `position`, returns as soon as it has connected.
     pub(super) async fn wait(&self, lock: LockId, position: u64) {
         let waiters = &self.shared.waiters;
         let waiter = waiters.register(lock, ());
@@ -133,9 +133,9 @@ impl PgReleaseListener {
         Arc::clone(&self.shared) as _
     }
 
-    /// Listens on a new connection, runs `send_probe`, which sends `payload`, and returns whether
-    /// `payload` arrived. It does not arrive through a pooler that changes connections, or in
-    /// another database.
+    /// Listens on a new connection and runs `send_probe`, which sends `payload`. Returns whether
+    /// `payload` arrived. The payload does not arrive through a pooler that changes connections, or
+    /// in another database.
     pub(super) async fn self_test(
         &self,
         payload: &str,
@@ -159,11 +159,12 @@ impl PgReleaseListener {
         Ok(received.await.unwrap_or(false))
     }
 
-    /// Closes the connection, and wakes all callers. The listener reconnects for the next one.
+    /// Closes the connection, and wakes all callers. The listener reconnects when a caller waits
+    /// again.
     pub(super) fn close(&self) {
         self.shared.mark_disconnected();
         self.shared.waiters.close();
-        // The task may have connected between the two.
+        // The task may have connected between the two preceding calls.
         self.shared.mark_disconnected();
     }
 }
@@ -183,8 +184,8 @@ impl fmt::Debug for PgReleaseListener {
 }
 
 impl WakeCheck for ListenerShared {
-    /// Returns whether a release after the attempt would be received: the connection answers, and
-    /// has received its own probe.
+    /// Returns whether the listener receives every release since the attempt: it has been connected
+    /// since then, and has received its own probe.
     fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
         let state = self.state();
         state.is_verified
@@ -197,7 +198,8 @@ impl ListenerShared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Records that no notification is missed from here on. Earlier ones may have been missed.
+    /// Records that the listener misses no notification from now on. It may have missed earlier
+    /// notifications.
     fn mark_connected(&self) {
         {
             let mut state = self.state();
@@ -260,8 +262,8 @@ async fn listen(
         } else if shared.waiters.try_stop() {
             return;
         }
-        // Randomised, so that listeners do not reconnect at the same time to a server that has just
-        // started.
+        // The pause is random, so that many listeners do not reconnect at the same time to a server
+        // that has just started.
         tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         pause = (pause * 2).min(RETRY_MAX);
     }
@@ -271,7 +273,8 @@ async fn connect(
     server: &PgConnectOptions,
     channel: &NotificationChannel,
 ) -> Result<PgListener, sqlx::Error> {
-    // `PgListener` needs a pool. This one has a single connection and never opens another.
+    // `PgListener` needs a pool. This pool has a single connection and never opens another
+    // connection.
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let pool = pool.test_before_acquire(false).connect_lazy_with(server.clone());
     let mut listener = PgListener::connect_with(&pool).await?;
@@ -313,7 +316,7 @@ async fn receive(
                 if idle_checks > IDLE_CHECKS_MAX {
                     return true;
                 }
-                // A query detects a half-open connection: it gets no answer.
+                // The query detects a half-open connection, which does not answer.
                 let check = timeout(RESPONSE_TIMEOUT, listener.execute("SELECT 1")).await;
                 if !matches!(check, Ok(Ok(_))) {
                     return false;
@@ -339,7 +342,7 @@ fn parse_id(message: &str) -> Option<LockId> {
 /// message begins like this.
 const PROBE_PREFIX: &str = "proof ";
 
-/// The number of remembered releases. They cover the time between an answer and the wait.
+/// The number of stored releases. They cover the time between an answer and the wait.
 const RELEASES_MAX: usize = 1024;
 
 /// The minimum pause between two attempts to connect; [`RETRY_MAX`] is the maximum.
@@ -349,8 +352,8 @@ const RETRY_MAX: Duration = Duration::from_secs(2);
 /// The interval between checks of the connection.
 const CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
-/// The maximum number of consecutive checks without a waiting caller. One more closes the
-/// connection.
+/// The maximum number of consecutive checks without a waiting caller. The next such check closes
+/// the connection.
 const IDLE_CHECKS_MAX: u32 = 6;
 
 /// The time limit of each of the two steps of `self_test`: connecting and receiving. It is shorter

@@ -11,7 +11,7 @@ use super::error;
 use super::statement::fetch;
 use crate::lock_in::{Deadline, LockInError};
 use crate::server::statement::from_micros;
-use crate::server::{LockableRows, ServerErrors as _, Statement, Value, Wakes as _};
+use crate::server::{LockableRows, ServerErrors as _, Statement, Value, WakeupSource as _};
 
 pub(super) async fn attempt_until(
     lockable: LockableRows<'_, Postgres>,
@@ -21,29 +21,28 @@ pub(super) async fn attempt_until(
 ) -> Result<Option<FencingToken>, LockInError> {
     let rows = lockable.rows;
     loop {
-        let position = rows.wakes.position();
+        let position = rows.wakeups.position();
         match attempt(lockable, connection, key, deadline.remaining()).await? {
             LockInOutcome::Granted(token) => return Ok(Some(token)),
             _ if deadline.remaining().is_zero() => return Ok(None),
-            // No pause is necessary: the statement has waited for the row, and the server wakes
-            // such a waiting statement.
+            // No pause is necessary, because the statement itself waits for the row on the server.
             LockInOutcome::RowLocked | LockInOutcome::Superseded => {}
             LockInOutcome::Held { remaining } => {
                 let limit = remaining.min(POLL_INTERVAL).min(deadline.remaining());
-                let _ = timeout(limit, rows.wakes.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
             }
             LockInOutcome::InSession => {
                 let limit = POLL_INTERVAL.min(deadline.remaining());
-                let _ = timeout(limit, rows.wakes.wait(rows.row_id(key), position)).await;
+                let _ = timeout(limit, rows.wakeups.wait(rows.row_id(key), position)).await;
             }
         }
     }
 }
 
-/// The result of one attempt. Only `Granted` leaves anything locked.
+/// The result of one attempt. Only after `Granted` does the transaction hold new locks.
 enum LockInOutcome {
     Granted(FencingToken),
-    /// A lease holds the key, with this time left.
+    /// Another client holds a lease on the key, with this time left.
     Held {
         remaining: Duration,
     },
@@ -51,7 +50,7 @@ enum LockInOutcome {
     RowLocked,
     /// Another client acquired a lease between reading the row and locking it.
     Superseded,
-    /// A session holds the key, or another transaction does where locks belong to sessions.
+    /// Another session or transaction holds the advisory lock of the key.
     InSession,
 }
 
@@ -63,9 +62,9 @@ async fn attempt(
 ) -> Result<LockInOutcome, LockInError> {
     let row_wait = wait.clamp(ROW_WAIT_MIN, lockable.rows.store.settings().busy_timeout);
     let text = statement(lockable, key, row_wait).inlined::<Postgres>();
-    // Sent as one message of plain text, which is independent of prepared statements and of the
-    // pooler's assignment of connections. The savepoint releases the locks of a failed attempt, and
-    // keeps an error from ending the transaction.
+    // The statements are one message of plain text, which is independent of prepared statements and
+    // of a pooler's assignment of connections. The savepoint releases the locks of a failed
+    // attempt, and keeps an error from ending the transaction.
     let outcome = fetch(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let outcome = match outcome {
         Ok(rows) => decode(&rows, key),
@@ -92,8 +91,8 @@ fn decode(rows: &[PgRow], key: &Key) -> Result<Option<LockInOutcome>, LockInErro
         return Ok(None);
     }
     if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database)? {
-        // The snapshot is older than the lock: it was taken by an earlier read, or by the statement
-        // that waited for the lock.
+        // The snapshot is older than the lock: an earlier read has taken it, or this statement
+        // before it waited for the lock.
         return Err(LockInError::isolation(key, &level));
     }
     outcome(row).map_err(database)
@@ -116,7 +115,7 @@ fn outcome(row: &PgRow) -> Result<Option<LockInOutcome>, sqlx::Error> {
     }))
 }
 
-/// Returns the statement that locks the row for the transaction that sends it, and waits for it at
+/// Returns the statement that locks the row for the transaction. The statement waits for the row at
 /// most `row_wait`.
 fn statement<'a>(
     lockable: LockableRows<'a, Postgres>,
@@ -131,11 +130,11 @@ fn statement<'a>(
         Value::key(key),
         Value::Bytes(rows.store.id.clone()),
         Value::Word(format!("{}ms", row_wait.as_millis().max(1))),
-        Value::Number(id.transaction_mark()),
+        Value::Number(id.holder_lock_key()),
     ];
-    values.extend(rows.wakes.notification(id).drain(..2));
+    values.extend(rows.wakeups.notification(id).drain(..2));
     values.push(Value::Number(id.advisory_lock_key()));
-    let text = if lockable.in_sessions { &texts.lock_in_session } else { &texts.lock_in };
+    let text = if lockable.has_session_locks { &texts.lock_in_session } else { &texts.lock_in };
     Statement::new(text, values)
 }
 
@@ -144,5 +143,6 @@ const SAVEPOINT: &str = "lock_registry_lock_in";
 /// A limit of zero would mean no limit.
 const ROW_WAIT_MIN: Duration = Duration::from_millis(1);
 
-/// The polling interval while a lock is held, because its end may send no notification.
+/// The polling interval while another client holds the lock. The end of its lease sends no
+/// notification.
 const POLL_INTERVAL: Duration = Duration::from_millis(500);

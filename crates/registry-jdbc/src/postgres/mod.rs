@@ -15,7 +15,8 @@ mod client;
 mod error;
 // Waiting for a release by any process.
 mod listener;
-// Locks that last as long as a connection: one for all locks, or one for each.
+// Locks that last as long as a connection: one connection for all locks, or one connection for each
+// lock.
 mod session;
 mod row;
 // Locks in the caller's own transaction.
@@ -33,18 +34,18 @@ use crate::server::{SqlBackend, SqlServer};
 
 /// Locks in a PostgreSQL database. They exclude all clients of that database.
 ///
-/// [`SqlMode`](crate::SqlMode) lists what a lock can be. By default it is a lease: a grant lasts
-/// until its lease ends on the server's clock. A token is that clock's time in microseconds, or the
-/// key's last token plus one if that is larger. So tokens grow across release, expiry, restart,
-/// failover and purge.
+/// [`SqlMode`](crate::SqlMode) lists the kinds of locks. By default a lock is a lease: a grant
+/// lasts until its lease ends on the server's clock. A token is the server's time in microseconds,
+/// or the key's last token plus one if that is larger. So tokens grow across release, expiry,
+/// restart, failover and purge.
 ///
-/// A grant or a renewal is on the server's disk when it is answered, if the server is configured so
-/// (`synchronous_commit`, `fsync`). A release need not be. A release wakes the waiting callers of
-/// all processes by `NOTIFY`.
+/// If `synchronous_commit` and `fsync` are on, a grant or a renewal is on the server's disk before
+/// the response. A release is not necessarily on disk. A release wakes the waiting callers of all
+/// processes by `NOTIFY`.
 ///
 /// A promoted standby has the grants that were replicated to it. With asynchronous replication the
-/// last grants may be missing, and their keys are then free. Tokens grow even then, unless the
-/// standby's clock is behind by more than the promotion took. So fenced writes stay safe.
+/// last grants may be missing, and their keys are then free. Tokens grow even in this case, unless
+/// the standby's clock is behind by more than the promotion took. So fenced writes stay safe.
 ///
 /// The backend uses its own connections and never joins a transaction of the application. It opens
 /// at most as many as [configured](PostgresConfig::with_connections), plus three, independent of

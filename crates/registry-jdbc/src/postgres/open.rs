@@ -1,5 +1,5 @@
-//! Opens the store: checks the server's version and the tables, and creates the tables if they are
-//! missing. Called by the backends' `open`.
+//! Opens the store: checks the server's version and the tables, and creates missing tables. Called
+//! by the backend's `open`.
 
 use std::time::Duration;
 
@@ -14,13 +14,13 @@ use super::sql::{self, PgStatements};
 use super::statement::fetch;
 use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
 
-/// Opens the store on a separate connection. Dropping the future closes that connection and undoes
-/// what is incomplete.
+/// Opens the store on a separate connection. Dropping the future closes that connection, and the
+/// server rolls unfinished work back.
 pub(super) async fn open(config: &PostgresConfig) -> Result<(PgStatements, Vec<u8>), BackendError> {
     let mut connection = super::client::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, check_tables(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::timed_out(error::STORE, OPENING_LIMIT)))?;
-    // Optional: the server would notice the end of the connection anyway.
+    // Errors are ignored, because the server also notices the closed socket.
     let _ = timeout(config.settings.connect_timeout, connection.close()).await;
     Ok(opened)
 }
@@ -76,7 +76,7 @@ async fn find_tables(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
          WHERE pg_class.oid = to_regclass('{named}')"
     );
-    // Plain text, which every pooler passes on unchanged.
+    // Every pooler passes plain text on unchanged.
     let rows = fetch(connection, text).await.map_err(Postgres::explain)?;
     rows.first().map(|row| row.try_get(0).map_err(Postgres::explain)).transpose()
 }
@@ -90,8 +90,8 @@ async fn create_tables(
         None => String::new(),
     };
     // Statements of one message are one transaction, so a partial schema is impossible. The
-    // advisory lock makes other processes wait while one creates the tables. Its number is the
-    // first eight bytes of the SHA-256 of "lock-registry schema".
+    // advisory lock makes other processes wait while this process creates the tables. Its number is
+    // the first eight bytes of the SHA-256 of "lock-registry schema".
     let text = format!(
         "SELECT set_config('client_min_messages', 'warning', true); SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {set_search_path} {}",
         schema(&config.settings.table_prefix)

@@ -1,5 +1,5 @@
-//! Locks that are rows: a transaction of this backend keeps each row locked for as long as the lock
-//! is held, by `SELECT … FOR NO KEY UPDATE`.
+//! Row locks: while a lock is held, a transaction of this backend keeps its row locked by `SELECT …
+//! FOR NO KEY UPDATE`.
 //!
 //! The connections and their queues are in `server::sessions`; the statements are in `sql`.
 
@@ -15,8 +15,8 @@ use super::error::{self, row_locked};
 use super::statement::{fetch, send};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
 use crate::server::{
-    LockAttempt, RowLockConnections, RowLockPermit, SILENCE, ServerErrors as _, SessionFailure,
-    SessionProtocol, Statement, TokenPlan, Value, Wakes as _,
+    IDLE_TIMEOUT, LockAttempt, RowLockConnections, RowLockPermit, ServerErrors as _,
+    SessionFailure, SessionProtocol, Statement, TokenPlan, Value, WakeupSource as _,
 };
 
 /// Sends the statements of one lock's session.
@@ -37,24 +37,24 @@ pub(crate) struct PgRowConnection {
 #[derive(Debug, PartialEq, Eq)]
 struct PgRowTransaction {
     server_process: i32,
-    number: String,
+    id: String,
 }
 
 impl PgRowTransaction {
     fn read(row: &PgRow) -> Result<Self, BackendError> {
         let column = row.try_get(0).map_err(Postgres::explain);
-        Ok(Self { server_process: column?, number: row.try_get(1).map_err(Postgres::explain)? })
+        Ok(Self { server_process: column?, id: row.try_get(1).map_err(Postgres::explain)? })
     }
 }
 
 impl PgRowConnection {
-    /// Sends plain text, so that it works on any connection that a pooler assigns.
+    /// Sends plain text, which works on any connection that a pooler assigns.
     async fn fetch(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
         fetch(&mut self.connection, text).await
     }
 }
 
-/// The result of the first step.
+/// The result of the first step of a grant, which writes the claim to the row.
 enum ClaimWrite {
     Token(FencingToken),
     /// Another client holds a lease.
@@ -70,7 +70,7 @@ impl PgRowProtocol {
         connected: &mut PgRowConnection,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, SessionFailure> {
-        let query_mode = self.rows.store.config.simple_query_mode();
+        let query_mode = self.rows.store.config.plain_query_mode();
         let answer = send(&mut connected.connection, statement, query_mode).await;
         Ok(answer.map_err(error::session_failure)?.rows)
     }
@@ -89,7 +89,7 @@ impl PgRowProtocol {
                 self.rows.namespace_value(),
                 Value::key(claim.key()),
                 Value::claim(claim),
-                Value::block(claim),
+                Value::token_block(claim),
                 Value::label(claim),
                 Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
             ],
@@ -118,9 +118,9 @@ impl PgRowProtocol {
             [
                 self.rows.id(claim.key()),
                 Value::claim(claim),
-                Value::Number(id.transaction_mark()),
-                Value::Word(format!("{}s", SILENCE.as_secs())),
-                Value::Number(claim_mark(claim.id())),
+                Value::Number(id.holder_lock_key()),
+                Value::Word(format!("{}s", IDLE_TIMEOUT.as_secs())),
+                Value::Number(claim_lock_key(claim.id())),
             ],
         );
         // Sent as one message. The settings end with the transaction.
@@ -138,14 +138,14 @@ impl PgRowProtocol {
         Ok(true)
     }
 
-    /// Returns whether a transaction has marked itself as holding this lock.
-    async fn is_marked(
+    /// Returns whether a transaction holds the key's holder lock.
+    async fn has_holder_lock(
         &self,
         connected: &mut PgRowConnection,
         key: &Key,
     ) -> Result<bool, SessionFailure> {
-        let mark = Value::Number(self.rows.row_id(key).transaction_mark());
-        let statement = Statement::new(&self.rows.store.statements.locked_in, [mark]);
+        let lock_key = Value::Number(self.rows.row_id(key).holder_lock_key());
+        let statement = Statement::new(&self.rows.store.statements.has_holder_lock, [lock_key]);
         let rows = self.send(connected, &statement).await?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
         flag::<Postgres>(row, 0).map_err(SessionFailure::Broken)
@@ -180,8 +180,8 @@ impl SessionProtocol for PgRowProtocol {
         claim: &Claim,
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
-        // The other transaction may release the row between the statement that reads the row and
-        // the one that reads the mark.
+        // Another transaction may release the row between the statement that reads the row and the
+        // statement that looks for the holder lock.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             match self.write_claim(connected, claim).await {
@@ -193,7 +193,7 @@ impl SessionProtocol for PgRowProtocol {
                 }
                 Ok(ClaimWrite::Leased) => return Ok(LockAttempt::Busy(None)),
                 Ok(ClaimWrite::Locked) => {
-                    if self.is_marked(connected, claim.key()).await? {
+                    if self.has_holder_lock(connected, claim.key()).await? {
                         return Ok(LockAttempt::Busy(None));
                     }
                 }
@@ -215,7 +215,7 @@ impl SessionProtocol for PgRowProtocol {
         key: &Key,
     ) -> Result<(), SessionFailure> {
         let id = self.rows.row_id(key);
-        let notification = self.rows.wakes.notification(id);
+        let notification = self.rows.wakeups.notification(id);
         let statement = Statement::new(&self.rows.store.statements.row_notify, notification);
         // Sent as one message. The commit sends the notification.
         connected
@@ -227,11 +227,12 @@ impl SessionProtocol for PgRowProtocol {
     }
 
     async fn check_session(&self, connected: &mut PgRowConnection) -> Result<(), SessionFailure> {
-        // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
+        // In a failed transaction, the statement fails. Outside of a transaction, the transaction
+        // id is `NULL`.
         let rows = connected.fetch(CHECK_SESSION.to_owned()).await.map_err(broken)?;
         let row = one_row::<Postgres>(&rows).map_err(SessionFailure::Broken)?;
-        let number = text::<Postgres>(row, 1).map_err(SessionFailure::Broken)?;
-        let is_same_transaction = number.is_some()
+        let transaction_id = text::<Postgres>(row, 1).map_err(SessionFailure::Broken)?;
+        let is_same_transaction = transaction_id.is_some()
             && Some(PgRowTransaction::read(row).map_err(SessionFailure::Broken)?)
                 == connected.transaction;
         if is_same_transaction { Ok(()) } else { Err(SessionFailure::Broken(pooler_detected())) }
@@ -250,15 +251,16 @@ impl SessionProtocol for PgRowProtocol {
     }
 }
 
-/// Returns the mark of the transaction that holds the lock for this claim. If two claims have the
-/// same mark, a holder may be listed under the wrong name.
-fn claim_mark(claim: ClaimId) -> i64 {
-    let mut mark = [0; 8];
-    mark.copy_from_slice(&claim.to_bytes()[..8]);
-    i64::from_be_bytes(mark)
+/// Returns the key of the advisory lock that the transaction of this claim holds. If two claims
+/// have the same key, `list` may report the wrong claim as the holder.
+fn claim_lock_key(claim: ClaimId) -> i64 {
+    let mut key = [0; 8];
+    key.copy_from_slice(&claim.to_bytes()[..8]);
+    i64::from_be_bytes(key)
 }
 
-/// Any error ends the transaction, and with it the lock.
+/// Converts an error inside the transaction. Any such error ends the transaction, and with it the
+/// lock.
 fn broken(error: sqlx::Error) -> SessionFailure {
     SessionFailure::Broken(Postgres::explain(error))
 }
@@ -271,5 +273,5 @@ fn pooler_detected() -> BackendError {
 
 const CHECK_SESSION: &str = "SELECT pg_backend_pid(), pg_current_xact_id_if_assigned()::text";
 
-/// How long the first step waits for another transaction that is inserting the same row.
+/// How long `write_claim` waits for another transaction that is inserting the same row.
 const ROW_WAIT: Duration = Duration::from_millis(200);

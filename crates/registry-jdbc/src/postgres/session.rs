@@ -1,4 +1,5 @@
-//! Locks that last as long as a connection: `pg_try_advisory_lock` on a dedicated connection.
+//! Session locks: `pg_try_advisory_lock` on a dedicated connection, so the locks last as long as
+//! the connection.
 //!
 //! The connection and its queue are in `server::session`; the statements are in `sql`.
 
@@ -16,8 +17,8 @@ use super::error::{self, corrupt};
 use super::statement::{fetch, send};
 use crate::server::statement::{flag, from_micros, maybe_number, number, one_row};
 use crate::server::{
-    LockAttempt, PoolError, SILENCE, ServerErrors as _, SessionFailure, SessionProtocol, Statement,
-    TokenPlan, Value, Wakes as _,
+    IDLE_TIMEOUT, LockAttempt, PoolError, ServerErrors as _, SessionFailure, SessionProtocol,
+    Statement, TokenPlan, Value, WakeupSource as _,
 };
 
 /// Sends the statements of a session.
@@ -25,7 +26,7 @@ pub(crate) struct PgSessionProtocol {
     rows: Arc<PgRows>,
 }
 
-/// A connection, and the process id of its server process.
+/// A connection with the id of its server process.
 pub(crate) struct PgSessionConnection {
     connection: PgConnection,
     server_process: i32,
@@ -40,8 +41,8 @@ impl PgSessionConnection {
         Ok(rows)
     }
 
-    /// Checks that the first column is the expected process id. So a pooler that changes
-    /// connections is detected no later than at the next answer.
+    /// Checks that the first column is the expected process id. So at the latest, the next answer
+    /// reveals a pooler that has changed the connection.
     fn check_process(&self, rows: &[PgRow]) -> Result<(), SessionFailure> {
         if server_process(rows).map_err(SessionFailure::Broken)? == self.server_process {
             Ok(())
@@ -52,17 +53,17 @@ impl PgSessionConnection {
 }
 
 impl PgSessionProtocol {
-    /// Detects a pooler that changes connections between transactions. Leaves nothing behind on
-    /// them.
+    /// Returns an error if a pooler changes connections between transactions. Leaves no session
+    /// state on the connections.
     async fn detect_pooler(&self) -> Result<(), BackendError> {
         // Two simultaneous sessions must have two server processes. Otherwise a pooler shares one
-        // process between both.
+        // process between the two sessions.
         let (mut one, mut two) =
             (self.connect_unconfigured().await?, self.connect_unconfigured().await?);
-        let are_two = one.server_process != two.server_process;
+        let have_two_processes = one.server_process != two.server_process;
         let probe = async {
-            // The open transaction occupies one process. A pooler that shares processes serves the
-            // second connection from another one, which changes its process id.
+            // The open transaction occupies one process. So a pooler must serve the second
+            // connection from another process, whose id differs.
             one.fetch(format!("BEGIN; {CHECK_SESSION}")).await?;
             two.fetch(CHECK_SESSION).await?;
             one.fetch(format!("{CHECK_SESSION}; ROLLBACK")).await
@@ -71,14 +72,14 @@ impl PgSessionProtocol {
         match probed.map_err(|_| {
             error::timed_out(error::STORE, self.rows.store.settings().response_timeout)
         })? {
-            Ok(_) if are_two => {}
+            Ok(_) if have_two_processes => {}
             Ok(_) => return Err(pooler_detected()),
             Err(SessionFailure::Rejected(error) | SessionFailure::Broken(error)) => {
                 return Err(error);
             }
         }
         for connected in [one, two] {
-            // Optional: the server would notice the end of the connection anyway.
+            // Errors are ignored, because the server also notices the closed socket.
             let _ =
                 timeout(self.rows.store.settings().connect_timeout, connected.connection.close())
                     .await;
@@ -116,13 +117,13 @@ impl PgSessionProtocol {
         claim: &Claim,
         plan: &TokenPlan,
     ) -> Result<LockAttempt, SessionFailure> {
-        let Some(last) = &plan.last else {
-            return self.write_claim(connected, claim, plan, WriteMode::Acquired).await;
+        let Some(last) = &plan.last_row else {
+            return self.write_claim(connected, claim, plan, WriteMode::NotLocked).await;
         };
         let id = self.rows.row_id(claim.key());
-        let (number_of_lock, row_claim) =
+        let (lock_key, row_claim) =
             (Value::Number(id.advisory_lock_key()), Value::bytes(&last.claim.to_bytes()));
-        let values = [number_of_lock, self.rows.id(claim.key()), row_claim];
+        let values = [lock_key, self.rows.id(claim.key()), row_claim];
         let statement = Statement::new(&self.rows.store.statements.session_try_lock, values);
         let rows = connected.fetch(statement.inlined::<Postgres>()).await?;
         if !flag::<Postgres>(&rows[0], 1).map_err(SessionFailure::Broken)? {
@@ -139,8 +140,7 @@ impl PgSessionProtocol {
         }
     }
 
-    /// Writes the claim and a larger token to the row, unless another client holds the row by a
-    /// lease.
+    /// Writes the claim and a larger token to the row, unless another client holds a lease.
     async fn write_claim(
         &self,
         connected: &mut PgSessionConnection,
@@ -151,7 +151,7 @@ impl PgSessionProtocol {
         let id = self.rows.row_id(claim.key());
         let is_consecutive = mode == WriteMode::Consecutive;
         let texts = &self.rows.store.statements;
-        let text = if mode == WriteMode::Acquired {
+        let text = if mode == WriteMode::NotLocked {
             &texts.session_acquire
         } else {
             &texts.session_write_claim
@@ -184,14 +184,16 @@ impl PgSessionProtocol {
     }
 }
 
-/// How the session obtains the lock.
+/// The state of the advisory lock before the claim is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum WriteMode {
-    Acquired,
-    /// The session has the advisory lock already. The previous holder is unknown.
+    /// The session does not hold the advisory lock. The statement acquires it.
+    NotLocked,
+    /// The session already holds the advisory lock. Another client may have been granted the key
+    /// since this session's last grant.
     AlreadyLocked,
-    /// The session has the advisory lock already, and no other client had it since the session's
-    /// last grant.
+    /// The session already holds the advisory lock. No other client was granted the key since this
+    /// session's last grant.
     Consecutive,
 }
 
@@ -199,7 +201,7 @@ impl SessionProtocol for PgSessionProtocol {
     type Database = Postgres;
     type Connection = PgSessionConnection;
 
-    /// Fails behind a pooler that changes connections between transactions.
+    /// Returns an error behind a pooler that changes connections between transactions.
     async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
         let protocol = Self { rows };
         protocol.detect_pooler().await?;
@@ -213,9 +215,9 @@ impl SessionProtocol for PgSessionProtocol {
     async fn connect(&self) -> Result<PgSessionConnection, BackendError> {
         let mut connected = self.connect_unconfigured().await?;
         let configure = async {
-            // The server checks the connection as well. On a Unix socket some of these settings
-            // have no effect.
-            let seconds = SILENCE.as_secs();
+            // With these settings the server ends a dead connection. Some of them have no effect on
+            // a Unix socket.
+            let seconds = IDLE_TIMEOUT.as_secs();
             let lock_timeout = self.rows.store.settings().busy_timeout.as_millis().max(1);
             let text = format!(
                 "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {lock_timeout}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
@@ -241,8 +243,7 @@ impl SessionProtocol for PgSessionProtocol {
     ) -> Result<LockAttempt, SessionFailure> {
         match self.attempt(connected, claim, plan).await {
             Err(SessionFailure::Rejected(error)) => {
-                // The session keeps the advisory lock even if the statement that acquired it
-                // failed.
+                // A session keeps an advisory lock even if the acquiring statement fails.
                 self.unlock(connected, claim.key()).await?;
                 if Postgres::is_row_lock_error(&error) {
                     return Ok(LockAttempt::RowLocked(error));
@@ -260,9 +261,9 @@ impl SessionProtocol for PgSessionProtocol {
     ) -> Result<(), SessionFailure> {
         let id = self.rows.row_id(key);
         let mut values = vec![Value::Number(id.advisory_lock_key())];
-        values.extend(self.rows.wakes.notification(id));
+        values.extend(self.rows.wakeups.notification(id));
         let text = &self.rows.store.statements.session_unlock;
-        let statement = Statement::new(text, values).at_most_one();
+        let statement = Statement::new(text, values).with_at_most_one_row();
         self.send(connected, &statement).await.map(drop).map_err(SessionFailure::into_broken)
     }
 
@@ -288,7 +289,7 @@ impl SessionProtocol for PgSessionProtocol {
                 Value::key(claim.key()),
                 Value::claim(claim),
                 Value::token(token),
-                Value::block(claim),
+                Value::token_block(claim),
                 Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
                 Value::bytes(&row_claim.to_bytes()),
             ],
@@ -296,7 +297,7 @@ impl SessionProtocol for PgSessionProtocol {
         self.send(connected, &statement).await.map(drop)
     }
 
-    fn name(&self, key: &Key) -> Vec<u8> {
+    fn lock_name(&self, key: &Key) -> Vec<u8> {
         self.rows.row_id(key).advisory_lock_key().to_be_bytes().to_vec()
     }
 }
@@ -315,7 +316,7 @@ fn pooler_detected() -> BackendError {
 const CHECK_SESSION: &str = "SELECT pg_backend_pid()";
 
 /// How long a statement waits for a row that another transaction has inserted and not committed.
-/// All locks of the session wait with it.
+/// All commands of the session wait during that time.
 const ROW_WAIT: Duration = Duration::from_millis(10);
 
 #[cfg(test)]

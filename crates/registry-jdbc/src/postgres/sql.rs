@@ -1,27 +1,27 @@
-//! All statements of the store. Each is a transaction of its own and takes one round trip. So a
-//! dropped future cannot leave a transaction open. The exceptions run in a transaction of the
-//! caller ([`FENCE`], [`FENCE_HELD`], [`LOCK_IN`]) or in that of a row lock ([`ROW_LOCK`],
-//! [`ROW_NOTIFY`]).
+//! All statements of the store. Each statement is one transaction and takes one round trip. So a
+//! dropped future cannot leave a transaction open. Exceptions are statements in a transaction of
+//! the caller ([`FENCE`], [`FENCE_SESSION_GRANT`], [`LOCK_IN`]), and in the transaction of a row
+//! lock ([`ROW_LOCK`], [`ROW_NOTIFY`]).
 //!
-//! A row is held if it has a claim and `until` is in the future. A claim that ends with a
-//! connection has no lease: its `until` is zero, so that no change of the clock makes it a lease.
-//! All times are the server's, from `clock_timestamp()`. `now()` is unsuitable: it is constant
-//! during a transaction, even while a statement waits for a row.
+//! A row is held if it has a claim and `until` is in the future. A claim of a session or row lock
+//! has no lease. Its `until` is zero, which stays in the past even if the clock is set back. All
+//! times are the server's, from `clock_timestamp()`. `now()` is unsuitable: it is constant during a
+//! transaction, even while a statement waits for a row.
 //!
-//! No statement relies on session state, except those of session locks ([`SESSION_TRY_LOCK`]):
-//! behind a pooler, each statement may run in another session. A statement sets what it needs by
-//! `set_config(…, true)`, which lasts until the statement's end. The position of the call in the
-//! statement determines when it takes effect.
+//! Only statements of session locks ([`SESSION_TRY_LOCK`]) rely on session state: behind a pooler,
+//! each statement may run in another session. A statement changes settings by `set_config(…,
+//! true)`, whose effect lasts until the statement's end. The position of the call in the statement
+//! determines when the effect begins.
 //!
-//! A statement that passes a key to another claim locks its row FOR UPDATE. Renewals and releases
-//! lock it only FOR NO KEY UPDATE. A fenced transaction locks it FOR KEY SHARE, which blocks the
-//! former and permits the latter.
+//! A statement that grants a key to another claim locks the key's row FOR UPDATE. Renewals and
+//! releases lock the row only FOR NO KEY UPDATE. A fenced transaction locks the row FOR KEY SHARE,
+//! which blocks grants to other claims, and permits renewals and releases.
 
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
 use crate::server::{HolderStatements, RowStatements, StatementText};
 
-/// Creates the tables. Several statements, to be sent on a separate connection.
+/// The statements that create the tables. They are sent on a separate connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The texts of all statements, for tables with these names.
@@ -43,7 +43,7 @@ pub(crate) struct PgStatements {
     pub(super) row_write_claim: StatementText,
     pub(super) row_lock: StatementText,
     pub(super) row_notify: StatementText,
-    pub(super) locked_in: StatementText,
+    pub(super) has_holder_lock: StatementText,
     pub(super) purge: StatementText,
 }
 
@@ -58,14 +58,14 @@ impl PgStatements {
         let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
-                .replace("{claim_mark}", CLAIM_MARK)
+                .replace("{claim_lock_key}", CLAIM_LOCK_KEY)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
             StatementText::numbered(&text)
         };
         let holders = |condition| {
-            text(&HOLDERS.replace("{condition}", condition).replace("{marked}", MARKED))
+            text(&HOLDERS.replace("{condition}", condition).replace("{holder_locks}", HOLDER_LOCKS))
         };
         let rows = RowStatements {
             meta: text(META),
@@ -79,15 +79,15 @@ impl PgStatements {
                 of_key: holders("id = $1::bytea"),
                 of_namespace: holders("namespace = $1::bytea"),
             },
-            leases: None,
+            lease_holders_only: None,
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
-            fence_held: text(FENCE_HELD),
+            fence_session_grant: text(FENCE_SESSION_GRANT),
         };
         Self {
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
             force_release: text(FORCE_RELEASE),
-            end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
+            end_row_holder: text(&END_ROW_HOLDER.replace("{holder_locks}", HOLDER_LOCKS)),
             lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
@@ -112,7 +112,7 @@ impl PgStatements {
             row_write_claim: text(ROW_WRITE_CLAIM),
             row_lock: text(ROW_LOCK),
             row_notify: text(ROW_NOTIFY),
-            locked_in: text(LOCKED_IN),
+            has_holder_lock: text(HAS_HOLDER_LOCK),
             purge: text(PURGE),
             rows,
             tables,
@@ -126,21 +126,21 @@ const RENEWAL_REVIVES: SqlMutation =
     SqlMutation::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
 // The mutated texts omit the clock, which would hide the mutation.
 const CONSTANT_TOKEN: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "greatest(excluded.token, l.token + l.block)",
     "greatest(0, l.token)",
 );
 const CONSTANT_TOKEN_ON_REACQUIRE: SqlMutation = SqlMutation::new(
-    Mutant::TokenStandsStill,
+    Mutant::ConstantToken,
     "greatest({now}, l.token + l.block)",
     "greatest(0, l.token)",
 );
 const REACQUIRES_HELD_KEY: SqlMutation =
-    SqlMutation::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "true");
+    SqlMutation::new(Mutant::ReacquiresHeldKey, "(claim IS NULL OR until <= {now})", "true");
 const FENCE_WITHOUT_LOCK: SqlMutation =
     SqlMutation::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
 const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
-    Mutant::SessionTrustsItsMemory,
+    Mutant::SessionSkipsClaimCheck,
     "AND claim = $2::bytea",
     "AND $2::bytea IS NOT NULL",
 );
@@ -148,24 +148,25 @@ const SESSION_SKIPS_ROW_CHECK: SqlMutation = SqlMutation::new(
 /// Microseconds since 1970. `extract` is slower: its result is a decimal number.
 const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
-/// The version, the id of the tables, whether the server is writable, and whether the transaction
-/// keeps the snapshot of its first read. A standby returns an error when it should write.
+/// Returns the version, the id of the tables, whether the server is writable, and whether the
+/// transaction keeps the snapshot of its first read. The third column is always true, because a
+/// standby refuses writes with an error.
 const META: &str = "\
     SELECT version::bigint, uuid_send(store), true, current_setting('transaction_isolation') <> 'read committed' \
     FROM {meta} WHERE id = 1";
 
-/// Grants the key if no claim holds it, not even this one. Otherwise it returns no row; see
-/// [`CURRENT_GRANT`].
+/// Grants the key if no claim holds it, not even the given claim. If the key is held, the statement
+/// returns no row; [`CURRENT_GRANT`] then returns the holder.
 ///
 /// If the key is held in the statement's snapshot, the row is not touched. So a busy attempt costs
-/// no write and no flush. Otherwise the assignment of `id` to itself locks the row FOR UPDATE, and
-/// the clock is read again behind that lock.
+/// no write and no flush. If the key is free in the snapshot, the assignment of `id` to itself
+/// locks the row FOR UPDATE. Then the statement reads the clock again.
 ///
-/// The new token is larger than those of the row in the snapshot, of the row as locked, and of all
-/// deleted rows.
+/// The new token is larger than the tokens of the row in the snapshot, of the locked row, and of
+/// all deleted rows.
 ///
-/// The statement does not return the holder: that would cost each grant an eighth of its time on
-/// the server.
+/// The statement does not return the holder, because each grant would take an eighth longer on the
+/// server.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lease
 const ACQUIRE: &str = "\
@@ -186,14 +187,15 @@ const ACQUIRE: &str = "\
     WHERE l.claim IS NULL OR l.until <= {now} \
     RETURNING token";
 
-/// Grants the key like [`ACQUIRE`], if its row exists and is free. Otherwise it returns no row.
+/// Grants the key like [`ACQUIRE`], if its row exists and is free. Otherwise the statement returns
+/// no row.
 ///
-/// It takes less of the server's time, because it does not read what only a missing row needs. The
-/// row's own token covers all earlier ones of the key: a new row starts above those of deleted
-/// rows.
+/// The statement is faster than `ACQUIRE`, because it need not handle a missing row. A token above
+/// the row's own token is above all earlier tokens of the key, because a new row starts above the
+/// tokens of deleted rows.
 ///
-/// The subquery locks the row FOR UPDATE, because a mere update would not conflict with a fence.
-/// Whether the row is free is decided behind that lock.
+/// The subquery locks the row FOR UPDATE, because an update alone would not conflict with a fence.
+/// The subquery checks that the row is free after it has locked the row.
 ///
 /// Parameters: id, claim, block, label, lease
 const REACQUIRE: &str = "\
@@ -217,28 +219,29 @@ const CURRENT_GRANT: &str = "\
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
 
 /// Returns the holder of one key, or the holders of a namespace. A key is held by a lease, or by a
-/// transaction that has marked itself as that of the claim; see [`ROW_LOCK`].
+/// transaction that holds the advisory lock of the claim; see [`ROW_LOCK`].
 ///
 /// Parameters: id or namespace
 const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
-    WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
+    WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_lock_key} IN (SELECT lock_key FROM ({holder_locks}) AS holder_locks))";
 
-/// The marks of all transactions, with the ids of their server processes.
-const MARKED: &str = "\
-    SELECT (classid::bigint << 32) | objid::bigint AS mark, pid FROM pg_locks \
+/// The keys of all held advisory locks, with the ids of the server processes that hold them.
+const HOLDER_LOCKS: &str = "\
+    SELECT (classid::bigint << 32) | objid::bigint AS lock_key, pid FROM pg_locks \
     WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
 
-/// The mark of the transaction that holds the lock for the row's claim; see [`ROW_LOCK`].
-const CLAIM_MARK: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
+/// The key of the advisory lock of the row's claim; see [`ROW_LOCK`].
+const CLAIM_LOCK_KEY: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
 
 /// Extends the grants that are still alive. Returns, for each claim, the time left and whether its
 /// grant exists.
 ///
-/// A row that another transaction has locked is skipped, so that it does not delay the others: its
-/// grant exists and is not extended. No wait for rows means that no deadlock is possible.
+/// A row that another transaction has locked is skipped, so that it does not delay the renewal of
+/// other rows. The grant of a skipped row exists and is not extended. The statement waits for no
+/// row, so no deadlock is possible.
 ///
 /// Parameters: ids, claims, leases
 const RENEW: &str = "\
@@ -258,9 +261,9 @@ const RENEW: &str = "\
 /// Ends the grant of one claim, and notifies the listeners if there are any; see
 /// [`NotificationChannel`](super::listener::NotificationChannel). The row remains, for its tokens.
 ///
-/// An ended grant is not changed: it is free already, and the answer is that the claim held
-/// nothing. The release need not be flushed to disk: if a crash undoes it, the key is free at the
-/// end of its lease.
+/// An expired grant is not changed: its key is already free, and the answer is that the claim held
+/// nothing. The release need not be flushed to disk: if a crash undoes it, the key becomes free at
+/// the end of its lease.
 ///
 /// Unused tokens of the block become available again, so that tokens do not overtake the clock.
 ///
@@ -285,11 +288,11 @@ const FORCE_RELEASE: &str = "\
 /// Parameters: id, milliseconds
 const END_ROW_HOLDER: &str = "\
     WITH holder AS MATERIALIZED ( \
-        SELECT marked.pid FROM {locks} JOIN ({marked}) AS marked ON marked.mark = {claim_mark} WHERE id = $1::bytea AND claim IS NOT NULL) \
+        SELECT holder_locks.pid FROM {locks} JOIN ({holder_locks}) AS holder_locks ON holder_locks.lock_key = {claim_lock_key} WHERE id = $1::bytea AND claim IS NOT NULL) \
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
-/// Finds the grant as it was issued, and keeps its row from passing to another claim until the
-/// caller's transaction ends.
+/// Finds the row with this claim and token. Locks the row against a grant to another claim until
+/// the caller's transaction ends.
 ///
 /// Parameters: id, claim, token
 const FENCE: &str = "\
@@ -297,7 +300,7 @@ const FENCE: &str = "\
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
     FOR KEY SHARE";
 
-/// Returns [`LOCK_IN`] for one of the two kinds of locks.
+/// Returns [`LOCK_IN`] for rows alone, or for rows with session locks.
 fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {
     LOCK_IN
         .replace("{tried}", tried)
@@ -305,28 +308,29 @@ fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {
         .replace("{is_busy}", is_busy)
 }
 
-/// The additional step where locks belong to sessions ([`SESSION_ACQUIRE`]): the transaction
-/// acquires the advisory lock too.
+/// The additional step for session locks ([`SESSION_ACQUIRE`]): the transaction also acquires the
+/// advisory lock.
 ///
 /// Parameters: number
 const LOCK_IN_SESSION: &str = "\
     tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM allowed WHERE NOT EXISTS (SELECT FROM held)),";
 
-/// Locks the row for the caller's transaction, unless a lease holds it. In that case it returns the
-/// lease's time left.
+/// Locks the row for the caller's transaction, unless another client holds a lease. In that case,
+/// the statement returns the lease's time left.
 ///
-/// It resembles [`ACQUIRE`] without the lease: the commit leaves a free row with a larger token,
-/// and notifies the listeners. It locks nothing if the transaction's snapshot is older than the
-/// lock. The advisory lock is a mark for other clients that find the row locked; no statement waits
-/// for it. The statement restores the caller's `lock_timeout`.
+/// The statement resembles [`ACQUIRE`] without the lease: the commit leaves a free row with a
+/// larger token, and notifies the listeners. If the transaction's snapshot is older than the lock,
+/// the statement locks nothing. The holder lock is an advisory lock that shows to other clients why
+/// the row is locked. No statement waits for the holder lock. The statement restores the caller's
+/// `lock_timeout`.
 ///
 /// Columns: whether this is the store's database, the token, the lease's time left, the isolation
-/// level if it is unsuitable, two without a meaning, and whether a session holds the lock
+/// level if it is unsuitable, two columns to ignore, and whether a session holds the lock
 /// ([`LOCK_IN_SESSION`]).
 ///
-/// Parameters: id, namespace, key, store, lock_timeout, mark, channel, message
+/// Parameters: id, namespace, key, store, lock_timeout, holder lock, channel, message
 const LOCK_IN: &str = "\
-    WITH patience AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
     clock AS MATERIALIZED (SELECT {now} AS now), \
     meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND uuid_send(store) = $4::bytea), \
@@ -335,12 +339,12 @@ const LOCK_IN: &str = "\
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
     {tried} \
-    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {condition}), \
+    holder_lock AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {condition}), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
             greatest(now, floor + 1, (SELECT token + block FROM seen)), 1, NULL, now, now \
-        FROM patience, clock, allowed, marked \
+        FROM settings, clock, allowed, holder_lock \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = NULL, \
@@ -353,34 +357,35 @@ const LOCK_IN: &str = "\
         RETURNING token) \
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         CASE WHEN level.name NOT LIKE 'read %' THEN level.name END, \
-        set_config('lock_timeout', patience.was, true), \
+        set_config('lock_timeout', settings.was, true), \
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {is_busy} \
-    FROM patience CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
+    FROM settings CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Acquires an advisory lock for the session, unless the session has it, and writes a larger token
-/// to the row. For clients that request a lease the row is free.
+/// Acquires an advisory lock for the session, unless the session holds it, and writes a larger
+/// token to the row. Clients that request a lease still find the row free.
 ///
 /// Returns no token if another client holds a lease, or if another transaction has locked the row.
-/// Then the session does not keep the advisory lock. No notification is sent, because a notified
-/// client would fail too and wake the others in turn. After an error the caller must release the
-/// advisory lock: an error undoes everything else.
+/// Then the statement releases the advisory lock. It sends no notification, because each notified
+/// client would also fail and notify again. After an error the caller must release the advisory
+/// lock, because the rollback does not.
 ///
-/// It does not wait for locked rows, because all locks of the session would wait with it. The limit
-/// is for a row that another transaction has inserted and not committed.
+/// The statement does not wait for locked rows, because all commands of the session would wait too.
+/// `lock_timeout` limits only the wait for a row that another transaction has inserted and not
+/// committed.
 ///
-/// As in [`ACQUIRE`], the token exceeds those of the row in the snapshot: the row may be deleted
-/// meanwhile, and the floor in the snapshot does not cover it yet.
+/// As in [`ACQUIRE`], the token exceeds the token of the row in the snapshot. Another client may
+/// delete that row meanwhile, and the floor in the snapshot does not cover its token.
 ///
-/// No flush to disk is necessary unless the token is ahead of the clock. A session does not survive
-/// a crash, and every other token that a crash loses is below the clock.
+/// The commit must be flushed to disk only if the token is ahead of the clock. A session does not
+/// survive a crash, and lost tokens below the clock are not issued again.
 ///
 /// Parameters: id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_ACQUIRE: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
+    WITH settings AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT token, block, CASE WHEN claim IS NOT NULL AND until > {now} THEN until - {now} END AS lease_left \
-        FROM {locks}, ease WHERE id = $1::bytea), \
-    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease {unless_leased}), \
+        FROM {locks}, settings WHERE id = $1::bytea), \
+    tried AS MATERIALIZED (SELECT {taken} AS got FROM settings {unless_leased}), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l, clock WHERE l.id = $1::bytea FOR UPDATE OF l SKIP LOCKED), \
@@ -403,32 +408,33 @@ const SESSION_ACQUIRE: &str = "\
         coalesce(tried.got, false) AND seen.token IS NOT NULL AND NOT EXISTS (SELECT FROM mine), \
         CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END, \
         CASE WHEN tried.got AND taken.token IS NULL THEN pg_advisory_unlock($7::bigint) END \
-    FROM ease LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
+    FROM settings LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
 
-/// Acquires an advisory lock for the session. Prepared by [`session_prepare`].
+/// Acquires an advisory lock for the session. [`session_prepare`] prepares this statement.
 ///
 /// Parameters: number
 const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
 
-/// Returns the time, if the row still contains this claim.
+/// Returns the server's time, if the row still contains this claim.
 ///
 /// Parameters: id, claim
-const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
+const SESSION_READ_CLAIM: &str =
+    "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
 
-/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_SEEN`], for
+/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_READ_CLAIM`], for
 /// [`SESSION_TRY_LOCK`].
 fn session_prepare() -> String {
     format!(
-        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
+        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_READ_CLAIM}"
     )
 }
 
-/// Acquires an advisory lock for the session. Returns the time if the row still contains a claim of
-/// this session. Writes nothing.
+/// Acquires an advisory lock for the session. Returns the server's time if the row still contains a
+/// claim of this session. Writes nothing.
 ///
-/// It is two statements in one message. Under READ COMMITTED, which the session has set, the second
-/// one sees everything that earlier holders of the lock have committed. A single statement would
-/// see the row as it was before the lock was acquired.
+/// The message contains two statements. Under READ COMMITTED, the isolation level of the session,
+/// the second statement sees all commits of earlier holders of the lock. A single statement would
+/// read a snapshot that is older than the lock.
 ///
 /// Parameters: number, id, claim
 const SESSION_TRY_LOCK: &str = "\
@@ -437,7 +443,7 @@ const SESSION_TRY_LOCK: &str = "\
 /// Releases an advisory lock, and notifies the listeners if there are any; see
 /// [`NotificationChannel`](super::listener::NotificationChannel). The transaction keeps the
 /// presence lock until the lock is visibly free, whichever call runs first. `synchronous_commit` is
-/// set only with a notification, because nothing else would be flushed.
+/// set only with a notification, because otherwise the transaction writes nothing.
 ///
 /// Parameters: number, channel, message, presence lock
 const SESSION_UNLOCK: &str = "\
@@ -445,16 +451,16 @@ const SESSION_UNLOCK: &str = "\
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
             set_config('synchronous_commit', 'off', true) IS NULL OR pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END";
 
-/// Ensures that the row exists and contains this claim, for the session that has the lock. The row
-/// may have been purged, as it has no lease. Or it contains an earlier claim of the session, which
-/// reserved this claim's token.
+/// Ensures that the row exists and contains this claim, for the session that holds the lock. The
+/// row may have been purged, because it has no lease. Or the row contains an earlier claim of the
+/// session, which reserved this claim's token.
 ///
 /// Parameters: id, namespace, key, claim, token, block, lock_timeout, earlier claim
 const SESSION_ENSURE_ROW: &str = "\
-    WITH ease AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
-    clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
-    kept AS ( \
+    clock AS MATERIALIZED (SELECT {now} AS now FROM settings), \
+    ensured AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, 0 FROM clock \
         ON CONFLICT (id) DO UPDATE SET \
@@ -464,33 +470,34 @@ const SESSION_ENSURE_ROW: &str = "\
             since = greatest(l.since, {now}) \
         WHERE l.claim = $8::bytea AND l.token <= excluded.token AND excluded.token < l.token + l.block \
         RETURNING id) \
-    SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
+    SELECT pg_backend_pid(), (SELECT count(*) FROM ensured) FROM settings";
 
-/// Like [`FENCE`], for a lock that ends with a connection. The next holder must change the row
-/// first, even if the connection is lost.
+/// Like [`FENCE`], for a lock that ends with a connection. Even after the end of the connection,
+/// the next grant must change the row first.
 ///
 /// Parameters: id, claim, token
-const FENCE_HELD: &str = "\
+const FENCE_SESSION_GRANT: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block \
     FOR KEY SHARE";
 
-/// Writes a claim and a larger token to the row, unless a lease holds it or a transaction has
-/// locked it. Returns whether a lease exists. For clients that request a lease the row stays free.
+/// Writes a claim and a larger token to the row, unless another client holds a lease or a
+/// transaction has locked the row. Returns whether a lease exists. Clients that request a lease
+/// still find the row free.
 ///
-/// No flush to disk is necessary unless the token is ahead of the clock. The lock does not survive
-/// a crash, and every other token that a crash loses is below the clock.
+/// The commit must be flushed to disk only if the token is ahead of the clock. The lock does not
+/// survive a crash, and lost tokens below the clock are not issued again.
 ///
 /// Parameters: id, namespace, key, claim, block, label, lock_timeout
 const ROW_WRITE_CLAIM: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
+    WITH settings AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
-        SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
+        SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, settings WHERE id = $1::bytea), \
     found AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
         WHERE l.id = $1::bytea AND (l.claim IS NULL OR l.until <= {now}) AND EXISTS (SELECT FROM seen) \
         FOR UPDATE SKIP LOCKED), \
-    noted AS ( \
+    updated AS ( \
         UPDATE {locks} AS l SET \
             id = l.id, \
             claim = $4::bytea, \
@@ -501,37 +508,38 @@ const ROW_WRITE_CLAIM: &str = "\
             until = 0 \
         FROM found WHERE l.id = found.id \
         RETURNING l.token), \
-    made AS ( \
+    inserted AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
-        FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
+        FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, settings \
         WHERE NOT EXISTS (SELECT FROM seen) \
         ON CONFLICT (id) DO NOTHING \
         RETURNING token), \
-    granted AS (SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)) AS token) \
+    granted AS (SELECT coalesce((SELECT token FROM updated), (SELECT token FROM inserted)) AS token) \
     SELECT token, EXISTS (SELECT FROM seen WHERE leased), \
         CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
     FROM granted";
 
-/// Locks the row for a transaction if the row contains the claim. Marks the transaction as holding
-/// this lock, and as that of the claim. Sent as the second of two statements, after `BEGIN`.
+/// Locks the row for a transaction if the row contains the claim. Two advisory locks of the
+/// transaction show that it holds this key (holder lock), and for which claim. Sent after `BEGIN`
+/// in one message.
 ///
 /// Returns the ids of the server process and of the transaction, or no row if nothing was locked.
-/// From then on the server ends the transaction after too long an idle time, but not because of
-/// its age.
+/// From then on, the server ends the transaction after `idle timeout` without a statement, but
+/// never because of its age.
 ///
-/// Parameters: id, claim, mark, silence, mark of the claim
+/// Parameters: id, claim, holder lock, idle timeout, advisory lock of the claim
 const ROW_LOCK: &str = "\
-    WITH ease AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT set_config('idle_in_transaction_session_timeout', $4::text, true), set_config('tcp_user_timeout', $4::text, true), \
             set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), \
             set_config('tcp_keepalives_count', '3', true), set_config('synchronous_commit', 'off', true), \
             CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true) END), \
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l WHERE l.id = $1::bytea AND l.claim = $2::bytea FOR NO KEY UPDATE SKIP LOCKED), \
-    marked AS MATERIALIZED ( \
-        SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, ease) \
-    SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
+    holder_lock AS MATERIALIZED ( \
+        SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, settings) \
+    SELECT pg_backend_pid(), pg_current_xact_id()::text FROM holder_lock";
 
 /// Notifies the listeners, if there are any, when the transaction is committed; see
 /// [`NotificationChannel`](super::listener::NotificationChannel).
@@ -540,25 +548,25 @@ const ROW_LOCK: &str = "\
 const ROW_NOTIFY: &str = "\
     SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 
-/// Returns whether a transaction has marked itself as holding this lock.
+/// Returns whether a transaction holds this holder lock.
 ///
-/// Parameters: mark
-const LOCKED_IN: &str = "\
+/// Parameters: holder lock
+const HAS_HOLDER_LOCK: &str = "\
     SELECT EXISTS ( \
         SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
             AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
             AND classid::bigint = (($1::bigint >> 32) & 4294967295) AND objid::bigint = ($1::bigint & 4294967295))";
 
-/// Deletes the dead rows of a batch. A trigger keeps the largest of their tokens. The batch follows
-/// a random position: ids are hashes, so all rows are found equally often.
+/// Deletes the dead rows of a batch. A trigger records the largest of their tokens. The batch
+/// begins at a random id. Ids are hashes, so every row is equally likely to be in the batch.
 ///
 /// Parameters: position, rows, minimum microseconds since the row's end
 const PURGE: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    piece AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
+    WITH settings AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
+    batch AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
     dead AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
-        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
+        WHERE l.id IN (SELECT id FROM batch WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
         FOR UPDATE SKIP LOCKED), \
-    deleted AS (DELETE FROM {locks} AS l USING dead, ease WHERE l.id = dead.id RETURNING l.id) \
+    deleted AS (DELETE FROM {locks} AS l USING dead, settings WHERE l.id = dead.id RETURNING l.id) \
     SELECT count(*) FROM deleted";

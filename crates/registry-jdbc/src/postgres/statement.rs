@@ -7,7 +7,7 @@ use sqlx::query::Query;
 use sqlx::{AssertSqlSafe, Executor as _, Postgres, query, raw_sql};
 
 pub(super) use crate::server::QueryMode;
-use crate::server::statement::safe;
+use crate::server::statement::trusted_sql;
 use crate::server::{Answer, Statement, Value};
 
 pub(super) fn send<'c>(
@@ -17,15 +17,15 @@ pub(super) fn send<'c>(
 ) -> BoxFuture<'c, Result<Answer<PgRow>, sqlx::Error>> {
     async move {
         let rows = match mode {
-            QueryMode::Prepared if statement.is_at_most_one => {
+            QueryMode::Prepared if statement.has_at_most_one_row => {
                 Vec::from_iter(bound(statement).fetch_optional(connection).await?)
             }
             QueryMode::Prepared => bound(statement).fetch_all(connection).await?,
             QueryMode::Plain => fetch(connection, statement.inlined::<Postgres>()).await?,
-            QueryMode::Simple { lock_timeout } => {
-                // Two statements in one message are one transaction. The first completes before the
-                // second waits for anything. Its setting ends with that transaction, so it does not
-                // reach a pooler's next client.
+            QueryMode::PlainPooled { lock_timeout } => {
+                // Two statements in one message are one transaction. `SET LOCAL` completes before
+                // the second statement waits. Its setting ends with the transaction, so it does not
+                // affect the pooler's next client.
                 let lock_timeout = lock_timeout.as_millis().max(1);
                 let text = statement.inlined::<Postgres>();
                 fetch(connection, format!("SET LOCAL lock_timeout = {lock_timeout}; {text}"))
@@ -46,7 +46,7 @@ pub(super) fn fetch(
 
 /// Returns the statement with bound values.
 fn bound<'a>(statement: &'a Statement<'_>) -> Query<'a, Postgres, PgArguments> {
-    let query = query(safe(&statement.text.prepared[0]));
+    let query = query(trusted_sql(&statement.text.prepared[0]));
     statement.values.iter().fold(query, |query, value| match value {
         Value::Bytes(bytes) => query.bind(bytes),
         Value::MaybeBytes(bytes) => query.bind(bytes),

@@ -1,5 +1,5 @@
-//! The backend of all database servers, in all of its modes. What differs between the servers is in
-//! their [`Dialect`]; session and row locks are in `session` and `sessions`.
+//! The backend of all database servers, in all lock modes. Each server implements the differences
+//! as its [`Dialect`]. Session and row locks are in `session` and `sessions`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use registry_core::{
     Invalidations, Key, LockAdmin, LockBackend, Reach, Release, Renewal, RenewalPolicy,
 };
 
-use super::dialect::{self, Dialect, LeaseStore, SpringDialect, Wakes as _};
+use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
 use super::rows::Rows;
 use super::spring::PEER_POLL;
 use super::spring_rows::SpringRows;
@@ -21,46 +21,48 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 
 /// What a lock in a database server is, and when it ends.
 ///
-/// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So a
-/// namespace may contain locks of all three kinds, and may change from one to another while it is
-/// in use. `Session` respects the leases of a namespace, and leases do not respect session locks:
-/// all programs that lock in one namespace must use the same mode.
+/// `Lease`, `Row` and [`LockIn`](crate::LockIn) use the same rows and exclude each other. So
+/// programs with different modes of these three may share a namespace. `Session` respects the
+/// leases of a namespace, but leases do not respect session locks. So all programs of a namespace
+/// must use `Session` if one program does.
 ///
 /// Locks of the modes `Session` and `Row` end with a connection:
 ///
-/// - When a process dies, the server frees its locks at once. If the server cannot notice (host
-///   lost, process stopped), it ends the connection after [`SILENCE`](SqlBackend::SILENCE). A lease
-///   is never longer than that, so the holder has given up by then.
+/// - When a process dies, the server frees the process's locks at once. If the server cannot notice
+///   the end (host lost, process stopped), it ends the connection after
+///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). A lease is never longer than this time, so the
+///   holder has given up before.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
-///   firewall that cuts connections), the lock is free at once. Its holder is notified up to a
-///   third of a second later, or at the end of its lease if no answer arrives. During that time
-///   there can be two holders, which is why these modes are of class best-effort. Tokens grow
+///   firewall that cuts connections), the lock is free at once. The backend notifies the holder up
+///   to a third of a second later, or at the end of the lease if no answer arrives. During that
+///   time there can be two holders. So these modes are of class best-effort. Tokens grow
 ///   nevertheless, so fenced writes stay safe, including those of a [`Fence`](crate::Fence).
-/// - A MariaDB or MySQL server that is set `read_only` grants nothing. When it becomes read-only,
-///   the holders are notified that their locks are lost.
+/// - A MariaDB or MySQL server that is set `read_only` grants nothing. When the server becomes
+///   read-only, the backend notifies the holders that their locks are lost.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum SqlMode {
-    /// A lock is a row with the end of its lease.
+    /// A lock is a row that contains the end of the lease.
     #[default]
     Lease,
-    /// A lock ends with the connection that all locks of the backend share. It belongs neither to
-    /// the application nor to a pool. While a lock is held, the backend checks the connection
-    /// several times a second. If it is broken, all holders are notified at once.
+    /// A lock ends with the connection that all locks of the backend share. The connection belongs
+    /// neither to the application nor to a pool. While a lock is held, the backend checks the
+    /// connection several times a second. If the connection is broken, the backend notifies all
+    /// holders at once.
     ///
     /// The server knows neither the key nor the holder of such a lock, so the lock cannot be listed
     /// or broken. An administrator can only end the session (`pg_terminate_backend`, `KILL`), which
     /// frees all of its locks. A pooler or proxy that gives each transaction or statement another
-    /// connection would pass locks to unrelated clients. If one is detected, opening or locking
-    /// fails.
+    /// connection would pass locks to unrelated clients. If the backend detects such a pooler,
+    /// opening or locking fails.
     ///
     /// **PostgreSQL**: an advisory lock, `pg_try_advisory_lock(N)`. N is the first eight bytes of a
     /// SHA-256 hash, as a signed number in network byte order. The hash covers the length of the
-    /// namespace in eight bytes, the namespace, and the key. Among ten thousand keys that are held
-    /// at once, two share a number with odds of 3 in 10^12; the only effect is that they exclude
-    /// each other. The lock also excludes every other program in this database that locks the same
-    /// number, in any language. [`LockIn`](crate::LockIn) acquires both the row and the advisory
-    /// lock.
+    /// namespace in eight bytes, the namespace, and the key. Two of ten thousand keys that are held
+    /// at once share a number with a probability of 3 in 10^12. The only effect is that these two
+    /// keys exclude each other. The lock also excludes every other program in this database that
+    /// locks the same number, in any language. [`LockIn`](crate::LockIn) acquires both the row and
+    /// the advisory lock.
     ///
     /// **MariaDB and MySQL**: a named lock, `GET_LOCK(NAME, 0)`. NAME is the same hash in 64
     /// lowercase hexadecimal digits, the longest name that MySQL accepts. Named locks belong to the
@@ -69,10 +71,10 @@ pub enum SqlMode {
     /// the servers. [`LockIn`](crate::LockIn) does not support them, because a transaction cannot
     /// hold one.
     Session,
-    /// A lock is a row that a transaction of its own keeps locked.
+    /// A lock is a row that a transaction of the backend keeps locked.
     ///
-    /// A grant takes two steps on one connection. A crash between them loses only a token. So every
-    /// token is committed before use, and no two transactions have the same one.
+    /// A grant takes two steps on one connection. A crash between the steps loses only a token.
+    /// Every token is committed before use, so no two transactions have the same token.
     ///
     /// 1. A separate, committed statement writes the claim and a larger token to the row, unless
     ///    another client holds the row.
@@ -80,35 +82,36 @@ pub enum SqlMode {
     ///    MariaDB and MySQL `LOCK IN SHARE MODE`. The lock is compatible only with the check of a
     ///    [`Fence`](crate::Fence).
     ///
-    /// One transaction cannot release one of several rows. So each held lock has its own
+    /// A transaction can release its rows only all together. So each held lock has its own
     /// connection, which belongs neither to the application nor to a pool. `with_row_locks` of the
-    /// configuration limits their number; an attempt beyond the limit fails with
+    /// configuration limits the number of these connections. An attempt beyond the limit fails with
     /// [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
     ///
-    /// The holder is listed like the holder of a lease, without the time left. Of a caller's
-    /// transaction that holds a key, only the key is known.
-    /// [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but never a
-    /// caller's transaction. For that the user must be the holder's user, or have the rights of
-    /// `pg_signal_backend`, or the privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL).
+    /// The holder is listed like the holder of a lease, without the time left. If a caller's
+    /// transaction holds a key, only the key is listed. [Breaking](LockAdmin::force_release) a lock
+    /// ends the connection that holds it, but never a caller's transaction. To break a lock, the
+    /// database user must be the holder's user, or have the role `pg_signal_backend`, or the
+    /// privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL).
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
-    /// of the database. So hold these locks for seconds or minutes. They work through a pooler in
-    /// every mode, because a transaction keeps its connection. Each held lock also takes one of the
-    /// pooler's connections.
+    /// of the database. So hold these locks for seconds or minutes only. Row locks work through a
+    /// pooler in every mode, because a transaction keeps its connection. Each held lock also takes
+    /// one of the pooler's connections.
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
-    /// retryable error after `busy_timeout`, because the server does not report why a row is
-    /// locked. Galera nodes lock no rows for each other: use the same node for all clients.
+    /// retryable error after `busy_timeout`. The server does not report why a row is locked. Galera
+    /// nodes lock no rows for each other: use the same node for all clients.
     Row,
     /// A lock is a row in the table of a Spring Integration `JdbcLockRegistry`. This program and
     /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.
     ///
-    /// Everything else works as with leases: the server's clock ends grants, tokens only grow, and
-    /// each claim is its own owner. In PostgreSQL, the row lock of a [`Fence`](crate::Fence) blocks
-    /// renewals: the lock is not renewed while the fenced transaction is open. Class best-effort,
-    /// because the Java peers decide by their own hosts' clocks whether a lock has expired.
+    /// In all other respects the locks are leases: the server's clock ends grants, tokens only
+    /// grow, and each claim is its own owner. In PostgreSQL, the row lock of a
+    /// [`Fence`](crate::Fence) blocks renewals: the lock is not renewed while the fenced
+    /// transaction is open. The class is best-effort, because the Java peers decide by their own
+    /// hosts' clocks whether a lock has expired.
     ///
-    /// Spring sends no notifications, so its releases are found by the registry's
+    /// Spring sends no notifications, so the registry finds releases by its
     /// [poll](registry_core::RegistryBuilder::poll). The namespace is ignored: Spring has regions.
     /// In MariaDB and MySQL, the table's name is case-sensitive.
     Spring(SpringTable),
@@ -136,7 +139,7 @@ pub(crate) enum Locks<D: SpringDialect> {
 impl<D: SpringDialect> SqlBackend<D> {
     /// The idle time after which the server ends the connection of a session or row lock. It is
     /// also the maximum lease in these modes.
-    pub const SILENCE: Duration = super::SILENCE;
+    pub const IDLE_TIMEOUT: Duration = super::IDLE_TIMEOUT;
 
     /// Connects to the server, and creates the tables if they are missing. Locks are leases.
     ///
@@ -149,13 +152,13 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// - `Transient` if the server cannot be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave tables behind. The next open of the store creates missing
-    /// ones.
+    /// Dropping the future may leave some tables created. The next open of the store creates the
+    /// missing tables.
     pub async fn open(config: D::Config) -> Result<Self, BackendError> {
         Self::open_mode(config, SqlMode::Lease).await
     }
 
-    /// Connects to the server, and creates the tables if they are missing, among them Spring's.
+    /// Connects to the server, and creates missing tables, in Spring mode also Spring's.
     ///
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
@@ -213,7 +216,7 @@ impl<D: SpringDialect> SqlBackend<D> {
         self.rows().map_or_else(|spring| spring.namespace(), LeaseStore::namespace)
     }
 
-    /// Returns the native tables, or the foreign one.
+    /// Returns the native tables, or `Err` with Spring's table.
     pub(crate) fn rows(&self) -> Result<&Rows<D>, &SpringRows<D>> {
         match &self.locks {
             Locks::Lease(rows) => Ok(rows),
@@ -222,8 +225,8 @@ impl<D: SpringDialect> SqlBackend<D> {
         }
     }
 
-    fn wakes(&self) -> &D::Wakes {
-        self.rows().map_or_else(LeaseStore::wakes, LeaseStore::wakes)
+    fn wakeups(&self) -> &D::Wakeups {
+        self.rows().map_or_else(LeaseStore::wakeups, LeaseStore::wakeups)
     }
 
     pub(crate) fn store(&self) -> &Store<D> {
@@ -236,7 +239,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     }
 
     /// Adds the address of the server to the error of a result.
-    fn located<T>(&self, result: Result<T, BackendError>) -> Result<T, BackendError> {
+    fn result_with_address<T>(&self, result: Result<T, BackendError>) -> Result<T, BackendError> {
         result.map_err(|error| self.with_address(error))
     }
 
@@ -244,9 +247,9 @@ impl<D: SpringDialect> SqlBackend<D> {
         let (attempt, position) = match &self.locks {
             Locks::Lease(rows) => {
                 let attempt = dialect::try_acquire(rows, claim).await?;
-                return Ok(match (attempt, rows.wakes.check()) {
-                    // The end of a session that holds the key sends no notification and changes no
-                    // row.
+                return Ok(match (attempt, rows.wakeups.wake_check()) {
+                    // A wake-up check covers only leases: the end of a session lock sends no
+                    // notification and changes no row.
                     (Attempt::Busy(busy), Some(check)) if busy.retry_after.is_some() => {
                         Attempt::Busy(busy.with_wake_check(check))
                     }
@@ -254,13 +257,14 @@ impl<D: SpringDialect> SqlBackend<D> {
                 });
             }
             Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
-            // The position is read before the attempt is sent, so that a release after it is seen.
+            // The position must be read before the attempt is sent, so that a wait from this
+            // position sees every later release.
             Locks::Session { rows, session } => {
-                let position = rows.wakes.position();
+                let position = rows.wakeups.position();
                 (session.try_acquire(claim).await?, position)
             }
             Locks::Row { rows, sessions } => {
-                let position = rows.wakes.position();
+                let position = rows.wakeups.position();
                 (sessions.try_acquire(claim).await?, position)
             }
         };
@@ -289,11 +293,11 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
     };
     let capabilities = match mode {
         SqlMode::Session | SqlMode::Row => {
-            capabilities.with_leases(Capabilities::LEASE_MIN, super::SILENCE)
+            capabilities.with_leases(Capabilities::LEASE_MIN, super::IDLE_TIMEOUT)
         }
         SqlMode::Lease | SqlMode::Spring(_) => capabilities,
     };
-    if D::has_wakes(config, mode) { capabilities.with_wakes() } else { capabilities }
+    if D::has_wakeups(config, mode) { capabilities.with_wakes() } else { capabilities }
 }
 
 #[async_trait]
@@ -303,7 +307,7 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        self.located(self.attempt(claim).await)
+        self.result_with_address(self.attempt(claim).await)
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -313,18 +317,18 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
             Locks::Row { sessions, .. } => sessions.renew(claims).await,
             Locks::Spring(spring) => dialect::renew(spring, claims).await,
         };
-        renewed.into_iter().map(|renewal| self.located(renewal)).collect()
+        renewed.into_iter().map(|renewal| self.result_with_address(renewal)).collect()
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let (released, rows) = match &self.locks {
-            Locks::Lease(rows) => return self.located(rows.release(claim).await),
-            Locks::Spring(spring) => return self.located(spring.release(claim).await),
+            Locks::Lease(rows) => return self.result_with_address(rows.release(claim).await),
+            Locks::Spring(spring) => return self.result_with_address(spring.release(claim).await),
             Locks::Session { rows, session } => (session.release(claim).await, rows),
             Locks::Row { rows, sessions } => (sessions.release(claim).await, rows),
         };
         rows.store.maybe_purge(claim).await;
-        self.located(released)
+        self.result_with_address(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -354,7 +358,7 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
             Locks::Row { sessions, .. } => sessions.protocol().close_idle(),
             Locks::Lease(_) | Locks::Spring(_) => {}
         }
-        self.wakes().close();
+        self.wakeups().close();
         self.store().client.close().await;
     }
 }
@@ -367,33 +371,33 @@ impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
             Ok(rows) => rows.inspect(key).await,
             Err(spring) => spring.inspect(key).await,
         };
-        self.located(holder.map(|holder| holder.into_iter().collect()))
+        self.result_with_address(holder.map(|holder| holder.into_iter().collect()))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         match self.rows() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
-            Ok(rows) => self.located(rows.list().await),
-            Err(spring) => self.located(spring.list().await),
+            Ok(rows) => self.result_with_address(rows.list().await),
+            Err(spring) => self.result_with_address(spring.list().await),
         }
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         match self.rows() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Release::NotHeld),
-            Ok(rows) => self.located(rows.force_release(key).await),
-            Err(spring) => self.located(spring.force_release(key).await),
+            Ok(rows) => self.result_with_address(rows.force_release(key).await),
+            Err(spring) => self.result_with_address(spring.force_release(key).await),
         }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = match self.rows() {
-            Ok(rows) => self.located(rows.diagnose().await)?,
-            Err(spring) => self.located(spring.diagnose().await)?,
+            Ok(rows) => self.result_with_address(rows.diagnose().await)?,
+            Err(spring) => self.result_with_address(spring.diagnose().await)?,
         };
         match &self.locks {
             Locks::Row { rows, .. } => {
-                findings.extend(self.located(D::check_connection_limit(rows).await)?);
+                findings.extend(self.result_with_address(D::check_connection_limit(rows).await)?);
             }
             Locks::Spring(_) => findings.push(Finding::note(super::spring::CLOCK_WARNING)),
             Locks::Lease(_) | Locks::Session { .. } => {}

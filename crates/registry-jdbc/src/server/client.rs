@@ -1,7 +1,7 @@
 //! Sends requests to a server over a free connection.
 //!
-//! Repeats a request that the server rolled back because of a conflict, and one that was sent on an
-//! idle connection that had broken unnoticed.
+//! Repeats a request if the server rolled it back because of a conflict, or if an idle connection
+//! had broken unnoticed before the request was sent.
 
 use std::fmt;
 use std::time::Duration;
@@ -16,8 +16,8 @@ use super::{
 
 /// The maximum number of attempts for a request that the server rolls back because of conflicts.
 const CONFLICTS_MAX: u32 = 5;
-/// The maximum pause before the second attempt. It doubles with each attempt; the minimum is half
-/// of it.
+/// The maximum pause before the second attempt. The maximum doubles with each attempt. The pause is
+/// random, and at least half of the maximum.
 const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
 
 pub(crate) struct SqlClient<D: Dialect> {
@@ -32,8 +32,8 @@ pub(crate) struct SqlClient<D: Dialect> {
 pub(crate) enum Resend {
     Allowed,
     Never,
-    /// Never. The request is several statements in one message, which begin and end a transaction.
-    /// So after any error the connection is closed.
+    /// As `Never`, for a request of several statements in one message that begin and end a
+    /// transaction. After any error the connection is closed, because the transaction may be open.
     Transaction,
 }
 
@@ -90,8 +90,8 @@ impl<D: Dialect> SqlClient<D> {
             Resend::Transaction => QueryMode::Plain,
         };
         let (mut conflicts, mut reconnect) = (0, false);
-        // Once an attempt may have been executed, the outcome is unknown, whatever later attempts
-        // return.
+        // If the server may have executed one attempt, the outcome stays unknown, whatever later
+        // attempts return.
         let mut is_unknown = false;
         let with_outcome =
             |error: BackendError, is_unknown| if is_unknown { error.as_unknown() } else { error };
@@ -111,8 +111,7 @@ impl<D: Dialect> SqlClient<D> {
                     return Ok(answer);
                 }
                 Some(Err(error)) => error,
-                // Dropping it closes the connection, so no later statement receives the late
-                // response.
+                // The drop closes the connection, so no later statement receives the late response.
                 None => {
                     drop(pooled);
                     // After a failover, the old address may silently drop all packets.
@@ -139,9 +138,10 @@ impl<D: Dialect> SqlClient<D> {
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
                 }
                 ErrorEffect::Broken => {
-                    // The connection broke while it was idle, as all do when the server restarts.
+                    // The connection broke while it was idle. A restart of the server breaks all
+                    // idle connections.
                     if !was_idle || reconnect || resend != Resend::Allowed {
-                        // The other idle connections are probably broken too.
+                        // The remaining idle connections are probably broken too.
                         self.pool.close_idle();
                         let error = with_outcome(error, is_unknown);
                         // The request may still be executed, so the caller decides about a retry.

@@ -1,5 +1,5 @@
-//! What the configurations of all database servers share: the form of their URLs, most of their
-//! options, and the limits that depend on each other. Called by `PostgresConfig` and `MySqlConfig`.
+//! The common part of the configurations of all database servers: the form of URLs, most options,
+//! and the limits that depend on each other. Used by `PostgresConfig` and `MySqlConfig`.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use registry_core::config::{
 use registry_core::{BackendError, RegistryBuilder};
 
 use super::encryption::EncryptionSettings;
-use super::{PURGE_AFTER_MIN, PoolLimits, SILENCE, SpringTable, SqlMode};
+use super::{IDLE_TIMEOUT, PURGE_AFTER_MIN, PoolLimits, SpringTable, SqlMode};
 
 /// The options of all database servers, in the order of the tables in the book.
 /// [`ServerSettings::assign`] sets their fields.
@@ -88,7 +88,7 @@ pub(crate) const OPTIONS: &[OptionRow] = &[
 
 /// More connections than any server allows one program.
 const CONNECTIONS_MAX: u32 = 10_000;
-/// A table's name has at most 64 bytes; the longest derived name is that of a trigger.
+/// The longest name with this prefix is that of a trigger, and a name has at most 64 bytes.
 const PREFIX_BYTES_MAX: usize = 50;
 
 /// Whether opening a store creates missing tables.
@@ -216,7 +216,7 @@ impl ServerSettings {
         Ok(())
     }
 
-    /// Sets the limits if an option sets one of them.
+    /// Sets the limits that follow from the options, if at least one of these options is set.
     fn derive_limits(&mut self) {
         let GivenOptions { timeout, busy_timeout, purge_after, .. } = self.options;
         if (timeout, busy_timeout, purge_after) == (None, None, None) {
@@ -228,7 +228,7 @@ impl ServerSettings {
             (None, Some(timeout)) => Self::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVER_TIME_MIN),
             (None, None) => Self::BUSY_TIMEOUT,
         };
-        // The connection must outlast the longest wait for a response.
+        // The client must wait longer than the server's statement takes.
         let longest = self.busy_timeout.max(timeout.unwrap_or_default());
         self.response_timeout = Self::RESPONSE_TIMEOUT.max(longest * 6 / 5);
         // A row must be kept until every statement that could have read it has timed out.
@@ -236,10 +236,10 @@ impl ServerSettings {
         self.purge_after = purge_after.unwrap_or(default);
     }
 
-    /// Checks the settings of `config` together. Methods may have set them.
+    /// Checks the settings together. Settings made by methods were not checked before.
     pub(crate) fn validate(&self, config: &dyn BackendConfig) -> Result<(), OptionError> {
         self.options.validate()?;
-        if !is_table_prefix(&self.table_prefix) {
+        if !is_valid_table_prefix(&self.table_prefix) {
             return Err(OptionError::new(
                 "table_prefix",
                 format!(
@@ -282,13 +282,13 @@ impl ServerSettings {
         Ok(())
     }
 
-    /// Returns what a lock is, by the options.
+    /// Returns the lock mode that the options select.
     pub(crate) fn mode(&self) -> SqlMode {
         self.options.mode()
     }
 
-    /// Returns the poll interval in Spring's table: its peers publish no release, and poll at the
-    /// default of Spring's `idleBetweenTries`.
+    /// Returns the poll interval for Spring's table. The peers send no release notifications. The
+    /// interval is the default of Spring's `idleBetweenTries`.
     pub(crate) fn poll(&self) -> Option<Duration> {
         self.options.is_spring.then_some(Duration::from_millis(100))
     }
@@ -320,7 +320,7 @@ impl ServerSettings {
 }
 
 impl GivenOptions {
-    /// Returns what a lock is.
+    /// Returns the lock mode.
     fn mode(&self) -> SqlMode {
         if !self.is_spring {
             return self.mode.clone().unwrap_or(SqlMode::Lease);
@@ -347,15 +347,15 @@ impl GivenOptions {
                 "has no effect without `mode=row`; set `mode=row` or remove the option",
             ));
         }
-        // The store has the same limit, but checks it only when it is open.
+        // The engine checks the same limit, but only after the store was opened.
         match (self.lease, &self.mode) {
-            (Some(lease), Some(SqlMode::Session | SqlMode::Row)) if lease > SILENCE => {
+            (Some(lease), Some(SqlMode::Session | SqlMode::Row)) if lease > IDLE_TIMEOUT => {
                 Err(OptionError::new(
                     "lease",
                     format!(
                         "is {}, more than the maximum {} with `mode=session` and `mode=row`",
                         format_time(lease),
-                        format_time(SILENCE)
+                        format_time(IDLE_TIMEOUT)
                     ),
                 ))
             }
@@ -400,8 +400,8 @@ impl GivenOptions {
     }
 }
 
-/// Implements what the configurations of all database servers do alike. They have the fields
-/// `server`, which are the `$options` of the client, and `settings`.
+/// Implements the methods that the configurations of all database servers share. Each has a field
+/// `server`, the `$options` of the client, and a field `settings`.
 macro_rules! server_config {
     ($config:ident, $options:ident) => {
         impl $config {
@@ -426,9 +426,9 @@ macro_rules! server_config {
 
             /// Sets how connections are encrypted. Default: [`Encryption::Preferred`].
             ///
-            /// The default authentication of MySQL 8 sends the password itself at first. It needs
-            /// an encrypted connection, or a server that has authenticated the user since it was
-            /// started.
+            /// The default authentication of MySQL 8 sends the password itself at first. So it
+            /// needs an encrypted connection, or a server that has authenticated the user since its
+            /// start.
             ///
             /// [`Encryption::Preferred`]: crate::Encryption::Preferred
             #[must_use]
@@ -491,10 +491,10 @@ macro_rules! server_config {
 
             /// Sets the maximum number of connections for statements. Default: 4.
             ///
-            /// More are opened on demand. Renewals and releases get one each when all connections
-            /// are busy, and PostgreSQL's listener has one. A connection that does not answer is
-            /// replaced before it is closed. So twice as many connections, plus two, may be open
-            /// for a short time.
+            /// When all connections are busy, renewals may open one additional connection, and
+            /// releases another. PostgreSQL's listener also has a connection. A connection that
+            /// does not answer is replaced before it is closed. So twice as many connections, plus
+            /// two, may be open for a short time.
             #[must_use]
             pub fn with_connections(mut self, connections: u32) -> Self {
                 self.settings.connections = connections;
@@ -516,8 +516,8 @@ macro_rules! server_config {
                 self
             }
 
-            /// Sets the time limit for a response, after which the connection counts as dead.
-            /// Default: 10 s, which is longer than the engine's own time-out.
+            /// Sets the time limit for a response. After this time, the store closes the
+            /// connection. Default: 10 s, which is longer than the engine's own time-out.
             #[must_use]
             pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
                 self.settings.response_timeout = response_timeout;
@@ -527,8 +527,8 @@ macro_rules! server_config {
             /// Sets how long a statement waits for a row that another transaction has locked.
             /// Default: 1 s. MariaDB and MySQL round up to whole seconds.
             ///
-            /// After that the statement fails with a transient error. A transaction with a
-            /// [fence](crate::Fence) makes other statements wait in this way.
+            /// After this time the statement fails with a transient error. A transaction with a
+            /// [fence](crate::Fence) is an example of such a transaction.
             #[must_use]
             pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
                 self.settings.busy_timeout = busy_timeout;
@@ -555,8 +555,8 @@ macro_rules! server_config {
                 self.validate().map_err(|error| error.into_backend_error(STORE.name))
             }
 
-            /// Returns the client's options for connections that send statements.
-            pub(crate) fn statement_options(&self) -> $options {
+            /// Returns the client's connection options for statements.
+            pub(crate) fn connect_options(&self) -> $options {
                 self.settings.encryption.apply_to(self.server.clone())
             }
         }
@@ -567,13 +567,13 @@ pub(crate) use server_config;
 /// The server of a URL.
 pub(crate) struct ServerUrl {
     pub(crate) address: ServerAddress,
-    /// The port, also of a socket.
+    /// The port. A socket has a port too.
     #[cfg_attr(
         not(feature = "postgres"),
         expect(dead_code, reason = "only PostgreSQL's sockets have a port")
     )]
     pub(crate) port: u16,
-    /// Empty if the URL names none.
+    /// The name of the database. Empty if the URL has none.
     pub(crate) database: String,
     pub(crate) login: Option<Login>,
 }
@@ -581,7 +581,7 @@ pub(crate) struct ServerUrl {
 #[derive(Debug, Clone)]
 pub(crate) enum ServerAddress {
     Host(Host),
-    /// On this host: PostgreSQL's socket directory, or the socket of MariaDB or MySQL.
+    /// A path on this host: PostgreSQL's socket directory, or the socket of MariaDB or MySQL.
     Socket(PathBuf),
 }
 
@@ -622,7 +622,7 @@ impl ServerUrl {
     }
 }
 
-/// Refuses a URL without a database. A registry has no default for it.
+/// Returns an error if the URL has no database. A registry has no default database.
 pub(crate) fn require_database(url: &UrlParts<'_>) -> Result<(), BackendError> {
     if matches!(url.path, "" | "/") { Err(no_database(url)) } else { Ok(()) }
 }
@@ -636,7 +636,7 @@ fn syntax(url: &UrlParts<'_>) -> String {
     format!("write `{}://USER:PASSWORD@HOST:PORT/DATABASE`", url.scheme)
 }
 
-fn is_table_prefix(name: &str) -> bool {
+fn is_valid_table_prefix(name: &str) -> bool {
     name.len() <= PREFIX_BYTES_MAX
         // Table names are not quoted, so a server may convert capital letters to lower case.
         && name.starts_with(|c: char| c.is_ascii_lowercase() || c == '_')

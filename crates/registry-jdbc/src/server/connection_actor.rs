@@ -6,8 +6,9 @@
 //! work, and commands that a caller has not finished. An unfinished command is stored where the
 //! task can reach it, so a dropped or unpolled caller blocks no other caller.
 //!
-//! Commands run in the task's runtime, whichever task polls them. Their timers and connections
-//! belong to that runtime, and last as long as the task.
+//! Each poll of a command enters the actor's runtime, even if a caller in another runtime polls it.
+//! So timers and connections of commands belong to the actor's runtime, and last as long as its
+//! task.
 
 use std::future::Future;
 use std::mem;
@@ -45,7 +46,7 @@ pub(super) struct ConnectionActor<S: ActorState> {
 
 struct Inner<S: ActorState> {
     state: StateSlot<S>,
-    /// The id of the last command that a caller started.
+    /// The id of the last command that started in a caller.
     last_command_id: u64,
     /// When the task next runs without being woken.
     wake_at: Option<Instant>,
@@ -67,7 +68,7 @@ enum StateSlot<S: ActorState> {
 
 /// The result of an attempt to run a command in the caller.
 pub(super) enum StartOutcome<S: ActorState, C> {
-    /// The command runs while this is polled.
+    /// The state was free. The command runs while its caller polls the contained future.
     Inline(InlineCommand<S>),
     /// The state is in use: send the command to the task.
     InUse(C),
@@ -95,7 +96,7 @@ impl<S: ActorState> ConnectionActor<S> {
         command: C,
         run: impl FnOnce(Box<S>, C) -> RunningCommand<S>,
     ) -> StartOutcome<S, C> {
-        // The mutex is locked during each poll of a command, so this must not block.
+        // The mutex is locked during each poll of a command, so `try_start` must not wait for it.
         let mut inner = match self.inner.try_lock() {
             Ok(inner) => inner,
             Err(TryLockError::WouldBlock) => return StartOutcome::InUse(command),
@@ -121,13 +122,14 @@ impl<S: ActorState> ConnectionActor<S> {
         }
     }
 
-    /// For the task: takes the state, and finishes a caller's command. Returns `None` if the state
-    /// was dropped.
-    pub(super) async fn take_state(&self) -> Option<(Box<S>, Option<S::Output>)> {
+    /// For the task: takes the state. Runs a command that a caller has started to its end, and
+    /// returns its output too. Returns `None` if the state was dropped.
+    pub(super) async fn take_over(&self) -> Option<(Box<S>, Option<S::Output>)> {
         match self.take_slot() {
             StateSlot::Idle(state) => Some((state, None)),
             StateSlot::InCaller { future, caller, .. } => {
-                // From now on the caller gets its response through its reply channel.
+                // The woken caller finds its command gone, and waits for the response on its reply
+                // channel.
                 if let Some(caller) = caller {
                     caller.wake();
                 }
@@ -150,9 +152,9 @@ impl<S: ActorState> ConnectionActor<S> {
     pub(super) fn return_state(&self, state: Box<S>) {
         let mut inner = self.lock();
         let was_used = mem::take(&mut inner.was_used);
-        // After recent use, keep a wake-up scheduled: if the caller returns soon, it need not
+        // After recent use, the actor keeps a wake-up scheduled, so that the next caller need not
         // notify the task.
-        let soon = was_used.then(|| Instant::now() + TASK_DELAY);
+        let soon = was_used.then(|| Instant::now() + TAKEOVER_DELAY);
         inner.wake_at = state.next_due().into_iter().chain(soon).min();
         inner.state = StateSlot::Idle(state);
     }
@@ -188,8 +190,8 @@ impl<S: ActorState> ConnectionActor<S> {
 
     /// Drops the state, and any command that runs on it.
     pub(super) fn close(&self) {
-        let rest = mem::replace(&mut self.lock().state, StateSlot::Closed);
-        if let StateSlot::InCaller { future, caller: Some(caller), .. } = rest {
+        let last_state = mem::replace(&mut self.lock().state, StateSlot::Closed);
+        if let StateSlot::InCaller { future, caller: Some(caller), .. } = last_state {
             drop(future);
             caller.wake();
         }
@@ -200,7 +202,8 @@ impl<S: ActorState> ConnectionActor<S> {
     }
 }
 
-/// A command that its caller runs. Dropping it unfinished leaves the command to the task.
+/// A command that its caller runs. If the caller drops it unfinished, the task finishes the
+/// command.
 pub(super) struct InlineCommand<S: ActorState> {
     actor: Arc<ConnectionActor<S>>,
     command_id: u64,
@@ -208,12 +211,12 @@ pub(super) struct InlineCommand<S: ActorState> {
 }
 
 impl<S: ActorState> InlineCommand<S> {
-    /// Polls the command. Returns `None` if the task has taken it over, or if the state was
-    /// dropped. In the first case the task sends the response.
+    /// Polls the command. Returns `None` if the task has taken the command over and sends the
+    /// response, or if the state was dropped.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<S::Output>> {
         let actor = Arc::clone(&self.actor);
-        // Locked during the poll, so that the task, and with it the runtime, cannot end meanwhile.
-        // A command wakes no caller, so no foreign code runs under this lock.
+        // The mutex stays locked during the poll, so the actor's task and runtime cannot end before
+        // the poll returns. A command wakes no caller, so no foreign code runs under the mutex.
         let mut inner = actor.lock();
         let (mut future, mut caller) = match mem::replace(&mut inner.state, StateSlot::Closed) {
             StateSlot::InCaller { command_id, future, caller } if command_id == self.command_id => {
@@ -225,7 +228,7 @@ impl<S: ActorState> InlineCommand<S> {
                 return Poll::Ready(None);
             }
         };
-        // If this panics, the state remains `Closed`.
+        // If the poll panics, the state remains `Closed`.
         let polled = {
             let _runtime = actor.runtime.enter();
             future.as_mut().poll(cx)
@@ -233,13 +236,13 @@ impl<S: ActorState> InlineCommand<S> {
         let Poll::Ready((state, output)) = polled else {
             match &mut caller {
                 Some(caller) => caller.clone_from(cx.waker()),
-                none => *none = Some(cx.waker().clone()),
+                slot @ None => *slot = Some(cx.waker().clone()),
             }
             inner.state = StateSlot::InCaller { command_id: self.command_id, future, caller };
             // The caller may stop polling while the server completes the command. So the task takes
-            // over after [`TASK_DELAY`], or at an earlier `wake_at`. Later polls do not restart
+            // over after [`TAKEOVER_DELAY`], or at an earlier `wake_at`. Later polls do not restart
             // the delay.
-            actor.schedule(inner, Instant::now() + TASK_DELAY);
+            actor.schedule(inner, Instant::now() + TAKEOVER_DELAY);
             return Poll::Pending;
         };
         self.is_done = true;
@@ -255,8 +258,8 @@ impl<S: ActorState> InlineCommand<S> {
 
 impl<S: ActorState> Drop for InlineCommand<S> {
     fn drop(&mut self) {
-        // A drop after the task has taken the command over has no effect. The drop must not wait
-        // for the current user of the state, so it only sets a flag.
+        // If the task has already taken the command over, the flag has no effect. The drop must not
+        // wait for the current user of the state, so it only sets a flag.
         if !self.is_done {
             self.actor.has_abandoned_command.store(true, Ordering::Release);
             self.actor.task_wakeup.notify_one();
@@ -264,9 +267,9 @@ impl<S: ActorState> Drop for InlineCommand<S> {
     }
 }
 
-/// The maximum delay until the task takes over an unfinished command, from the first poll on. Also
-/// the delay of the task's next wake-up after the state was used. An earlier `wake_at` wins.
-const TASK_DELAY: Duration = Duration::from_millis(300);
+/// The maximum time from a command's first poll to its takeover by the task. The task also wakes
+/// this long after use.
+const TAKEOVER_DELAY: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
 mod tests {
@@ -310,8 +313,8 @@ mod tests {
         })
     }
 
-    fn expect_inline<C>(begun: StartOutcome<TestState, C>) -> InlineCommand<TestState> {
-        match begun {
+    fn expect_inline<C>(outcome: StartOutcome<TestState, C>) -> InlineCommand<TestState> {
+        match outcome {
             StartOutcome::Inline(command) => command,
             StartOutcome::InUse(_) => panic!("the state is in use"),
             StartOutcome::Closed(_) => panic!("the state was dropped"),
@@ -319,14 +322,14 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_task_finishes_the_command_of_an_unpolled_caller() {
+    async fn taking_the_state_finishes_the_callers_command() {
         let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
         let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
         assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
         let second = actor.try_start((2, Arc::clone(&gate)), gated_command);
         assert!(matches!(second, StartOutcome::InUse((2, _))));
         gate.add_permits(1);
-        let (state, output) = actor.take_state().await.unwrap();
+        let (state, output) = actor.take_over().await.unwrap();
         assert_eq!((state.done.as_slice(), output), ([1].as_slice(), Some(1)));
         actor.return_state(state);
         assert!(poll_fn(|cx| first.poll(cx)).await.is_none(), "the task sends the response");
@@ -339,11 +342,11 @@ mod tests {
         assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
         let caller = tokio::spawn(async move { poll_fn(|cx| first.poll(cx)).await });
         tokio::task::yield_now().await;
-        let mut fetching = Box::pin(actor.take_state());
-        assert!(poll!(&mut fetching).is_pending());
+        let mut takeover = Box::pin(actor.take_over());
+        assert!(poll!(&mut takeover).is_pending());
         assert!(caller.await.unwrap().is_none());
         gate.add_permits(1);
-        assert_eq!(fetching.await.unwrap().1, Some(1));
+        assert_eq!(takeover.await.unwrap().1, Some(1));
     }
 
     #[tokio::test(start_paused = true)]
@@ -351,36 +354,39 @@ mod tests {
         let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(0)));
         let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
         assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
-        assert!(timeout(TASK_DELAY / 2, actor.wait_for_work()).await.is_err(), "nothing to do yet");
+        assert!(
+            timeout(TAKEOVER_DELAY / 2, actor.wait_for_work()).await.is_err(),
+            "nothing to do yet"
+        );
         drop(first);
         timeout(Duration::ZERO, actor.wait_for_work()).await.unwrap();
         gate.add_permits(1);
-        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+        assert_eq!(actor.take_over().await.unwrap().1, Some(1));
     }
 
-    /// Even if no other command and no scheduled work wakes the task.
+    /// No other command and no other scheduled work wakes the task.
     #[tokio::test(start_paused = true)]
-    async fn the_task_finishes_an_unpolled_command() {
+    async fn an_unpolled_command_wakes_the_task() {
         let gate = Arc::new(Semaphore::new(0));
         let state = TestState { due: Some(Instant::now() + HOUR), ..TestState::default() };
         let actor = Arc::new(ConnectionActor::new(state, Handle::current()));
-        let (state, _) = actor.take_state().await.unwrap();
+        let (state, _) = actor.take_over().await.unwrap();
         actor.return_state(state);
         let mut idle = Box::pin(actor.wait_for_work());
         assert!(poll!(&mut idle).is_pending());
         let mut first = expect_inline(actor.try_start((1, Arc::clone(&gate)), gated_command));
         assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
         gate.add_permits(1);
-        timeout(TASK_DELAY, idle).await.unwrap();
-        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+        timeout(TAKEOVER_DELAY, idle).await.unwrap();
+        assert_eq!(actor.take_over().await.unwrap().1, Some(1));
     }
 
-    /// Also if the dropping code runs inside another command, with the mutex locked.
+    /// A command may drop another command: the mutex is locked then.
     #[tokio::test]
     async fn dropping_a_command_does_not_block() {
         let (actor, gate) = (test_actor(), Arc::new(Semaphore::new(1)));
         let first = expect_inline(actor.try_start((1, gate), gated_command));
-        let (state, _) = actor.take_state().await.unwrap();
+        let (state, _) = actor.take_over().await.unwrap();
         actor.return_state(state);
         let drop_command = |state, first: InlineCommand<TestState>| -> RunningCommand<TestState> {
             Box::pin(async move {
@@ -408,13 +414,13 @@ mod tests {
         assert_eq!(poll_fn(|cx| future.poll(cx)).await, Some(0));
         timeout(HOUR, idle).await.unwrap();
         assert_eq!(Instant::now(), due);
-        // Because the state was used, the task wakes once more after `TASK_DELAY`.
-        let (mut state, _) = actor.take_state().await.unwrap();
+        // Because the state was used, the task wakes once more after `TAKEOVER_DELAY`.
+        let (mut state, _) = actor.take_over().await.unwrap();
         state.due = None;
         actor.return_state(state);
-        timeout(TASK_DELAY, actor.wait_for_work()).await.unwrap();
+        timeout(TAKEOVER_DELAY, actor.wait_for_work()).await.unwrap();
         // After that nothing is scheduled.
-        let (state, _) = actor.take_state().await.unwrap();
+        let (state, _) = actor.take_over().await.unwrap();
         actor.return_state(state);
         assert!(timeout(HOUR, actor.wait_for_work()).await.is_err());
     }
@@ -438,7 +444,7 @@ mod tests {
         });
         thread.join().unwrap();
         actor.wait_for_work().await;
-        assert_eq!(actor.take_state().await.unwrap().1, Some(1));
+        assert_eq!(actor.take_over().await.unwrap().1, Some(1));
     }
 
     #[tokio::test]
@@ -450,7 +456,7 @@ mod tests {
         assert_eq!(Arc::strong_count(&gate), 1, "the command is dropped");
         assert!(poll_fn(|cx| first.poll(cx)).await.is_none());
         assert!(matches!(actor.try_start((2, gate), gated_command), StartOutcome::Closed(_)));
-        assert!(actor.take_state().await.is_none());
+        assert!(actor.take_over().await.is_none());
     }
 
     #[tokio::test]
@@ -475,6 +481,6 @@ mod tests {
         assert!(caller.await.unwrap_err().is_panic());
         let gate = Arc::new(Semaphore::new(1));
         assert!(matches!(actor.try_start((1, gate), gated_command), StartOutcome::Closed(_)));
-        assert!(actor.take_state().await.is_none());
+        assert!(actor.take_over().await.is_none());
     }
 }

@@ -4,7 +4,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::Finding;
 
-/// The clock difference between server and host that is reported.
+/// The clock difference between server and host above which `doctor` reports it.
 const CLOCK_DIFFERENCE_MAX: Duration = Duration::from_secs(1);
 
 /// Returns this host's time in microseconds, only for the comparison with the server's.
@@ -13,7 +13,8 @@ pub(crate) fn host_micros() -> i64 {
     i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// Returns a finding if the server's clock, read between these times of the host, differs.
+/// Returns a finding if the clocks of server and host differ. The server's clock was read between
+/// the host times `before` and `after`.
 pub(crate) fn check_clock(before: i64, server_time: i64, after: i64) -> Option<Finding> {
     let difference = (server_time - (before + (after - before) / 2)).unsigned_abs();
     (Duration::from_micros(difference) > CLOCK_DIFFERENCE_MAX).then(|| {

@@ -26,13 +26,13 @@ use super::{
 };
 use crate::lock_in::{Deadline, LockInError};
 
-/// A kind of database server that can store locks, by the name that sqlx has for it.
+/// A kind of database server that can store locks: the type by which sqlx names it.
 pub trait SqlServer: sqlx::Database {
     /// The configuration of a store.
     type Config: BackendConfig + 'static;
 }
 
-/// What a server's errors mean.
+/// Classifies the errors of a kind of server.
 pub(crate) trait ServerErrors {
     /// The name of the store in capabilities and errors.
     const STORE: &'static str;
@@ -53,11 +53,13 @@ pub(crate) trait ServerErrors {
     /// Returns whether a conflict with another transaction caused the error.
     fn is_busy(error: &sqlx::Error) -> bool;
 
-    /// Returns whether another transaction kept a row locked for longer than the limit.
+    /// Returns whether the statement failed because another transaction kept a row locked for
+    /// longer than the time limit.
     fn is_row_lock_error(error: &BackendError) -> bool;
 
-    /// Returns whether the server has none of the locks that identify the holder of a row.
-    fn lacks_holder_marks(_error: &BackendError) -> bool {
+    /// Returns whether the server lacks the named locks by which it identifies the connection that
+    /// holds a row.
+    fn lacks_holder_locks(_error: &BackendError) -> bool {
         false
     }
 }
@@ -75,15 +77,15 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// The maximum number of claims that one statement renews.
     const RENEWALS_MAX: usize;
     /// Whether all claims of one statement must have the same lease.
-    const RENEWS_ONE_LEASE: bool;
+    const RENEWAL_NEEDS_EQUAL_LEASES: bool;
     /// Whether a transaction can hold a lock of the same name as a session.
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool;
 
     type Statements: AsRef<RowStatements> + fmt::Debug + Send + Sync + 'static;
-    type Wakes: Wakes;
-    /// Locks of one connection.
+    type Wakeups: WakeupSource;
+    /// The protocol of a connection that holds all locks.
     type Session: SessionProtocol<Database = Self>;
-    /// Locks with a connection each.
+    /// The protocol of connections that hold one lock each.
     type RowLock: SessionProtocol<Database = Self>;
 
     fn settings(config: &Self::Config) -> &ServerSettings;
@@ -95,14 +97,14 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         QueryMode::Prepared
     }
 
-    /// Checks the tables, and creates them if they are missing. Returns the id that they received
-    /// when they were created.
+    /// Checks the tables, and creates missing ones. Returns the statements, and the id that the
+    /// tables received at their creation.
     fn open_tables(
         config: &Self::Config,
         client: &SqlClient<Self>,
     ) -> impl Future<Output = Result<(Self::Statements, Vec<u8>), BackendError>> + Send;
 
-    /// Sends a statement in a mode that `statement` permits.
+    /// Sends a statement in this mode.
     fn send<'c>(
         connection: &'c mut Self::Connection,
         statement: &'c Statement<'_>,
@@ -124,15 +126,16 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     fn flag(row: &Self::Row, index: usize) -> Result<bool, sqlx::Error>;
 
     /// Returns whether releases wake waiting callers in this mode.
-    fn has_wakes(config: &Self::Config, mode: &SqlMode) -> bool;
+    fn has_wakeups(config: &Self::Config, mode: &SqlMode) -> bool;
 
     /// Returns how releases wake waiting callers in a namespace.
-    fn wakes(store: &Store<Self>, namespace: &str) -> Self::Wakes;
+    fn wakeups(store: &Store<Self>, namespace: &str) -> Self::Wakeups;
 
     /// Reads the token that a statement has granted.
     fn granted_token(answer: &Answer<Self::Row>) -> Result<Option<i64>, BackendError>;
 
-    /// Returns the result of an attempt that another transaction's lock of the row has ended.
+    /// Returns the result of an attempt that failed with `error`, because another transaction has
+    /// locked the row.
     fn attempt_on_locked_row(
         rows: &Rows<Self>,
         claim: &Claim,
@@ -146,7 +149,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
-    /// Waits until a transaction that the claim fences permits its release.
+    /// Waits until no open transaction that `claim` fences blocks its release.
     fn wait_for_fence(
         _rows: &Rows<Self>,
         _claim: &Claim,
@@ -154,7 +157,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         std::future::ready(Ok(()))
     }
 
-    /// Returns whether a transaction holds this lock.
+    /// Returns whether a transaction holds the key's lock.
     fn is_locked_by_transaction(
         rows: &Rows<Self>,
         key: &Key,
@@ -165,7 +168,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
         key: &Key,
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 
-    /// Purges the batch of rows that begins at `start`. Returns the number of deleted rows.
+    /// Deletes the dead rows of the batch that begins at the id `start`. Returns the number of
+    /// deleted rows.
     fn purge_batch(
         store: &Store<Self>,
         start: [u8; 32],
@@ -176,7 +180,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Returns a finding if releases do not wake waiting callers.
-    fn diagnose_wakes(_rows: &Rows<Self>) -> impl Future<Output = Option<Finding>> + Send {
+    fn diagnose_wakeups(_rows: &Rows<Self>) -> impl Future<Output = Option<Finding>> + Send {
         std::future::ready(None)
     }
 
@@ -186,7 +190,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if
-    /// the lock is held then; the transaction has locked nothing.
+    /// the lock is still held at that time. Then the transaction has locked nothing.
     fn lock_in(
         rows: LockableRows<'_, Self>,
         connection: &mut Self::Connection,
@@ -199,8 +203,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 pub(crate) trait SpringDialect: Dialect {
     /// The file of Spring Integration that creates its table.
     const SCHEMA_FILE: &'static str;
-    /// Whether an attempt is a transaction of several statements. It is then made only after a read
-    /// has found the key free.
+    /// Whether an attempt is a transaction of several statements. If so, a separate query first
+    /// checks that the key is free.
     const ATTEMPT_IS_TRANSACTION: bool;
 
     type SpringStatements: AsRef<SpringStatements> + fmt::Debug + Send + Sync + 'static;
@@ -222,16 +226,16 @@ pub(crate) trait SpringDialect: Dialect {
         table: &SpringTable,
     ) -> Self::SpringStatements;
 
-    /// As [`wakes`](Dialect::wakes), for a region of Spring's table.
-    fn spring_wakes(store: &Store<Self>, table_part: &str) -> Self::Wakes;
+    /// As [`wakeups`](Dialect::wakeups), for a region of Spring's table.
+    fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> Self::Wakeups;
 
-    /// Distinguishes the native rows of a table and region from those of other tables and regions,
-    /// and of native namespaces.
-    fn table_part(lock: &str, table: &SpringTable) -> String;
+    /// Returns a text that is unique for the table and region. Ids and the namespace of their
+    /// native rows are derived from it.
+    fn region_scope(lock: &str, table: &SpringTable) -> String;
 
-    /// Returns a namespace that no native one can equal: it begins with a byte that is not valid
-    /// UTF-8.
-    fn native_namespace(table_part: &str) -> Vec<u8>;
+    /// Returns the namespace of the region's native rows. It differs from every configured
+    /// namespace, because its first byte is not valid UTF-8.
+    fn native_namespace(region_scope: &str) -> Vec<u8>;
 
     /// Renews at most [`RENEWALS_MAX`](Dialect::RENEWALS_MAX) claims.
     fn renew_spring(
@@ -245,28 +249,31 @@ pub(crate) trait SpringDialect: Dialect {
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 }
 
-/// How releases wake waiting callers.
-pub(crate) trait Wakes: Send + Sync + 'static {
-    /// Returns the current position in the server's notifications.
+/// Wakes callers that wait for a release.
+pub(crate) trait WakeupSource: Send + Sync + 'static {
+    /// Returns the current position in the sequence of the server's notifications. Constant if the
+    /// server sends none.
     fn position(&self) -> u64 {
         0
     }
 
-    /// Returns the mark of a busy attempt, for [`wait`](Self::wait).
-    fn mark(&self, position: u64, token: FencingToken) -> u64;
+    /// Returns the mark of a busy attempt, for [`wait`](Self::wait): the position before the
+    /// attempt, or the token of the grant that the attempt found.
+    fn busy_mark(&self, position: u64, token: FencingToken) -> u64;
 
-    /// Returns when the lock may have been released after `mark`.
+    /// Waits until the lock may have been released after the attempt with this mark.
     fn wait(&self, id: RowId, mark: u64) -> impl Future<Output = ()> + Send;
 
-    /// Returns the check whether a release would be noticed, if there can be one.
-    fn check(&self) -> Option<Arc<dyn WakeCheck>>;
+    /// Returns the check whether wake-ups currently arrive, or `None` if this source sends no
+    /// wake-ups.
+    fn wake_check(&self) -> Option<Arc<dyn WakeCheck>>;
 
     /// Returns the values with which a release notifies waiting callers.
     fn notification(&self, _id: RowId) -> Vec<Value> {
         Vec::new()
     }
 
-    /// Notes that this process may have released the key.
+    /// Records that this process may have released the key.
     fn on_release(&self, _key: &Key) {}
 
     fn close(&self);
@@ -278,7 +285,7 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn store(&self) -> &Store<Self::Database>;
 
-    fn wakes(&self) -> &<Self::Database as Dialect>::Wakes;
+    fn wakeups(&self) -> &<Self::Database as Dialect>::Wakeups;
 
     /// Returns the namespace, or the region of a foreign table.
     fn namespace(&self) -> &str;
@@ -300,7 +307,7 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn release(&self, claim: &Claim) -> impl Future<Output = Result<Release, BackendError>> + Send;
 
-    /// Returns when the lock may have been released.
+    /// Waits until the lock may have been released.
     fn wait(&self, claim: &Claim, busy: &Busy) -> impl Future<Output = ()> + Send;
 
     fn inspect(
@@ -317,15 +324,16 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
 
     fn diagnose(&self) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
-    /// Returns the statement that finds the grant as it was issued, in the caller's transaction,
-    /// and keeps its row from passing to another claim. The answer shows whether the transaction's
-    /// snapshot contains the grant; it is empty if there is no such row.
+    /// Returns the fence statement for the caller's transaction. It finds the row with this claim
+    /// and token, and locks it against a grant to another claim. If the grant does not exist, the
+    /// answer has no row. Otherwise the answer's flag shows whether the transaction's snapshot
+    /// contains the grant.
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_>;
 }
 
-/// Returns the result of an attempt that has found this grant of the key, which may be the claim's
-/// own.
-pub(super) fn attempt_on_grant<D: Dialect>(
+/// Returns the result of an attempt that has found `grant` in the key's row. If `is_own`, the grant
+/// is that of `claim`.
+pub(super) fn attempt_from_existing_grant<D: Dialect>(
     claim: &Claim,
     is_own: bool,
     grant: Holder,
@@ -340,7 +348,7 @@ pub(super) fn attempt_on_grant<D: Dialect>(
 }
 
 /// Reads a key from a column.
-pub(super) fn key_of<D: Dialect>(text: Option<&str>) -> Result<Key, BackendError> {
+pub(super) fn decode_key<D: Dialect>(text: Option<&str>) -> Result<Key, BackendError> {
     let key = text.and_then(|text| Key::new(text).ok());
     key.ok_or_else(|| corrupt::<D>("a row's key is invalid"))
 }
@@ -354,11 +362,10 @@ pub(super) async fn try_acquire<S: LeaseStore>(
     // attempts the answer is `Busy` without a holder, which makes the engine retry at once.
     const TRIES_MAX: u32 = 3;
     for attempt_number in 0..TRIES_MAX {
-        match store.attempt(claim, store.wakes().position()).await {
+        match store.attempt(claim, store.wakeups().position()).await {
             Ok(Some(attempt)) => return Ok(attempt),
             Ok(None) => {}
-            // An earlier attempt of this loop may itself have been granted, on a connection that
-            // then broke.
+            // An earlier attempt of this loop may have been granted before its connection broke.
             Err(error) if attempt_number > 0 => return Err(error.as_unknown()),
             Err(error) => return Err(error),
         }
@@ -373,15 +380,17 @@ pub(super) async fn renew<S: LeaseStore>(
     claims: &[Claim],
 ) -> Vec<Result<Renewal, BackendError>> {
     let mut order: Vec<usize> = (0..claims.len()).collect();
-    if S::Database::RENEWS_ONE_LEASE {
+    if S::Database::RENEWAL_NEEDS_EQUAL_LEASES {
         order.sort_by_key(|&index| claims[index].lease());
     }
     let mut answers = vec![None; claims.len()];
     let mut store_error: Option<BackendError> = None;
-    let fits = |&one: &usize, &other: &usize| {
-        !S::Database::RENEWS_ONE_LEASE || claims[one].lease() == claims[other].lease()
+    let fits_one_statement = |&one: &usize, &other: &usize| {
+        !S::Database::RENEWAL_NEEDS_EQUAL_LEASES || claims[one].lease() == claims[other].lease()
     };
-    for indices in order.chunk_by(fits).flat_map(|group| group.chunks(S::Database::RENEWALS_MAX)) {
+    for indices in
+        order.chunk_by(fits_one_statement).flat_map(|group| group.chunks(S::Database::RENEWALS_MAX))
+    {
         let chunk: Vec<&Claim> = indices.iter().map(|&index| &claims[index]).collect();
         // After a store error the remaining chunks fail at once. Otherwise each could wait for the
         // full time-out.

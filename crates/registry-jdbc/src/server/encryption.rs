@@ -1,4 +1,4 @@
-//! The encryption of connections to servers, by methods or by options.
+//! The encryption of connections to servers, which methods or options of a configuration set.
 
 use std::fmt;
 
@@ -37,12 +37,13 @@ pub(crate) struct EncryptionSettings {
     /// The client's certificate and its private key (PEM).
     #[cfg(feature = "tls")]
     pub(crate) client: Option<(Vec<u8>, Vec<u8>)>,
-    /// The values of the options.
+    /// The value of the option `sslmode`. The next field contains the values of the options for
+    /// files.
     sslmode: Option<Encryption>,
     pem_files: PemFiles,
 }
 
-/// The options of a connection, as the client of one kind of server has them.
+/// The client's connection options of one kind of server.
 pub(crate) trait EncryptedOptions: Sized {
     fn with_encryption(self, encryption: Encryption) -> Self;
 
@@ -74,7 +75,7 @@ impl EncryptionSettings {
         self.encryption = Encryption::VerifyHost;
     }
 
-    /// Sets one of the options of encryption. Returns whether `name` is one of them.
+    /// Sets an option of encryption. Returns whether `name` is such an option.
     pub(super) fn assign(&mut self, name: &str, value: &str) -> Result<bool, InvalidValue> {
         if name != "sslmode" {
             return self.pem_files.assign(name, value);
@@ -133,7 +134,7 @@ impl EncryptionSettings {
         Ok(())
     }
 
-    /// Returns the options of a connection that is encrypted in this way.
+    /// Adds these settings to the options of a connection.
     pub(crate) fn apply_to<O: EncryptedOptions>(&self, options: O) -> O {
         let options = options.with_encryption(self.encryption);
         #[cfg(feature = "tls")]

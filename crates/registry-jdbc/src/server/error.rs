@@ -1,6 +1,6 @@
-//! Errors that the stores of all database servers return. `store` names the kind of server; the
-//! backend adds the address. The classification of the servers' codes is in the `error` of each
-//! store.
+//! Errors that the stores of all database servers return. The parameter `store` is the kind of
+//! server. The backend adds the server's address. The module `error` of each store classifies that
+//! server's codes.
 
 use std::time::Duration;
 
@@ -10,10 +10,10 @@ use sqlx::Error;
 use super::PoolError;
 use BackendErrorKind::{Misconfigured, Protocol, Transient};
 
-/// The kind and message of an error, and whether nothing was executed.
+/// The kind and message of an error, and whether the server certainly executed nothing.
 pub(crate) type ErrorClass = (BackendErrorKind, &'static str, bool);
 
-/// Classifies an error that the client found, not the server.
+/// Classifies an error that the client raised, not the server.
 pub(crate) fn classify_client_error(error: &Error) -> ErrorClass {
     match error {
         Error::Io(io) => match io.kind() {
@@ -127,15 +127,15 @@ pub(crate) fn fenced_transaction_open(store: &str) -> BackendError {
     .as_blocked()
 }
 
-/// A server is read-only, although it would still write for this user. Not refused: a statement may
-/// have been executed on its predecessor.
+/// The server is read-only. The error is not marked as refused: the previous primary may have
+/// executed an earlier attempt.
 pub(crate) fn read_only(store: &str) -> BackendError {
     BackendError::transient(format!("{store}: {READ_ONLY}"))
 }
 
 pub(crate) const READ_ONLY: &str = "the server accepts no writes: it is a replica, or about to be one; use the address of the primary";
 
-/// The server was requested to end a connection, which still exists.
+/// A connection still exists, although the server was requested to end it.
 pub(crate) fn still_connected(store: &str) -> BackendError {
     BackendError::transient(format!(
         "{store}: the connection that holds the key still exists, although the server was requested to end it; retry"

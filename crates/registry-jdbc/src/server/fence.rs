@@ -35,17 +35,19 @@ async fn fence<D: SpringDialect>(
     }
     let statement = match &backend.locks {
         Locks::Lease(rows) => rows.fence(claim, token),
-        Locks::Session { rows, .. } | Locks::Row { rows, .. } => rows.fence_held(claim, token),
+        Locks::Session { rows, .. } | Locks::Row { rows, .. } => {
+            rows.fence_session_grant(claim, token)
+        }
         Locks::Spring(spring) => spring.fence(claim, token),
     };
     let found = D::fetch(transaction, statement.inlined::<D>()).await.map_err(classify::<D>)?;
     match found.first().map(|row| D::flag(row, 0)).transpose().map_err(classify::<D>)? {
         None => Err(explain_missing_row(guard, backend, transaction).await),
-        // The snapshot is older than the grant: reads after the fence would return rows that the
+        // The snapshot is older than the grant, so reads after the fence would return rows that the
         // previous holder has overwritten.
         Some(false) => Err(FenceError::Busy { source: None }),
-        // From here on no other client can be granted the lock. But the guard may have been
-        // notified of its loss while the statement waited, and then the caller must not write.
+        // From now on no other client can be granted the lock. But while the statement waited, the
+        // guard may have been notified of its loss. Then the caller must not write.
         Some(true) if guard.is_held() => Ok(()),
         Some(true) => Err(FenceError::lost(guard)),
     }
@@ -61,8 +63,8 @@ async fn explain_missing_row<D: SpringDialect>(
     match backend.store().transaction_store(transaction).await {
         Err(error) => classify::<D>(error),
         Ok(TransactionStore::Other) => FenceError::OtherDatabase,
-        // The grant, or the row that was rewritten for this fence, may be newer than the
-        // transaction's snapshot. The next transaction sees whether the lock was lost.
+        // The snapshot may be older than the grant, or than the row that `ensure_row` wrote. A new
+        // transaction shows whether the lock was lost.
         Ok(TransactionStore::Same { has_old_snapshot: true }) if guard.is_held() => {
             FenceError::Busy { source: None }
         }

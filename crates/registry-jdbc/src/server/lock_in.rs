@@ -10,16 +10,17 @@ use super::dialect::{Dialect, SpringDialect};
 use super::rows::Rows;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
-/// The rows of a registry whose locks a transaction can hold.
+/// A registry's rows, whose locks a transaction can hold.
 #[derive(Debug)]
 pub(crate) struct LockableRows<'a, D: Dialect> {
     pub(crate) rows: &'a Rows<D>,
-    /// A lock is a row and, in addition, a lock of a session.
+    /// Whether each lock is also a session lock, which the transaction must acquire in addition to
+    /// the row.
     #[cfg_attr(
         not(feature = "postgres"),
         expect(dead_code, reason = "only PostgreSQL has such locks of transactions")
     )]
-    pub(crate) in_sessions: bool,
+    pub(crate) has_session_locks: bool,
 }
 
 impl<D: Dialect> Clone for LockableRows<'_, D> {
@@ -37,14 +38,15 @@ impl<D: SpringDialect> LockIn<D> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let rows = lockable::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
+        let rows =
+            lockable_rows::<D>(self).ok_or_else(|| LockInError::unsupported(key, D::DATABASE))?;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let deadline = Deadline::after(wait);
         // The first attempt does not wait. So an error of the transaction is returned at once, even
-        // if another caller holds the lock. And a transaction that already has the lock does not
-        // wait for a local caller that waits for this transaction.
-        let at_once = Deadline::after(Duration::ZERO);
-        let first = D::lock_in(rows, transaction, &key, at_once).await?;
+        // if another caller holds the lock. A transaction that already holds the lock also succeeds
+        // at once. In the local queue, it could wait for a caller that waits for this transaction.
+        let without_wait = Deadline::after(Duration::ZERO);
+        let first = D::lock_in(rows, transaction, &key, without_wait).await?;
         let token = match first {
             None if !wait.is_zero() => {
                 let locking = D::lock_in(rows, transaction, &key, deadline);
@@ -56,12 +58,12 @@ impl<D: SpringDialect> LockIn<D> for Registry {
     }
 }
 
-fn lockable<D: SpringDialect>(registry: &Registry) -> Option<LockableRows<'_, D>> {
+fn lockable_rows<D: SpringDialect>(registry: &Registry) -> Option<LockableRows<'_, D>> {
     match &registry.backend::<SqlBackend<D>>()?.locks {
-        Locks::Lease(rows) => Some(LockableRows { rows, in_sessions: false }),
-        Locks::Row { rows, .. } => Some(LockableRows { rows, in_sessions: false }),
+        Locks::Lease(rows) => Some(LockableRows { rows, has_session_locks: false }),
+        Locks::Row { rows, .. } => Some(LockableRows { rows, has_session_locks: false }),
         Locks::Session { rows, .. } if D::TRANSACTIONS_HOLD_SESSION_LOCKS => {
-            Some(LockableRows { rows, in_sessions: true })
+            Some(LockableRows { rows, has_session_locks: true })
         }
         Locks::Session { .. } | Locks::Spring(_) => None,
     }

@@ -15,10 +15,11 @@ pub(crate) mod statement;
 mod client;
 mod pool;
 mod encryption;
-// What this process remembers of rows.
+// What this process knows of recently used rows.
 mod row_id;
 mod recent_rows;
-// Locks that last as long as a connection: one for all locks, or one for each.
+// Locks that last as long as a connection: one connection for all locks, or one connection for each
+// lock.
 mod session;
 mod sessions;
 mod connection_actor;
@@ -39,7 +40,7 @@ pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
 pub use config::CreateSchema;
 pub(crate) use diagnose::{check_clock, check_row_locks, host_micros};
 pub use dialect::SqlServer;
-pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, Wakes};
+pub(crate) use dialect::{Dialect, ServerErrors, SpringDialect, WakeupSource};
 pub(crate) use encryption::EncryptedOptions;
 pub use encryption::Encryption;
 pub(crate) use lock_in::LockableRows;
@@ -64,8 +65,8 @@ pub(crate) use token_reservation::SessionGrant;
 pub(crate) use token_reservation::TokenPlan;
 
 /// The minimum time for which rows of free keys are kept. It is far longer than any statement or
-/// wait for a row. So no client acts on what it read of a key before the key's row was deleted.
+/// wait for a row. So no client acts on a row that it read before the row's deletion.
 pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::from_secs(60);
 
 /// The idle time after which a server ends the connection of a session or row lock.
-pub(crate) const SILENCE: std::time::Duration = std::time::Duration::from_secs(60);
+pub(crate) const IDLE_TIMEOUT: std::time::Duration = std::time::Duration::from_secs(60);

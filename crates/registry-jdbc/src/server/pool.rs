@@ -1,9 +1,9 @@
-//! A connection pool for statements that are transactions of their own.
+//! A connection pool for statements of one transaction each.
 //!
-//! sqlx's pool is unsuitable. It pings the server, from a separate task, each time that a
-//! connection is returned. It also reuses connections whose last use was cancelled, with any
-//! open transaction. Here a caller returns a connection explicitly after complete use; every other
-//! connection is closed. So a forgotten transaction cannot undo a grant.
+//! sqlx's pool is unsuitable. Each time a connection returns, a separate task of sqlx's pool pings
+//! the server. sqlx also reuses connections whose last use was cancelled, even with an open
+//! transaction. In this pool, a caller returns a connection explicitly after complete use, and
+//! every other connection is closed. So an open transaction cannot undo a grant.
 
 use std::fmt;
 use std::future::Future;
@@ -22,7 +22,7 @@ use tokio::time::{Instant, timeout};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ConnectionUse {
     Acquire,
-    /// With the shortest lease of the claims.
+    /// Contains the shortest lease of the claims.
     Renew(Duration),
     Release,
 }
@@ -43,8 +43,9 @@ pub(crate) struct PoolLimits {
 }
 
 impl PoolLimits {
-    /// Returns the time without an answer after which the connection is probably half open. A
-    /// renewal does not wait for rows, and several attempts must fit into the rest of the lease.
+    /// Returns the time without an answer after which the connection is probably half open. The
+    /// time of renewals is shorter, because they wait for no row, and several attempts must fit
+    /// into the rest of the lease.
     fn late_after(&self, connection_use: ConnectionUse) -> Duration {
         let late_after = match connection_use {
             ConnectionUse::Renew(lease) => lease / LATE_LEASE_DIVISOR,
@@ -72,13 +73,13 @@ pub(crate) struct ConnectionPool<C: Connection> {
     options: C::Options,
     limits: PoolLimits,
     after_connect: Option<AfterConnect<C>>,
-    /// The most recently returned connection is last.
+    /// The most recently returned connection is last, and is used first.
     idle: Mutex<Vec<Idle<C>>>,
     permits: Semaphore,
-    for_renewals: Semaphore,
-    for_releases: Semaphore,
-    /// For connections that are probably half open. Each exchanges its permit for one of these, so
-    /// that a new connection can use the first one.
+    renewal_permits: Semaphore,
+    release_permits: Semaphore,
+    /// Permits for connections that are probably half open. Such a connection exchanges its permit
+    /// for one of these, so that a new connection can use the original permit.
     half_open_permits: Semaphore,
 }
 
@@ -102,8 +103,8 @@ impl<C: Connection> ConnectionPool<C> {
             after_connect: None,
             idle: Mutex::default(),
             permits: Semaphore::new(connections),
-            for_renewals: Semaphore::new(1),
-            for_releases: Semaphore::new(1),
+            renewal_permits: Semaphore::new(1),
+            release_permits: Semaphore::new(1),
             half_open_permits: Semaphore::new(connections + RESERVED),
         }
     }
@@ -126,19 +127,19 @@ impl<C: Connection> ConnectionPool<C> {
             let mut connection = idle.connection;
             // Firewalls drop idle connections without a notification.
             if idle.since.elapsed() < PING_AFTER_IDLE
-                || matches!(timeout(PING_LIMIT, connection.ping()).await, Ok(Ok(())))
+                || matches!(timeout(PING_TIMEOUT, connection.ping()).await, Ok(Ok(())))
             {
                 return Ok(PooledConnection::new(self, connection_use, permit, connection, true));
             }
-            // The other connections have been idle for longer. Without an answer, pinging each
-            // would take too long.
+            // All other connections have been idle for longer, and a ping of each could take too
+            // long.
             self.close_idle();
         }
         self.connect(connection_use, permit).await
     }
 
-    /// Returns a new connection for `connection_use`. Closes the idle ones, because the caller has
-    /// found one of them broken.
+    /// Returns a new connection for `connection_use`. Closes the idle connections, because the
+    /// caller has found one of them broken.
     pub(crate) async fn acquire_new(
         &self,
         connection_use: ConnectionUse,
@@ -160,8 +161,8 @@ impl<C: Connection> ConnectionPool<C> {
     pub(crate) async fn close(&self) {
         let idle = std::mem::take(&mut *self.idle());
         for idle in idle {
-            // The server notices the closed connection anyway.
-            let _ = timeout(PING_LIMIT, idle.connection.close()).await;
+            // Errors are ignored, because the server also notices the closed socket.
+            let _ = timeout(PING_TIMEOUT, idle.connection.close()).await;
         }
     }
 
@@ -170,8 +171,8 @@ impl<C: Connection> ConnectionPool<C> {
         let all = self.permits.acquire();
         let reserved = match connection_use {
             ConnectionUse::Acquire => return all.await.expect(OPEN),
-            ConnectionUse::Renew(_) => &self.for_renewals,
-            ConnectionUse::Release => &self.for_releases,
+            ConnectionUse::Renew(_) => &self.renewal_permits,
+            ConnectionUse::Release => &self.release_permits,
         };
         tokio::select! {
             biased;
@@ -208,7 +209,7 @@ impl<C: Connection> ConnectionPool<C> {
     fn push(&self, connection: C) {
         let mut idle = self.idle();
         idle.push(Idle { connection, since: Instant::now() });
-        // Connections of a past peak are closed one at a time.
+        // Each return closes at most one connection that has been unused since a past peak.
         let stale = idle.first().is_some_and(|oldest| oldest.since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);
@@ -220,7 +221,7 @@ impl<C: Connection> ConnectionPool<C> {
     }
 }
 
-// Implemented manually: the options contain a password and print it.
+// Implemented manually, because the debug output of `options` contains the password.
 impl<C: Connection> fmt::Debug for ConnectionPool<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ConnectionPool")
@@ -257,7 +258,8 @@ impl<'a, C: Connection> PooledConnection<'a, C> {
         (connection, ResponseTimer { pool: *pool, connection_use: *connection_use, permit })
     }
 
-    /// Returns whether the connection was idle before, so that it may have broken meanwhile.
+    /// Returns whether the connection was idle before this use. Such a connection may have broken
+    /// unnoticed.
     pub(crate) const fn was_idle(&self) -> bool {
         self.was_idle
     }
@@ -266,12 +268,12 @@ impl<'a, C: Connection> PooledConnection<'a, C> {
     /// transaction may be open.
     pub(crate) fn release(self) {
         self.pool.push(self.connection);
-        // Released last, so that the next caller finds the connection.
+        // The permit is released after the push, so that the next caller finds the connection.
         drop(self.permit);
     }
 }
 
-/// Waits for one answer.
+/// Waits for one response.
 pub(crate) struct ResponseTimer<'a, 's, C: Connection> {
     pool: &'a ConnectionPool<C>,
     connection_use: ConnectionUse,
@@ -281,9 +283,9 @@ pub(crate) struct ResponseTimer<'a, 's, C: Connection> {
 impl<C: Connection> ResponseTimer<'_, '_, C> {
     /// Waits for `response` up to the time limit. Returns `None` if the server did not answer.
     ///
-    /// After a shorter time it assumes that the connection is half open. The idle connections are
-    /// as old, so it closes them, and it permits one more connection in place of this one. So a
-    /// repeated renewal does not meet one half-open connection after the other.
+    /// After a shorter time, it assumes that this connection is half open. The idle connections are
+    /// equally old, so it closes them. It also permits one more connection in place of this
+    /// connection. So a repeated renewal does not use one half-open connection after another.
     pub(crate) async fn wait_for<T>(self, response: impl Future<Output = T>) -> Option<T> {
         let limits = &self.pool.limits;
         let late_after = limits.late_after(self.connection_use);
@@ -317,12 +319,12 @@ impl<C: Connection> DerefMut for PooledConnection<'_, C> {
 const PING_AFTER_IDLE: Duration = Duration::from_secs(30);
 
 /// The time limit for a ping or for closing a connection.
-const PING_LIMIT: Duration = Duration::from_secs(1);
+const PING_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The time after which an answer is late, in addition to the wait for a row.
+/// The time after which a response is late, in addition to the wait for a row.
 const LATE_AFTER: Duration = Duration::from_millis(500);
 
-/// The answer to a renewal is late after the lease divided by this number, which is before the
+/// The response to a renewal is late after the lease divided by this number. This is before the
 /// engine repeats the renewal.
 const LATE_LEASE_DIVISOR: u32 = 8;
 

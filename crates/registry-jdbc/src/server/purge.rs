@@ -1,5 +1,5 @@
-//! When rows are purged: after some of the releases, a batch of limited size. The statements are in
-//! `purge` of each store.
+//! Decides when rows are purged: some of the releases also delete a batch of limited size. The
+//! statements are in `sql` of each store.
 
 use std::future::Future;
 use std::time::Duration;
@@ -13,11 +13,11 @@ const PURGE_FIRST_BYTE: u8 = 0;
 /// The maximum time that a batch adds to a release, even if all connections are busy.
 const BATCH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The number of rows in a batch. It is twice the number that releases can have added since the
-/// last batch, so that at most half of all rows are dead.
+/// The number of rows in a batch. It is twice the number of releases between two batches, so that
+/// at most half of all rows are dead.
 pub(crate) const BATCH_ROWS: u16 = 512;
 
-/// Purges the batch that begins at a random id, after one in 256 releases.
+/// Purges the batch that begins at a random id, if `claim` is one of the 1 in 256 that do so.
 pub(crate) async fn maybe_purge<T, F>(claim: &Claim, purge_batch: impl FnOnce([u8; 32]) -> F)
 where
     F: Future<Output = Result<T, BackendError>>,

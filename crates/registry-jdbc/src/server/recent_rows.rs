@@ -1,13 +1,13 @@
-//! Remembers recent properties of rows. It is only a guess at the server's
-//! state: callers must verify it with the server.
+//! A set of rows with a recent property. The set is only a guess at the server's state: callers
+//! must verify it with the server.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::RowId;
 
-/// Rows that probably share one property: this process released them, or they are held. It helps a
-/// backend to send the best statement first.
+/// Rows that probably share one property, for example that this process released them. A backend
+/// uses the set to choose the statement that probably succeeds.
 #[derive(Debug, Default)]
 pub(crate) struct RecentRows(Mutex<HashSet<RowId>>);
 
@@ -23,7 +23,7 @@ impl RecentRows {
         rows.insert(id);
     }
 
-    /// Removes the row, and returns whether it was remembered.
+    /// Removes the row. Returns whether it was in the set.
     pub(crate) fn remove(&self, id: RowId) -> bool {
         self.rows().remove(&id)
     }
@@ -40,7 +40,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_row_is_remembered_once_and_their_number_is_limited() {
+    fn a_row_is_removed_once_and_the_number_of_rows_is_limited() {
         let rows = RecentRows::default();
         let row = |number: usize| RowId::new("", &Key::new(&number.to_string()).unwrap());
         assert!(!rows.remove(row(0)));

@@ -10,7 +10,7 @@ pub(crate) struct RowId([u8; 32]);
 
 impl RowId {
     pub(crate) fn new(namespace: &str, key: &Key) -> Self {
-        // The length prefix ensures that different pairs are different bytes.
+        // The length prefix ensures that different pairs yield different bytes.
         let length = u64::try_from(namespace.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
             .chain_update(length.to_be_bytes())
@@ -19,15 +19,15 @@ impl RowId {
         Self(hash.finalize().into())
     }
 
-    /// Returns the id of the native row for another program's lock `name`, in the part `part` of
-    /// its table. It never equals the id of a native lock.
-    pub(crate) fn for_foreign_lock(part: &str, name: &str) -> Self {
-        let length = u64::try_from(part.len()).unwrap_or(u64::MAX);
+    /// Returns the id of the native row for lock `name` of another program's table. `region_scope`
+    /// identifies the table and region. The id never equals the id of a native lock.
+    pub(crate) fn for_foreign_lock(region_scope: &str, name: &str) -> Self {
+        let length = u64::try_from(region_scope.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
             // No namespace has this length.
             .chain_update(u64::MAX.to_be_bytes())
             .chain_update(length.to_be_bytes())
-            .chain_update(part)
+            .chain_update(region_scope)
             .chain_update(name);
         Self(hash.finalize().into())
     }
@@ -40,7 +40,7 @@ impl RowId {
         short
     }
 
-    /// Returns the number of the lock's advisory lock.
+    /// Returns the key of the PostgreSQL advisory lock that a session takes for this lock.
     #[cfg(feature = "postgres")]
     pub(crate) fn advisory_lock_key(self) -> i64 {
         let mut number = [0; 8];
@@ -48,19 +48,20 @@ impl RowId {
         i64::from_be_bytes(number)
     }
 
-    /// Returns the mark of a transaction that holds this lock. A collision costs only a wait.
+    /// Returns the key of the PostgreSQL advisory lock by which a transaction shows that it holds
+    /// this lock. A collision costs only a wait.
     #[cfg(feature = "postgres")]
-    pub(crate) fn transaction_mark(self) -> i64 {
-        let mut mark = [0; 8];
-        mark.copy_from_slice(&self.0[8..16]);
-        i64::from_be_bytes(mark)
+    pub(crate) fn holder_lock_key(self) -> i64 {
+        let mut key = [0; 8];
+        key.copy_from_slice(&self.0[8..16]);
+        i64::from_be_bytes(key)
     }
 
     pub(crate) const fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// Returns 64 hexadecimal digits, the name of a named lock.
+    /// Returns 64 hexadecimal digits: the name of the MySQL named lock.
     #[cfg(feature = "mysql")]
     pub(crate) fn hex(self) -> String {
         use std::fmt::Write as _;

@@ -1,4 +1,4 @@
-//! Leases in the native tables: the operations on a lock's row. Only the server's clock is used.
+//! Leases in the native tables: the operations on a lock's row. All times are the server's.
 
 use std::fmt;
 
@@ -6,13 +6,13 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
 };
 
-use super::dialect::{Dialect, LeaseStore, Wakes, attempt_on_grant, key_of};
+use super::dialect::{Dialect, LeaseStore, WakeupSource, attempt_from_existing_grant, decode_key};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
 
-/// The statements that all kinds of servers have. The numbers of their values are the same on all
-/// servers, except those of a notification, which come last.
+/// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
+/// Notification parameters differ, so they come last.
 #[derive(Debug, Clone)]
 pub(crate) struct RowStatements {
     pub(crate) meta: StatementText,
@@ -20,11 +20,12 @@ pub(crate) struct RowStatements {
     pub(crate) reacquire: StatementText,
     pub(crate) current_grant: StatementText,
     pub(crate) holders: HolderStatements,
-    /// For servers that may not know which connection holds a row.
-    pub(crate) leases: Option<HolderStatements>,
+    /// The same queries without session holders, for servers that cannot identify the connection
+    /// that holds a row.
+    pub(crate) lease_holders_only: Option<HolderStatements>,
     pub(crate) release: StatementText,
     pub(crate) fence: StatementText,
-    pub(crate) fence_held: StatementText,
+    pub(crate) fence_session_grant: StatementText,
 }
 
 /// Queries for holders.
@@ -35,7 +36,7 @@ pub(crate) struct HolderStatements {
 }
 
 impl HolderStatements {
-    fn of(&self, key: Option<&Key>) -> &StatementText {
+    fn select(&self, key: Option<&Key>) -> &StatementText {
         if key.is_some() { &self.of_key } else { &self.of_namespace }
     }
 }
@@ -43,19 +44,20 @@ impl HolderStatements {
 /// The leases of one namespace.
 pub(crate) struct Rows<D: Dialect> {
     pub(crate) store: Store<D>,
-    pub(crate) wakes: D::Wakes,
+    pub(crate) wakeups: D::Wakeups,
     recently_released: RecentRows,
-    /// Rows for which a wait ended without a wake-up. Their next attempt probably finds them held,
-    /// so it reads the row first.
-    not_notified: RecentRows,
+    /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
+    /// held, so it reads the row before it tries to write.
+    rows_waited_without_wakeup: RecentRows,
 }
 
 impl<D: Dialect> Rows<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
-        let wakes = D::wakes(&store, &store.settings().namespace);
-        let (recently_released, not_notified) = (RecentRows::default(), RecentRows::default());
-        Ok(Self { store, wakes, recently_released, not_notified })
+        let wakeups = D::wakeups(&store, &store.settings().namespace);
+        let (recently_released, rows_waited_without_wakeup) =
+            (RecentRows::default(), RecentRows::default());
+        Ok(Self { store, wakeups, recently_released, rows_waited_without_wakeup })
     }
 
     fn statements(&self) -> &RowStatements {
@@ -74,13 +76,12 @@ impl<D: Dialect> Rows<D> {
         Value::bytes(self.store.settings().namespace.as_bytes())
     }
 
-    /// Returns the statement of [`fence`](LeaseStore::fence) for a grant that ends with a
-    /// connection.
-    pub(super) fn fence_held(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        self.fence_by(&self.statements().fence_held, claim, token)
+    /// Returns the fence statement for a session grant, which ends with its connection.
+    pub(super) fn fence_session_grant(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fence_statement(&self.statements().fence_session_grant, claim, token)
     }
 
-    fn fence_by<'a>(
+    fn fence_statement<'a>(
         &self,
         text: &'a StatementText,
         claim: &Claim,
@@ -94,29 +95,30 @@ impl<D: Dialect> Rows<D> {
     /// acquired or released the key between the statements.
     async fn acquire(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.id(claim.key());
-        let [block, label, lease] = [Value::block(claim), Value::label(claim), Value::lease(claim)];
+        let [token_block, label, lease] =
+            [Value::token_block(claim), Value::label(claim), Value::lease(claim)];
         let statement = if self.recently_released.remove(self.row_id(claim.key())) {
-            let values = [id, Value::claim(claim), block, label, lease];
+            let values = [id, Value::claim(claim), token_block, label, lease];
             Statement::new(&self.statements().reacquire, values)
         } else {
             let (namespace, key) = (self.namespace_value(), Value::key(claim.key()));
-            let values = [id, namespace, key, Value::claim(claim), block, label, lease];
+            let values = [id, namespace, key, Value::claim(claim), token_block, label, lease];
             Statement::new(&self.statements().acquire, values)
         };
-        let statement = statement.at_most_one();
-        // Only the engine may retry: the first request may be executed after the release that
-        // follows the second one.
+        let statement = statement.with_at_most_one_row();
+        // Only the engine retries: the server could execute a delayed first request after the
+        // release of a second, granted request.
         let answer =
             self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
         if let Some(token) = D::granted_token(&answer)? {
             let grant = Grant::new(fencing_token::<D>(token)?, claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
-        // The holder may be this claim itself, granted by an attempt whose answer was lost.
-        self.find_holder(claim, position).await.map_err(BackendError::as_unknown)
+        // The holder may be this claim itself, if the answer to an earlier attempt was lost.
+        self.attempt_from_current_row(claim, position).await.map_err(BackendError::as_unknown)
     }
 
-    pub(crate) async fn find_holder(
+    pub(crate) async fn attempt_from_current_row(
         &self,
         claim: &Claim,
         position: u64,
@@ -125,8 +127,8 @@ impl<D: Dialect> Rows<D> {
         let Some(row) = rows.first() else { return Ok(None) };
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
         let is_own = bytes::<D>(row, 0)?.as_deref() == Some(&claim.id().to_bytes());
-        let mark = self.wakes.mark(position, fencing_token::<D>(number::<D>(row, 1)?)?);
-        attempt_on_grant::<D>(claim, is_own, holder, mark).map(Some)
+        let mark = self.wakeups.busy_mark(position, fencing_token::<D>(number::<D>(row, 1)?)?);
+        attempt_from_existing_grant::<D>(claim, is_own, holder, mark).map(Some)
     }
 
     /// Returns claim, token, label and times of the key's grant.
@@ -139,17 +141,17 @@ impl<D: Dialect> Rows<D> {
         self.store.client.query(connection_use, &statement).await
     }
 
-    /// Returns the holder of one key, or the holders of the namespace. Leases alone if the server
-    /// does not know the others.
+    /// Returns the holder of one key, or the holders of the namespace. If the server cannot report
+    /// session holders, the query returns only leases.
     pub(crate) async fn query_holders(
         &self,
         key: Option<&Key>,
     ) -> Result<Vec<D::Row>, BackendError> {
         let value = key.map_or_else(|| self.namespace_value(), |key| self.id(key));
-        let RowStatements { holders, leases, .. } = self.statements();
-        match (self.store.query(holders.of(key), [value.clone()]).await, leases) {
-            (Err(error), Some(leases)) if D::lacks_holder_marks(&error) => {
-                self.store.query(leases.of(key), [value]).await
+        let RowStatements { holders, lease_holders_only, .. } = self.statements();
+        match (self.store.query(holders.select(key), [value.clone()]).await, lease_holders_only) {
+            (Err(error), Some(lease_holders)) if D::lacks_holder_locks(&error) => {
+                self.store.query(lease_holders.select(key), [value]).await
             }
             (rows, _) => rows,
         }
@@ -163,8 +165,8 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         &self.store
     }
 
-    fn wakes(&self) -> &D::Wakes {
-        &self.wakes
+    fn wakeups(&self) -> &D::Wakeups {
+        &self.wakeups
     }
 
     fn namespace(&self) -> &str {
@@ -172,8 +174,8 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
-        if self.not_notified.remove(self.row_id(claim.key()))
-            && let Some(holder) = self.find_holder(claim, position).await?
+        if self.rows_waited_without_wakeup.remove(self.row_id(claim.key()))
+            && let Some(holder) = self.attempt_from_current_row(claim, position).await?
         {
             return Ok(Some(holder));
         }
@@ -197,29 +199,30 @@ impl<D: Dialect> LeaseStore for Rows<D> {
             D::wait_for_fence(self, claim).await?;
         }
         let id = self.row_id(claim.key());
-        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::block(claim)];
-        values.extend(self.wakes.notification(id));
-        let statement = Statement::new(&self.statements().release, values).at_most_one();
+        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::token_block(claim)];
+        values.extend(self.wakeups.notification(id));
+        let statement = Statement::new(&self.statements().release, values).with_at_most_one_row();
         let released = self.store.release(&statement).await?.release_outcome();
         if released == Release::Freed {
             self.recently_released.insert(id);
         }
-        self.wakes.on_release(claim.key());
+        self.wakeups.on_release(claim.key());
         self.store.maybe_purge(claim).await;
         Ok(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let id = self.row_id(claim.key());
-        // The row stays remembered if this future is dropped before it returns.
-        self.not_notified.insert(id);
-        self.wakes.wait(id, busy.mark).await;
-        self.not_notified.remove(id);
+        // If this future is dropped during the wait, the row stays in the set.
+        self.rows_waited_without_wakeup.insert(id);
+        self.wakeups.wait(id, busy.mark).await;
+        self.rows_waited_without_wakeup.remove(id);
     }
 
-    /// Returns the holder of `key`. Of a caller's transaction only its existence is known.
+    /// Returns the holder of `key`. For a lock in a caller's transaction, the returned `Holder`
+    /// contains only the key.
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        // The key may change its holder or become free between the two queries.
+        // Between the two queries, the key may get another holder or become free.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             if let Some(row) = self.query_holders(Some(key)).await?.first() {
@@ -232,13 +235,13 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         Ok(Some(Holder::new(key.clone())))
     }
 
-    /// Returns the holders of the namespace. Keys of callers' transactions are not listed: their
-    /// rows are not visible to others before these transactions end.
+    /// Returns the holders of the namespace. Locks in callers' transactions are not listed: other
+    /// connections do not see their uncommitted rows.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let rows = self.query_holders(None).await?;
         let holder = |row: &D::Row| {
             let key = bytes::<D>(row, 0)?.and_then(|key| String::from_utf8(key).ok());
-            decode_holder::<D>(Holder::new(key_of::<D>(key.as_deref())?), row, 1)
+            decode_holder::<D>(Holder::new(decode_key::<D>(key.as_deref())?), row, 1)
         };
         rows.iter().map(holder).collect()
     }
@@ -249,12 +252,12 @@ impl<D: Dialect> LeaseStore for Rows<D> {
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = D::diagnose(&self.store).await?;
-        findings.extend(D::diagnose_wakes(self).await);
+        findings.extend(D::diagnose_wakeups(self).await);
         Ok(findings)
     }
 
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        self.fence_by(&self.statements().fence, claim, token)
+        self.fence_statement(&self.statements().fence, claim, token)
     }
 }
 

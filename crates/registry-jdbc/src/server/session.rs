@@ -1,12 +1,13 @@
 //! Locks that last as long as a connection. A session has one connection for all of its locks. A
-//! backend has either one session, or, see `sessions`, one for each lock. Contains no SQL, see
-//! [`SessionProtocol`].
+//! backend has one session, or one session for each lock (see `sessions`). This module contains no
+//! SQL, see [`SessionProtocol`].
 //!
 //! The connection actor in `connection_actor` runs one command at a time and completes each command
 //! that it has started. So a dropped caller leaves no partial exchange on the connection. The
-//! server counts no leases here, so the actor's task does: it releases a lock that is not renewed
-//! in time. While a lock is held, the task regularly checks on the server that the session still
-//! exists. If it does not, all locks are lost, and their holders are notified at once.
+//! server does not expire these locks. The actor's task does so: it releases a lock that is not
+//! renewed in time. While a lock is held, the task regularly checks on the server that the session
+//! still exists. If the session has ended, all locks are lost, and the task notifies their holders
+//! at once.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,7 +28,7 @@ use tokio::time::{Instant, Sleep, sleep, timeout};
 use super::connection_actor::{
     self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
 };
-use super::dialect::{Dialect, ServerErrors as _, Wakes as _};
+use super::dialect::{Dialect, ServerErrors as _, WakeupSource as _};
 use super::rows::Rows;
 use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
 use super::{PURGE_AFTER_MIN, error};
@@ -48,12 +49,12 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Acquires the lock if it is free. The session must not hold it yet. Writes the row, unless
-    /// the plan permits otherwise. Unless the lock is granted or the session is over, the session
-    /// does not hold the lock afterwards.
+    /// Acquires the lock if it is free. The session must not hold the lock yet. Writes the row,
+    /// unless `plan` provides a reserved token. If the result is neither a grant nor `Broken`, the
+    /// session does not hold the lock afterwards.
     ///
-    /// Does not wait for a row that another transaction has locked: all locks of the session would
-    /// wait with it.
+    /// Must not wait for a row that another transaction has locked, because all commands of the
+    /// session would wait too.
     fn try_acquire(
         &self,
         connection: &mut Self::Connection,
@@ -61,8 +62,8 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         plan: &TokenPlan,
     ) -> impl Future<Output = Result<LockAttempt, SessionFailure>> + Send;
 
-    /// Releases the lock. A failed release must end the session: while it exists, no other client
-    /// could acquire the lock.
+    /// Releases the lock. A failed release must end the session: while the session exists, no other
+    /// client can acquire the lock.
     fn unlock(
         &self,
         connection: &mut Self::Connection,
@@ -77,7 +78,7 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
 
     /// Ensures that the row of a held lock exists and contains the claim and its token. The row may
     /// have been purged, or it may contain `row_claim`, the earlier claim that reserved the token.
-    /// By default nothing: a locked row is not purged.
+    /// The default does nothing, because a locked row is not purged.
     fn ensure_row(
         &self,
         _connection: &mut Self::Connection,
@@ -88,23 +89,24 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
         std::future::ready(Ok(()))
     }
 
-    /// Receives a connection without locks, and may return it to the session.
+    /// Receives a connection that holds no locks. Returns the connection if the session keeps it.
     fn recycle(&self, connection: Self::Connection) -> Option<Self::Connection> {
         Some(connection)
     }
 
-    /// Returns the name of the server's lock. Two keys with the same name are never held at once.
-    fn name(&self, key: &Key) -> Vec<u8> {
+    /// Returns the name of the lock on the server. The session never holds two keys with the same
+    /// name at once.
+    fn lock_name(&self, key: &Key) -> Vec<u8> {
         self.rows().row_id(key).bytes().to_vec()
     }
 
-    /// Returns when the lock may have been released after `position`. Polls if the server sends no
+    /// Waits until the lock may have been released after `position`. Polls if the server sends no
     /// notifications.
     fn wait(&self, key: &Key, position: u64) -> impl Future<Output = ()> + Send {
-        self.rows().wakes.wait(self.rows().row_id(key), position)
+        self.rows().wakeups.wait(self.rows().row_id(key), position)
     }
 
-    /// Closes the idle connections that [`recycle`](Self::recycle) has kept.
+    /// Closes the idle connections that [`recycle`](Self::recycle) did not return.
     fn close_idle(&self) {}
 
     /// Returns the time limit for an answer.
@@ -113,14 +115,14 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
     }
 }
 
-/// What an attempt returned.
+/// The result of an attempt.
 #[derive(Debug)]
 pub(crate) enum LockAttempt {
     Grant(SessionGrant),
-    /// Another client holds the lock. The time that its lease has left, if the server returned it.
+    /// Another client holds the lock. Contains the time left of that client's lease, if known.
     Busy(Option<Duration>),
-    /// Another transaction has locked the row, so it is not known whether the lock is free. The
-    /// error is for callers that have retried long enough.
+    /// Another transaction has locked the row, so the server does not report whether the lock is
+    /// free. Contains the error to return after the last retry.
     RowLocked(BackendError),
 }
 
@@ -129,12 +131,12 @@ pub(crate) enum LockAttempt {
 pub(crate) enum SessionFailure {
     /// The server refused the command. Nothing was acquired or released, and the session continues.
     Rejected(BackendError),
-    /// The session is over.
+    /// The session has ended, or must end.
     Broken(BackendError),
 }
 
 impl SessionFailure {
-    /// Returns the failure of a command without which the session cannot continue.
+    /// Converts the failure of a command that must succeed for the session to continue.
     pub(crate) fn into_broken(self) -> Self {
         match self {
             Self::Rejected(error) | Self::Broken(error) => Self::Broken(error),
@@ -145,7 +147,7 @@ impl SessionFailure {
 /// The locks of one connection.
 pub(crate) struct SqlSession<P: SessionProtocol> {
     protocol: Arc<P>,
-    registries: Arc<InvalidationSet>,
+    subscribers: Arc<InvalidationSet>,
     actor: Mutex<Option<ActorHandle<P>>>,
     /// Whether a lock is held.
     has_locks: Arc<AtomicBool>,
@@ -161,16 +163,17 @@ struct ActorHandle<P: SessionProtocol> {
 impl<P: SessionProtocol> SqlSession<P> {
     /// Creates the session without connecting.
     pub(crate) fn new(protocol: P) -> Self {
-        Self::with_registries(Arc::new(protocol), Arc::default())
+        Self::with_subscribers(Arc::new(protocol), Arc::default())
     }
 
     /// Creates one of several sessions with the same protocol.
-    pub(super) fn with_registries(protocol: Arc<P>, registries: Arc<InvalidationSet>) -> Self {
-        Self { protocol, registries, actor: Mutex::default(), has_locks: Arc::default() }
+    pub(super) fn with_subscribers(protocol: Arc<P>, subscribers: Arc<InvalidationSet>) -> Self {
+        Self { protocol, subscribers, actor: Mutex::default(), has_locks: Arc::default() }
     }
 
-    /// Tries to acquire the lock. Retries for a short time while another transaction has the row
-    /// locked, as a purge does; between two attempts the connection is free for other statements.
+    /// Attempts to acquire the lock. While another transaction, such as a purge, has the row
+    /// locked, retries for a short time. Between two attempts the connection is free for other
+    /// commands.
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut pauses = ROW_LOCK_PAUSES.iter();
         loop {
@@ -188,8 +191,8 @@ impl<P: SessionProtocol> SqlSession<P> {
         }
     }
 
-    /// Sleeps by the timer of the session's runtime: the caller's runtime may end while another one
-    /// polls this.
+    /// Sleeps by the timer of the session's runtime. The caller's runtime may end while another
+    /// runtime polls the caller's future.
     fn pause(&self, pause: Duration) -> Sleep {
         let runtime = self.runtime();
         let _runtime = runtime.enter();
@@ -213,23 +216,23 @@ impl<P: SessionProtocol> SqlSession<P> {
         self.request(|reply| SessionCommand::Release { claim, reply }).await
     }
 
-    /// Ensures that a fence finds the row of the claim's lock. Returns false if the claim holds
-    /// nothing.
+    /// Ensures that a fence finds the row of the claim's lock. Returns false if the claim holds no
+    /// lock.
     pub(crate) async fn ensure_row(&self, claim: &Claim) -> Result<bool, BackendError> {
         let claim = claim.clone();
         self.request(|reply| SessionCommand::EnsureRow { claim, reply }).await?
     }
 
     pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
-        self.registries.subscribe(invalidations);
+        self.subscribers.subscribe(invalidations);
     }
 
     pub(super) fn holds_locks(&self) -> bool {
         self.has_locks.load(Ordering::Acquire)
     }
 
-    /// Closes the session, unless it holds locks, which may belong to another registry. The next
-    /// acquisition opens a new one.
+    /// Closes the session, unless it still holds locks, for example of another registry. The next
+    /// acquisition opens a new session.
     pub(crate) async fn close(&self) {
         let commands = self.actor().as_ref().map(|actor| actor.commands.clone());
         let Some(commands) = commands else { return };
@@ -258,7 +261,7 @@ impl<P: SessionProtocol> SqlSession<P> {
         response.await.map_err(|_| error::closed(P::Database::STORE))
     }
 
-    /// Starts the command. Opens a new connection actor if the runtime of the last one has ended.
+    /// Starts the command. If the runtime of the connection actor has ended, opens a new actor.
     fn dispatch(&self, command: SessionCommand) -> Dispatch<P> {
         let mut actor = self.actor();
         let handle = actor.get_or_insert_with(|| self.open());
@@ -272,7 +275,7 @@ impl<P: SessionProtocol> SqlSession<P> {
         *handle = self.open();
         match handle.actor.try_start(command, SessionState::run) {
             StartOutcome::Inline(command) => Dispatch::Inline(command),
-            // In a runtime that is about to end, the new task is gone too. Sending the command then
+            // If the runtime is about to end, the new task has ended too. Sending the command then
             // returns an error.
             StartOutcome::InUse(command) | StartOutcome::Closed(command) => {
                 Dispatch::Queue(handle.commands.clone(), command)
@@ -288,7 +291,7 @@ impl<P: SessionProtocol> SqlSession<P> {
         self.has_locks.store(false, Ordering::Release);
         let state = SessionState {
             protocol: Arc::clone(&self.protocol),
-            registries: Arc::clone(&self.registries),
+            subscribers: Arc::clone(&self.subscribers),
             connection: None,
             held: HashMap::new(),
             reservations: TokenReservations::default(),
@@ -302,10 +305,10 @@ impl<P: SessionProtocol> SqlSession<P> {
         ActorHandle { actor, commands, task }
     }
 
-    /// Returns the runtime of a registry. A caller's runtime may end while locks that it took are
-    /// still held.
+    /// Returns the runtime of a registry. A caller's own runtime may end while its locks are still
+    /// held.
     fn runtime(&self) -> Handle {
-        self.registries.runtime().unwrap_or_else(Handle::current)
+        self.subscribers.runtime().unwrap_or_else(Handle::current)
     }
 
     fn actor(&self) -> MutexGuard<'_, Option<ActorHandle<P>>> {
@@ -321,8 +324,8 @@ enum Dispatch<P: SessionProtocol> {
     Queue(CommandSenders, SessionCommand),
 }
 
-/// The queues of a session's connection. Renewals and releases go first: each acquisition before
-/// them would cost a round trip, and a lock that is not renewed in time is lost.
+/// The queues of a session's connection. Renewals and releases have priority: each acquisition
+/// before a renewal delays it by a round trip, and a late renewal loses the lock.
 #[derive(Clone)]
 struct CommandSenders {
     urgent: mpsc::Sender<SessionCommand>,
@@ -332,7 +335,7 @@ struct CommandSenders {
 impl CommandSenders {
     fn queue_for(&self, command: &SessionCommand) -> &mpsc::Sender<SessionCommand> {
         let is_acquisition = matches!(command, SessionCommand::Acquire { .. });
-        if is_acquisition && !mutated(Mutant::SessionRenewsInTurn) {
+        if is_acquisition && !mutated(Mutant::SessionRenewsInQueue) {
             &self.acquisitions
         } else {
             &self.urgent
@@ -416,14 +419,14 @@ impl SessionCommand {
     }
 }
 
-/// The answer to an acquisition.
+/// The response to an acquisition.
 enum AcquireResponse {
     Attempt(Attempt),
     /// As [`LockAttempt::RowLocked`].
     RowLocked(BackendError),
 }
 
-/// The answer to a command, with its reply channel.
+/// The response to a command, with its reply channel.
 enum CommandResponse {
     Acquire(
         oneshot::Sender<Result<AcquireResponse, BackendError>>,
@@ -436,8 +439,7 @@ enum CommandResponse {
 }
 
 impl CommandResponse {
-    /// Sends the answer. The caller may have been dropped. Then an unreceived grant ends with its
-    /// lease.
+    /// Sends the response. If the caller was dropped, an unreceived grant ends with its lease.
     fn send(self) {
         match self {
             Self::Acquire(reply, response) => drop(reply.send(response)),
@@ -449,10 +451,10 @@ impl CommandResponse {
     }
 }
 
-/// The task of the connection actor. Ends when all senders are dropped; held locks then end with
-/// the connection.
-async fn run_actor<P: SessionProtocol>(guard: CloseOnDrop<P>, mut queue: CommandQueue) {
-    let CloseOnDrop(actor) = &guard;
+/// Runs the task of the connection actor. The task ends when all senders are dropped. Held locks
+/// then end with the connection.
+async fn run_actor<P: SessionProtocol>(close_on_drop: CloseOnDrop<P>, mut queue: CommandQueue) {
+    let CloseOnDrop(actor) = &close_on_drop;
     loop {
         let mut command = tokio::select! {
             biased;
@@ -462,9 +464,9 @@ async fn run_actor<P: SessionProtocol>(guard: CloseOnDrop<P>, mut queue: Command
                 None => return,
             },
         };
-        let Some((mut state, finished)) = actor.take_state().await else { return };
-        if let Some(finished) = finished {
-            finished.send();
+        let Some((mut state, response)) = actor.take_over().await else { return };
+        if let Some(response) = response {
+            response.send();
         }
         loop {
             if state.next_due().is_some_and(|time| time <= Instant::now()) {
@@ -478,7 +480,7 @@ async fn run_actor<P: SessionProtocol>(guard: CloseOnDrop<P>, mut queue: Command
     }
 }
 
-/// Drops the actor's state when the task ends.
+/// Closes the actor when its task ends, so that the state is dropped.
 struct CloseOnDrop<P: SessionProtocol>(Arc<ConnectionActor<SessionState<P>>>);
 
 impl<P: SessionProtocol> Drop for CloseOnDrop<P> {
@@ -490,16 +492,16 @@ impl<P: SessionProtocol> Drop for CloseOnDrop<P> {
 /// The state of the connection actor.
 struct SessionState<P: SessionProtocol> {
     protocol: Arc<P>,
-    registries: Arc<InvalidationSet>,
+    subscribers: Arc<InvalidationSet>,
     connection: Option<P::Connection>,
-    /// Empty if there is no connection.
+    /// The held locks by lock name. Empty if there is no connection.
     held: HashMap<Vec<u8>, HeldLock>,
     reservations: TokenReservations,
     /// A copy of `!held.is_empty()` for other tasks.
     has_locks: Arc<AtomicBool>,
-    /// When to check that the session still exists, if a lock is held.
+    /// When to check next that the session still exists. `None` if no lock is held.
     check_at: Option<Instant>,
-    /// No lease ends before this.
+    /// No lease ends before this time.
     next_expiry: Option<Instant>,
 }
 
@@ -507,11 +509,11 @@ struct HeldLock {
     key: Key,
     claim: ClaimId,
     token: FencingToken,
-    /// The claim in the row: its own, or an earlier one of this session.
+    /// The claim in the row: `claim`, or an earlier claim of this session that reserved the token.
     row_claim: ClaimId,
     label: Option<String>,
     since: Instant,
-    /// The lock is released then, unless it is renewed.
+    /// The time at which the lock is released, unless it is renewed.
     until: Instant,
 }
 
@@ -533,8 +535,7 @@ impl<P: SessionProtocol> SessionState<P> {
 
     async fn execute(&mut self, command: SessionCommand) -> CommandResponse {
         let response = match command {
-            // The caller's own time-out has probably passed, and its next attempt is queued behind
-            // this one.
+            // The caller has probably timed out, and its next attempt is already queued.
             SessionCommand::Acquire { requested_at, reply, .. }
                 if requested_at.elapsed()
                     > self.protocol.response_timeout() / QUEUE_TIME_DIVISOR =>
@@ -565,7 +566,8 @@ impl<P: SessionProtocol> SessionState<P> {
         response
     }
 
-    /// Runs before an answer is sent: a caller that sees that nothing is held may drop the session.
+    /// Must run before the response is sent: a caller that finds `has_locks` false may drop the
+    /// session.
     fn after_command(&mut self) {
         if self.held.is_empty() {
             self.connection =
@@ -575,10 +577,10 @@ impl<P: SessionProtocol> SessionState<P> {
     }
 
     async fn try_acquire(&mut self, claim: &Claim) -> Result<AcquireResponse, BackendError> {
-        let name = self.protocol.name(claim.key());
+        let name = self.protocol.lock_name(claim.key());
         self.release_expired().await;
         if self.held.get(&name).is_some_and(|held| held.claim != claim.id()) {
-            // An operator may just have ended the session, to free the key.
+            // An operator may have ended the session to free the key.
             self.check_session().await;
         }
         if let Some(held) = self.held.get(&name) {
@@ -591,7 +593,8 @@ impl<P: SessionProtocol> SessionState<P> {
         }
         let requested_at = Instant::now();
         let attempt = match self.attempt_lock(&name, claim).await {
-            // An idle connection may break unnoticed. Nothing was held, so nothing is lost.
+            // An idle connection may have broken unnoticed. The session held no lock, so a new
+            // session loses none.
             Err(SessionFailure::Broken(_)) if self.held.is_empty() => {
                 self.end_session();
                 self.attempt_lock(&name, claim).await
@@ -601,13 +604,13 @@ impl<P: SessionProtocol> SessionState<P> {
         let granted = match self.end_if_broken(attempt)? {
             LockAttempt::Grant(granted) => granted,
             LockAttempt::Busy(lease_left) => {
-                self.reservations.forget(&name);
+                self.reservations.remove(&name);
                 let busy = Busy::new();
                 let busy = lease_left.into_iter().fold(busy, Busy::with_retry_after);
                 return Ok(AcquireResponse::Attempt(Attempt::Busy(busy)));
             }
             LockAttempt::RowLocked(error) => {
-                self.reservations.forget(&name);
+                self.reservations.remove(&name);
                 return Ok(AcquireResponse::RowLocked(error));
             }
         };
@@ -638,10 +641,10 @@ impl<P: SessionProtocol> SessionState<P> {
         let limit = self.protocol.response_timeout();
         let connection = match &mut self.connection {
             Some(connection) => connection,
-            none => {
+            slot @ None => {
                 self.reservations.clear();
                 let connected = self.protocol.connect().await;
-                none.insert(
+                slot.insert(
                     connected.map_err(|error| SessionFailure::Rejected(error.as_refused()))?,
                 )
             }
@@ -653,14 +656,14 @@ impl<P: SessionProtocol> SessionState<P> {
         })
     }
 
-    /// One check of the session covers all of its locks.
+    /// Renews the claims that the session holds. One check of the session covers all of its locks.
     async fn renew(&mut self, claims: &[Claim]) -> Vec<Renewal> {
         if !self.held.is_empty() {
             self.check_session().await;
         }
         let now = Instant::now();
         let responses = claims.iter().map(|claim| {
-            let held = self.held.get_mut(&self.protocol.name(claim.key()));
+            let held = self.held.get_mut(&self.protocol.lock_name(claim.key()));
             match held.filter(|held| held.claim == claim.id() && held.until > now) {
                 Some(held) => {
                     held.until = held.until.max(now + claim.lease());
@@ -673,30 +676,30 @@ impl<P: SessionProtocol> SessionState<P> {
     }
 
     async fn release(&mut self, claim: &Claim) -> Release {
-        let name = self.protocol.name(claim.key());
+        let name = self.protocol.lock_name(claim.key());
         self.release_expired().await;
         if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
             return Release::NotHeld;
         }
-        // After a broken session it is unknown whether the lock was held until now, and a retry is
-        // useless.
+        // If the session has ended, it is unknown how long the lock was held, and a retry is
+        // useless. So the result is `NotHeld`.
         if self.unlock(&name).await { Release::Freed } else { Release::NotHeld }
     }
 
     async fn ensure_row(&mut self, claim: &Claim) -> Result<bool, BackendError> {
-        let name = self.protocol.name(claim.key());
+        let name = self.protocol.lock_name(claim.key());
         self.release_expired().await;
         let held = self.held.get_mut(&name);
         let (Some(held), Some(connection)) = (held, &mut self.connection) else { return Ok(false) };
         if held.claim != claim.id() {
             return Ok(false);
         }
-        // A fence locks the row, so it blocks only grants that write it. Without a reservation, the
-        // next grant writes it.
-        if !mutated(Mutant::SessionForgetsFences) {
-            self.reservations.forget(&name);
+        // A fence blocks only grants that write the row. Without a reservation, the next grant must
+        // write the row.
+        if !mutated(Mutant::SessionSkipsFenceWrite) {
+            self.reservations.remove(&name);
         }
-        if held.row_claim == claim.id() && held.since.elapsed() < PURGE_SAFE_AGE {
+        if held.row_claim == claim.id() && held.since.elapsed() < PURGE_AGE_MIN {
             return Ok(true);
         }
         let ensured = self.protocol.ensure_row(connection, claim, held.token, held.row_claim);
@@ -711,7 +714,8 @@ impl<P: SessionProtocol> SessionState<P> {
         self.end_if_broken(ensured).map(|()| true)
     }
 
-    /// Releases the lock. Returns whether the server confirmed it; otherwise the session is over.
+    /// Releases the lock. Returns whether the server confirmed the release. Otherwise ends the
+    /// session.
     async fn unlock(&mut self, name: &[u8]) -> bool {
         let (Some(held), Some(connection)) = (self.held.get(name), &mut self.connection) else {
             return false;
@@ -722,7 +726,7 @@ impl<P: SessionProtocol> SessionState<P> {
         self.held.remove(name);
         let released = matches!(released, Ok(Ok(())));
         if !released {
-            // Only the end of the session frees a lock whose release failed.
+            // If a release failed, only the end of the session frees the lock.
             self.end_session();
         }
         released
@@ -746,7 +750,7 @@ impl<P: SessionProtocol> SessionState<P> {
         let expired = self.held.iter().filter(|(_, held)| held.until <= now);
         let expired: Vec<Vec<u8>> = expired.map(|(name, _)| name.clone()).collect();
         for name in expired {
-            // A failed release ends the session, which releases the lock too.
+            // A failed release ends the session, which also releases the lock.
             self.unlock(&name).await;
         }
         self.next_expiry = self.held.values().map(|held| held.until).min();
@@ -779,18 +783,18 @@ impl<P: SessionProtocol> SessionState<P> {
 
     /// Ends the session, and notifies the holders.
     fn end_session(&mut self) {
-        // The connection is closed before the holders are notified, so that the server can notice
-        // the end of the session first.
+        // The connection is closed first, so that the server can free the locks before the holders
+        // react.
         self.connection = None;
         self.check_at = None;
         self.next_expiry = None;
         self.reservations.clear();
         let held = std::mem::take(&mut self.held);
-        held.values().for_each(|held| self.registries.notify(&held.key));
+        held.values().for_each(|held| self.subscribers.notify(&held.key));
     }
 }
 
-/// Notifies the holders if the runtime ends, or a command panics, while locks are held.
+/// The drop notifies the holders if the runtime ends, or a command panics, while locks are held.
 impl<P: SessionProtocol> Drop for SessionState<P> {
     fn drop(&mut self) {
         self.end_session();
@@ -810,7 +814,8 @@ impl HeldLock {
 /// The maximum number of queued commands. Further callers wait for capacity.
 const QUEUE_MAX: usize = 1024;
 
-/// An acquisition that was queued for longer than `response_timeout` divided by this is refused.
+/// An acquisition that was queued for longer than `response_timeout` divided by this number is
+/// refused.
 const QUEUE_TIME_DIVISOR: u32 = 3;
 
 /// The pauses between attempts while another transaction has the row locked. A purge ends sooner; a
@@ -822,8 +827,8 @@ const ROW_LOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(100),
 ];
 
-/// No row is purged sooner than this after a grant.
-const PURGE_SAFE_AGE: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
+/// The minimum age of a row at its purge, counted from the grant.
+const PURGE_AGE_MIN: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// The interval between checks of the session while a lock is held.
 const CHECK_INTERVAL: Duration = Duration::from_millis(300);

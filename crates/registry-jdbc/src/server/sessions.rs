@@ -1,7 +1,7 @@
-//! Locks with one connection each, because only the end of a transaction releases a row lock. So
-//! the number of locks is limited. Used by the row backends.
+//! Row locks: each lock has its own session and connection, because only the end of a transaction
+//! releases a row. So the number of locks is limited. Used by backends in mode `Row`.
 //!
-//! A waiting caller has no connection: an attempt uses one and returns it.
+//! A waiting caller has no connection: each attempt takes a connection and returns it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -17,10 +17,10 @@ use tokio::time::Instant;
 
 use super::session::{SessionProtocol, SqlSession};
 
-/// The sessions of all locks of one backend.
+/// The sessions of one backend, one for each lock.
 pub(crate) struct SqlSessions<P: SessionProtocol> {
     protocol: Arc<P>,
-    registries: Arc<InvalidationSet>,
+    subscribers: Arc<InvalidationSet>,
     /// By lock name. Each user of a session has a clone of its `Arc`.
     sessions: Mutex<HashMap<Vec<u8>, Arc<SqlSession<P>>>>,
 }
@@ -30,7 +30,7 @@ impl<P: SessionProtocol> SqlSessions<P> {
     pub(crate) fn new(protocol: P) -> Self {
         Self {
             protocol: Arc::new(protocol),
-            registries: Arc::default(),
+            subscribers: Arc::default(),
             sessions: Mutex::default(),
         }
     }
@@ -44,7 +44,8 @@ impl<P: SessionProtocol> SqlSessions<P> {
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        // Concurrently, so that a connection without an answer does not delay the others.
+        // The renewals run concurrently, so that a connection without an answer does not delay
+        // other renewals.
         join_all(claims.iter().map(|claim| async {
             let session = self.session_for(claim.key());
             let mut responses = session.renew(std::slice::from_ref(claim)).await;
@@ -58,16 +59,16 @@ impl<P: SessionProtocol> SqlSessions<P> {
     }
 
     pub(crate) fn subscribe_invalidations(&self, invalidations: Invalidations) {
-        self.registries.subscribe(invalidations);
+        self.subscribers.subscribe(invalidations);
     }
 
     fn session_for(&self, key: &Key) -> SessionRef<'_, P> {
-        let name = self.protocol.name(key);
+        let name = self.protocol.lock_name(key);
         let mut sessions = self.sessions();
         let session = sessions.entry(name.clone()).or_insert_with(|| {
-            Arc::new(SqlSession::with_registries(
+            Arc::new(SqlSession::with_subscribers(
                 Arc::clone(&self.protocol),
-                Arc::clone(&self.registries),
+                Arc::clone(&self.subscribers),
             ))
         });
         SessionRef { owner: self, session: Some(Arc::clone(session)), name }
@@ -86,7 +87,7 @@ impl<P: SessionProtocol> fmt::Debug for SqlSessions<P> {
     }
 }
 
-/// A session in use. The last user removes it if it holds nothing.
+/// A session in use. The drop of the last reference removes a session that holds no lock.
 struct SessionRef<'a, P: SessionProtocol> {
     owner: &'a SqlSessions<P>,
     /// `None` only during the drop.
@@ -98,7 +99,7 @@ impl<P: SessionProtocol> std::ops::Deref for SessionRef<'_, P> {
     type Target = SqlSession<P>;
 
     fn deref(&self) -> &SqlSession<P> {
-        self.session.as_ref().expect("it is here until it is dropped")
+        self.session.as_ref().expect("the session is present until the drop")
     }
 }
 
@@ -106,7 +107,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     fn drop(&mut self) {
         let mut sessions = self.owner.sessions();
         drop(self.session.take());
-        // Clones are created only under this lock, so the count is exact.
+        // Clones are created only under this mutex, so the count is exact.
         let is_unused = |session: &Arc<SqlSession<P>>| {
             Arc::strong_count(session) == 1 && !session.holds_locks()
         };
@@ -115,7 +116,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
         } else {
             None
         };
-        // Sessions whose lock has ended without a release.
+        // Sessions of locks that have ended without a release.
         let expired: Vec<_> = if sessions.len() > UNUSED_SESSIONS_MAX {
             sessions.extract_if(|_, session| is_unused(session)).collect()
         } else {
@@ -126,7 +127,7 @@ impl<P: SessionProtocol> Drop for SessionRef<'_, P> {
     }
 }
 
-/// A limited number of connections, one for each lock.
+/// A pool of connections, one for each row lock.
 pub(crate) struct RowLockConnections<C> {
     max: u32,
     permits: Arc<Semaphore>,
@@ -148,8 +149,8 @@ impl<C> RowLockConnections<C> {
         let permit = Arc::clone(&self.permits).try_acquire_owned();
         let permit = permit.map_err(|_| RowLocksExhausted { locks_max: self.max })?;
         let last = self.idle().pop();
-        // Firewalls drop idle connections without a notification, and the others have been idle for
-        // longer.
+        // Firewalls drop idle connections without a notification. All other connections have been
+        // idle for longer, so they are closed too.
         let is_stale = last.as_ref().is_some_and(|(_, since)| since.elapsed() > IDLE_MAX);
         if is_stale {
             self.close_idle();
@@ -157,20 +158,20 @@ impl<C> RowLockConnections<C> {
         Ok((permit, last.filter(|_| !is_stale).map(|(connection, _)| connection)))
     }
 
-    /// Returns a connection without a lock.
+    /// Returns a connection that holds no lock to the pool.
     pub(crate) fn release(&self, permit: RowLockPermit, connection: C) {
         let mut idle = self.idle();
         idle.push((connection, Instant::now()));
-        // Connections of a past peak are closed one at a time.
+        // Each return closes at most one connection that has been unused since a past peak.
         let stale = idle.first().is_some_and(|(_, since)| since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);
         drop(stale);
-        // Released last, so that the next caller finds the connection.
+        // The permit is released after the push, so that the next caller finds the connection.
         drop(permit);
     }
 
-    /// Closes the connections without a lock.
+    /// Closes the connections that hold no lock.
     pub(crate) fn close_idle(&self) {
         let idle = std::mem::take(&mut *self.idle());
         drop(idle);
@@ -184,8 +185,8 @@ impl<C> RowLockConnections<C> {
 /// The limit of row locks is reached. It is the [source](std::error::Error::source) of the
 /// [`BackendError`] that an attempt beyond the limit returns.
 ///
-/// A row lock occupies a connection of its own while it is held, so the number is limited. The
-/// limit is `with_row_locks` of the store's configuration.
+/// Each held row lock occupies a connection, so the number of row locks is limited. The limit is
+/// `with_row_locks` of the store's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the limit of {locks_max} row locks is reached")]
 #[non_exhaustive]
@@ -204,7 +205,7 @@ impl RowLocksExhausted {
     }
 }
 
-/// The number of sessions above which unused ones are removed.
+/// The number of sessions above which all unused sessions are removed.
 const UNUSED_SESSIONS_MAX: usize = 64;
 
 /// The idle time after which a connection is no longer used.

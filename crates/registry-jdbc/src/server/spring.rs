@@ -13,15 +13,15 @@ use registry_core::{ClaimId, Key};
 /// generation. For Spring 6 and before they must also agree on the time to live. Both sides should
 /// know:
 ///
-/// - Spring checks the end of a lock by its own host's clock, this program by the server's. A
-///   Spring host whose clock is ahead acquires locks too early. Keep the clocks synchronised, and
-///   use leases much longer than the clock difference.
-/// - The table contains a UUID instead of the key. A key with the form of a UUID is used itself, in
-///   lower case; any other key is converted by Java's `UUID.nameUUIDFromBytes`. So a key and its
-///   UUID are the same lock, and so are two UUIDs that differ only in case.
+/// - Spring checks the end of a lock by its own host's clock, and this program by the server's
+///   clock. A Spring host whose clock is ahead acquires locks too early. Keep the clocks
+///   synchronised, and use leases much longer than the clock difference.
+/// - The table contains a UUID instead of the key. A key with the form of a UUID is stored in lower
+///   case. Any other key is converted by Java's `UUID.nameUUIDFromBytes`. So a key and its UUID are
+///   the same lock. Two UUIDs that differ only in case are also the same lock.
 /// - Rows are deleted at release. Fencing tokens, labels and keys are in the native tables of this
-///   program. A lock that Spring holds has no token and no label. It is listed by its UUID, which
-///   is a key of the same lock.
+///   program. A lock that Spring holds has no token and no label, and is listed by its UUID. The
+///   UUID is also a valid key of the lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpringTable {
     pub(crate) generation: Generation,
@@ -29,12 +29,12 @@ pub struct SpringTable {
     region: String,
 }
 
-/// What a row contains about the end of its lock.
+/// The generation of the table, which determines how a row stores the end of its lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Generation {
-    /// The start of the lock. Each reader adds its own time to live.
+    /// A row contains the start of the lock. Each reader adds its own time to live.
     V6 { ttl: Duration },
-    /// The end of the lock.
+    /// A row contains the end of the lock.
     V7,
 }
 
@@ -50,10 +50,10 @@ impl SpringTable {
     /// contains the start of its lock, and each reader adds its own time to live.
     ///
     /// `ttl` must equal the peers' `timeToLive`, to the millisecond; Spring's default is 10 s.
-    /// Otherwise one side would acquire the other's locks while they are held. Leases may differ
-    /// from `ttl`: the row then contains a start that yields the correct end. This program writes
-    /// UTC, as Spring does from version 6.0. Versions 6.1.8 to 6.5.8 do so only if Java's default
-    /// time zone is UTC.
+    /// Otherwise one side would acquire locks that the other side holds. Leases may differ from
+    /// `ttl`: the row then contains a start that yields the correct end. This program writes UTC,
+    /// like Spring since version 6.0. Spring 6.1.8 to 6.5.8 writes UTC only if Java's default time
+    /// zone is UTC.
     #[must_use]
     pub fn v6(ttl: Duration) -> Self {
         Self::with_generation(Generation::V6 { ttl })
@@ -83,8 +83,8 @@ impl SpringTable {
         &self.region
     }
 
-    /// Returns the schema, if the prefix contains one, and the name.
-    pub(crate) fn name(&self) -> (Option<&str>, String) {
+    /// Returns the table's schema, if the prefix contains a schema, and the table's name.
+    pub(crate) fn schema_and_name(&self) -> (Option<&str>, String) {
         match self.prefix.split_once('.') {
             Some((schema, prefix)) => (Some(schema), format!("{prefix}LOCK")),
             None => (None, format!("{}LOCK", self.prefix)),
@@ -109,7 +109,7 @@ impl SpringTable {
                 self.prefix
             ));
         }
-        // Characters that every collation keeps distinct, apart from the case of letters.
+        // Every collation distinguishes these characters, apart from the case of letters.
         let is_unambiguous =
             |c: char| c.is_ascii_graphic() && !matches!(c, '\'' | '"' | '`' | '\\' | '$');
         if self.region.is_empty()
@@ -130,9 +130,9 @@ impl SpringTable {
     }
 }
 
-/// Returns the LOCK_KEY. A key in the usual form of a UUID is used itself. Any other key is
+/// Returns the `LOCK_KEY` column. A key in the usual form of a UUID stays a UUID. Any other key is
 /// converted by Java's `UUID.nameUUIDFromBytes`: its MD5 hash with the bits of version 3. RFC 4122
-/// differs: it hashes a namespace first.
+/// differs: it also hashes a namespace.
 pub(crate) fn lock_key(key: &Key) -> String {
     if is_uuid(key.as_str()) {
         return key.as_str().to_ascii_lowercase();
@@ -143,7 +143,7 @@ pub(crate) fn lock_key(key: &Key) -> String {
     uuid(&hash)
 }
 
-/// Returns the CLIENT_ID. Each claim is its own owner.
+/// Returns the `CLIENT_ID` column. Each claim is its own owner.
 pub(crate) fn client_id(id: ClaimId) -> String {
     uuid(&id.to_bytes())
 }
@@ -154,8 +154,8 @@ pub(crate) fn uuid(bytes: &[u8; 16]) -> String {
     [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
 }
 
-/// Returns whether `client` is the CLIENT_ID of this claim.
-pub(crate) fn is_claim(client: Option<&str>, claim: Option<&[u8]>) -> bool {
+/// Returns whether `client` is the `CLIENT_ID` of this claim.
+pub(crate) fn is_client_id_of(client: Option<&str>, claim: Option<&[u8]>) -> bool {
     let claim = claim.and_then(|claim| <[u8; 16]>::try_from(claim).ok());
     claim.is_some_and(|claim| client == Some(uuid(&claim).as_str()))
 }
@@ -176,7 +176,7 @@ pub(crate) const PEER_POLL: Duration = Duration::from_millis(100);
 const TTL_MIN: Duration = Duration::from_millis(100);
 const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-/// The finding of `lockreg doctor` for every such table.
+/// The finding of `lockreg doctor` for every Spring table.
 pub(crate) const CLOCK_WARNING: &str = "locks are shared with Spring, whose programs check the end of a lock by their own hosts' clocks; keep these clocks synchronised";
 
 impl SpringTable {
@@ -198,14 +198,14 @@ impl SpringTable {
 mod tests {
     use super::*;
 
-    fn of(text: &str) -> String {
+    fn lock_key_of(text: &str) -> String {
         lock_key(&Key::new(text).unwrap())
     }
 
     #[test]
     fn lock_keys_equal_those_of_java() {
-        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. Its vector for an empty key does not
-        // apply: empty keys are invalid.
+        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. The expected UUID of an empty key is
+        // checked separately, because empty keys are invalid.
         for (key, uuid) in [
             ("foo", "acbd18db-4cc2-385c-adef-654fccc4a4d8"),
             ("bar", "37b51d19-4a75-33e4-9b56-f6524f2d51f2"),
@@ -213,27 +213,27 @@ mod tests {
             ("order:42", "d978d567-2fe1-37dc-b580-4df0b784b958"),
             ("ключ", "c3657b66-c60a-3072-92aa-e11f07b04ae7"),
         ] {
-            assert_eq!(of(key), uuid, "{key}");
+            assert_eq!(lock_key_of(key), uuid, "{key}");
         }
-        let mut may_be_empty: [u8; 16] = Md5::digest("").into();
-        may_be_empty[6] = may_be_empty[6] & 0x0f | 0x30;
-        may_be_empty[8] = may_be_empty[8] & 0x3f | 0x80;
-        assert_eq!(uuid(&may_be_empty), "d41d8cd9-8f00-3204-a980-0998ecf8427e");
+        let mut empty_key_hash: [u8; 16] = Md5::digest("").into();
+        empty_key_hash[6] = empty_key_hash[6] & 0x0f | 0x30;
+        empty_key_hash[8] = empty_key_hash[8] & 0x3f | 0x80;
+        assert_eq!(uuid(&empty_key_hash), "d41d8cd9-8f00-3204-a980-0998ecf8427e");
     }
 
     #[test]
     fn a_uuid_key_is_used_in_lower_case() {
-        let small = "acbd18db-4cc2-385c-adef-654fccc4a4d8";
-        assert_eq!(of(small), small);
-        assert_eq!(of("ACBD18DB-4cc2-385C-adef-654fccc4a4d8"), small);
+        let lower_case = "acbd18db-4cc2-385c-adef-654fccc4a4d8";
+        assert_eq!(lock_key_of(lower_case), lower_case);
+        assert_eq!(lock_key_of("ACBD18DB-4cc2-385C-adef-654fccc4a4d8"), lower_case);
         for other in [
             "acbd18db4cc2385cadef654fccc4a4d8",
             "{acbd18db-4cc2-385c-adef-654fccc4a4d8}",
             "acbd18db-4cc2-385c-adef-654fccc4a4dg",
             "acbd18d-b4cc2-385c-adef-654fccc4a4d8",
         ] {
-            assert_ne!(of(other), other, "{other}");
-            assert!(is_uuid(&of(other)));
+            assert_ne!(lock_key_of(other), other, "{other}");
+            assert!(is_uuid(&lock_key_of(other)));
         }
     }
 
@@ -241,16 +241,19 @@ mod tests {
     fn a_claim_is_an_owner_of_36_characters() {
         let id = ClaimId::from_bits(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
         assert_eq!(client_id(id), "01234567-89ab-cdef-0011-223344556677");
-        assert!(is_claim(Some(&client_id(id)), Some(&id.to_bytes())));
-        assert!(!is_claim(None, Some(&id.to_bytes())));
-        assert!(!is_claim(Some("01234567-89ab-cdef-0011-223344556678"), Some(&id.to_bytes())));
-        assert!(!is_claim(Some(&client_id(id)), None));
+        assert!(is_client_id_of(Some(&client_id(id)), Some(&id.to_bytes())));
+        assert!(!is_client_id_of(None, Some(&id.to_bytes())));
+        assert!(!is_client_id_of(
+            Some("01234567-89ab-cdef-0011-223344556678"),
+            Some(&id.to_bytes())
+        ));
+        assert!(!is_client_id_of(Some(&client_id(id)), None));
     }
 
     #[test]
     fn ambiguous_table_and_region_names_are_refused() {
         let table = SpringTable::v7();
-        assert_eq!(table.name(), (None, "INT_LOCK".to_owned()));
+        assert_eq!(table.schema_and_name(), (None, "INT_LOCK".to_owned()));
         for prefix in ["", "MY_", "app.INT_", "app."] {
             table.clone().with_prefix(prefix).check().unwrap();
         }

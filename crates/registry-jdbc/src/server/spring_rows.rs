@@ -1,7 +1,7 @@
 //! Leases in the table of a Spring Integration `JdbcLockRegistry`.
 //!
-//! Each key also has a row in the native table, for what Spring's table does not store: tokens,
-//! label, and the key itself. `spring` converts keys and owners.
+//! Each key also has a row in the native table, for tokens, label and the key itself, which
+//! Spring's table does not store. `spring` converts keys and owners.
 
 use std::fmt;
 
@@ -9,16 +9,18 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
 };
 
-use super::dialect::{LeaseStore, SpringDialect, Wakes, attempt_on_grant, key_of};
-use super::spring::{client_id, is_claim, lock_key};
+use super::dialect::{
+    LeaseStore, SpringDialect, WakeupSource, attempt_from_existing_grant, decode_key,
+};
+use super::spring::{client_id, is_client_id_of, lock_key};
 use super::statement::{bytes, corrupt, decode_holder, flag, from_micros, number, text};
 use super::store::Store;
 use super::{
     ConnectionUse, CreateSchema, Resend, RowId, SpringTable, Statement, StatementText, Value,
 };
 
-/// The statements that all kinds of servers have. The numbers of their values are the same on all
-/// servers, except those of a notification, which come last.
+/// The statements that all kinds of servers have. Parameters have the same numbers on all servers.
+/// Notification parameters differ, so they come last.
 #[derive(Debug)]
 pub(crate) struct SpringStatements {
     pub(crate) acquire: StatementText,
@@ -34,9 +36,9 @@ pub(crate) struct SpringRows<D: SpringDialect> {
     pub(crate) store: Store<D>,
     table: SpringTable,
     pub(crate) statements: D::SpringStatements,
-    pub(crate) wakes: D::Wakes,
-    /// Distinguishes the native rows of this table and region from all others.
-    table_part: String,
+    pub(crate) wakeups: D::Wakeups,
+    /// Identifies the table and region in the ids of native rows.
+    region_scope: String,
 }
 
 /// A grant as stored in the tables.
@@ -51,9 +53,9 @@ impl<D: SpringDialect> SpringRows<D> {
         let store = Store::<D>::open(config).await?;
         let lock = find_or_create_table(&store, &table).await?;
         let statements = D::spring_statements(&store, &lock, &table);
-        let table_part = D::table_part(&lock, &table);
-        let wakes = D::spring_wakes(&store, &table_part);
-        Ok(Self { store, table, statements, wakes, table_part })
+        let region_scope = D::region_scope(&lock, &table);
+        let wakeups = D::spring_wakeups(&store, &region_scope);
+        Ok(Self { store, table, statements, wakeups, region_scope })
     }
 
     pub(crate) fn statements(&self) -> &SpringStatements {
@@ -62,7 +64,7 @@ impl<D: SpringDialect> SpringRows<D> {
 
     /// Returns the id of the native row with the key's tokens.
     pub(crate) fn row_id(&self, lock_key: &str) -> RowId {
-        RowId::for_foreign_lock(&self.table_part, lock_key)
+        RowId::for_foreign_lock(&self.region_scope, lock_key)
     }
 
     pub(crate) fn id(&self, lock_key: &str) -> Value {
@@ -70,10 +72,10 @@ impl<D: SpringDialect> SpringRows<D> {
     }
 
     fn native_namespace(&self) -> Value {
-        Value::Bytes(D::native_namespace(&self.table_part))
+        Value::Bytes(D::native_namespace(&self.region_scope))
     }
 
-    /// Returns the grant of a lock.
+    /// Returns the current grant of a lock, if it is held.
     async fn current_grant(&self, lock_key: &str) -> Result<Vec<D::Row>, BackendError> {
         let values = [Value::Word(lock_key.to_owned()), self.id(lock_key)];
         self.store.query(&self.statements().current_grant, values).await
@@ -90,7 +92,7 @@ impl<D: SpringDialect> SpringRows<D> {
         Ok(client == Some(client_id(claim.id())))
     }
 
-    /// Grants the key if it is free. Returns the grant that the key has afterwards.
+    /// Grants the key if it is free. Returns the current grant of the key after the attempt.
     async fn acquire(&self, claim: &Claim, lock_key: &str) -> Result<Vec<D::Row>, BackendError> {
         let statement = Statement::new(
             &self.statements().acquire,
@@ -102,11 +104,11 @@ impl<D: SpringDialect> SpringRows<D> {
                 self.native_namespace(),
                 Value::key(claim.key()),
                 Value::claim(claim),
-                Value::block(claim),
+                Value::token_block(claim),
                 Value::label(claim),
             ],
         );
-        // Only the engine may retry, as in the native layout.
+        // Only the engine retries, as in the native layout.
         let resend = if D::ATTEMPT_IS_TRANSACTION { Resend::Transaction } else { Resend::Never };
         let answer = self.store.client.send(ConnectionUse::Acquire, resend, &statement).await?;
         Ok(answer.rows)
@@ -116,7 +118,7 @@ impl<D: SpringDialect> SpringRows<D> {
     /// holder only if that row has the same claim.
     fn decode(&self, holder: Holder, row: &D::Row) -> Result<SpringGrant, BackendError> {
         let client = text::<D>(row, 0)?;
-        let holder = if is_claim(client.as_deref(), bytes::<D>(row, 1)?.as_deref()) {
+        let holder = if is_client_id_of(client.as_deref(), bytes::<D>(row, 1)?.as_deref()) {
             decode_holder::<D>(holder, row, 2)?
         } else {
             holder.with_times(None, Some(from_micros(number::<D>(row, 5)?)))
@@ -132,8 +134,8 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
         &self.store
     }
 
-    fn wakes(&self) -> &D::Wakes {
-        &self.wakes
+    fn wakeups(&self) -> &D::Wakeups {
+        &self.wakeups
     }
 
     fn namespace(&self) -> &str {
@@ -152,7 +154,7 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
         let Some(row) = rows.first() else { return Ok(None) };
         let SpringGrant { client, holder } = self.decode(Holder::new(claim.key().clone()), row)?;
         let is_own = client == Some(client_id(claim.id()));
-        attempt_on_grant::<D>(claim, is_own, holder, position).map(Some)
+        attempt_from_existing_grant::<D>(claim, is_own, holder, position).map(Some)
     }
 
     async fn renew_chunk(
@@ -169,7 +171,7 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.wakes.wait(self.row_id(&lock_key(claim.key())), busy.mark).await;
+        self.wakeups.wait(self.row_id(&lock_key(claim.key())), busy.mark).await;
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
@@ -180,18 +182,17 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
     }
 
     /// Returns the holders of the region. A lock of this program is listed by its key, any other
-    /// lock by its UUID, which is a key of the same lock.
+    /// lock by its UUID, which is also a valid key of that lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let rows = self.store.query(&self.statements().list, [self.native_namespace()]).await?;
         let holder = |row: &D::Row| {
             let key = bytes::<D>(row, 7)?.and_then(|key| String::from_utf8(key).ok());
             let key = match key {
                 Some(key) => key,
-                // `CHAR(36)` pads shorter keys with blanks, and manually written rows may have such
-                // keys.
+                // Manually written rows may have shorter keys, which `CHAR(36)` pads with blanks.
                 None => text::<D>(row, 6)?.unwrap_or_default().trim_end().to_owned(),
             };
-            Ok(self.decode(Holder::new(key_of::<D>(Some(&key))?), row)?.holder)
+            Ok(self.decode(Holder::new(decode_key::<D>(Some(&key))?), row)?.holder)
         };
         rows.iter().map(holder).collect()
     }
@@ -199,7 +200,7 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock_key = lock_key(key);
         let mut values = vec![Value::Word(lock_key.clone())];
-        values.extend(self.wakes.notification(self.row_id(&lock_key)));
+        values.extend(self.wakeups.notification(self.row_id(&lock_key)));
         let statement = Statement::new(&self.statements().force_release, values);
         release_outcome::<D>(&self.store.release(&statement).await?)
     }
@@ -217,8 +218,8 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
     }
 }
 
-/// Returns the outcome of a statement that deletes a row. Where it returns rows, they show whether
-/// the lock was held.
+/// Returns the outcome of a statement that deletes a row. Rows of its answer show whether the lock
+/// was held.
 pub(crate) fn release_outcome<D: SpringDialect>(
     answer: &super::Answer<D::Row>,
 ) -> Result<Release, BackendError> {
@@ -248,7 +249,7 @@ async fn find_or_create_table<D: SpringDialect>(
         let created = store.query(&text, []).await;
         found = D::find_table(store, table).await?;
         if found.is_none() {
-            // The error is only the cause if no other process has created the table meanwhile.
+            // The error matters only if no other process has created the table meanwhile.
             created.map_err(BackendError::as_refused)?;
         }
     }

@@ -3,17 +3,17 @@
 //! The texts number their parameters: `$1` is the first value, `$1...` a list of values in
 //! parentheses. A [`Dialect`] converts them to its own form.
 //!
-//! Plain text serves three purposes. All values are numbers, bytes in hexadecimal digits, or plain
-//! words, so escaping is not necessary.
+//! Plain text serves three purposes. It needs no escaping, because all values are numbers, bytes in
+//! hexadecimal digits, or plain words.
 //!
-//! - A pooler may give each transaction another connection. There, a statement prepared on one
-//!   connection is missing on the next, or another client has prepared a different one under the
-//!   same name.
+//! - A pooler may give each transaction another connection. The next connection may lack a prepared
+//!   statement, or have another client's statement of the same name.
 //! - Several statements can be sent in one message.
 //! - A caller's future on a caller's connection may be dropped at any time. sqlx prepares a
-//!   statement before it sends the values. Dropped between the two, it leaves uncounted responses
-//!   on the connection of a MySQL server, and the next statement, usually the rollback, waits
-//!   forever (seen with sqlx 0.9.0). It always counts the response to plain text.
+//!   statement before it sends the values. If the future is dropped between these two steps, sqlx
+//!   miscounts the pending responses of a MySQL connection. The next statement, usually the
+//!   rollback, then waits forever (seen with sqlx 0.9.0). For plain text, sqlx always counts the
+//!   response.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -30,9 +30,9 @@ use super::error;
 pub(crate) struct StatementText {
     /// With numbered parameters.
     text: Arc<str>,
-    /// The texts for prepared statements, by the size of the lists among the values.
+    /// The texts for prepared statements, one for each size of lists.
     pub(crate) prepared: Arc<[Arc<str>]>,
-    /// The value of each parameter of these texts.
+    /// The index of the value of each question mark in `prepared`.
     #[cfg_attr(
         not(feature = "mysql"),
         expect(dead_code, reason = "PostgreSQL numbers parameters")
@@ -58,8 +58,8 @@ impl StatementText {
         Self { prepared: Arc::new([Arc::clone(&text)]), parameters: Arc::new([]), text }
     }
 
-    /// Creates the text of a server whose parameters are question marks. A list is as long as one
-    /// of `sizes`.
+    /// Creates the text of a server whose parameters are question marks. Prepares one text for each
+    /// of the list lengths `sizes`.
     #[cfg(feature = "mysql")]
     pub(crate) fn positional(text: &str, sizes: &[usize]) -> Self {
         let parts = parts(text);
@@ -89,13 +89,13 @@ impl StatementText {
     }
 }
 
-/// Returns a text for sqlx, which requires an assertion that it contains no untrusted value.
-pub(crate) fn safe(text: &Arc<str>) -> SqlStr {
+/// Returns a text for sqlx, which requires an assertion that the text contains no untrusted value.
+pub(crate) fn trusted_sql(text: &Arc<str>) -> SqlStr {
     AssertSqlSafe(Arc::clone(text)).into_sql_str()
 }
 
-/// Splits a text at its parameters. Quoted names and strings contain none; quotes inside them are
-/// doubled.
+/// Splits a text at its parameters. A `$` in a quoted name or string is no parameter. Quotes inside
+/// quotes are doubled.
 fn parts(text: &str) -> Vec<Part<'_>> {
     let mut parts = Vec::new();
     let (mut rest, mut at, mut quote) = (text, 0, None);
@@ -155,7 +155,7 @@ impl Value {
         Self::ManyBytes(claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect())
     }
 
-    pub(crate) fn block(claim: &Claim) -> Self {
+    pub(crate) fn token_block(claim: &Claim) -> Self {
         Self::Number(i64::from(claim.token_block()))
     }
 
@@ -199,8 +199,8 @@ fn write_bytes<D: Dialect>(text: &mut String, bytes: &[u8]) {
 }
 
 fn write_number(text: &mut String, number: i64) {
-    // In parentheses, because a type cast binds tighter than a sign, and so may an operator before
-    // it.
+    // The parentheses are necessary: a type cast binds tighter than a sign, and so may an operator
+    // before the number.
     let _ = write!(text, "({number})");
 }
 
@@ -223,15 +223,15 @@ fn write_array<T>(text: &mut String, items: &[T], write: impl Fn(&mut String, &T
 /// How statements are sent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum QueryMode {
-    /// As prepared statements. `after_connect` has set how long they wait for their tables.
+    /// Statements are prepared. `after_connect` has set how long they wait for their tables.
     Prepared,
-    /// As plain text, which may be several statements.
+    /// Statements are plain text. One text may contain several statements.
     Plain,
-    /// As plain text through a pooler.
+    /// Statements are plain text that passes through a pooler.
     #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "for poolers of PostgreSQL"))]
-    Simple {
-        /// How long they wait for their tables. Without a limit, a statement that waits for a table
-        /// rebuild could grant a lock that its caller has given up.
+    PlainPooled {
+        /// How long a statement waits for its tables. Without a limit, a statement could wait for a
+        /// table rebuild, and grant a lock that its caller has given up.
         lock_timeout: Duration,
     },
 }
@@ -240,19 +240,19 @@ pub(crate) enum QueryMode {
 pub(crate) struct Statement<'a> {
     pub(crate) text: &'a StatementText,
     pub(crate) values: Vec<Value>,
-    /// The answer has at most one row, which some clients read with less work.
+    /// Whether the answer has at most one row. Some clients then need less work to read it.
     #[cfg_attr(not(feature = "postgres"), expect(dead_code, reason = "MySQL has no such request"))]
-    pub(crate) is_at_most_one: bool,
+    pub(crate) has_at_most_one_row: bool,
 }
 
 impl<'a> Statement<'a> {
     pub(crate) fn new(text: &'a StatementText, values: impl Into<Vec<Value>>) -> Self {
-        Self { text, values: values.into(), is_at_most_one: false }
+        Self { text, values: values.into(), has_at_most_one_row: false }
     }
 
     /// Declares that the answer has at most one row.
-    pub(crate) fn at_most_one(self) -> Self {
-        Self { is_at_most_one: true, ..self }
+    pub(crate) fn with_at_most_one_row(self) -> Self {
+        Self { has_at_most_one_row: true, ..self }
     }
 
     /// Returns the statement as text that contains its values.
@@ -276,17 +276,18 @@ pub(crate) struct Answer<R> {
     pub(crate) rows: Vec<R>,
     /// The number of changed rows. Zero if the server returns rows instead.
     pub(crate) changed: u64,
-    /// The number that the statement has assigned, on servers that do not return it as a row.
+    /// The number that the statement has passed to `LAST_INSERT_ID`, on servers that do not return
+    /// the number as a row.
     #[cfg_attr(
         not(feature = "mysql"),
-        expect(dead_code, reason = "PostgreSQL returns it as a row")
+        expect(dead_code, reason = "PostgreSQL returns the number as a row")
     )]
-    pub(crate) assigned: u64,
+    pub(crate) last_insert_id: u64,
 }
 
 impl<R> Answer<R> {
     pub(crate) fn of_rows(rows: Vec<R>) -> Self {
-        Self { rows, changed: 0, assigned: 0 }
+        Self { rows, changed: 0, last_insert_id: 0 }
     }
 
     /// Returns the outcome of a statement that ends grants.
@@ -349,8 +350,8 @@ pub(crate) fn corrupt<D: Dialect>(message: &str) -> BackendError {
     error::corrupt(D::STORE, message)
 }
 
-/// Converts to the unit of the tables. Limits endless leases, so that a sum with the clock cannot
-/// overflow.
+/// Converts to microseconds, the unit of the tables. Limits the result, so that a sum with the
+/// clock cannot overflow.
 pub(crate) fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
 }

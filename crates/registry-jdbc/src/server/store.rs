@@ -1,4 +1,4 @@
-//! An opened store: its connections, its tables, and what both layouts do with them.
+//! An opened store: its connections and tables, with the requests that both layouts share.
 
 use std::sync::Arc;
 
@@ -18,13 +18,13 @@ pub(crate) struct Store<D: Dialect> {
     pub(crate) statements: Arc<D::Statements>,
 }
 
-/// The tables that a caller's transaction sees.
+/// Whether a caller's transaction is in the store's database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TransactionStore {
-    /// Those of another store.
+    /// The transaction is in another database.
     Other,
     Same {
-        /// The transaction reads a snapshot from before the fence.
+        /// Whether the transaction may read a snapshot that is older than this query.
         has_old_snapshot: bool,
     },
 }
@@ -52,8 +52,8 @@ impl<D: Dialect> Store<D> {
         self.client.query(ConnectionUse::Acquire, &Statement::new(text, values)).await
     }
 
-    /// Sends a statement that ends a grant. It is not repeated: a second answer would be that the
-    /// claim held nothing. So the caller decides about a retry.
+    /// Sends a statement that ends a grant. Does not repeat it after an error: the second answer
+    /// would be that the claim held nothing. The caller decides about a retry.
     pub(crate) async fn release(
         &self,
         statement: &Statement<'_>,
@@ -61,13 +61,13 @@ impl<D: Dialect> Store<D> {
         self.client.send(ConnectionUse::Release, Resend::Never, statement).await
     }
 
-    /// Checks the meta row after several attempts without an answer. Without that row, or on a
-    /// replica, no lock is ever granted.
+    /// Checks the meta row after several attempts that returned neither a grant nor a holder.
+    /// Without the meta row, or on a replica, no attempt is ever granted.
     pub(crate) async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.query(&self.statements.as_ref().as_ref().meta, []).await?;
         let missing = || corrupt::<D>("the meta table has no row").as_refused();
         if !flag::<D>(rows.first().ok_or_else(missing)?, 2)? {
-            // New connections may lead to the server's successor.
+            // After a failover, new connections may reach the new primary.
             self.client.close_idle();
             return Err(super::error::read_only(D::STORE));
         }

@@ -1,16 +1,18 @@
-//! Repeated grants of one key to the same session, some of which need no write. Contains no
-//! connection and no SQL. Used by `session`.
+//! Token reservations: they let a session be granted the same key repeatedly without a write each
+//! time. This module contains no connection and no SQL. Used by `session`.
 //!
-//! A grant normally updates the key's row, so that the next token is larger. If no other client was
-//! granted the key since, the row still contains this session's claim, and reading it is enough.
+//! A grant normally updates the key's row, so that the next token is larger. If the row still
+//! contains this session's last claim, no other client was granted the key since. Then reading the
+//! row is enough.
 //!
-//! Tokens are server times in us. A write therefore reserves all tokens up to a time slightly
-//! ahead. A reserved token is issued only when the server's clock has reached it. A crash may lose
-//! a row with its reservation. This is safe: new tokens come from the clock and exceed every
-//! issued token, unless the clock was set back.
+//! Tokens are server times in microseconds. A write reserves all tokens up to a time slightly ahead
+//! of the clock. The session issues a reserved token only when the server's clock has reached it. A
+//! crash may lose a row with its reservation. This is safe: new tokens come from the clock and
+//! exceed every issued token, unless the clock was set back.
 //!
-//! After a reservation, another client's first token may lie beyond the clock. To limit this, a
-//! session reserves only a fraction of its uninterrupted series.
+//! After a reservation, another client's first token may be ahead of the clock. To limit the
+//! difference, a session reserves only a fraction of the duration of its uninterrupted series of
+//! grants.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,8 +21,8 @@ use std::time::Duration;
 use registry_core::{Claim, ClaimId, FencingToken};
 use tokio::time::Instant;
 
-/// What this session has written to a row: its claim, and the reserved tokens that are not used
-/// yet.
+/// What this session has written to a row: its claim, and the reserved tokens that are still
+/// unused.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RowState {
     pub(crate) claim: ClaimId,
@@ -30,8 +32,8 @@ pub(crate) struct RowState {
 /// The ways in which a grant may obtain its token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TokenPlan {
-    /// What the row contains, if no other client was granted the key since.
-    pub(crate) last: Option<RowState>,
+    /// The expected content of the row, if this session was granted the key recently.
+    pub(crate) last_row: Option<RowState>,
     /// The number of tokens that the grant itself needs.
     block_size: i64,
     /// The number of tokens to reserve in addition, if the row is unchanged.
@@ -42,7 +44,7 @@ pub(crate) struct TokenPlan {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SessionGrant {
     pub(crate) token: FencingToken,
-    /// The row as of this grant; `tokens` are the reserved tokens still unused after it.
+    /// The row after this grant. `tokens` are the reserved tokens that this grant leaves unused.
     pub(crate) row: RowState,
     /// Whether no other client was granted the key since this session's last grant.
     pub(crate) is_consecutive: bool,
@@ -54,10 +56,10 @@ impl TokenPlan {
         if is_consecutive { self.block_size.saturating_add(self.reserve) } else { self.block_size }
     }
 
-    /// Returns the grant without a change of the row, if the clock has reached a reserved token
-    /// that is not used yet.
+    /// Returns a grant that needs no write, if `now`, the time on the server, is an unused reserved
+    /// token.
     pub(crate) fn grant_from_reservation(&self, now: i64) -> Option<SessionGrant> {
-        let last = self.last.as_ref()?;
+        let last = self.last_row.as_ref()?;
         let next_unused = now.checked_add(self.block_size)?;
         if now < last.tokens.start || last.tokens.end < next_unused {
             return None;
@@ -66,7 +68,7 @@ impl TokenPlan {
         Some(SessionGrant { token: FencingToken::try_from(now).ok()?, row, is_consecutive: true })
     }
 
-    /// Returns the grant after a change of the row, or `None` if `token` is not a valid token.
+    /// Returns the grant after a write of the row, or `None` if `token` is not a valid token.
     pub(crate) fn grant_from_write(
         &self,
         claim: &Claim,
@@ -80,7 +82,7 @@ impl TokenPlan {
     }
 }
 
-/// What a session knows of its recent grants, by lock name. It is invalid in another session.
+/// The recent grants of one session, by lock name. They are invalid in another session.
 #[derive(Debug, Default)]
 pub(crate) struct TokenReservations(HashMap<Vec<u8>, GrantSeries>);
 
@@ -94,14 +96,14 @@ struct GrantSeries {
 
 impl GrantSeries {
     fn has_ended(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.last_grant_at) >= RESERVE_MAX
+        now.saturating_duration_since(self.last_grant_at) >= RESERVATION_TIME_MAX
     }
 
-    /// Returns for how much time to reserve tokens: none if the next grant will probably come later
-    /// than that.
-    fn reserve(&self, now: Instant) -> Duration {
-        let reserve =
-            (now.saturating_duration_since(self.started_at) / RESERVE_DIVISOR).min(RESERVE_MAX);
+    /// Returns the length of time for which to reserve tokens. Zero if the next grant will probably
+    /// come after that time.
+    fn reservation_time(&self, now: Instant) -> Duration {
+        let reserve = (now.saturating_duration_since(self.started_at) / RESERVE_DIVISOR)
+            .min(RESERVATION_TIME_MAX);
         let pause = now.saturating_duration_since(self.last_grant_at);
         if reserve > pause { reserve } else { Duration::ZERO }
     }
@@ -111,9 +113,9 @@ impl TokenReservations {
     /// Returns the token plan of a grant that is requested now.
     pub(crate) fn plan(&self, name: &[u8], claim: &Claim, now: Instant) -> TokenPlan {
         let series = self.0.get(name).filter(|series| !series.has_ended(now));
-        let reserve = series.map_or(Duration::ZERO, |series| series.reserve(now));
+        let reserve = series.map_or(Duration::ZERO, |series| series.reservation_time(now));
         TokenPlan {
-            last: series.map(|series| series.row.clone()),
+            last_row: series.map(|series| series.row.clone()),
             block_size: i64::from(claim.token_block()),
             // The clock's unit is a microsecond.
             reserve: i64::try_from(reserve.as_micros()).unwrap_or(0),
@@ -134,25 +136,25 @@ impl TokenReservations {
         }
     }
 
-    /// Forgets the key: its next grant must change the row.
-    pub(crate) fn forget(&mut self, name: &[u8]) {
+    /// Removes the key, so that its next grant must write the row.
+    pub(crate) fn remove(&mut self, name: &[u8]) {
         self.0.remove(name);
     }
 
-    /// Forgets everything, because the session has changed.
+    /// Removes all keys, because the session has changed.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 }
 
-/// The maximum time for which tokens are reserved, and the maximum pause within a series. It is far
-/// shorter than the time for which rows of free keys are kept.
-const RESERVE_MAX: Duration = Duration::from_secs(1);
+/// The maximum time for which tokens are reserved, and the maximum pause within a series. This time
+/// is far shorter than the time for which rows of free keys are kept.
+const RESERVATION_TIME_MAX: Duration = Duration::from_secs(1);
 
 /// Tokens are reserved for the duration of the series divided by this number.
 const RESERVE_DIVISOR: u32 = 8;
 
-/// The maximum number of remembered keys. For other keys each grant changes the row.
+/// The maximum number of remembered keys. A grant of any other key writes the row.
 const SERIES_MAX: usize = 4096;
 
 #[cfg(test)]
@@ -190,7 +192,7 @@ mod tests {
         assert_eq!(later.tokens_to_write(true), 3);
         let (reservations, claim, now) = series_of(Duration::from_secs(3_600));
         assert_eq!(reservations.plan(NAME, &claim, now).tokens_to_write(true), 3 + 1_000_000);
-        assert_eq!(reservations.plan(NAME, &claim, now + RESERVE_MAX).last, None);
+        assert_eq!(reservations.plan(NAME, &claim, now + RESERVATION_TIME_MAX).last_row, None);
         // After another client's grant a new series starts.
         let mut reservations = reservations;
         let granted =
@@ -217,7 +219,7 @@ mod tests {
         assert_eq!(plan.grant_from_reservation(1_005), None);
         assert!(plan.grant_from_reservation(11_000).is_some());
         assert_eq!(plan.grant_from_reservation(11_001), None);
-        reservations.forget(NAME);
+        reservations.remove(NAME);
         assert_eq!(reservations.plan(NAME, &claim, now).grant_from_reservation(5_000), None);
     }
 
@@ -230,7 +232,7 @@ mod tests {
             reservations.record_grant(&n.to_be_bytes(), &granted, now);
         }
         assert_eq!(reservations.0.len(), SERIES_MAX);
-        reservations.record_grant(b"other", &granted, now + RESERVE_MAX);
+        reservations.record_grant(b"other", &granted, now + RESERVATION_TIME_MAX);
         assert_eq!(reservations.0.len(), 1);
     }
 }

@@ -1,4 +1,4 @@
-//! Implements `LockBackend` with a row per lock.
+//! Implements `LockBackend`. Each key has a row in a table of the file.
 
 use std::fmt;
 use std::path::Path;
@@ -9,8 +9,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::config::{BackendConfig as _, OpenBackend};
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
-    Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimMode, FencingToken,
+    Finding, Grant, Holder, Key, LockAdmin, LockBackend, Release, Renewal,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -18,34 +18,36 @@ use sqlx::sqlite::SqliteRow;
 use super::clock::{HostClock, StoreClock, duration_between};
 use super::config::SqliteConfig;
 use super::connection::ReconnectingConnection;
-use super::error::{Detached, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
+use super::error::{FileMismatch, at_path, explain, fenced_transaction_open, is_blocked_by_writer};
 use super::open::{self, OpenedStore};
 use super::paths::DatabasePaths;
+use super::several::MARKER;
 use super::sql;
 use super::statement::{SqliteQuery, SqliteStatementBinder};
 use super::waiters::SqliteWaiters;
 
 /// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///
-/// A grant lives until its lease expires on the host's boot clock, which cannot be set and keeps
+/// A grant lasts until its lease expires on the host's boot clock, which cannot be set and keeps
 /// counting during suspend. A reboot ends all grants. Tokens are the wall clock's time in
-/// microseconds, and always grow, even if that clock goes backwards. A release wakes the waiters of
-/// all processes within milliseconds.
+/// microseconds, and always grow, even if the wall clock goes backwards. A release wakes the
+/// waiters of all processes within milliseconds.
 ///
-/// Opening the file permanently switches it to SQLite's write-ahead log. The file may contain
-/// tables of the application, next to those that begin with `lock_registry_`. It must be on a local
-/// disk: network file systems lack the locks and the shared memory that SQLite needs, and each host
-/// has its own boot. When a process of another boot opens the file, operations of the earlier
-/// processes return errors.
+/// Opening the file permanently switches it to SQLite's write-ahead log. The file may also contain
+/// tables of the application. The names of the lock tables begin with `lock_registry_`. The file
+/// must be on a local disk: network file systems lack the locks and the shared memory that SQLite
+/// needs. Also, each host has its own boot. When a process of another boot opens the file,
+/// operations of the earlier processes return errors.
 ///
-/// Each operation checks the file, its log and its index before it returns a result. If one of them
-/// was removed or replaced while in use, operations fail and grants are gone. A hard link to the
-/// file has the same effect. A holder detects this only at its next renewal. Until then, a process
-/// that opened the new files may be granted the same key.
+/// Each operation checks the file, its log and its index before it returns a result. If one of
+/// these files was removed or replaced while in use, operations fail and all grants end. A hard
+/// link to the file has the same effect. A holder detects this only at its next renewal. Until
+/// then, a process that opened the new files may be granted the same key.
 ///
-/// A backend uses two connections and three threads, for any number of held or awaited locks: one
-/// thread for each connection, and one for calls that are not polled. So a dropped call still runs
-/// to its end. A backend may be used from several runtimes, and each of them may end.
+/// A backend uses two connections and three threads, for any number of held or awaited locks. Each
+/// connection has a thread. The third thread polls calls that their callers do not poll, so a
+/// dropped call still runs to its end. A backend may be used from several runtimes, and each
+/// runtime may end.
 ///
 /// # Examples
 /// ```
@@ -70,8 +72,8 @@ pub struct SqliteBackend {
     pub(super) paths: DatabasePaths,
     pub(super) store_id: Vec<u8>,
     pub(super) statements: Arc<SqliteStatementBinder>,
-    /// One more than the largest token that this backend was granted. While the wall clock is
-    /// behind it, the store would refuse the clock's value as a token.
+    /// A lower bound of the next token: the largest reserved token plus one. While the wall clock
+    /// is behind this number, the store would refuse the clock's value as a token.
     next_token_min: AtomicI64,
     pub(super) writer: ReconnectingConnection,
     pub(super) reader: Arc<ReconnectingConnection>,
@@ -91,7 +93,7 @@ impl SqliteBackend {
     ///
     /// # Cancel safety
     /// Dropping the future may leave an empty database or complete tables behind, never incomplete
-    /// ones.
+    /// tables.
     pub async fn open(config: SqliteConfig) -> Result<Self, BackendError> {
         Self::open_with_clock(config, Arc::new(HostClock::new()?)).await
     }
@@ -141,12 +143,12 @@ impl SqliteBackend {
         &self.config.namespace
     }
 
-    /// Returns the statement that finds the claim's grant and locks the database.
+    /// Returns the statement that finds the claim's grant and acquires SQLite's write lock.
     pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> SqliteQuery {
         self.statements.fence(claim, token)
     }
 
-    /// Returns whether the open files are still those that other processes open.
+    /// Returns whether the open files are still at their paths, where other processes open them.
     pub(crate) fn has_current_files(&self) -> bool {
         self.writer.check().is_ok()
     }
@@ -156,8 +158,8 @@ impl SqliteBackend {
         self.store_id == store_id
     }
 
-    /// Grants the key if it is free, in one statement. Returns `None` if it is held, or once if the
-    /// key's tokens are ahead of the wall clock.
+    /// Grants the key if it is free, in one statement. Returns `None` if the key is held. The first
+    /// attempt also returns `None` if the key's tokens are ahead of the wall clock.
     async fn try_grant(
         &self,
         claim: &Claim,
@@ -202,7 +204,7 @@ impl SqliteBackend {
     }
 
     /// Reads the common columns of [`sql::CURRENT_GRANT`] and [`sql::LIST_GRANTS`]. Returns `None`
-    /// for a grant of another boot.
+    /// for a grant of another boot, because it has ended.
     fn decode_grant(
         &self,
         row: &SqliteRow,
@@ -224,6 +226,18 @@ impl SqliteBackend {
         }))
     }
 
+    fn holders_of(&self, held: SqliteGrant) -> Result<Vec<Holder>, BackendError> {
+        if held.claim == MARKER {
+            return self.holders_of_record(&held.key, held.label.as_deref());
+        }
+        Ok(vec![held.into_holder(self.statements.clock.now())])
+    }
+
+    /// Remembers a token that this process has taken, for the choice of the next statement.
+    pub(super) fn raise_next_token_min(&self, token: i64) {
+        self.next_token_min.fetch_max(token.saturating_add(1), Ordering::Relaxed);
+    }
+
     pub(super) fn column<'r, T>(&self, row: &'r SqliteRow, index: usize) -> Result<T, BackendError>
     where
         T: sqlx::Decode<'r, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
@@ -231,17 +245,17 @@ impl SqliteBackend {
         row.try_get(index).map_err(|error| explain(error, self.path()))
     }
 
-    fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
+    pub(super) fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
         FencingToken::try_from(token)
             .map_err(|_| self.corrupt_row("the token of a row is negative"))
     }
 
-    fn corrupt_row(&self, message: &str) -> BackendError {
+    pub(super) fn corrupt_row(&self, message: &str) -> BackendError {
         let message = format!("{message}; it was changed manually; correct or delete the row");
         at_path(BackendErrorKind::Protocol, self.path(), message)
     }
 
-    fn other_boot_error(&self) -> BackendError {
+    pub(super) fn other_boot_error(&self) -> BackendError {
         let message = "a process of another host, or of a container with its own boot id, has opened the file; \
                        locks in a file exclude only the processes of one host; use a store that several hosts share";
         at_path(BackendErrorKind::Misconfigured, self.path(), message).as_refused()
@@ -275,8 +289,12 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // The key may be released between the failed statement and the query. After this many
-        // repetitions, the attempt returns `Busy` without a holder, and the engine retries it.
+        if claim.mode() != ClaimMode::Exclusive || claim.is_conversion() {
+            return self.try_acquire_several(claim).await;
+        }
+        // Another process may release the key between the failed statement and the query. After
+        // this many repetitions, the attempt returns `Busy` without a holder, and the engine
+        // retries the attempt.
         const ATTEMPTS_MAX: u32 = 3;
         for attempt in 0..ATTEMPTS_MAX {
             if let Some(token) = self.try_grant(claim, attempt == 0).await? {
@@ -285,6 +303,11 @@ impl LockBackend for SqliteBackend {
             if let Some(held) = self.current_grant(claim.key()).await? {
                 let now = self.statements.clock.now();
                 let lease_left = duration_between(now, held.until);
+                if held.claim == MARKER
+                    || claim.joins_queue() && held.claim != claim.id().to_bytes()
+                {
+                    return self.try_acquire_several(claim).await;
+                }
                 if held.claim == claim.id().to_bytes() {
                     return Ok(Attempt::Granted(Grant::new(held.token, lease_left)));
                 }
@@ -308,18 +331,27 @@ impl LockBackend for SqliteBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let statements = Arc::clone(&self.statements);
         let released = claim.clone();
-        let limit = if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX };
         let make_statement = move || statements.release(&released);
-        let changes = match self.writer.execute_within(limit, make_statement).await {
+        let release = async {
+            if claim.mode() == ClaimMode::Exclusive
+                && self.writer.execute_within(release_limit(claim), make_statement).await? > 0
+            {
+                return Ok(Release::Freed);
+            }
+            self.release_several(claim).await
+        };
+        let released = match release.await {
             Err(error) if claim.is_fenced() && is_blocked_by_writer(&error) => {
                 return Err(fenced_transaction_open(error, self.path()));
             }
-            // As in a renewal, the grant ended for all other processes when the file was replaced.
-            Err(error) if Detached::from_error(&error).is_some() => return Ok(Release::NotHeld),
+            // When the file was replaced, the grant ended for all other processes, as in a renewal.
+            Err(error) if FileMismatch::from_error(&error).is_some() => {
+                return Ok(Release::NotHeld);
+            }
             answer => answer?,
         };
         self.purge_at_random(claim).await;
-        Ok(release_outcome(changes))
+        Ok(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -340,26 +372,33 @@ impl LockBackend for SqliteBackend {
 #[async_trait]
 impl LockAdmin for SqliteBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        let held = self.current_grant(key).await?;
-        Ok(held.map(|held| held.into_holder(self.statements.clock.now())).into_iter().collect())
+        match self.current_grant(key).await? {
+            Some(held) => self.holders_of(held),
+            None => Ok(Vec::new()),
+        }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let statements = Arc::clone(&self.statements);
         let rows = self.reader.fetch_all(move || statements.list()).await?;
-        let now = self.statements.clock.now();
         let mut holders = Vec::with_capacity(rows.len());
         for row in &rows {
             let claim = self.column(row, 2)?;
-            holders.extend(self.decode_grant(row, claim)?.map(|held| held.into_holder(now)));
+            if let Some(held) = self.decode_grant(row, claim)? {
+                holders.extend(self.holders_of(held)?);
+            }
         }
         Ok(holders)
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
-        let changes = self.writer.execute(move || statements.force_release(&key)).await?;
-        Ok(release_outcome(changes))
+        let forced = key.clone();
+        let changes = self.writer.execute(move || statements.force_release(&forced)).await?;
+        if changes > 0 {
+            return Ok(Release::Freed);
+        }
+        self.force_release_several(&key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -367,12 +406,13 @@ impl LockAdmin for SqliteBackend {
     }
 }
 
-/// How long the release of a fenced claim waits for other writers. One of them may be its own
-/// transaction.
+/// How long the release of a fenced claim waits for other writers. The claim's own fenced
+/// transaction may be such a writer.
 const FENCED_RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
-const fn release_outcome(changes: u64) -> Release {
-    if changes == 0 { Release::NotHeld } else { Release::Freed }
+/// Returns how long the release of `claim` waits for other writers.
+pub(super) fn release_limit(claim: &Claim) -> Duration {
+    if claim.is_fenced() { FENCED_RELEASE_TIMEOUT } else { Duration::MAX }
 }
 
 impl fmt::Debug for SqliteBackend {
@@ -400,16 +440,18 @@ mod tests {
     use registry_core::{Claim, Key, LockAdmin, LockBackend, Release, Renewal};
 
     use crate::sqlite::clock::ManualClock;
-    use crate::sqlite::tests::{LEASE, TestFolder, busy, claim, grant, key, token};
+    use crate::sqlite::tests::{
+        LEASE, TestFolder, acquire, acquire_token, claim, expect_busy, key,
+    };
 
     #[tokio::test]
     async fn two_processes_exclude_each_other() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
 
-        let first = token(&a, &claim_a).await;
-        assert!(busy(&b, &claim_b).await.retry_after.unwrap() <= LEASE);
+        let first = acquire_token(&a, &claim_a).await;
+        assert!(expect_busy(&b, &claim_b).await.retry_after.unwrap() <= LEASE);
         assert_eq!(b.release(&claim_b).await.unwrap(), Release::NotHeld);
         assert_eq!(
             b.renew(std::slice::from_ref(&claim_b)).await[0].as_ref().unwrap(),
@@ -418,7 +460,7 @@ mod tests {
 
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::Freed);
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
-        assert!(token(&b, &claim_b).await > first);
+        assert!(acquire_token(&b, &claim_b).await > first);
         assert_eq!(a.renew(&[claim_a]).await[0].as_ref().unwrap(), &Renewal::Gone);
     }
 
@@ -426,17 +468,19 @@ mod tests {
     async fn a_busy_reply_names_the_holder_and_its_lease() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let (a, b) =
-            (folder.process_with_clock(&clock).await, folder.process_with_clock(&clock).await);
+        let (a, b) = (
+            folder.open_backend_with_clock(&clock).await,
+            folder.open_backend_with_clock(&clock).await,
+        );
         let label = "x'); DROP TABLE lock_registry_locks;--\0\u{202e}\"\n🔒";
         let held = claim("k").with_label(Some(label.into())).with_token_block(8);
-        let first = token(&a, &held).await;
+        let first = acquire_token(&a, &held).await;
         clock.advance(Duration::from_secs(10));
 
-        let renewal = busy(&b, &claim("k")).await;
-        assert_eq!(renewal.retry_after, Some(Duration::from_secs(20)));
-        assert_eq!(renewal.mark, first);
-        let holder = renewal.holder.unwrap();
+        let reply = expect_busy(&b, &claim("k")).await;
+        assert_eq!(reply.retry_after, Some(Duration::from_secs(20)));
+        assert_eq!(reply.mark, first);
+        let holder = reply.holder.unwrap();
         assert_eq!(holder.key, key("k"));
         assert_eq!(holder.label.as_deref(), Some(label));
         assert_eq!(holder.token.unwrap().get(), first);
@@ -452,11 +496,11 @@ mod tests {
     async fn a_repeated_attempt_of_a_granted_claim_returns_the_same_token() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
-        let first = grant(&backend, &claim).await;
+        let first = acquire(&backend, &claim).await;
         clock.advance(Duration::from_secs(10));
-        let again = grant(&backend, &claim).await;
+        let again = acquire(&backend, &claim).await;
         assert_eq!(again.token, first.token);
         assert_eq!(again.lease, Duration::from_secs(20));
     }
@@ -465,22 +509,22 @@ mod tests {
     async fn a_repeated_attempt_of_an_expired_claim_is_a_new_grant() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
-        let first = token(&backend, &claim).await;
+        let first = acquire_token(&backend, &claim).await;
         clock.advance(LEASE);
-        assert!(token(&backend, &claim).await > first);
+        assert!(acquire_token(&backend, &claim).await > first);
     }
 
     #[tokio::test]
     async fn a_block_of_tokens_is_never_granted_twice() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let mut next = 0;
         for block in [1, 100, 7, u32::MAX, 1, 1] {
             let claim = claim("k").with_token_block(block);
-            let first = token(&backend, &claim).await;
+            let first = acquire_token(&backend, &claim).await;
             assert!(first >= next, "{first} was reserved before");
             next = first + u64::from(block);
             backend.release(&claim).await.unwrap();
@@ -491,9 +535,9 @@ mod tests {
     async fn a_renewal_never_shortens_the_lease() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let claim = claim("k");
-        grant(&backend, &claim).await;
+        acquire(&backend, &claim).await;
         clock.advance(Duration::from_secs(10));
         let renewal = backend.renew(std::slice::from_ref(&claim)).await.remove(0).unwrap();
         assert_eq!(renewal, Renewal::Renewed(LEASE));
@@ -506,15 +550,16 @@ mod tests {
     async fn a_batch_renewal_returns_a_result_for_each_claim() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
-        // More items than the largest statement takes, and not a multiple of it.
+        let backend = folder.open_backend_with_clock(&clock).await;
+        // The number of claims exceeds the size of the largest statement, and is no multiple of
+        // that size.
         let mut claims = Vec::new();
         for n in 0..300 {
             let claim = claim(&format!("k{n}"));
             match n % 3 {
-                0 => drop(grant(&backend, &claim).await),
+                0 => drop(acquire(&backend, &claim).await),
                 1 => {
-                    grant(&backend, &claim).await;
+                    acquire(&backend, &claim).await;
                     backend.release(&claim).await.unwrap();
                 }
                 _ => {}
@@ -545,10 +590,10 @@ mod tests {
     #[tokio::test]
     async fn force_release_frees_a_key_of_any_claim() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let claim = claim("k");
         assert_eq!(b.force_release(&key("k")).await.unwrap(), Release::NotHeld);
-        grant(&a, &claim).await;
+        acquire(&a, &claim).await;
         assert_eq!(b.force_release(&key("k")).await.unwrap(), Release::Freed);
         assert_eq!(b.force_release(&key("k")).await.unwrap(), Release::NotHeld);
         assert_eq!(
@@ -562,11 +607,11 @@ mod tests {
     async fn only_held_keys_of_the_namespace_are_listed() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let (short, released, held) =
             (claim("short").with_lease(Duration::from_secs(1)), claim("released"), claim("held"));
         for claim in [&short, &released, &held] {
-            grant(&backend, claim).await;
+            acquire(&backend, claim).await;
         }
         backend.release(&released).await.unwrap();
         clock.advance(Duration::from_secs(1));
@@ -593,7 +638,7 @@ mod tests {
             );
         }
         for backend in &backends {
-            grant(backend, &claim("k")).await;
+            acquire(backend, &claim("k")).await;
         }
         for backend in &backends {
             assert_eq!(backend.list().await.unwrap().len(), 1);
@@ -605,7 +650,7 @@ mod tests {
         let folder = TestFolder::new();
         let mut tasks = tokio::task::JoinSet::new();
         for _ in 0..4 {
-            let backend = Arc::new(folder.process().await);
+            let backend = Arc::new(folder.open_backend().await);
             for _ in 0..4 {
                 let backend = Arc::clone(&backend);
                 tasks.spawn(async move {
@@ -630,12 +675,12 @@ mod tests {
             let keys: HashSet<String> = keys;
             tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(async {
                 let folder = TestFolder::new();
-                let backend = folder.process().await;
+                let backend = folder.open_backend().await;
                 for text in &keys {
-                    grant(&backend, &claim(text)).await;
+                    acquire(&backend, &claim(text)).await;
                 }
                 for text in &keys {
-                    busy(&backend, &claim(text)).await;
+                    expect_busy(&backend, &claim(text)).await;
                 }
                 let listed: HashSet<String> =
                     backend.list().await.unwrap().iter().map(|h| h.key.as_str().to_owned()).collect();
@@ -647,10 +692,10 @@ mod tests {
     #[tokio::test]
     async fn the_longest_key_and_the_longest_lease_are_accepted() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let long = "\u{1F512}".repeat(Key::BYTES_MAX / 4);
         let claim = Claim::new(key(&long), Duration::MAX);
-        grant(&backend, &claim).await;
+        acquire(&backend, &claim).await;
         assert_eq!(backend.inspect(&key(&long)).await.unwrap().remove(0).key, key(&long));
         assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
     }

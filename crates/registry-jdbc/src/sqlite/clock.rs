@@ -1,9 +1,9 @@
-//! The store's clock: microseconds since the host was booted, the same number in every process of
-//! the host.
+//! The store's clock: microseconds since the boot of the host. All processes of the host read the
+//! same value.
 //!
-//! Leases expire by `CLOCK_BOOTTIME`. It keeps counting during suspend and cannot be set. A row
-//! also stores the boot id. A grant of another boot has ended, because its process has ended. The
-//! wall clock only produces large token numbers. It may jump.
+//! Leases expire by `CLOCK_BOOTTIME`. This clock keeps counting during suspend and cannot be set. A
+//! row also stores the boot id. A grant of another boot has ended, because its process has ended.
+//! The wall clock may jump, and is used only for token numbers.
 
 use std::fmt;
 use std::time::Duration;
@@ -36,7 +36,8 @@ impl fmt::Debug for BootId {
     }
 }
 
-/// The clocks that the store uses. A trait, so that tests can simulate reboots and set the clocks.
+/// The clocks that the store uses. Tests implement this trait to simulate reboots and to set the
+/// clocks.
 pub(crate) trait StoreClock: fmt::Debug + Send + Sync {
     /// Returns microseconds since the host was booted, including suspend. Never decreases.
     fn now(&self) -> i64;
@@ -44,8 +45,8 @@ pub(crate) trait StoreClock: fmt::Debug + Send + Sync {
     /// Returns the id of the boot at which [`now`](Self::now) was zero.
     fn boot(&self) -> BootId;
 
-    /// Returns microseconds since 1970 by the wall clock, or zero before that. Only for token
-    /// numbers.
+    /// Returns microseconds since 1970 by the wall clock, or zero if that clock shows an earlier
+    /// time. Only for token numbers.
     fn wall(&self) -> i64;
 }
 
@@ -63,8 +64,8 @@ pub(crate) fn duration_between(from: i64, to: i64) -> Duration {
 #[derive(Debug)]
 pub(crate) struct HostClock {
     boot: BootId,
-    /// The offset of this process's time namespace to the boot clock. Two containers with different
-    /// offsets may share the file.
+    /// The offset of this process's time namespace to the boot clock. `now` subtracts it, because
+    /// two containers with different offsets may share the file.
     #[cfg(target_os = "linux")]
     offset: i64,
 }
@@ -149,8 +150,8 @@ fn time_namespace_offset() -> Result<i64, BackendError> {
 
     // Kernels before 5.6 have neither the file nor the namespaces.
     let Ok(text) = read_to_string("/proc/self/timens_offsets") else { return Ok(0) };
-    // The file contains the offsets for future children. Between unshare and exec they differ from
-    // this process's own.
+    // The file contains the offsets of future children. Between `unshare` and `exec` these differ
+    // from this process's own offsets.
     if let (Ok(own), Ok(children)) =
         (read_link("/proc/self/ns/time"), read_link("/proc/self/ns/time_for_children"))
         && own != children
@@ -191,7 +192,7 @@ fn parse_offset(text: &str) -> Option<i64> {
 pub(crate) struct ManualClock {
     now: std::sync::atomic::AtomicI64,
     wall: std::sync::atomic::AtomicI64,
-    reads: std::sync::atomic::AtomicU64,
+    read_count: std::sync::atomic::AtomicU64,
     boot: BootId,
 }
 
@@ -203,7 +204,7 @@ impl ManualClock {
         std::sync::Arc::new(Self {
             now: 60_000_000.into(),
             wall: 1_000_000_000_000_000.into(),
-            reads: 0.into(),
+            read_count: 0.into(),
             boot: BootId([boot; 16]),
         })
     }
@@ -213,8 +214,8 @@ impl ManualClock {
     }
 
     /// Returns how often the time was read.
-    pub(crate) fn reads(&self) -> u64 {
-        self.reads.load(std::sync::atomic::Ordering::SeqCst)
+    pub(crate) fn read_count(&self) -> u64 {
+        self.read_count.load(std::sync::atomic::Ordering::SeqCst)
     }
 
     pub(crate) fn set_wall(&self, wall: i64) {
@@ -225,7 +226,7 @@ impl ManualClock {
 #[cfg(test)]
 impl StoreClock for ManualClock {
     fn now(&self) -> i64 {
-        self.reads.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        self.read_count.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         self.now.load(std::sync::atomic::Ordering::SeqCst)
     }
 
@@ -244,7 +245,7 @@ mod tests {
 
     use super::*;
     use crate::sqlite::tests::{
-        LEASE, TestFolder, begin_write, busy, claim, grant, key, rollback, token,
+        LEASE, TestFolder, acquire, acquire_token, begin_write, claim, expect_busy, key, rollback,
     };
 
     #[test]
@@ -289,20 +290,22 @@ mod tests {
     async fn a_lease_expires_by_the_boot_clock() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let (a, b) =
-            (folder.process_with_clock(&clock).await, folder.process_with_clock(&clock).await);
+        let (a, b) = (
+            folder.open_backend_with_clock(&clock).await,
+            folder.open_backend_with_clock(&clock).await,
+        );
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        let first = token(&a, &claim_a).await;
+        let first = acquire_token(&a, &claim_a).await;
 
         clock.advance(LEASE - Duration::from_micros(1));
-        busy(&b, &claim_b).await;
+        expect_busy(&b, &claim_b).await;
         clock.advance(Duration::from_micros(1));
         assert_eq!(
             a.renew(std::slice::from_ref(&claim_a)).await[0].as_ref().unwrap(),
             &Renewal::Gone
         );
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
-        assert!(token(&b, &claim_b).await > first);
+        assert!(acquire_token(&b, &claim_b).await > first);
         assert_eq!(a.release(&claim_a).await.unwrap(), Release::NotHeld);
         assert_eq!(b.inspect(&key("k")).await.unwrap().remove(0).lease_left, Some(LEASE));
     }
@@ -311,18 +314,18 @@ mod tests {
     async fn a_jump_of_the_wall_clock_neither_shortens_nor_prolongs_a_lease() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let start = clock.wall();
         let mut last = 0;
         for wall in [start, start + 50 * YEAR, start, 0, start - YEAR, i64::MAX / 2, start, 0] {
             clock.set_wall(wall);
             let held = claim("k");
-            let first = token(&backend, &held).await;
+            let first = acquire_token(&backend, &held).await;
             assert!(first > last, "a token went backwards");
             last = first;
             for other_wall in [0, wall + 50 * YEAR, wall] {
                 clock.set_wall(other_wall);
-                let busy_reply = busy(&backend, &claim("k")).await;
+                let busy_reply = expect_busy(&backend, &claim("k")).await;
                 assert_eq!(busy_reply.retry_after, Some(LEASE));
             }
             clock.advance(LEASE);
@@ -334,8 +337,8 @@ mod tests {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
         clock.set_wall(0);
-        let backend = folder.process_with_clock(&clock).await;
-        assert_eq!(token(&backend, &claim("k")).await, 1);
+        let backend = folder.open_backend_with_clock(&clock).await;
+        assert_eq!(acquire_token(&backend, &claim("k")).await, 1);
     }
 
     #[tokio::test]
@@ -343,9 +346,9 @@ mod tests {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
         clock.set_wall(i64::MAX);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let last = claim("k");
-        assert_eq!(token(&backend, &last).await, i64::MAX as u64);
+        assert_eq!(acquire_token(&backend, &last).await, i64::MAX as u64);
         backend.release(&last).await.unwrap();
         let error = backend.try_acquire(&claim("k")).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Protocol, "{error:?}");
@@ -355,71 +358,71 @@ mod tests {
     async fn a_reboot_frees_all_locks_and_tokens_still_grow() {
         let folder = TestFolder::new();
         let before = ManualClock::booted(1);
-        let a = folder.process_with_clock(&before).await;
+        let a = folder.open_backend_with_clock(&before).await;
         before.advance(Duration::from_secs(60 * 60 * 24 * 365));
         let lost = claim("k");
-        let first = token(&a, &lost).await;
+        let first = acquire_token(&a, &lost).await;
         a.close().await;
 
         // The boot clock of the new boot is far behind the old one, and the wall clock starts at
         // zero.
         let after = ManualClock::booted(2);
         after.set_wall(0);
-        let b = folder.process_with_clock(&after).await;
+        let b = folder.open_backend_with_clock(&after).await;
         assert_eq!(b.inspect(&key("k")).await.unwrap(), Vec::new());
         assert!(b.list().await.unwrap().is_empty());
         assert_eq!(b.renew(std::slice::from_ref(&lost)).await[0].as_ref().unwrap(), &Renewal::Gone);
         assert_eq!(b.release(&lost).await.unwrap(), Release::NotHeld);
         assert_eq!(b.force_release(&key("k")).await.unwrap(), Release::NotHeld);
         let claim_a = claim("k");
-        assert!(token(&b, &claim_a).await > first);
-        busy(&b, &claim("k")).await;
+        assert!(acquire_token(&b, &claim_a).await > first);
+        expect_busy(&b, &claim("k")).await;
     }
 
     #[tokio::test]
     async fn a_process_of_another_boot_makes_earlier_processes_fail() {
         let folder = TestFolder::new();
         let (boot_1, boot_2) = (ManualClock::booted(1), ManualClock::booted(2));
-        let a = folder.process_with_clock(&boot_1).await;
+        let a = folder.open_backend_with_clock(&boot_1).await;
         let (held, other) = (claim("k"), claim("other"));
-        grant(&a, &held).await;
+        acquire(&a, &held).await;
 
-        let b = folder.process_with_clock(&boot_2).await;
+        let b = folder.open_backend_with_clock(&boot_2).await;
         // The holder gets `Gone`, whether or not the key was granted again.
         assert_eq!(a.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap(), &Renewal::Gone);
         let error = a.try_acquire(&other).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
         assert!(error.refused() && error.to_string().contains("boot"), "{error}");
         assert_eq!(a.inspect(&key("k")).await.unwrap_err().kind(), BackendErrorKind::Misconfigured);
-        grant(&b, &claim("k")).await;
+        acquire(&b, &claim("k")).await;
     }
 
     #[tokio::test]
     async fn a_statement_that_waited_for_another_writer_reads_the_clock_again() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let held = claim("k");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
 
         // Another process writes for longer than the lease. The renewal that waits for it must not
         // revive the grant.
         let mut other = begin_write(&folder.file()).await;
         let renewal = backend.renew(std::slice::from_ref(&held));
         let wait_for_retry = async || {
-            let before = clock.reads();
-            while clock.reads() == before {
+            let before = clock.read_count();
+            while clock.read_count() == before {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
         };
         let unblock = async {
             wait_for_retry().await;
             clock.advance(LEASE);
-            // Another read of the clock means that the try with the old time is over.
+            // Another read of the clock means that the attempt with the old time has ended.
             wait_for_retry().await;
             rollback(&mut other).await;
         };
-        let (busy_reply, ()) = tokio::join!(renewal, unblock);
-        assert_eq!(busy_reply[0].as_ref().unwrap(), &Renewal::Gone);
+        let (renewed, ()) = tokio::join!(renewal, unblock);
+        assert_eq!(renewed[0].as_ref().unwrap(), &Renewal::Gone);
     }
 }

@@ -1,8 +1,9 @@
 //! Reports commits to the database by any process. Used by `waiters`.
 //!
-//! Every commit writes to the write-ahead log, so the kernel watches that file. It reports the
-//! write shortly before the commit can be read; `waiters` handles that. If the kernel cannot watch
-//! (its limit of watches is reached, or the runtime has no I/O), reports come at intervals.
+//! Every commit writes to the write-ahead log, which the kernel watches (inotify). The kernel
+//! reports the write shortly before the commit can be read. `waiters` therefore reads several
+//! times. If inotify is not available (its limit of watches is reached, or the runtime has no I/O),
+//! reports come at intervals.
 
 use std::path::Path;
 use std::time::Duration;
@@ -24,7 +25,7 @@ impl CommitWatch {
     const INTERVAL_MIN: Duration = Duration::from_millis(4);
     const INTERVAL_MAX: Duration = Duration::from_millis(250);
 
-    /// Watches the log at `wal`. Falls back to intervals if that is not possible.
+    /// Watches the log at `wal`. If inotify is not available, reports at intervals.
     pub(super) fn start(wal: &Path) -> Self {
         #[cfg(target_os = "linux")]
         if let Some(watch) = linux::InotifyWatch::start(wal) {
@@ -46,10 +47,10 @@ impl CommitWatch {
         matches!(self, Self::Interval { .. })
     }
 
-    /// Returns when a commit may have happened since the last return.
+    /// Waits until a commit may have happened since the last return.
     ///
-    /// Intervals grow; [`reset_interval`](Self::reset_interval) makes them short again. Dropping
-    /// the future loses no report.
+    /// Each interval is longer than the last one, until [`reset_interval`](Self::reset_interval).
+    /// Dropping the future loses no report.
     pub(super) async fn changed(&mut self) {
         #[cfg(target_os = "linux")]
         if let Self::Inotify(watch) = self {
@@ -105,7 +106,7 @@ mod linux {
 
     #[expect(
         deprecated,
-        reason = "its successor is unsafe because a descriptor might be replaced; `Events` owns its own and never does"
+        reason = "its successor is unsafe because a descriptor might be replaced; `InotifyFd` owns its descriptor and never replaces it"
     )]
     fn register_fd(events: InotifyFd) -> io::Result<AsyncFd<InotifyFd>> {
         AsyncFd::with_interest(events, Interest::READABLE)
@@ -130,7 +131,7 @@ mod linux {
             Some(Self { events })
         }
 
-        /// Returns after a write to the log.
+        /// Waits until a process writes to the log.
         ///
         /// # Errors
         /// If the log was removed.
@@ -144,8 +145,8 @@ mod linux {
                             | AddWatchFlags::IN_MOVE_SELF
                             | AddWatchFlags::IN_ATTRIB
                             | AddWatchFlags::IN_UNMOUNT;
-                        // The attributes change when the last name of an open file is removed.
-                        // Other changes of them are rare.
+                        // The removal of the last name of an open file changes its attributes.
+                        // Other changes of the attributes are rare.
                         if events.iter().any(|event| event.mask.intersects(removed_mask)) {
                             return Err(io::ErrorKind::NotFound.into());
                         }

@@ -43,12 +43,14 @@ pub struct SqliteConfig {
     /// The namespace of the locks. Equal keys in different namespaces are different locks. Default:
     /// `default`.
     pub namespace: String,
-    /// How long a statement is retried while another process writes to the file. After that it
-    /// returns a retryable error. Default: 2.5 s, which is below the engine's own timeout.
+    /// How long a statement is retried while another process writes to the file. After this time
+    /// the statement returns a retryable error. Default: 2.5 s, which is below the engine's own
+    /// time-out.
     pub busy_timeout: Duration,
     /// How long a key must have been free before its row may be deleted. Default: one hour.
     pub purge_after: Duration,
-    /// The value of the option.
+    /// The value of the option `busy_timeout`, which has precedence over the limit that follows
+    /// from `timeout`.
     busy_timeout_option: Option<Duration>,
     timeout: Option<Duration>,
 }
@@ -70,8 +72,8 @@ impl SqliteConfig {
     /// Parses `sqlite:PATH` or `sqlite:///PATH`.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, in which a
-    /// password may have been written by mistake.
+    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, because it may
+    /// contain a password by mistake.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         config::from_url(url, &[], Self::parse)
     }
@@ -158,6 +160,10 @@ impl BackendConfig for SqliteConfig {
             .with_wakes()
             .with_labels()
             .with_inspect()
+            .with_shared()
+            .with_upgradable()
+            .with_permits()
+            .with_fair_on_request()
     }
 
     fn address(&self) -> String {

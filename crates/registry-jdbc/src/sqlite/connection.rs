@@ -1,11 +1,11 @@
-//! Runs statements on one connection, one at a time, and checks that its files are still those that
-//! other processes use.
+//! Runs statements on one connection, one at a time. Checks that the open files are still at their
+//! paths, where other processes use them.
 //!
 //! `serial_executor` orders the statements.
 //!
-//! SQLite has one writer for all processes. While another process writes, a statement fails at
-//! once and is retried here, not in SQLite's busy handler. Every attempt reads the clock again, so
-//! a delayed statement never uses an outdated time.
+//! SQLite permits one writer at a time among all processes. While another process writes, a
+//! statement fails at once. This module retries it, instead of SQLite's busy handler. Every attempt
+//! reads the clock again, so a delayed statement never uses an outdated time.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,7 +17,7 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteRow, SqliteSynchronous};
 use sqlx::{ConnectOptions, Connection, Either, Executor, SqlSafeStr, SqliteConnection};
 use tokio::sync::OwnedMutexGuard;
 
-use super::error::{Detached, at_path, detached_error, explain, is_busy};
+use super::error::{FileMismatch, at_path, explain, file_mismatch_error, is_busy};
 use super::paths::{DatabasePaths, FileId, FileIds};
 use super::serial_executor::{Panicked, Priority, SerialExecutor};
 use super::statement::SqliteQuery;
@@ -26,7 +26,7 @@ use super::worker::WorkerThread;
 /// Returns the options of every connection of the store.
 ///
 /// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and
-/// releases, but it also ends their boot, so all locks are free afterwards. Later tokens are still
+/// releases. But it also ends the boot, so all locks are free afterwards. Later tokens are still
 /// larger, because they are based on the wall clock. A crash of the process alone loses nothing,
 /// because the kernel already has the log.
 pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
@@ -55,23 +55,23 @@ struct FileConnector {
     busy_timeout: Duration,
     worker: WorkerThread,
     /// The files that the connection has open. Only the call that reopens the connection changes
-    /// them.
+    /// this field.
     verified: Mutex<Option<VerifiedFiles>>,
 }
 
 #[derive(Clone, Copy)]
 struct VerifiedFiles {
     file_ids: FileIds,
-    /// The time of the last check that they are at their paths.
+    /// The time of the last check that the files are at their paths.
     checked_at: Instant,
 }
 
-/// How long a check of the files is valid before a statement. After a statement they are always
-/// checked.
+/// The maximum age of a check of the files before a statement. After each statement, the files are
+/// always checked.
 pub(super) const CHECK_VALID_FOR: Duration = Duration::from_millis(1);
 
-/// How long a statement of low priority may be queued. Otherwise the statements of cancelled
-/// calls and then their releases would run before those of waiting calls.
+/// How long a statement of low priority may be queued. Without this limit, statements of cancelled
+/// calls and their releases would run before statements of waiting calls.
 const QUEUE_TIME_MAX: Duration = Duration::from_secs(1);
 
 enum SqliteConnectionState {
@@ -173,14 +173,14 @@ impl ReconnectingConnection {
                 {
                     continue;
                 }
-                // Checked before the result is returned: if the files were replaced before the
-                // commit, other processes do not see it. The commit may have happened, so the error
-                // is not "refused".
+                // The check precedes the return: if the files were replaced before the commit,
+                // other processes do not see the commit. The commit may have happened, so the error
+                // is not marked as refused.
                 return match (connector.check(), result) {
                     (Ok(()), result) => {
                         result.map_err(|error| connector.on_error(&mut state, error))
                     }
-                    (Err(detached_error), _) => Err(detached_error),
+                    (Err(file_mismatch_error), _) => Err(file_mismatch_error),
                 };
             }
         };
@@ -220,12 +220,11 @@ impl ReconnectingConnection {
             if let SqliteConnectionState::Open(connection) =
                 std::mem::replace(&mut *state, SqliteConnectionState::Closed)
             {
-                // Only the checkpoint can fail, and the next process that opens the file repeats
-                // it.
+                // Only the checkpoint can fail. The next process that opens the file repeats it.
                 let _ = connection.close().await;
             }
         };
-        // After a panic there is nothing to close.
+        // After a panic, no connection is left to close.
         let _ = self.executor.call(Priority::Normal, work).await;
     }
 
@@ -265,23 +264,24 @@ impl FileConnector {
 
     /// Connects, and verifies which files the connection has open.
     ///
-    /// SQLite opens them by name and does not report which file it opened. But a file that was at
-    /// its path before and after is the opened file. Its inode cannot have been reused, because
-    /// this connection or an earlier one keeps the file open.
+    /// SQLite opens the files by name, and does not report which files it opened. A file that is at
+    /// its path before and after the opening is the opened file. The file's inode cannot have been
+    /// reused, because this connection or an earlier connection keeps the file open.
     async fn connect(&self) -> Result<SqliteConnection, BackendError> {
-        // The first connection creates log and index, so only the second attempt can find them
-        // before it connects. Other connections that close may remove them again.
+        // The first connection creates the log and the index, so only the second attempt can find
+        // these files before it connects. Connections of other processes may remove the files when
+        // they close.
         const ATTEMPTS_MAX: u32 = 5;
         let path = &self.paths.path;
         let mut earlier_connections = Vec::new();
-        let mut reason = Detached::Log;
+        let mut reason = FileMismatch::Log;
         for _ in 0..ATTEMPTS_MAX {
             let before = self.paths.current_ids();
             let connection = connect(&self.options, self.busy_timeout, &self.worker).await;
             let connection = connection.map_err(|error| explain(error, path))?;
             let after = self.paths.current_ids()?;
             if after.database != self.database_id {
-                return Err(detached_error(path, Detached::Database));
+                return Err(file_mismatch_error(path, FileMismatch::Database));
             }
             let is_same = before.is_ok_and(|before| before == after);
             if is_same && self.paths.has_shared_memory_open(&after) {
@@ -289,10 +289,10 @@ impl FileConnector {
                     Some(VerifiedFiles { file_ids: after, checked_at: Instant::now() });
                 return Ok(connection);
             }
-            reason = if is_same { Detached::SharedMemory } else { Detached::Log };
+            reason = if is_same { FileMismatch::SharedMemory } else { FileMismatch::Log };
             earlier_connections.push(connection);
         }
-        Err(detached_error(path, reason))
+        Err(file_mismatch_error(path, reason))
     }
 
     fn check(&self) -> Result<(), BackendError> {
@@ -328,7 +328,7 @@ impl FileConnector {
     }
 
     /// Returns the error for a statement that may have run.
-    fn panicked_error(&self, Panicked: Panicked) -> BackendError {
+    fn panicked_error(&self, _: Panicked) -> BackendError {
         let message = "a statement panicked, so its outcome is unknown; report this bug";
         at_path(BackendErrorKind::Protocol, &self.paths.path, message)
     }
@@ -367,7 +367,7 @@ pub(super) async fn connect(
 ///
 /// `fetch_one` and `fetch_optional` stop at the first row. The commit then happens while the
 /// statement is reset, and its error (a full disk) is lost. `execute` and `fetch_all` wait for the
-/// end of the stream. This costs one more thread switch, a sixth of the total time.
+/// end of the stream. This wait costs one more thread switch, a sixth of the total time.
 async fn run_once(
     statement: SqliteQuery,
     connection: &mut SqliteConnection,
@@ -380,7 +380,7 @@ async fn run_once(
             Either::Left(done) => return Ok((rows, done.rows_affected())),
         }
     }
-    // The thread ended before the statement did.
+    // The thread of the connection ended before the statement ended.
     Err(sqlx::Error::WorkerCrashed)
 }
 
@@ -392,12 +392,13 @@ impl fmt::Debug for ReconnectingConnection {
     }
 }
 
-/// The retry limit and the pauses while other processes write.
+/// The retries of a statement while other processes write: their time limit and their pauses.
 pub(super) struct BusyRetry {
     timeout: Duration,
     first_busy_at: Option<Instant>,
     attempts: u32,
-    /// Provides the timers: a timer of the caller's runtime would panic after that runtime ended.
+    /// Provides the timers, because a timer of the caller's runtime would panic after the end of
+    /// that runtime.
     worker: WorkerThread,
 }
 
@@ -406,8 +407,8 @@ impl BusyRetry {
         Self { timeout, first_busy_at: None, attempts: 0, worker: worker.clone() }
     }
 
-    /// Returns whether to retry the statement that failed with `error`. If so, returns after a
-    /// pause.
+    /// Returns whether to retry the statement that failed with `error`. If so, pauses before it
+    /// returns.
     ///
     /// A write takes about 30 us, so the first retries have no pause. Later pauses are random and
     /// grow to 16 ms, so that processes do not retry simultaneously.
@@ -432,7 +433,7 @@ impl BusyRetry {
 
 #[cfg(test)]
 mod tests {
-    //! Faults of the file and its connections. No fault causes a wrong result.
+    //! Tests of faults of the file and its connections. No fault causes a wrong result.
 
     use std::path::Path;
     use std::sync::Arc;
@@ -444,13 +445,15 @@ mod tests {
     use crate::sqlite::backend::SqliteBackend;
     use crate::sqlite::clock::ManualClock;
     use crate::sqlite::connection::{self, CHECK_VALID_FOR};
-    use crate::sqlite::error::Detached;
-    use crate::sqlite::tests::{TestFolder, begin_write, busy, claim, grant, key, rollback};
+    use crate::sqlite::error::FileMismatch;
+    use crate::sqlite::tests::{
+        TestFolder, acquire, begin_write, claim, expect_busy, key, rollback,
+    };
 
     #[tokio::test]
     async fn an_error_names_operation_key_and_address() {
         let folder = TestFolder::new();
-        let registry = Registry::builder(Arc::new(folder.process().await)).build().unwrap();
+        let registry = Registry::builder(Arc::new(folder.open_backend().await)).build().unwrap();
         std::fs::remove_file(folder.file()).unwrap();
         tokio::time::sleep(CHECK_VALID_FOR).await;
         let error = registry.obtain("orders/42").lock().await.unwrap_err();
@@ -472,7 +475,7 @@ mod tests {
         let config = folder.config().with_busy_timeout(Duration::from_millis(50));
         let backend = SqliteBackend::open(config).await.unwrap();
         let (held, other) = (claim("k"), claim("other"));
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
 
         let mut writer = begin_write(&folder.file()).await;
         let error = backend.try_acquire(&other).await.unwrap_err();
@@ -489,14 +492,14 @@ mod tests {
 
         rollback(&mut writer).await;
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
-        grant(&backend, &other).await;
+        acquire(&backend, &other).await;
     }
 
     #[tokio::test]
     async fn a_failed_commit_is_never_returned_as_a_grant() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         // A deferred constraint is checked at the commit, after the statement has returned its row.
         // A full disk has the same effect on the log, but is harder to create in a test.
         for statement in [
@@ -515,15 +518,15 @@ mod tests {
         assert_eq!(backend.inspect(&key("k")).await.unwrap(), Vec::new());
 
         backend.writer.execute(|| sqlx::query("DROP TRIGGER break_commit")).await.unwrap();
-        grant(&backend, &refused).await;
+        acquire(&backend, &refused).await;
     }
 
     #[tokio::test]
     async fn a_full_file_is_a_clear_error_and_locks_work_again_with_free_space() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let held = claim("held");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
         let limit =
             backend.writer.fetch_all(|| sqlx::query("PRAGMA max_page_count = 1")).await.unwrap();
         assert_eq!(limit.len(), 1);
@@ -545,22 +548,22 @@ mod tests {
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 
         backend.writer.fetch_all(|| sqlx::query("PRAGMA max_page_count = 100000")).await.unwrap();
-        grant(&backend, &claim_of_4_kb(0)).await;
+        acquire(&backend, &claim_of_4_kb(0)).await;
     }
 
     #[tokio::test]
     async fn a_removed_or_replaced_file_ends_all_grants_in_it() {
         for replace in [false, true] {
             let folder = TestFolder::new();
-            let backend = folder.process().await;
+            let backend = folder.open_backend().await;
             let held = claim("k");
-            grant(&backend, &held).await;
+            acquire(&backend, &held).await;
             for name in ["locks.db", "locks.db-wal", "locks.db-shm"] {
                 std::fs::remove_file(folder.0.path().join(name)).unwrap();
             }
-            let successor = if replace { Some(folder.process().await) } else { None };
+            let successor = if replace { Some(folder.open_backend().await) } else { None };
             if let Some(successor) = &successor {
-                grant(successor, &claim("k")).await;
+                acquire(successor, &claim("k")).await;
             }
             assert_eq!(backend.release(&held).await.unwrap(), Release::NotHeld);
             assert_eq!(backend.renew(&[held]).await[0].as_ref().unwrap(), &Renewal::Gone);
@@ -588,17 +591,17 @@ mod tests {
     /// Checks that held grants end, that no lock is granted, and that each error gives the reason.
     async fn check_all_grants_end(file: &str, change: impl Fn(&Path), message: &str) {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let (held, other) = (claim("k"), claim("other"));
-        grant(&backend, &held).await;
-        grant(&backend, &other).await;
+        acquire(&backend, &held).await;
+        acquire(&backend, &other).await;
         change(&folder.0.path().join(file));
         tokio::time::sleep(CHECK_VALID_FOR).await;
 
         let error = backend.try_acquire(&claim("free")).await.unwrap_err();
         assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Misconfigured, true));
         assert!(error.to_string().contains(message), "{error}");
-        assert!(Detached::from_error(&error).is_some(), "{error:?}");
+        assert!(FileMismatch::from_error(&error).is_some(), "{error:?}");
         backend.try_acquire(&held).await.unwrap_err();
         for renewal in backend.renew(&[held.clone(), other.clone()]).await {
             assert_eq!(renewal.unwrap(), Renewal::Gone);
@@ -644,10 +647,10 @@ mod tests {
     #[tokio::test]
     async fn grants_work_again_after_a_hard_link_is_removed() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let second = folder.file().with_extension("second");
         std::fs::hard_link(folder.file(), &second).unwrap();
-        // The row may be written, and then it stays for its lease.
+        // The refused attempt may have written its row, which then stays for its lease.
         backend.try_acquire(&claim("refused")).await.unwrap_err();
         let findings = backend.diagnose().await.unwrap();
         assert!(
@@ -655,14 +658,14 @@ mod tests {
             "{findings:?}"
         );
         remove(&second);
-        grant(&backend, &claim("k")).await;
+        acquire(&backend, &claim("k")).await;
     }
 
     #[tokio::test]
     async fn a_statement_on_removed_files_returns_an_error() {
         for name in ["locks.db", "locks.db-wal", "locks.db-shm"] {
             let folder = TestFolder::new();
-            let backend = folder.process().await;
+            let backend = folder.open_backend().await;
             let file = folder.0.path().join(name);
             // The statement is created after the check that precedes it.
             let statement = move || {
@@ -670,7 +673,7 @@ mod tests {
                 sqlx::query("UPDATE lock_registry_meta SET sweep_key = x'00'")
             };
             let error = backend.writer.execute(statement).await.unwrap_err();
-            assert!(Detached::from_error(&error).is_some(), "{name}: {error:?}");
+            assert!(FileMismatch::from_error(&error).is_some(), "{name}: {error:?}");
             assert!(!error.refused(), "{name}: the statement may have been committed");
         }
     }
@@ -678,9 +681,9 @@ mod tests {
     #[tokio::test]
     async fn checkpoints_and_vacuum_end_no_grant() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let held = claim("k");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
         for statement in [
             "PRAGMA wal_checkpoint(PASSIVE)",
             "PRAGMA wal_checkpoint(TRUNCATE)",
@@ -688,16 +691,16 @@ mod tests {
             "PRAGMA wal_checkpoint(RESTART)",
             "PRAGMA wal_checkpoint(TRUNCATE)",
         ] {
-            let other = folder.process().await;
+            let other = folder.open_backend().await;
             let mut data = connection::options(&folder.file()).connect().await.unwrap();
             data.execute(statement).await.unwrap();
-            // The log cannot be turned off either.
+            // Turning the log off is refused.
             data.execute("PRAGMA journal_mode = DELETE").await.unwrap_err();
             sqlx::Connection::close(data).await.unwrap();
             other.close().await;
             let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
             assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{statement}: {renewed:?}");
-            busy(&backend, &claim("k")).await;
+            expect_busy(&backend, &claim("k")).await;
         }
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
     }
@@ -705,13 +708,13 @@ mod tests {
     #[tokio::test]
     async fn opening_the_file_again_in_the_same_process_detects_replaced_shared_memory() {
         let folder = TestFolder::new();
-        let before = folder.process().await;
-        grant(&before, &claim("k")).await;
+        let before = folder.open_backend().await;
+        acquire(&before, &claim("k")).await;
         // All connections of a process share the file that the first one opened. Other processes do
         // not see it.
         replace(&folder.0.path().join("locks.db-shm"));
         let error = SqliteBackend::open(folder.config()).await.unwrap_err();
-        assert_eq!(Detached::from_error(&error), Some(Detached::SharedMemory), "{error}");
+        assert_eq!(FileMismatch::from_error(&error), Some(FileMismatch::SharedMemory), "{error}");
         drop(before);
     }
 
@@ -721,7 +724,7 @@ mod tests {
         use std::task::{Context, Waker};
 
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         for polls in 0..6 {
             let dropped = claim("k");
             let mut attempt = Box::pin(backend.try_acquire(&dropped));
@@ -732,11 +735,11 @@ mod tests {
                 tokio::task::yield_now().await;
             }
             drop(attempt);
-            // Whether granted or not, its own release frees the key.
+            // A release by the same claim frees the key, whether the attempt was granted or not.
             backend.release(&dropped).await.unwrap();
             let next = claim("k");
-            grant(&backend, &next).await;
-            busy(&backend, &claim("k")).await;
+            acquire(&backend, &next).await;
+            expect_busy(&backend, &claim("k")).await;
             assert_eq!(backend.release(&next).await.unwrap(), Release::Freed);
         }
     }
@@ -746,10 +749,10 @@ mod tests {
         use std::task::{Context, Waker};
 
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let held = claim("held");
-        grant(&backend, &held).await;
-        // Another connection writes when they begin, so that none of them can end at once.
+        acquire(&backend, &held).await;
+        // Another connection writes when the attempts begin, so that no attempt can end at once.
         let mut other = begin_write(&folder.file()).await;
         let stalled_claims = [claim("a"), claim("b"), claim("c")];
         let mut stalled = stalled_claims.each_ref().map(|claim| backend.try_acquire(claim));
@@ -758,7 +761,7 @@ mod tests {
         }
         rollback(&mut other).await;
 
-        grant(&backend, &claim("d")).await;
+        acquire(&backend, &claim("d")).await;
         assert!(matches!(
             backend.renew(std::slice::from_ref(&held)).await[0],
             Ok(Renewal::Renewed(_))
@@ -773,15 +776,15 @@ mod tests {
     #[tokio::test]
     async fn a_broken_connection_is_reopened() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let held = claim("k");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
         backend.writer.break_connection().await;
         backend.reader.break_connection().await;
-        busy(&backend, &claim("k")).await;
+        expect_busy(&backend, &claim("k")).await;
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 
-        // But never on a file that no longer exists.
+        // The connection is never reopened on a file that no longer exists.
         backend.writer.break_connection().await;
         std::fs::remove_file(folder.file()).unwrap();
         let error = backend.writer.execute(|| sqlx::query("SELECT 1")).await.unwrap_err();
@@ -792,15 +795,15 @@ mod tests {
     #[tokio::test]
     async fn connections_that_break_together_are_reopened_with_a_new_log() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let held = claim("k");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
         for _ in 0..20 {
             // No other process has the file open, so the last connection to close removes the log.
             tokio::join!(backend.writer.break_connection(), backend.reader.break_connection());
             let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
             assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
-            busy(&backend, &claim("k")).await;
+            expect_busy(&backend, &claim("k")).await;
         }
         assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
     }
@@ -808,7 +811,7 @@ mod tests {
     #[tokio::test]
     async fn a_closed_store_returns_errors_at_once() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         backend.close().await;
         backend.close().await;
         let error = backend.try_acquire(&claim("k")).await.unwrap_err();
@@ -821,7 +824,7 @@ mod tests {
     async fn an_error_names_manually_changed_tables() {
         for change in ["DROP TABLE lock_registry_locks", "DELETE FROM lock_registry_meta"] {
             let folder = TestFolder::new();
-            let backend = folder.process().await;
+            let backend = folder.open_backend().await;
             backend.writer.execute(move || sqlx::query(change)).await.unwrap();
             let error = backend.try_acquire(&claim("k")).await.unwrap_err();
             assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
@@ -832,9 +835,10 @@ mod tests {
     #[tokio::test]
     async fn diagnose_finds_nothing_in_a_healthy_store() {
         let folder = TestFolder::new();
-        let backend = folder.process().await;
+        let backend = folder.open_backend().await;
         let findings = backend.diagnose().await.unwrap();
-        // A nearly full disk and missing watches depend on the machine, and are no fault here.
+        // A nearly full disk and missing inotify watches depend on the machine, and are no fault of
+        // the store.
         assert!(
             findings
                 .iter()

@@ -1,20 +1,21 @@
-//! Collects the findings of `doctor` about a SQLite store. Changes nothing.
+//! Checks a SQLite store for `lockreg doctor`. Changes nothing.
 
 use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
-use super::error::Detached;
+use super::error::FileMismatch;
 
-/// A write-ahead log above this size is reported: no checkpoint succeeds.
+/// The size of the write-ahead log above which `doctor` reports it. A log of this size means that
+/// no checkpoint succeeds.
 const WAL_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
 impl SqliteBackend {
     /// Returns the findings of [`diagnose`](registry_core::LockAdmin::diagnose).
     pub(super) async fn collect_findings(&self) -> Result<Vec<Finding>, BackendError> {
         match self.writer.check() {
-            // This error is a finding, because removing the hard link repairs the store. Further
-            // checks would fail.
-            Err(error) if Detached::from_error(&error) == Some(Detached::HardLink) => {
+            // A hard link is a finding instead of an error, because its removal repairs the store.
+            // Further checks would fail.
+            Err(error) if FileMismatch::from_error(&error) == Some(FileMismatch::HardLink) => {
                 return Ok(vec![Finding::warning(error.to_string())]);
             }
             answer => answer?,
@@ -75,7 +76,7 @@ mod linux {
 
     use super::super::commit_watch::CommitWatch;
 
-    /// Less free space than this is reported.
+    /// The free space below which `doctor` reports it.
     const FREE_BYTES_MIN: u64 = 64 * 1024 * 1024;
 
     /// Returns the findings about the file system, the kernel and the container.
@@ -97,7 +98,7 @@ mod linux {
                 )));
             }
         }
-        // Some containers mount a file of their own at this path.
+        // Some containers mount their own file at this path.
         if statfs("/proc/sys/kernel/random/boot_id")
             .is_ok_and(|boot_id| boot_id.filesystem_type() != PROC_SUPER_MAGIC)
         {
@@ -116,7 +117,7 @@ mod linux {
 
     /// Returns the name of a file system that other hosts may share.
     pub(super) fn network_file_system(kind: FsType) -> Option<&'static str> {
-        // Missing in libc; from the kernel's headers.
+        // `nix` lacks these numbers, which are from the kernel's headers.
         const MAGIC_NUMBERS: [(i64, &str); 8] = [
             (0xff53_4d42, "a CIFS share"),
             (0xfe53_4d42, "an SMB share"),

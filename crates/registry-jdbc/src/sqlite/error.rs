@@ -1,7 +1,7 @@
 //! Maps SQLite's error codes to `BackendError`.
 //!
-//! The codes are those of <https://www.sqlite.org/rescode.html>. The low byte is the primary code.
-//! The extended code is used only where it requires another action of the caller.
+//! The codes are from <https://www.sqlite.org/rescode.html>. The low byte is the primary code. An
+//! extended code has its own decision only if its remedy differs.
 
 use std::path::Path;
 
@@ -57,7 +57,7 @@ pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
     if refused { error.as_refused() } else { error }
 }
 
-/// Returns whether another connection blocked the statement. The statement then did nothing and can
+/// Returns whether another connection blocked the statement. Such a statement had no effect and can
 /// be retried.
 pub(crate) fn is_busy(error: &sqlx::Error) -> bool {
     sqlite_code(error).is_some_and(|code| matches!(code & 0xff, BUSY | LOCKED))
@@ -69,8 +69,8 @@ pub(crate) fn is_blocked_by_writer(error: &BackendError) -> bool {
     source.is_some_and(is_busy)
 }
 
-/// Returns the error of a release that is blocked by a write transaction, which this claim may have
-/// fenced.
+/// Returns the error of a release that a write transaction blocks. This claim may have fenced that
+/// transaction.
 pub(crate) fn fenced_transaction_open(error: BackendError, path: &Path) -> BackendError {
     let message = "another connection has a write transaction, probably one that this lock fences; the key is released after its end; commit \
                    or roll back before `unlock`";
@@ -84,8 +84,8 @@ fn sqlite_code(error: &sqlx::Error) -> Option<i32> {
 
 /// Returns whether a lock table is missing or has other columns.
 pub(crate) fn is_missing_table(error: &sqlx::Error) -> bool {
-    // SQLITE_ERROR means an error in the SQL text. The text is constant, so only the tables can
-    // be wrong.
+    // `SQLITE_ERROR` means an error in the SQL text. The texts are constant, so the cause can only
+    // be the tables.
     sqlite_code(error) == Some(ERROR)
 }
 
@@ -106,8 +106,8 @@ impl SqliteErrorClass {
         Self { kind, message, refused: false }
     }
 
-    /// Marks the error as refused. Every statement is a transaction of its own: without
-    /// its lock or a compiled form it did nothing.
+    /// Marks the error as refused: the statement had no effect, because it could not lock the file
+    /// or could not be compiled.
     const fn refused(mut self) -> Self {
         self.refused = true;
         self
@@ -148,7 +148,7 @@ const IOERR_SHMLOCK: i32 = IOERR | 20 << 8;
 const IOERR_SHMMAP: i32 = IOERR | 21 << 8;
 
 fn classify_code(code: i32) -> SqliteErrorClass {
-    // Extended codes first: they override their primary code.
+    // Extended codes come first, because they override their primary code.
     match code {
         READONLY_DBMOVED => return database_moved(),
         IOERR_WRITE => {
@@ -206,8 +206,8 @@ fn classify_code(code: i32) -> SqliteErrorClass {
              rights and the limit of open files",
         )
         .refused(),
-        // Not transient: a retry would look like contention, and the caller would get this error
-        // only at the deadline.
+        // A full disk is not transient: with retries, the caller would get this error only at the
+        // deadline.
         FULL => SqliteErrorClass::new(Misconfigured, "the disk has no free space; free some"),
         NOLFS => SqliteErrorClass::new(Misconfigured, "the file exceeds the size limit of this system; delete other data in it, or use another file"),
         ERROR => SqliteErrorClass::new(
@@ -238,7 +238,7 @@ fn classify_code(code: i32) -> SqliteErrorClass {
 
 /// The reason why a connection no longer shares its files with other processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Detached {
+pub(crate) enum FileMismatch {
     #[error("the file at the database's path is not the open one")]
     Database,
     #[error("the file at the write-ahead log's path is not the open one")]
@@ -249,26 +249,26 @@ pub(crate) enum Detached {
     HardLink,
 }
 
-impl Detached {
-    /// Returns the reason in an error that [`detached_error`] returned.
+impl FileMismatch {
+    /// Returns the reason in an error that [`file_mismatch_error`] returned.
     pub(crate) fn from_error(error: &BackendError) -> Option<Self> {
         std::error::Error::source(error)?.downcast_ref().copied()
     }
 }
 
 /// Returns the error for files that are no longer at their paths, or have a second path.
-pub(crate) fn detached_error(path: &Path, reason: Detached) -> BackendError {
+pub(crate) fn file_mismatch_error(path: &Path, reason: FileMismatch) -> BackendError {
     let message = match reason {
-        Detached::Database => database_moved().message,
-        Detached::Log => {
+        FileMismatch::Database => database_moved().message,
+        FileMismatch::Log => {
             "the log (-wal) was removed or replaced while in use, so other processes may use another \
              log; restart all processes that use the file"
         }
-        Detached::SharedMemory => {
+        FileMismatch::SharedMemory => {
             "the shared-memory file (-shm) was removed or replaced while in use, so other processes \
              may use another one; restart all processes that use the file"
         }
-        Detached::HardLink => {
+        FileMismatch::HardLink => {
             "the file has more than one name (a hard link), and locks under one name do not exclude those under the \
              other; remove the other names, then restart all processes that use the file"
         }
@@ -332,12 +332,8 @@ mod tests {
             (200, Protocol, false),
         ];
         for &(code, kind, refused) in table {
-            let verdict = classify_code(code);
-            assert_eq!(
-                (verdict.kind, verdict.refused),
-                (kind, refused),
-                "code {code}: {verdict:?}"
-            );
+            let class = classify_code(code);
+            assert_eq!((class.kind, class.refused), (kind, refused), "code {code}: {class:?}");
         }
     }
 

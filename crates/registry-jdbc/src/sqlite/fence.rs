@@ -22,8 +22,8 @@ impl Fence<Sqlite> for LockGuard {
         if found == 0 {
             return Err(missing_row_error(self, backend, transaction).await);
         }
-        // From here on no other claim can be granted the lock. But the guard may have been notified
-        // of its loss while the statement waited, and then its holder must not write. If the files
+        // From now on no other claim can be granted the lock. But while the statement waited, the
+        // guard may have been notified of its loss. Then its holder must not write. If the files
         // were replaced, other processes do not read this row.
         if self.is_held() && backend.has_current_files() {
             Ok(())
@@ -33,8 +33,8 @@ impl Fence<Sqlite> for LockGuard {
     }
 }
 
-/// Returns why the row was not found: the lock was lost, or this is another database with lock
-/// tables.
+/// Returns the error for a missing row: the lock was lost, or the transaction is on another
+/// database with lock tables.
 async fn missing_row_error(
     guard: &LockGuard,
     backend: &SqliteBackend,

@@ -1,7 +1,7 @@
 //! The SQLite store.
 //!
-//! The modules are listed in the order in which one acquisition uses them. Modules for what follows
-//! a release are last.
+//! The modules are listed in the order in which an acquisition passes through them. Modules for the
+//! time after its release are last.
 
 // Before the first acquisition.
 mod config;
@@ -10,6 +10,7 @@ mod paths;
 // The operations on a lock's row, and their SQL.
 mod backend;
 mod renew;
+mod several;
 mod statement;
 mod clock;
 mod sql;
@@ -66,11 +67,14 @@ mod tests {
         }
 
         /// Opens the store as one process. Two backends act as two processes.
-        pub(super) async fn process(&self) -> SqliteBackend {
+        pub(super) async fn open_backend(&self) -> SqliteBackend {
             SqliteBackend::open(self.config()).await.unwrap()
         }
 
-        pub(super) async fn process_with_clock(&self, clock: &Arc<ManualClock>) -> SqliteBackend {
+        pub(super) async fn open_backend_with_clock(
+            &self,
+            clock: &Arc<ManualClock>,
+        ) -> SqliteBackend {
             let clock: Arc<dyn StoreClock> = Arc::<ManualClock>::clone(clock);
             SqliteBackend::open_with_clock(self.config(), clock).await.unwrap()
         }
@@ -84,25 +88,25 @@ mod tests {
         Claim::new(key(text), LEASE)
     }
 
-    pub(super) async fn grant(backend: &SqliteBackend, claim: &Claim) -> Grant {
+    pub(super) async fn acquire(backend: &SqliteBackend, claim: &Claim) -> Grant {
         match backend.try_acquire(claim).await.unwrap() {
             Attempt::Granted(grant) => grant,
             other => panic!("not granted: {other:?}"),
         }
     }
 
-    pub(super) async fn token(backend: &SqliteBackend, claim: &Claim) -> u64 {
-        grant(backend, claim).await.token.get()
+    pub(super) async fn acquire_token(backend: &SqliteBackend, claim: &Claim) -> u64 {
+        acquire(backend, claim).await.token.get()
     }
 
-    pub(super) async fn busy(backend: &SqliteBackend, claim: &Claim) -> Busy {
+    pub(super) async fn expect_busy(backend: &SqliteBackend, claim: &Claim) -> Busy {
         match backend.try_acquire(claim).await.unwrap() {
             Attempt::Busy(busy) => busy,
             other => panic!("not busy: {other:?}"),
         }
     }
 
-    /// Another connection with an open write transaction.
+    /// Returns another connection, with an open write transaction.
     pub(super) async fn begin_write(path: &Path) -> SqliteConnection {
         let mut connection = connection::options(path).connect().await.unwrap();
         connection.execute("BEGIN IMMEDIATE").await.unwrap();

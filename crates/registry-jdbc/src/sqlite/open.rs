@@ -1,4 +1,4 @@
-//! Opens the file: reads it, creates missing tables, and detects a reboot.
+//! Opens the file: checks its tables, creates missing tables, and detects a reboot.
 
 use std::path::Path;
 
@@ -43,8 +43,8 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<OpenedSt
     };
     let database_id = paths.database_id().map_err(BackendError::as_refused)?;
 
-    // This connection stays open until the others are open, so that SQLite does not delete the log
-    // and the index.
+    // This connection stays open until the writer and the reader are open, so that SQLite does not
+    // delete the log and the index.
     let options = connection::options(path).create_if_missing(false);
     let connect = |options| {
         ReconnectingConnection::open(
@@ -57,7 +57,7 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<OpenedSt
     };
     let reader = connect(options.clone().pragma("query_only", "ON")).await?;
     let writer = connect(options).await?;
-    // Only the checkpoint can fail, and SQLite repeats it later.
+    // Only the checkpoint can fail. SQLite repeats it later.
     let _ = connection.close().await;
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         writer.prepare(statement).await?;
@@ -78,7 +78,7 @@ impl From<sqlx::Error> for OpenError {
 
 async fn initialize(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>), OpenError> {
     let mut connection = connection::options(path).connect().await?;
-    // Reads first, so that an unusable file (no database, newer tables) stays unchanged.
+    // The read comes first, so that an unusable file (no database, newer tables) stays unchanged.
     let mut meta = read_meta(&mut connection, path).await?;
     enable_wal(&mut connection, path).await?;
     if meta.is_none() {
@@ -89,7 +89,8 @@ async fn initialize(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<
         return Err(OpenError::Refused(corrupt_meta(path)));
     };
     if last_boot != boot.bytes() {
-        // This frees all rows of the earlier boot. A process with that boot id then gets errors.
+        // The new boot id frees all rows of the earlier boot. A process of the earlier boot then
+        // gets errors.
         sqlx::query(sql::SAVE_BOOT).bind(boot.bytes().to_vec()).execute(&mut connection).await?;
     }
     Ok((connection, store_id))
@@ -131,8 +132,8 @@ async fn read_meta(
     Ok(Some(MetaRow { boot: row.try_get(1)?, store_id: row.try_get(2)? }))
 }
 
-/// Enables the write-ahead log: readers then never block a writer, and every commit changes a file
-/// that can be watched. The setting is stored in the file.
+/// Enables the write-ahead log. Then readers never block a writer, and every commit changes a file
+/// that the kernel can watch. The setting is stored in the file.
 async fn enable_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), OpenError> {
     let rows = sqlx::query("PRAGMA main.journal_mode = WAL").fetch_all(connection).await?;
     let mode: String = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
@@ -152,7 +153,8 @@ async fn enable_wal(connection: &mut SqliteConnection, path: &Path) -> Result<()
 }
 
 async fn create_tables(connection: &mut SqliteConnection) -> Result<(), OpenError> {
-    // IMMEDIATE: if several processes find no tables, one creates them while the others wait.
+    // With `IMMEDIATE`, if several processes find no tables, one process creates the tables while
+    // the other processes wait.
     let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
     sqlx::raw_sql(sql::SCHEMA).execute(&mut *transaction).await?;
     transaction.commit().await?;

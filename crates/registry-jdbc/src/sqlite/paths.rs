@@ -1,9 +1,9 @@
 //! The paths of the database file, its log and its index. Checks that the files are usable, and
 //! that they are still the same files.
 //!
-//! Never opens the files. POSIX drops all of a process's locks on a file when *any* of its
-//! descriptors is closed, including SQLite's locks. Reading the file would therefore allow two
-//! writers. Checking names and inodes is harmless.
+//! This module never opens the files. When a process closes *any* descriptor of a file, POSIX drops
+//! all locks of the process on that file, including SQLite's locks. So opening and closing the file
+//! here would permit two writers. Checks of names and inodes are harmless.
 
 use std::ffi::OsString;
 use std::fs::{self, Metadata};
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use registry_core::BackendError;
 use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
 
-use super::error::{Detached, at_path, detached_error};
+use super::error::{FileMismatch, at_path, file_mismatch_error};
 
 /// The paths of the three files of an open database.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,16 +21,17 @@ pub(super) struct DatabasePaths {
     pub(super) path: PathBuf,
     /// The write-ahead log.
     pub(super) wal: PathBuf,
-    /// The index of the log, which the processes share. SQLite's locks on the log are on this file.
+    /// The index of the log, which the processes share. SQLite locks ranges of this file to protect
+    /// the log.
     shm: PathBuf,
 }
 
 impl DatabasePaths {
-    /// Returns the file's canonical path and checks it. Creates no file.
+    /// Resolves and checks the path of the database. Creates no file.
     ///
     /// # Errors
-    /// `Misconfigured` for a path that cannot name a database, `Denied` for one that this process
-    /// may not write.
+    /// `Misconfigured` for a path that cannot name a database, `Denied` for a path that this
+    /// process may not write.
     pub(super) fn resolve(path: &Path) -> Result<Self, BackendError> {
         let refuse =
             |kind: BackendErrorKind, message: &str| at_path(kind, path, message).as_refused();
@@ -47,8 +48,8 @@ impl DatabasePaths {
             return Err(refuse(Misconfigured, "the path must not contain NUL"));
         }
 
-        // SQLite names log and index after the real file, so symbolic links are resolved here,
-        // once.
+        // SQLite names log and index after the real file, so symbolic links are resolved at the
+        // opening.
         let resolved = match fs::canonicalize(path) {
             Ok(resolved) => resolved,
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -56,8 +57,7 @@ impl DatabasePaths {
                     .file_name()
                     .filter(|_| !text.ends_with('/'))
                     .ok_or_else(|| refuse(Misconfigured, "name a file, not a folder"))?;
-                // Checks for a link, not for any file: another process may have created the file
-                // since.
+                // This checks only for a link: another process may have created the file since.
                 if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
                     return Err(refuse(
                         Misconfigured,
@@ -88,7 +88,7 @@ impl DatabasePaths {
                 return Err(refuse(Misconfigured, "this is no regular file; name a regular file"));
             }
             Ok(metadata) if has_hard_links(&metadata) => {
-                return Err(detached_error(&resolved, Detached::HardLink).as_refused());
+                return Err(file_mismatch_error(&resolved, FileMismatch::HardLink).as_refused());
             }
             Ok(_) if is_mounted(&resolved) => {
                 return Err(refuse(
@@ -114,8 +114,8 @@ impl DatabasePaths {
             }
             Err(error) => return Err(path_error(path, error)),
         }
-        // An existing database needs a writable folder too: SQLite creates and deletes the log and
-        // the index there.
+        // An existing database also needs a writable folder, because SQLite creates and deletes the
+        // log and the index in it.
         if !is_writable(folder) {
             return Err(refuse(
                 Denied,
@@ -135,11 +135,11 @@ impl DatabasePaths {
     /// Returns the identity of the database that is now at the path.
     ///
     /// # Errors
-    /// `Misconfigured` if there is none, or if it has a second name.
+    /// `Misconfigured` if no file is at the path, or if the file has a second name.
     pub(super) fn database_id(&self) -> Result<FileId, BackendError> {
-        let metadata = self.metadata(&self.path, Detached::Database)?;
+        let metadata = self.metadata(&self.path, FileMismatch::Database)?;
         if has_hard_links(&metadata) {
-            return Err(detached_error(&self.path, Detached::HardLink));
+            return Err(file_mismatch_error(&self.path, FileMismatch::HardLink));
         }
         Ok(FileId::of(&metadata))
     }
@@ -147,22 +147,22 @@ impl DatabasePaths {
     /// Returns the identities of the files that are now at the three paths.
     ///
     /// # Errors
-    /// `Misconfigured` if one is missing, or if the database has a second name.
+    /// `Misconfigured` if a file is missing, or if the database has a second name.
     pub(super) fn current_ids(&self) -> Result<FileIds, BackendError> {
         Ok(FileIds {
             database: self.database_id()?,
-            wal: FileId::of(&self.metadata(&self.wal, Detached::Log)?),
-            shm: FileId::of(&self.metadata(&self.shm, Detached::SharedMemory)?),
+            wal: FileId::of(&self.metadata(&self.wal, FileMismatch::Log)?),
+            shm: FileId::of(&self.metadata(&self.shm, FileMismatch::SharedMemory)?),
         })
     }
 
-    /// Checks that the files at the three paths are still those that a connection has open.
+    /// Checks that the files at the three paths are still the open files of a connection.
     ///
     /// An open file continues to exist without its name. A process that opens the path later
     /// creates a new file without locks, and both processes could hold the same lock. The same is
-    /// true of the log and its index, because recent commits exist only there. SQLite itself
-    /// removes them only when the last connection closes, and otherwise empties them in place.
-    /// SQLite names them after the database, so a database with two names has two logs.
+    /// true of the log and its index, because recent commits exist only in them. SQLite itself
+    /// removes log and index only when the last connection closes, and otherwise empties them in
+    /// place. SQLite names them after the database, so a database with two names has two logs.
     ///
     /// The three checks take one or two microseconds.
     ///
@@ -172,25 +172,25 @@ impl DatabasePaths {
     pub(super) fn check(&self, opened: &FileIds) -> Result<(), BackendError> {
         let reason = match self.current_ids()? {
             ids if ids == *opened => return Ok(()),
-            ids if ids.database != opened.database => Detached::Database,
-            ids if ids.wal != opened.wal => Detached::Log,
-            _ => Detached::SharedMemory,
+            ids if ids.database != opened.database => FileMismatch::Database,
+            ids if ids.wal != opened.wal => FileMismatch::Log,
+            _ => FileMismatch::SharedMemory,
         };
-        Err(detached_error(&self.path, reason))
+        Err(file_mismatch_error(&self.path, reason))
     }
 
-    fn metadata(&self, file: &Path, reason: Detached) -> Result<Metadata, BackendError> {
-        fs::metadata(file).map_err(|_| detached_error(&self.path, reason))
+    fn metadata(&self, file: &Path, reason: FileMismatch) -> Result<Metadata, BackendError> {
+        fs::metadata(file).map_err(|_| file_mismatch_error(&self.path, reason))
     }
 
     /// Returns whether this process has this index of the log open.
     ///
-    /// All connections of a process share the index that the first of them opened, so opening a new
-    /// connection does not verify it. Without `/proc`, returns `true`.
+    /// All connections of a process share the index that the first connection opened, so a new
+    /// connection does not reopen the index. Without `/proc`, returns `true`.
     pub(super) fn has_shared_memory_open(&self, ids: &FileIds) -> bool {
         let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
-        // Compares names first: `metadata` of another descriptor's file, perhaps on an unreachable
-        // file server, could block forever.
+        // The names are compared first, because `metadata` of an unrelated file on an unreachable
+        // file server could block forever.
         descriptors.flatten().map(|descriptor| descriptor.path()).any(|descriptor| {
             fs::read_link(&descriptor).is_ok_and(|file| file.file_name() == self.shm.file_name())
                 && fs::metadata(&descriptor).is_ok_and(|open| FileId::of(&open) == ids.shm)
@@ -238,15 +238,15 @@ fn has_hard_links(_metadata: &Metadata) -> bool {
     false
 }
 
-/// Returns whether the path is a mount point. Its log and index would then be in the
-/// folder of the mount point, not in that of the file.
+/// Returns whether the path is a mount point. If so, log and index would be in the mount point's
+/// folder, not in the folder of the mounted file.
 fn is_mounted(path: &Path) -> bool {
     let Some(path) = path.to_str() else { return false };
     fs::read_to_string("/proc/self/mountinfo").is_ok_and(|mounts| is_mount_point(path, &mounts))
 }
 
-/// `mounts` has the format of `/proc/self/mountinfo`: one line per mount, with the mount point in
-/// the fifth field.
+/// Returns whether `mounts` contains the mount point `path`. `mounts` has the format of
+/// `/proc/self/mountinfo`: one line for each mount, with the mount point in the fifth field.
 fn is_mount_point(path: &str, mounts: &str) -> bool {
     let escaped = path
         .replace('\\', r"\134")
@@ -270,8 +270,8 @@ fn path_error(path: &Path, error: std::io::Error) -> BackendError {
     at_path(kind, path, message).with_source(error).as_refused()
 }
 
-/// Calls `faccessat`, because mode and owner do not decide: root, access lists and read-only mounts
-/// matter too.
+/// Calls `faccessat`, because mode and owner are not sufficient: root, access lists and read-only
+/// mounts also matter.
 #[cfg(target_os = "linux")]
 fn is_writable(path: &Path) -> bool {
     use nix::fcntl::{AT_FDCWD, AtFlags};

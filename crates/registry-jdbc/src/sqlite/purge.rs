@@ -1,7 +1,8 @@
-//! Deletes the rows of keys that have been free for `purge_after`, a bounded range at a time.
+//! Deletes the rows of keys that have been free for `purge_after`. Each purge covers a limited
+//! range of rows.
 //!
-//! A trigger stores the largest deleted token in the same transaction. The position of the search
-//! is stored in the file, so that processes that lock once and exit also advance it.
+//! A trigger stores the largest deleted token in the same transaction. The position of the last
+//! range is stored in the file, so that processes that lock once and exit also advance it.
 
 use std::sync::Arc;
 
@@ -13,15 +14,15 @@ use super::sql;
 use super::statement::{RowKey, SqliteStatementBinder};
 
 /// A release purges a range if its claim's random id begins with this byte: one in 256. A range has
-/// 512 rows, so the search is faster than releases can add rows.
+/// 512 rows, so purges advance faster than releases can add rows.
 const PURGE_ID_BYTE: u8 = 0;
 
 impl SqliteBackend {
     /// Purges a range after one in 256 releases, chosen by the claim's random id.
     pub(super) async fn purge_at_random(&self, claim: &Claim) {
         if claim.id().to_bytes()[0] == PURGE_ID_BYTE {
-            // The release succeeded and must not fail because of the purge. The next acquisition
-            // returns an error of the file.
+            // The release is complete and must not fail because of the purge. The next acquisition
+            // returns any error of the file.
             let _ = self.purge_next_range().await;
         }
     }
@@ -49,15 +50,15 @@ impl SqliteBackend {
                 (purged, if rows < sql::PURGE_ROWS_MAX { RowKey::default() } else { end })
             }
         };
-        // Two processes may overwrite each other's position. Then a range is searched twice.
+        // Two processes may overwrite each other's position. Then one range is searched twice.
         if next != start {
             self.writer.execute(move || SqliteStatementBinder::save_purge_position(&next)).await?;
         }
         Ok(purged)
     }
 
-    /// Deletes the purgeable rows between two rows. Checks each row again, because it may have been
-    /// granted since the search.
+    /// Deletes the dead rows between two row keys. Checks each row again, because its key may have
+    /// been granted since the search.
     async fn delete(
         &self,
         start: &RowKey,
@@ -80,7 +81,7 @@ mod tests {
 
     use crate::sqlite::backend::SqliteBackend;
     use crate::sqlite::clock::ManualClock;
-    use crate::sqlite::tests::{TestFolder, busy, claim, grant, token};
+    use crate::sqlite::tests::{TestFolder, acquire, acquire_token, claim, expect_busy};
 
     async fn row_count(backend: &SqliteBackend) -> i64 {
         let count = || sqlx::query("SELECT count(*) FROM lock_registry_locks");
@@ -99,72 +100,72 @@ mod tests {
     async fn rows_of_free_keys_are_purged_and_their_tokens_are_never_granted_again() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let released = claim("released").with_token_block(1_000);
-        let newest = token(&backend, &released).await;
+        let newest = acquire_token(&backend, &released).await;
         backend.release(&released).await.unwrap();
         let expired = claim("expired").with_lease(Duration::from_secs(1));
-        token(&backend, &expired).await;
+        acquire_token(&backend, &expired).await;
 
         clock.advance(backend.config.purge_after);
         let held = claim("held");
-        grant(&backend, &held).await;
+        acquire(&backend, &held).await;
         // The expired lease ended a second later.
         assert_eq!(purge_ranges(&backend, 1).await, 1);
         clock.advance(Duration::from_secs(1));
         assert_eq!(purge_ranges(&backend, 1).await, 1);
         assert_eq!(row_count(&backend).await, 1);
-        busy(&backend, &claim("held")).await;
+        expect_busy(&backend, &claim("held")).await;
 
         clock.set_wall(0);
-        assert_eq!(token(&backend, &claim("released")).await, newest + 1_000);
+        assert_eq!(acquire_token(&backend, &claim("released")).await, newest + 1_000);
         // Every key starts above all purged tokens, so no purged key needs a row.
-        assert!(token(&backend, &claim("new")).await >= newest + 1_000);
+        assert!(acquire_token(&backend, &claim("new")).await >= newest + 1_000);
     }
 
     #[tokio::test]
     async fn rows_of_an_earlier_boot_are_purged_at_once() {
         let folder = TestFolder::new();
         let first = {
-            let backend = folder.process_with_clock(&ManualClock::booted(1)).await;
-            let first = token(&backend, &claim("k")).await;
+            let backend = folder.open_backend_with_clock(&ManualClock::booted(1)).await;
+            let first = acquire_token(&backend, &claim("k")).await;
             backend.close().await;
             first
         };
         let clock = ManualClock::booted(2);
         clock.set_wall(0);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         assert_eq!(purge_ranges(&backend, 1).await, 1);
-        assert!(token(&backend, &claim("k")).await > first);
+        assert!(acquire_token(&backend, &claim("k")).await > first);
     }
 
     #[tokio::test]
     async fn a_process_of_an_earlier_boot_purges_nothing() {
         let folder = TestFolder::new();
         let (old, new) = (ManualClock::booted(1), ManualClock::booted(2));
-        let stale = folder.process_with_clock(&old).await;
-        let live = folder.process_with_clock(&new).await;
-        grant(&live, &claim("k")).await;
+        let stale = folder.open_backend_with_clock(&old).await;
+        let live = folder.open_backend_with_clock(&new).await;
+        acquire(&live, &claim("k")).await;
         assert_eq!(purge_ranges(&stale, 2).await, 0);
-        busy(&live, &claim("k")).await;
+        expect_busy(&live, &claim("k")).await;
     }
 
     #[tokio::test]
     async fn a_manually_deleted_row_keeps_its_tokens_reserved() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
-        let first = token(&backend, &claim("k")).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
+        let first = acquire_token(&backend, &claim("k")).await;
         clock.set_wall(0);
         backend.writer.execute(|| sqlx::query("DELETE FROM lock_registry_locks")).await.unwrap();
-        assert_eq!(token(&backend, &claim("k")).await, first + 1);
+        assert_eq!(acquire_token(&backend, &claim("k")).await, first + 1);
     }
 
     #[tokio::test]
     async fn the_purge_covers_a_large_table_of_several_namespaces_in_ranges() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         let insert = |namespace: &'static str| {
             move || {
                 sqlx::query(
@@ -177,12 +178,13 @@ mod tests {
         };
         backend.writer.execute(insert("default")).await.unwrap();
         backend.writer.execute(insert("elsewhere")).await.unwrap();
-        grant(&backend, &claim("held")).await;
+        acquire(&backend, &claim("held")).await;
         clock.advance(backend.config.purge_after);
-        // 1,401 rows, 512 at a time. Another process continues where this one stopped.
+        // The table has 1,401 rows, and a range 512. Another process continues at the stored
+        // position.
         assert_eq!(purge_ranges(&backend, 1).await, 512);
         backend.close().await;
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         assert_eq!(purge_ranges(&backend, 2).await, 1_400 - 512);
         assert_eq!(row_count(&backend).await, 1);
         assert_eq!(purge_ranges(&backend, 2).await, 0);
@@ -192,12 +194,12 @@ mod tests {
     async fn a_release_purges_rows_at_random() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let backend = folder.process_with_clock(&clock).await;
+        let backend = folder.open_backend_with_clock(&clock).await;
         // One release in 256 purges, by the claim's random id. 20,000 releases without a purge are
         // less likely than a disk failure.
         for n in 0..20_000 {
             let claim = claim(&format!("k{n}"));
-            grant(&backend, &claim).await;
+            acquire(&backend, &claim).await;
             backend.release(&claim).await.unwrap();
             clock.advance(backend.config.purge_after);
             if n > 0 && row_count(&backend).await <= 1 {

@@ -8,7 +8,7 @@ use registry_core::{BackendError, Claim, Renewal};
 
 use super::backend::SqliteBackend;
 use super::clock::duration_between;
-use super::error::Detached;
+use super::error::FileMismatch;
 use super::sql;
 use super::statement::SqliteQuery;
 
@@ -21,16 +21,24 @@ impl SqliteBackend {
         let mut results = Vec::with_capacity(claims.len());
         let mut busy_error: Option<BackendError> = None;
         for chunk in claims.chunks(sql::batch_items_max(&*sql::RENEW)) {
-            // Another process keeps the file locked. Waiting again for each chunk would take
-            // minutes.
+            // Another process keeps the file locked. A new wait for each chunk would take minutes.
             if let Some(error) = &busy_error {
                 results.extend(chunk.iter().map(|_| Err(error.clone())));
                 continue;
             }
             match self.renew_chunk(chunk).await {
-                Ok(renewals) => results.extend(renewals.into_iter().map(Ok)),
-                // A process that uses the replacement files may have been granted the keys.
-                Err(error) if Detached::from_error(&error).is_some() => {
+                Ok(renewals) => {
+                    for (renewal, claim) in renewals.into_iter().zip(chunk) {
+                        results.push(match renewal {
+                            // The claim may be in the record of several claims.
+                            Renewal::Gone => self.renew_several(claim).await,
+                            renewed => Ok(renewed),
+                        });
+                    }
+                }
+                // The files were replaced, so a process with the new files may have been granted
+                // the keys.
+                Err(error) if FileMismatch::from_error(&error).is_some() => {
                     results.extend(chunk.iter().map(|_| Ok(Renewal::Gone)));
                 }
                 Err(error) => {
@@ -49,8 +57,8 @@ impl SqliteBackend {
             if usize::try_from(changes) == Ok(claims.len()) {
                 return Ok(claims.iter().map(|claim| Renewal::Renewed(claim.lease())).collect());
             }
-            // Some grants are gone. A second statement shows which. It renews the others again,
-            // which is harmless.
+            // Some grants have ended. A second statement shows which grants still exist. It renews
+            // them again, which is harmless.
         }
         let rows =
             self.writer.fetch_all(self.renew_statement(&*sql::RENEW_RETURNING, &claims)).await?;
@@ -71,7 +79,7 @@ impl SqliteBackend {
         sizes: &'static [sql::BatchStatement],
         claims: &Arc<[Claim]>,
     ) -> impl FnMut() -> SqliteQuery + Send + use<> {
-        let size = sql::batch_for(sizes, claims.len());
+        let size = sql::smallest_batch_for(sizes, claims.len());
         let (statements, claims) = (Arc::clone(&self.statements), Arc::clone(claims));
         move || statements.renew(size, &claims)
     }

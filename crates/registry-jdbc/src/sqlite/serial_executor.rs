@@ -1,13 +1,13 @@
-//! Runs calls on one value, one at a time. Used by `connection`.
+//! Runs asynchronous calls on one value, one at a time. Used by `connection`.
 //!
-//! A caller that finds the value free polls its own call, because a switch to another task takes a
-//! tenth of a statement's time. All other calls are queued for one task on the backend's own
-//! thread. Calls of low priority run after the others. That task also takes over a call that its
-//! caller polls:
-//! - when another call is queued behind it,
-//! - when its caller drops it,
-//! - when it has not ended after [`STALL_TIMEOUT`], because a caller may never poll its future
-//!   again.
+//! If the value is free, the caller polls its own call (an in-place call). This saves a switch to
+//! another task, a tenth of a statement's time. All other calls are queued for one task on the
+//! backend's own thread. Calls of low priority run after all other queued calls. The task also
+//! takes over an in-place call:
+//! - when another call is queued,
+//! - when its caller drops the call,
+//! - when the call has not ended after [`STALL_TIMEOUT`], because a caller may never poll its
+//!   future again.
 //!
 //! Every call therefore runs to its end, even without its caller. Queueing and taking over have
 //! constant cost.
@@ -27,8 +27,8 @@ use tokio::task::unconstrained;
 
 use super::worker::WorkerThread;
 
-/// How long a caller may take for its own call. Much longer than a statement, much shorter than
-/// the margin of a renewal.
+/// How long an in-place call may take before the task takes it over. This time is much longer than
+/// a statement, and much shorter than the margin of a renewal.
 const STALL_TIMEOUT: Duration = Duration::from_millis(50);
 
 type BoxedFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -45,13 +45,15 @@ pub(super) struct SerialExecutor<S> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Priority {
     Normal,
-    /// After all normal calls. For acquisitions, so that they do not delay renewals and releases.
+    /// The call runs after all queued normal calls. Acquisitions have this priority, so that they
+    /// do not delay renewals and releases.
     Low,
 }
 
 enum QueueItem<S> {
     Call(QueuedWork<S>),
-    /// Take over the in-place call: its caller has dropped it or does not poll it.
+    /// The task takes over the in-place call, because its caller has dropped it or does not poll
+    /// it.
     TakeOver,
 }
 
@@ -61,9 +63,9 @@ struct ExecutorState<S> {
     in_place: Mutex<Option<Arc<dyn AnyInPlaceCall>>>,
     /// The number of in-place calls so far.
     started_calls: AtomicU64,
-    /// The task checks every [`STALL_TIMEOUT`] whether the in-place call has ended.
+    /// Whether the task checks every [`STALL_TIMEOUT`] that the in-place call has ended.
     is_monitoring: AtomicBool,
-    monitor_wanted: Notify,
+    monitor_wakeup: Notify,
 }
 
 /// The call panicked on the backend's thread and has no result.
@@ -80,13 +82,13 @@ impl<S: Send + 'static> SerialExecutor<S> {
             in_place: Mutex::default(),
             started_calls: AtomicU64::new(0),
             is_monitoring: AtomicBool::new(false),
-            monitor_wanted: Notify::new(),
+            monitor_wakeup: Notify::new(),
         });
         worker.spawn(Arc::clone(&state).run(calls, low_priority_calls));
         Self { state, queue, low_priority_queue }
     }
 
-    /// Runs `work` on the value, after the calls before it.
+    /// Runs `work` on the value, after all earlier calls of the same priority.
     ///
     /// # Errors
     /// [`Panicked`] if `work` panicked on the backend's thread.
@@ -135,8 +137,8 @@ impl<S: Send + 'static> ExecutorState<S> {
         W: Future<Output = T> + Send + 'static,
         F: FnOnce(OwnedMutexGuard<S>) -> W,
     {
-        // Locked before the value, so that the task that waits for the value finds the call that
-        // holds it.
+        // `in_place` is locked before the value, so that a task that waits for the value finds the
+        // call that holds the value.
         let mut in_place = lock(&self.in_place);
         let Ok(value) = Arc::clone(&self.value).try_lock_owned() else { return Err(work) };
         let call = Arc::new(InPlaceCall::new(Box::pin(work(value))));
@@ -147,7 +149,7 @@ impl<S: Send + 'static> ExecutorState<S> {
         if !self.is_monitoring.load(Ordering::SeqCst)
             && !self.is_monitoring.swap(true, Ordering::SeqCst)
         {
-            self.monitor_wanted.notify_one();
+            self.monitor_wakeup.notify_one();
         }
         Ok(call)
     }
@@ -170,18 +172,18 @@ impl<S: Send + 'static> ExecutorState<S> {
             };
             let value = self.acquire_value().await;
             if let QueueItem::Call(work) = queued {
-                // A panic drops the sender of the result with the work, so the caller gets an
-                // error.
+                // A panic drops `work` with the sender of the result, so the caller gets an error.
                 let work = AssertUnwindSafe(async move { work(value).await });
                 let _ = work.catch_unwind().await;
             }
         }
     }
 
-    /// Returns the value. Polls the in-place call that holds it to its end.
+    /// Acquires the value. If an in-place call holds the value, polls that call to its end.
     async fn acquire_value(&self) -> OwnedMutexGuard<S> {
         let mut value = pin!(unconstrained(Arc::clone(&self.value).lock_owned()));
-        // Enqueues at the mutex first, so that no caller starts another in-place call.
+        // The first poll enqueues the task at the mutex, so that no caller can start another
+        // in-place call.
         if let Poll::Ready(value) = futures_util::poll!(value.as_mut()) {
             return value;
         }
@@ -194,11 +196,11 @@ impl<S: Send + 'static> ExecutorState<S> {
 
     /// Waits until an in-place call has run for longer than [`STALL_TIMEOUT`].
     ///
-    /// Checks only while there are in-place calls, so an idle process does not wake up.
+    /// The timer runs only while there are in-place calls, so an idle process does not wake up.
     async fn wait_for_stall(&self) {
         loop {
             if !self.is_monitoring.load(Ordering::SeqCst) {
-                self.monitor_wanted.notified().await;
+                self.monitor_wakeup.notified().await;
             }
             let started_calls = self.started_calls.load(Ordering::SeqCst);
             tokio::time::sleep(STALL_TIMEOUT).await;
@@ -211,7 +213,8 @@ impl<S: Send + 'static> ExecutorState<S> {
             }
             self.is_monitoring.store(false, Ordering::SeqCst);
             if self.started_calls.load(Ordering::SeqCst) != started_calls {
-                // A call began while `is_monitoring` was still set, so it did not notify the task.
+                // A call began while `is_monitoring` was still set, so the call did not notify the
+                // task.
                 self.is_monitoring.store(true, Ordering::SeqCst);
             }
         }
@@ -239,10 +242,10 @@ struct InPlaceCall<T> {
 }
 
 struct CallState<T> {
-    /// `None` after its end.
+    /// The running call. `None` after its end.
     future: Option<BoxedFuture<T>>,
-    /// The task polls the future. The caller must not, because the future keeps only the last
-    /// waker.
+    /// Whether the task polls the future. Then the caller must not poll it, because the future
+    /// keeps only the last waker.
     is_taken_over: bool,
     /// The result, if the task polled the future to its end.
     result: Option<Result<T, Panicked>>,
@@ -270,14 +273,14 @@ impl<T: Send + 'static> InPlaceCall<T> {
         if !state.is_taken_over
             && let Poll::Ready(result) = state.poll_future(cx)
         {
-            // The call stays in `in_place` until the next one, and a waker keeps its task
-            // allocated.
+            // The call stays in `in_place` until the next call, and a stored waker would keep its
+            // task allocated.
             state.caller = None;
             return Poll::Ready(Ok(result));
         }
         match &mut state.caller {
             Some(waker) => waker.clone_from(cx.waker()),
-            none => *none = Some(cx.waker().clone()),
+            slot @ None => *slot = Some(cx.waker().clone()),
         }
         Poll::Pending
     }
@@ -303,7 +306,8 @@ impl<T: Send + 'static> AnyInPlaceCall for InPlaceCall<T> {
         let caller = state.caller.take();
         drop(state);
         if let Some(caller) = caller {
-            // A waker may panic, and a panic must not end this task, which serves other callers.
+            // A waker may panic. A panic must not end this task, because the task serves other
+            // callers.
             let _ = catch_unwind(AssertUnwindSafe(|| caller.wake()));
         }
         Poll::Ready(())
@@ -312,7 +316,8 @@ impl<T: Send + 'static> AnyInPlaceCall for InPlaceCall<T> {
 
 impl<T> CallState<T> {
     fn poll_future(&mut self, cx: &mut Context<'_>) -> Poll<T> {
-        // A panic drops the future, so that the value is free and the future is never polled again.
+        // If the poll panics, the future is dropped, so that the value is free and the future is
+        // never polled again.
         let Some(mut future) = self.future.take() else { return Poll::Pending };
         let result = future.as_mut().poll(cx);
         if result.is_pending() {
@@ -350,7 +355,7 @@ mod tests {
         (SerialExecutor::new(Vec::new(), &worker), worker)
     }
 
-    /// Needs at least two polls, and records that it ran.
+    /// Runs a call that needs at least two polls, and records `n`.
     async fn record(executor: &SerialExecutor<Vec<u32>>, worker: &WorkerThread, n: u32) -> u32 {
         let worker = worker.clone();
         executor
@@ -382,7 +387,7 @@ mod tests {
     async fn a_low_priority_call_waits_for_normal_calls() {
         let (executor, worker) = executor();
         let low = |n| executor.call(Priority::Low, async move |mut recorded| recorded.push(n));
-        // The first call ends once all others are queued.
+        // The first call ends when all other calls are queued.
         let (release, released) = oneshot::channel::<()>();
         let first = executor.call(Priority::Normal, async move |mut recorded| {
             released.await.unwrap();
@@ -398,7 +403,7 @@ mod tests {
     #[tokio::test]
     async fn a_stalled_caller_delays_no_other_call_and_gets_its_result() {
         let (executor, worker) = executor();
-        // The first call holds the value and sleeps. The other two are queued.
+        // The first call holds the value and sleeps. The other two calls are queued.
         let mut stalled = [1, 2, 3].map(|n| Box::pin(record(&executor, &worker, n)));
         for call in &mut stalled {
             assert!(poll_once(call.as_mut()).is_pending());
@@ -462,7 +467,7 @@ mod tests {
         };
         tokio::task::yield_now().await;
         let mut second = Box::pin(record(&executor, &worker, 2));
-        // Long enough for a takeover of the first call.
+        // This pause is long enough for a takeover of the first call.
         assert!(timeout(STALL_TIMEOUT * 2, &mut second).await.is_err());
         finish.notify_one();
         assert_eq!(timeout(TIMEOUT, second).await.unwrap(), 2);

@@ -1,9 +1,9 @@
-//! The statements of the store. Each is a complete transaction, so a dropped future cannot leave
-//! one open.
+//! All statements of the store. Each statement is one transaction, so a dropped future cannot leave
+//! a transaction open.
 //!
 //! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
-//! Every statement that relies on a row also checks the boot in the meta row: after a
-//! process of another boot has stored its boot id, this process must not grant or renew.
+//! Every statement that relies on a row also checks the boot in the meta row. After a process of
+//! another boot has stored its boot id, this process must not grant or renew.
 
 use std::sync::LazyLock;
 
@@ -13,7 +13,7 @@ pub(super) const VERSION: i64 = 1;
 /// Creates the tables. Contains several statements, so the shared connections must not run it.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// The name of the meta table, if it exists.
+/// Returns the name of the meta table, if the table exists.
 pub(super) const META_TABLE: &str =
     "SELECT name FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta'";
 
@@ -24,14 +24,14 @@ pub(super) const META: &str =
 pub(super) const SAVE_BOOT: &str =
     "UPDATE main.lock_registry_meta SET boot = ?1 WHERE id = 1 AND boot <> ?1";
 
-/// Grants the key with the given token, unless a claim holds the key, including the same claim.
+/// Grants the key with the given token, if no claim holds the key, not even the given claim.
 ///
-/// Changes no row in two more cases:
+/// Also changes no row in two other cases:
 /// - The token is not above all earlier tokens of the key: the wall clock was set back, or the last
 ///   grant was microseconds ago.
 /// - The meta row has another boot. The subquery is then NULL, and IGNORE skips the row.
 ///
-/// RETURNING would add a tenth to the statement's time.
+/// The statement has no RETURNING, which would add a tenth to its time.
 ///
 /// Parameters: namespace, key, claim, token, block, label, now, until, boot.
 pub(super) const ACQUIRE_AT: &str = "\
@@ -51,8 +51,8 @@ pub(super) const ACQUIRE_AT: &str = "\
     WHERE (claim IS NULL OR until <= excluded.since OR boot <> excluded.boot) \
         AND token + block <= excluded.token";
 
-/// Like [`ACQUIRE_AT`], but uses the given token or the smallest above all earlier ones, and
-/// returns it.
+/// Like [`ACQUIRE_AT`], with the smallest token that is at least the given token and above all
+/// earlier tokens. Returns this token.
 pub(super) const ACQUIRE_ABOVE: &str = "\
     INSERT OR IGNORE INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
@@ -70,8 +70,8 @@ pub(super) const ACQUIRE_ABOVE: &str = "\
     WHERE claim IS NULL OR until <= excluded.since OR boot <> excluded.boot \
     RETURNING token";
 
-/// The row of a key, and the boot of the store. Always one row; the lock's columns are NULL if the
-/// key has no row.
+/// Returns the boot of the store and the row of a key. If the key has no row, the columns of the
+/// lock are NULL.
 ///
 /// Parameters: namespace, key.
 pub(super) const CURRENT_GRANT: &str = "\
@@ -79,6 +79,37 @@ pub(super) const CURRENT_GRANT: &str = "\
     FROM main.lock_registry_meta AS meta \
     LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
     WHERE meta.id = 1";
+
+/// Returns the boot of the store, the largest token of all deleted rows, and the columns of a key's
+/// row, which are NULL if it has none. Claims of an earlier boot are NULL too.
+///
+/// Parameters: namespace, key, boot.
+pub(super) const READ_ROW: &str = "\
+    SELECT meta.boot, meta.floor, CASE WHEN l.boot = ?3 THEN l.claim END, \
+        l.token, l.block, CASE WHEN l.boot = ?3 THEN l.label END, l.since, l.until \
+    FROM main.lock_registry_meta AS meta \
+    LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
+    WHERE meta.id = 1";
+
+/// Writes the row of a key that several claims can hold, if the row is still as [`READ_ROW`]
+/// returned it: claim, token and label are compared.
+///
+/// Parameters: namespace, key, claim, token, block, label, since, until, boot, old claim, old token,
+/// old label.
+pub(super) const WRITE_ROW: &str = "\
+    INSERT INTO main.lock_registry_locks \
+        (namespace, key, claim, token, block, label, since, until, boot) \
+    SELECT ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?9 \
+    ON CONFLICT (namespace, key) DO UPDATE SET \
+        claim = excluded.claim, \
+        token = excluded.token, \
+        block = excluded.block, \
+        label = excluded.label, \
+        since = excluded.since, \
+        until = excluded.until, \
+        boot = excluded.boot \
+    WHERE token = ?11 AND CASE WHEN boot = ?9 THEN claim END IS ?10 \
+        AND CASE WHEN boot = ?9 THEN label END IS ?12";
 
 /// Like [`CURRENT_GRANT`], for every held key. Parameters: namespace, now, boot.
 pub(super) const LIST_GRANTS: &str = "\
@@ -95,41 +126,49 @@ pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-/// Ends the grant of a key by any claim. Parameters: namespace, key, now, boot.
+/// Ends the exclusive grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
-    WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
+    WHERE namespace = ?1 AND key = ?2 AND claim <> x'2b' AND until > ?3 AND boot = ?4";
 
-/// Takes the write lock for the caller's transaction and finds the grant with its token.
+/// Acquires SQLite's write lock for the caller's transaction, and finds the row with this claim and
+/// token. In the row of several claims, this is the claim's entry; the positions are those of
+/// [`LockRecord::to_text`](registry_core::LockRecord::to_text).
 ///
-/// The assignment changes nothing, but is a write. Until the transaction ends, no other connection
-/// can write, so no other claim can be granted the key.
+/// The assignment changes nothing, but counts as a write. Until the transaction ends, no other
+/// connection can write, so no other claim can be granted the key.
 ///
-/// Parameters: namespace, key, claim, token, now, boot.
+/// Parameters: namespace, key, claim, token, now, boot, claim as text.
 pub(crate) const FENCE: &str = "\
     UPDATE main.lock_registry_locks SET block = block \
-    WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND token <= ?4 AND ?4 < token + block \
-        AND until > ?5 AND boot = ?6 \
+    WHERE namespace = ?1 AND key = ?2 AND until > ?5 AND boot = ?6 \
+        AND (claim = ?3 AND token <= ?4 AND ?4 < token + block \
+            OR claim = x'2b' AND instr(label, ?7) > 0 \
+                AND substr(label, instr(label, ?7) + 32, 1) BETWEEN 'a' AND 'z' \
+                AND CAST(substr(label, instr(label, ?7) + 33, 16) AS INTEGER) > ?5 \
+                AND CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) <= ?4 \
+                AND ?4 < CAST(substr(label, instr(label, ?7) + 81, 19) AS INTEGER) \
+                    + CAST(substr(label, instr(label, ?7) + 100, 10) AS INTEGER)) \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
 
-/// The row after which the next search for purgeable rows starts.
+/// Returns the row after which the next search for dead rows starts.
 pub(super) const PURGE_POSITION: &str =
     "SELECT sweep_namespace, sweep_key FROM main.lock_registry_meta WHERE id = 1";
 
-/// The last row of a range of at most [`PURGE_ROWS_MAX`] rows, its number of rows, and its number
-/// of purgeable rows. No result at the end of the table.
+/// Searches a range of at most [`PURGE_ROWS_MAX`] rows for dead rows. Returns the last row of the
+/// range, the number of rows, and the number of dead rows. No result at the end of the table.
 ///
 /// Parameters: namespace and key to start after, free since, boot.
 pub(super) const PURGE_CANDIDATES: &str = "\
-    WITH piece AS MATERIALIZED ( \
+    WITH candidates AS MATERIALIZED ( \
         SELECT namespace, key, until <= ?3 OR boot <> ?4 AS dead FROM main.lock_registry_locks \
         WHERE (namespace, key) > (?1, ?2) ORDER BY namespace, key LIMIT 512) \
-    SELECT namespace, key, (SELECT count(*) FROM piece), (SELECT sum(dead) FROM piece) \
-    FROM piece ORDER BY namespace DESC, key DESC LIMIT 1";
+    SELECT namespace, key, (SELECT count(*) FROM candidates), (SELECT sum(dead) FROM candidates) \
+    FROM candidates ORDER BY namespace DESC, key DESC LIMIT 1";
 
 pub(super) const PURGE_ROWS_MAX: i64 = 512;
 
-/// Deletes the purgeable rows of a range. The trigger stores the largest of their tokens.
+/// Deletes the dead rows of a range. A trigger records the largest of their tokens.
 ///
 /// Parameters: namespace and key to start after, free since, boot, namespace and key to end with.
 pub(super) const PURGE: &str = "\
@@ -142,9 +181,9 @@ pub(super) const PURGE: &str = "\
 pub(super) const SAVE_PURGE_POSITION: &str =
     "UPDATE main.lock_registry_meta SET sweep_namespace = ?1, sweep_key = ?2 WHERE id = 1";
 
-/// A statement for a maximum number of items.
+/// The text of a statement for at most `items_max` items.
 ///
-/// Unused parameters are NULL and match no row. With a few fixed sizes, every text is constant, and
+/// Unused parameters are NULL and match no row. A few fixed sizes keep every text constant, so that
 /// its compiled form stays cached.
 #[derive(Debug)]
 pub(super) struct BatchStatement {
@@ -152,7 +191,7 @@ pub(super) struct BatchStatement {
     pub(super) text: String,
 }
 
-/// Returns `items` groups of numbered parameters. Parameters without numbers would start at one.
+/// Returns `items` groups of numbered parameters. Unnumbered parameters would begin at one.
 fn parameters(first: usize, items: usize, per_item: usize) -> String {
     let group = |item: usize| {
         let numbers = (0..per_item).map(|n| format!("?{}", first + item * per_item + n));
@@ -167,7 +206,7 @@ fn parameters(first: usize, items: usize, per_item: usize) -> String {
 /// Parameters: now, boot, namespace, then for each claim: key, claim, until.
 pub(super) static RENEW: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| renew_statements(""));
 
-/// Like [`RENEW`], and returns the renewed claims. Returning a row costs more than renewing it.
+/// Like [`RENEW`], and returns the renewed claims. The return of a row costs more than its renewal.
 pub(super) static RENEW_RETURNING: LazyLock<[BatchStatement; 3]> =
     LazyLock::new(|| renew_statements(" RETURNING claim, until"));
 
@@ -189,13 +228,15 @@ fn renew_statements(returning: &str) -> [BatchStatement; 3] {
     })
 }
 
-/// The held keys among these, with the tokens of their grants. Parameters: now, boot, namespace,
-/// then the keys.
+/// Returns the held keys, with the tokens of their grants. For a key that several
+/// claims can hold, `since` with the highest bit takes the place of the token. Parameters: now, boot,
+/// namespace, then the keys.
 pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| BatchStatement {
         items_max,
         text: format!(
-            "SELECT key, token FROM main.lock_registry_locks \
+            "SELECT key, CASE WHEN claim = x'2b' THEN since | -9223372036854775808 ELSE token END \
+             FROM main.lock_registry_locks \
              WHERE claim IS NOT NULL AND until > ?1 AND boot = ?2 AND namespace = ?3 \
                  AND key IN ({})",
             parameters(4, items_max, 1)
@@ -203,8 +244,11 @@ pub(super) static HELD_TOKENS: LazyLock<[BatchStatement; 3]> = LazyLock::new(|| 
     })
 });
 
-/// Returns the smallest of `sizes` for `items`, or the largest.
-pub(super) fn batch_for(sizes: &'static [BatchStatement], items: usize) -> &'static BatchStatement {
+/// Returns the smallest of `sizes` that fits `items`, or the largest of all.
+pub(super) fn smallest_batch_for(
+    sizes: &'static [BatchStatement],
+    items: usize,
+) -> &'static BatchStatement {
     sizes
         .iter()
         .find(|size| size.items_max >= items)
@@ -235,7 +279,7 @@ mod tests {
     #[tokio::test]
     async fn no_statement_of_an_acquisition_scans_the_table() {
         let folder = TestFolder::new();
-        let _tables = folder.process().await;
+        let _tables = folder.open_backend().await;
         let mut connection = connection::options(&folder.file()).connect().await.unwrap();
         let renew =
             sql::RENEW.iter().chain(sql::RENEW_RETURNING.iter()).map(|size| size.text.as_str());

@@ -1,4 +1,4 @@
-//! Binds parameters to the statements of `sql`. Each new statement reads the clock; no other code
+//! Binds parameters to the statements of `sql`. Each binding reads the clock again. No other code
 //! sets the times of a row.
 
 use std::sync::Arc;
@@ -9,12 +9,13 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Sqlite, query};
 
 use super::clock::{StoreClock, to_micros};
+use super::several::SqliteRowState;
 use super::sql::{self, BatchStatement};
 
 pub(crate) type SqliteQuery = Query<'static, Sqlite, SqliteArguments>;
 
-/// Binds the parameters that all statements of one backend share. Their types are cloned without a
-/// deep copy.
+/// Binds the parameters of statements. The fields are the parameters that all statements of a
+/// backend share; their clones share memory.
 #[derive(Debug)]
 pub(super) struct SqliteStatementBinder {
     pub(super) clock: Arc<dyn StoreClock>,
@@ -83,13 +84,43 @@ impl SqliteStatementBinder {
             .bind(i64::from(token))
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
+            .bind(claim.id().to_string())
+    }
+
+    pub(super) fn read_row(&self, key: &Key) -> SqliteQuery {
+        query(sql::READ_ROW)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(key))
+            .bind(Arc::clone(&self.boot))
+    }
+
+    /// Binds [`sql::WRITE_ROW`]: `new` replaces `old`.
+    pub(super) fn write_row(
+        &self,
+        key: &Key,
+        old: &SqliteRowState,
+        new: &SqliteRowState,
+    ) -> SqliteQuery {
+        query(sql::WRITE_ROW)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(key))
+            .bind(new.claim.clone())
+            .bind(new.token)
+            .bind(new.block)
+            .bind(new.label.clone())
+            .bind(new.since)
+            .bind(new.until)
+            .bind(Arc::clone(&self.boot))
+            .bind(old.claim.clone())
+            .bind(old.token)
+            .bind(old.label.clone())
     }
 
     /// Binds [`sql::RENEW`] or [`sql::RENEW_RETURNING`].
     ///
     /// A process may be paused after it read the clock, and resume after a lease has expired. The
-    /// statement then prolongs that lease if the key was not granted meanwhile. This is safe,
-    /// because no other claim was granted the key before, and none is granted it afterwards.
+    /// statement then prolongs that lease, if no other claim was granted the key meanwhile. This is
+    /// safe, because until then no other claim held the key.
     pub(super) fn renew(&self, size: &'static BatchStatement, claims: &[Claim]) -> SqliteQuery {
         let now = self.clock.now();
         let mut statement = self.batch_query(size, now);

@@ -1,14 +1,16 @@
 //! Wakes waiters of a key after a release by any process of the host. A wake-up may be spurious.
 //!
 //! One task per backend reads the awaited keys whenever `commit_watch` reports a commit. The task
-//! exists while there are waiters, and [`IDLE_TIMEOUT`] longer. It never writes, so waiting does
-//! not slow down writers:
+//! exists while there are waiters, and for [`IDLE_TIMEOUT`] after the last waiter. It never writes,
+//! so waiting does not slow down writers:
 //!
-//! - A waiter is woken if its key is free. At the first read after its registration, it is also
-//!   woken if the key has another grant than the known one. If a free key is granted again before
-//!   the read, its waiters are not woken, so few processes compete for it.
-//! - The kernel reports a commit while it is written, just before it can be read. The first read
-//!   may be too early, so more reads follow.
+//! - The task wakes a waiter if its key is free. The first read after the registration of a waiter
+//!   also wakes it if the key has another grant than the known grant. If several claims can hold
+//!   the key, each change that may let the waiter in wakes it. If a free key is granted
+//!   again before the read, the task does not wake its waiters, so few processes compete for the
+//!   key.
+//! - The kernel reports a commit during its write, just before other processes can read the commit.
+//!   The first read may be too early, so more reads follow.
 //! - Reading takes at most a tenth of the time. Unused time accumulates in a budget, so a single
 //!   release is detected at once. In a database with many other commits, reads are milliseconds
 //!   apart and take less than a tenth of a core.
@@ -26,6 +28,7 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use super::commit_watch::CommitWatch;
 use super::connection::ReconnectingConnection;
+use super::several::MARK_OF_SEVERAL;
 use super::sql;
 use super::statement::SqliteStatementBinder;
 use super::worker::WorkerThread;
@@ -37,28 +40,28 @@ const READ_DELAYS: [Duration; 4] = [
     Duration::from_millis(20),
     Duration::from_millis(100),
 ];
-/// One of this many units of time may be spent on reading.
+/// Reads take at most the total time divided by this number.
 const READ_TIME_DIVISOR: u32 = 10;
-/// The minimum cost of a read, for each chunk of keys. The measured time excludes the wake-ups of
-/// threads, here and in SQLite's connection. With continuous commits, reads are therefore 3 ms
-/// apart.
+/// The minimum time that the budget charges for each chunk of keys. The measured time excludes the
+/// wake-ups of this thread and of the connection's thread. So with continuous commits, reads are 3
+/// ms apart.
 const CHUNK_COST_MIN: Duration = Duration::from_micros(300);
-/// The maximum cost. A longer read probably waited for a processor, and that time must not delay
-/// the next read.
+/// The maximum time that the budget charges for each chunk. A longer read probably waited for a
+/// processor, and this wait must not delay the next read.
 const CHUNK_COST_MAX: Duration = Duration::from_millis(1);
-/// The maximum of the read budget.
+/// The maximum unused time that the read budget accumulates.
 const BUDGET_MAX: Duration = Duration::from_millis(5);
 /// The longest pause after a read.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// How long the task runs without waiters. Closing the inotify watch can take milliseconds, and
-/// another wait is likely.
+/// How long the task stays without waiters. Another wait is likely, and closing the inotify watch
+/// can take milliseconds.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The waiters of this backend.
 pub(super) struct SqliteWaiters {
     watcher: Arc<ReleaseWatcher>,
-    /// Runs the task. The runtime of the first waiter may end before the other waiters are woken,
-    /// or have no I/O.
+    /// Runs the task. A waiter's own runtime may end before other waiters are woken, or have no
+    /// I/O.
     worker: WorkerThread,
 }
 
@@ -67,14 +70,14 @@ struct ReleaseWatcher {
     statements: Arc<SqliteStatementBinder>,
     wal: PathBuf,
     waiters: Waiters<Key, KnownGrant>,
-    /// The kernel reports commits, and the last read succeeded.
+    /// Whether the kernel reports commits, and the last read succeeded.
     is_confirmed: AtomicBool,
 }
 
 /// The grant that a waiter knows.
 struct KnownGrant {
     token: u64,
-    /// The key was not read since the waiter was registered.
+    /// Whether the key has not been read since the registration of the waiter.
     is_new: bool,
 }
 
@@ -97,8 +100,8 @@ impl SqliteWaiters {
         }
     }
 
-    /// Returns when `key` may be free. `known_token` is the token of the grant that made the
-    /// attempt fail.
+    /// Waits until `key` may be free. `known_token` is the token of the grant that the caller's
+    /// attempt found.
     pub(super) async fn wait(&self, key: &Key, known_token: u64) {
         let waiters = &self.watcher.waiters;
         let waiter = waiters.register(key.clone(), KnownGrant { token: known_token, is_new: true });
@@ -157,8 +160,8 @@ impl ReleaseWatcher {
         while self.waiters.wait_for_waiter(IDLE_TIMEOUT).await {
             let succeeded = tokio::select! {
                 () = watch.changed() => {
-                    // The watch may have failed because the log was removed: check for a
-                    // new log.
+                    // The watch may have failed because the log was removed. Then this opens a
+                    // watch of the new log.
                     if watch.is_interval() {
                         self.retry_watch(&mut watch);
                     }
@@ -193,8 +196,8 @@ impl ReleaseWatcher {
         let mut succeeded = true;
         for chunk in keys.chunks(sql::batch_items_max(&*sql::HELD_TOKENS)) {
             chunks += 1;
-            // A store error wakes no waiter: the waiter's own attempt, at the next poll, gets the
-            // error and returns it.
+            // A store error wakes no waiter. The waiter's next attempt receives the error and
+            // returns it.
             match self.held_tokens(chunk).await {
                 Ok(held_tokens) => self.wake_waiters(chunk, &held_tokens),
                 Err(_) => succeeded = false,
@@ -218,7 +221,7 @@ impl ReleaseWatcher {
     }
 
     async fn held_tokens(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let size = sql::batch_for(&*sql::HELD_TOKENS, keys.len());
+        let size = sql::smallest_batch_for(&*sql::HELD_TOKENS, keys.len());
         let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
         let rows = self.reader.fetch_all(move || statements.held_tokens(size, &keys)).await?;
         Ok(rows
@@ -237,7 +240,10 @@ impl ReleaseWatcher {
             }
             let is_first_read = std::mem::replace(&mut known.is_new, false);
             let held_token = held_tokens.get(key.as_str().as_bytes());
-            held_token.is_none_or(|token| is_first_read && *token != known.token)
+            held_token.is_none_or(|token| {
+                let is_several = (*token | known.token) & MARK_OF_SEVERAL != 0;
+                (is_first_read || is_several) && *token != known.token
+            })
         });
     }
 }
@@ -257,7 +263,8 @@ impl ReadSchedule {
         Self { commit_at: Instant::now(), reads_done: 0 }
     }
 
-    /// Returns when the next read is due, or never. Dropping the future loses nothing.
+    /// Waits until the next read is due. If none is scheduled, never returns. Dropping the future
+    /// skips no read.
     async fn next_read(&mut self) {
         match READ_DELAYS.get(self.reads_done) {
             Some(after) => {
@@ -269,7 +276,7 @@ impl ReadSchedule {
     }
 }
 
-/// Returns the cost of a read of this duration.
+/// Returns the time that the budget charges for a read of this duration.
 fn read_cost(elapsed: Duration, chunks: u32) -> Duration {
     elapsed.clamp(CHUNK_COST_MIN * chunks, CHUNK_COST_MAX * chunks)
 }
@@ -296,7 +303,7 @@ impl ReadBudget {
         }
         let missing = spent - self.available;
         self.available = Duration::ZERO;
-        // The pause compensates for the read, so it adds nothing to the budget.
+        // The pause compensates for the deficit, so it must not add to the budget.
         let pause = (missing * READ_TIME_DIVISOR).min(PAUSE_MAX);
         self.updated_at += pause;
         Some(pause)
@@ -307,8 +314,8 @@ impl ReadBudget {
 #[derive(Debug, Clone, Copy)]
 enum WaiterFilter {
     All,
-    /// Waiters that were registered since the last read. A release between their failed attempt and
-    /// their registration must not be missed.
+    /// Only waiters that were registered since the last read, to detect a release between their
+    /// failed attempt and their registration.
     New,
 }
 
@@ -321,7 +328,7 @@ mod tests {
 
     use super::*;
     use crate::sqlite::clock::ManualClock;
-    use crate::sqlite::tests::{LEASE, TestFolder, busy, claim, grant, key};
+    use crate::sqlite::tests::{LEASE, TestFolder, acquire, claim, expect_busy, key};
 
     #[test]
     fn reading_takes_at_most_a_tenth_of_the_time() {
@@ -332,8 +339,8 @@ mod tests {
         for _ in 0..1_000 {
             paused += budget.spend(read_time).unwrap_or_default();
         }
-        // The budget is used up. Each further millisecond was followed by a pause of ten, less the
-        // duration of this test itself.
+        // The budget is used up. After each further millisecond of reading, the pause is ten
+        // milliseconds, less the duration of the test itself.
         assert!(paused > Duration::from_secs(8), "{paused:?}");
         assert!(budget.spend(Duration::from_secs(60)) <= Some(PAUSE_MAX));
     }
@@ -358,11 +365,11 @@ mod tests {
     #[tokio::test]
     async fn a_release_wakes_a_waiter_of_another_process() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         for _ in 0..20 {
             let (claim_a, claim_b) = (claim("k"), claim("k"));
-            grant(&a, &claim_a).await;
-            let busy_reply = busy(&b, &claim_b).await;
+            acquire(&a, &claim_a).await;
+            let busy_reply = expect_busy(&b, &claim_b).await;
             let release = async {
                 tokio::task::yield_now().await;
                 a.release(&claim_a).await.unwrap();
@@ -370,7 +377,7 @@ mod tests {
             timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), release) })
                 .await
                 .unwrap();
-            grant(&b, &claim_b).await;
+            acquire(&b, &claim_b).await;
             b.release(&claim_b).await.unwrap();
         }
     }
@@ -378,10 +385,10 @@ mod tests {
     #[tokio::test]
     async fn a_forced_release_wakes_a_waiter() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         let broken = async { a.force_release(&key("k")).await.unwrap() };
         timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), broken) })
             .await
@@ -391,16 +398,16 @@ mod tests {
     #[tokio::test]
     async fn a_change_before_the_wait_is_not_missed() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         a.release(&claim_a).await.unwrap();
         timeout(TIMEOUT, b.wait(&claim_b, &busy_reply))
             .await
             .expect("it was free before the wait began");
 
-        grant(&a, &claim("k")).await;
+        acquire(&a, &claim("k")).await;
         timeout(TIMEOUT, b.wait(&claim_b, &busy_reply))
             .await
             .expect("the key has another grant than the busy reply");
@@ -409,15 +416,15 @@ mod tests {
     #[tokio::test]
     async fn a_waiter_sleeps_while_the_lock_is_held_or_only_renewed() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         let renew = async {
             for n in 0..20 {
                 a.renew(std::slice::from_ref(&claim_a)).await.remove(0).unwrap();
                 let other = claim(&format!("other{n}"));
-                grant(&a, &other).await;
+                acquire(&a, &other).await;
                 a.release(&other).await.unwrap();
             }
         };
@@ -429,10 +436,10 @@ mod tests {
     #[tokio::test]
     async fn wake_ups_are_confirmed_while_a_waiter_waits_and_the_kernel_reports_commits() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         assert!(!busy_reply.wakes_confirmed(&claim_b), "no waiter exists yet");
         let mut wait = std::pin::pin!(b.wait(&claim_b, &busy_reply));
         let confirmed = async {
@@ -450,13 +457,13 @@ mod tests {
     #[tokio::test]
     async fn a_release_wakes_only_the_waiters_of_its_key() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, Arc::new(folder.process().await));
+        let (a, b) = (folder.open_backend().await, Arc::new(folder.open_backend().await));
         let mut held = Vec::new();
         let mut waiters = tokio::task::JoinSet::new();
         for n in 0..150 {
             let (claim_a, claim_b) = (claim(&format!("k{n}")), claim(&format!("k{n}")));
-            grant(&a, &claim_a).await;
-            let busy_reply = busy(&b, &claim_b).await;
+            acquire(&a, &claim_a).await;
+            let busy_reply = expect_busy(&b, &claim_b).await;
             let b = Arc::clone(&b);
             waiters.spawn(async move {
                 b.wait(&claim_b, &busy_reply).await;
@@ -476,10 +483,10 @@ mod tests {
     #[tokio::test]
     async fn the_watcher_task_runs_only_while_a_waiter_waits() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         assert!(!b.waiters.has_task());
         assert!(timeout(Duration::from_millis(10), b.wait(&claim_b, &busy_reply)).await.is_err());
         assert!(b.waiters.has_task());
@@ -522,10 +529,10 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let folder = TestFolder::new();
-            let (a, b) = (folder.process().await, folder.process().await);
+            let (a, b) = (folder.open_backend().await, folder.open_backend().await);
             let (claim_a, claim_b) = (claim("k"), claim("k"));
-            grant(&a, &claim_a).await;
-            let busy_reply = busy(&b, &claim_b).await;
+            acquire(&a, &claim_a).await;
+            let busy_reply = expect_busy(&b, &claim_b).await;
             let release = async { a.release(&claim_a).await.unwrap() };
             timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), release) })
                 .await
@@ -537,11 +544,13 @@ mod tests {
     async fn an_expired_lease_is_detected_at_the_first_read() {
         let folder = TestFolder::new();
         let clock = ManualClock::booted(1);
-        let (a, b) =
-            (folder.process_with_clock(&clock).await, folder.process_with_clock(&clock).await);
+        let (a, b) = (
+            folder.open_backend_with_clock(&clock).await,
+            folder.open_backend_with_clock(&clock).await,
+        );
         let (claim_a, claim_b) = (claim("k"), claim("k"));
-        grant(&a, &claim_a).await;
-        let busy_reply = busy(&b, &claim_b).await;
+        acquire(&a, &claim_a).await;
+        let busy_reply = expect_busy(&b, &claim_b).await;
         clock.advance(LEASE);
         timeout(TIMEOUT, b.wait(&claim_b, &busy_reply)).await.unwrap();
     }
@@ -552,12 +561,12 @@ mod tests {
     #[ignore = "a measurement, not a promise"]
     async fn latency_of_a_wake_up() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let mut spans = Vec::new();
         for _ in 0..500 {
             let (claim_a, claim_b) = (claim("k"), claim("k"));
-            grant(&a, &claim_a).await;
-            let busy_reply = busy(&b, &claim_b).await;
+            acquire(&a, &claim_a).await;
+            let busy_reply = expect_busy(&b, &claim_b).await;
             let release = async {
                 sleep(Duration::from_millis(5)).await;
                 a.release(&claim_a).await.unwrap();
@@ -565,7 +574,7 @@ mod tests {
             };
             let wait = async {
                 b.wait(&claim_b, &busy_reply).await;
-                grant(&b, &claim_b).await;
+                acquire(&b, &claim_b).await;
                 Instant::now()
             };
             let (released, granted) = tokio::join!(release, wait);

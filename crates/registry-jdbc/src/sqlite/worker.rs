@@ -1,8 +1,8 @@
-//! The thread of a backend, which drives a runtime of its own.
+//! The worker thread of a backend, which drives its own runtime.
 //!
-//! A caller's runtime may end, may not be driven, or may have no I/O. This thread runs the work
-//! that must continue regardless: the calls of `serial_executor` that their callers do not poll,
-//! the pauses of `connection`, and the task of `waiters`.
+//! A caller's runtime may end, may not be driven, or may have no I/O. So this thread runs work that
+//! must not depend on such a runtime: unpolled calls of `serial_executor`, the pauses of
+//! `connection`, and the task of `waiters`.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -18,8 +18,8 @@ use tokio::task::JoinHandle;
 #[derive(Debug, Clone)]
 pub(super) struct WorkerThread {
     runtime: Handle,
-    /// Never sent to; the thread ends when the last sender is dropped.
-    alive: mpsc::Sender<Infallible>,
+    /// No message is ever sent. The thread ends when the last sender is dropped.
+    keep_alive: mpsc::Sender<Infallible>,
 }
 
 impl WorkerThread {
@@ -41,34 +41,34 @@ impl WorkerThread {
         };
         let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let handle = runtime.handle().clone();
-        let (alive, mut alive_receiver) = mpsc::channel(1);
-        // The runtime is sent only after the thread has started. A failed spawn would otherwise
-        // drop it, and dropping a runtime within another one panics.
+        let (keep_alive, mut all_dropped) = mpsc::channel(1);
+        // The runtime is sent only after the thread has started. Otherwise a failed spawn would
+        // drop the runtime, and the drop of a runtime inside another runtime panics.
         let (runtime_sender, runtime_receiver) = std::sync::mpsc::sync_channel::<Runtime>(1);
         let started = std::thread::Builder::new().name("lock-sqlite".to_owned()).spawn(move || {
             if let Ok(runtime) = runtime_receiver.recv() {
-                runtime.block_on(alive_receiver.recv());
+                runtime.block_on(all_dropped.recv());
             }
         });
         if let Err(error) = started {
             runtime.shutdown_background();
             return Err(failed(error));
         }
-        // The thread waits for the runtime, so this cannot fail.
+        // The thread waits for the runtime, so the send cannot fail.
         let _ = runtime_sender.send(runtime);
-        Ok(Self { runtime: handle, alive })
+        Ok(Self { runtime: handle, keep_alive })
     }
 
     /// Runs `task` on the thread.
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
-        let alive = self.alive.clone();
+        let keep_alive = self.keep_alive.clone();
         self.runtime.spawn(async move {
             task.await;
-            drop(alive);
+            drop(keep_alive);
         })
     }
 
-    /// Waits for `pause` by the clock of the thread's runtime, whichever runtime polls the future.
+    /// Waits for `pause` by a timer of this thread's runtime, whichever runtime polls the future.
     pub(super) fn sleep(&self, pause: Duration) -> tokio::time::Sleep {
         let _entered = self.runtime.enter();
         tokio::time::sleep(pause)
@@ -77,7 +77,8 @@ impl WorkerThread {
 
 #[cfg(test)]
 mod tests {
-    //! Many callers, callers that are no longer polled, and callers whose runtime ends.
+    //! Tests with many callers, with callers that are no longer polled, and with callers whose
+    //! runtime ends.
 
     use std::future::Future;
     use std::pin::pin;
@@ -94,7 +95,9 @@ mod tests {
 
     use crate::sqlite::backend::SqliteBackend;
     use crate::sqlite::connection;
-    use crate::sqlite::tests::{LEASE, TestFolder, begin_write, busy, claim, grant, rollback};
+    use crate::sqlite::tests::{
+        LEASE, TestFolder, acquire, begin_write, claim, expect_busy, rollback,
+    };
 
     const TIMEOUT: Duration = Duration::from_secs(20);
 
@@ -111,7 +114,7 @@ mod tests {
         const CALLERS: u32 = 10_000;
         const SEQUENTIAL: u32 = 1_000;
         let folder = TestFolder::new();
-        let registry = registry(folder.process().await);
+        let registry = registry(folder.open_backend().await);
         let unrelated = registry.obtain("unrelated").lock().await.unwrap();
 
         let started = Instant::now();
@@ -138,8 +141,8 @@ mod tests {
         }
         let concurrent = started.elapsed() / CALLERS;
         println!("per pair: sequential {sequential:?}, {CALLERS} concurrent {concurrent:?}");
-        // The aim is half the throughput. The factor is larger because other programs may use the
-        // processors.
+        // Concurrent calls should take at most twice the time. The limit is larger because other
+        // programs may use the processors.
         assert!(
             concurrent < sequential * 10,
             "sequential {sequential:?}, concurrent {concurrent:?}"
@@ -152,9 +155,9 @@ mod tests {
     #[tokio::test]
     async fn an_unpolled_release_frees_the_key_for_other_processes() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let held = claim("k");
-        grant(&a, &held).await;
+        acquire(&a, &held).await;
         // Another process writes when the release begins, so the release must be retried.
         let mut other = begin_write(&folder.file()).await;
         let mut release = a.release(&held);
@@ -166,7 +169,7 @@ mod tests {
         let freed = async {
             if let Some((waiting, busy_reply)) = busy_reply {
                 b.wait(&waiting, &busy_reply).await;
-                grant(&b, &waiting).await;
+                acquire(&b, &waiting).await;
             }
         };
         timeout(TIMEOUT, freed).await.expect("the release runs to its end without its caller");
@@ -186,7 +189,7 @@ mod tests {
     #[tokio::test]
     async fn a_dropped_attempt_runs_to_its_end() {
         let folder = TestFolder::new();
-        let (a, b) = (folder.process().await, folder.process().await);
+        let (a, b) = (folder.open_backend().await, folder.open_backend().await);
         let dropped = claim("k");
         let mut other = begin_write(&folder.file()).await;
         {
@@ -201,7 +204,7 @@ mod tests {
         };
         timeout(TIMEOUT, granted).await.unwrap();
         assert!(LEASE > TIMEOUT);
-        busy(&b, &claim("k")).await;
+        expect_busy(&b, &claim("k")).await;
     }
 
     fn runtime() -> Runtime {
@@ -214,7 +217,7 @@ mod tests {
         const CALLERS: usize = 40;
         let registry_runtime = runtime();
         let folder = TestFolder::new();
-        let registry = registry_runtime.block_on(async { registry(folder.process().await) });
+        let registry = registry_runtime.block_on(async { registry(folder.open_backend().await) });
         for _ in 0..ROUNDS {
             let pairs = |registry: &Registry, runtime: &Runtime, name: &str, times: usize| {
                 let mut callers = JoinSet::new();
@@ -271,11 +274,11 @@ mod tests {
         let runtime = Builder::new_current_thread().enable_time().build().unwrap();
         runtime.block_on(async {
             let folder = TestFolder::new();
-            let (a, b) = (folder.process().await, folder.process().await);
+            let (a, b) = (folder.open_backend().await, folder.open_backend().await);
             for _ in 0..5 {
                 let (claim_a, claim_b) = (claim("k"), claim("k"));
-                grant(&a, &claim_a).await;
-                let busy_reply = busy(&b, &claim_b).await;
+                acquire(&a, &claim_a).await;
+                let busy_reply = expect_busy(&b, &claim_b).await;
                 let release = async { a.release(&claim_a).await.unwrap() };
                 timeout(TIMEOUT, async { tokio::join!(b.wait(&claim_b, &busy_reply), release) })
                     .await

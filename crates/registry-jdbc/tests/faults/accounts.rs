@@ -16,9 +16,12 @@ use registry_jdbc::sqlx::{self, AssertSqlSafe, Connection};
 use registry_jdbc::{Fence, FenceError};
 use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
-use crate::server::{OpenOptions, Server, ServerKind, TEST_TIMEOUT, backend, backend_with};
+use crate::server::{
+    LockMode, OpenOptions, Server, ServerKind, TEST_TIMEOUT, backend, backend_with,
+    backend_with_long_timeouts,
+};
 
 const WRITERS: usize = 8;
 /// Short, because each suspension exceeds the lease.
@@ -151,7 +154,7 @@ async fn open_account(kind: ServerKind) -> Server {
 /// Runs the writers, and suspends one after the other while it holds the lock.
 async fn round(server: &Server, is_fenced: bool) -> Round {
     server.sql("UPDATE account SET balance = 0").await.unwrap();
-    let watcher = backend(&server.url()).await;
+    let watcher = backend_with_long_timeouts(&server.url(), LockMode::Lease).await;
     let key = Key::new(KEY).unwrap();
     let writer = |name: usize| {
         let mut program = Command::new(env::current_exe().unwrap());
@@ -180,7 +183,14 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
             None
         })
         .await;
+        let before = balance(server).await;
         sleep(LEASE + Duration::from_millis(fastrand::u64(100..600))).await;
+        // Only an update by another holder can be lost. There is none if the suspended transaction
+        // has locked the row.
+        let until = Instant::now() + LEASE * 10;
+        while !is_fenced && balance(server).await == before && Instant::now() < until {
+            sleep(Duration::from_millis(10)).await;
+        }
         writers[holder].resume().unwrap();
     }
     let mut round = Round::default();

@@ -14,7 +14,8 @@ use registry_testkit::holder::{
 use crate::app_connection::AppConnection;
 use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, registry_in};
 
-const LEASE: Duration = Duration::from_secs(3);
+/// So long that a loaded machine does not end the lease of the successor.
+const LEASE: Duration = Duration::from_secs(10);
 
 /// Writes in a fenced transaction. If the fence refuses, writes with the token alone, so that the
 /// table's comparison of tokens must refuse as well.

@@ -14,7 +14,7 @@ use crate::server::{LockMode, ServerKind, TEST_TIMEOUT, backend_in, registry_in}
 const KEY: &str = "orders/42";
 const LEASE: Duration = Duration::from_secs(60);
 /// Well before the next renewal.
-const AT_ONCE: Duration = Duration::from_secs(8);
+const AT_ONCE: Duration = Duration::from_secs(15);
 
 /// Runs `work` in its own runtime, which then ends.
 async fn run_in_own_runtime<T, F>(work: impl FnOnce() -> F + Send + 'static) -> T

@@ -306,18 +306,28 @@ pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
 }
 
 pub(crate) async fn registry_in(url: &str, lease: Duration, mode: LockMode) -> Registry {
-    let builder = Registry::builder(backend_in(url, mode).await).lease(lease).handoff(HAND_OVERS);
-    builder.timeout(ANSWER_LIMIT).build().unwrap()
+    // A long lease permits a longer limit, for a loaded machine.
+    let answer = (lease / 4).clamp(ANSWER_LIMIT, ANSWER_LIMIT * 5);
+    let busy = answer / 2;
+    let backend = if mode == LockMode::Lease {
+        backend_with(url, OpenOptions { busy, answer, ..OpenOptions::default() }).await
+    } else {
+        eventually(TEST_TIMEOUT, async || open_with(url, mode, answer, busy).await).await
+    };
+    let builder = Registry::builder(backend).lease(lease).handoff(HAND_OVERS);
+    builder.timeout(answer).build().unwrap()
 }
 
 /// A registry with leases for another user. The server requires no password.
 pub(crate) async fn registry_of(url: &str, user: &str, lease: Duration) -> Registry {
     let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_login(user, None);
-        Arc::new(PostgresBackend::open(config).await.unwrap())
+        Arc::new(
+            eventually(TEST_TIMEOUT, async || PostgresBackend::open(config.clone()).await).await,
+        )
     } else {
         let config = MySqlConfig::from_url(url).unwrap().with_login(user, None);
-        Arc::new(MySqlBackend::open(config).await.unwrap())
+        Arc::new(eventually(TEST_TIMEOUT, async || MySqlBackend::open(config.clone()).await).await)
     };
     Registry::builder(backend).lease(lease).build().unwrap()
 }

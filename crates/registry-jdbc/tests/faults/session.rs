@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use registry_core::{LockBackend, LockOptions, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig, SqlMode};
-use registry_testkit::within;
+use registry_testkit::{eventually, within};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
@@ -14,12 +14,12 @@ use tokio::time::{Instant, sleep};
 use crate::app_connection::AppConnection;
 use crate::server::{LockMode, Server, ServerKind, TEST_TIMEOUT, registry_in};
 
-const LEASE: Duration = Duration::from_secs(5);
+const LEASE: Duration = Duration::from_secs(12);
 /// More than a session could serve in time if it waited for each row.
 const FENCED: usize = 24;
 /// The time limit of an uncontended lock on a busy machine. Without bounded waits it takes tens of
 /// seconds.
-const DURATION_MAX: Duration = Duration::from_secs(5);
+const DURATION_MAX: Duration = Duration::from_secs(12);
 
 /// Uses the default timeouts.
 async fn registry(server: &Server) -> Registry {
@@ -27,11 +27,13 @@ async fn registry(server: &Server) -> Registry {
     let backend: Arc<dyn LockBackend> = match server {
         Server::Postgres(_) => {
             let config = PostgresConfig::from_url(&url).unwrap();
-            Arc::new(PostgresBackend::open_mode(config, SqlMode::Session).await.unwrap())
+            let open = async || PostgresBackend::open_mode(config.clone(), SqlMode::Session).await;
+            Arc::new(eventually(TEST_TIMEOUT, open).await)
         }
         Server::MariaDb(_) => {
             let config = MySqlConfig::from_url(&url).unwrap();
-            Arc::new(MySqlBackend::open_mode(config, SqlMode::Session).await.unwrap())
+            let open = async || MySqlBackend::open_mode(config.clone(), SqlMode::Session).await;
+            Arc::new(eventually(TEST_TIMEOUT, open).await)
         }
     };
     Registry::builder(backend).lease(LEASE).build().unwrap()
@@ -101,11 +103,14 @@ async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: ServerK
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
     // The waiter listens by then.
     sleep(TIME / 5).await;
-    let before = server.work_done().await;
+    let (began, before) = (Instant::now(), server.work_done().await);
     sleep(TIME).await;
     let done = server.work_done().await - before;
-    println!("{kind:?}: {done} in {TIME:?}");
-    assert!(done < WORK_MAX, "{done} in {TIME:?}");
+    let elapsed = began.elapsed();
+    println!("{kind:?}: {done} in {elapsed:?}");
+    // A loaded machine may take longer.
+    let work_max = u128::from(WORK_MAX) * elapsed.as_millis() / TIME.as_millis();
+    assert!(u128::from(done) < work_max, "{done} in {elapsed:?}");
     held.unlock().await.unwrap();
     within(TEST_TIMEOUT, waiter).await.unwrap().unlock().await.unwrap();
 }

@@ -207,6 +207,7 @@ async fn a_coupon_is_redeemed_once(kind: ServerKind, mode: LockMode, end: End) {
     for round in 0..ROUNDS {
         server.sql("DELETE FROM sale").await.unwrap();
         let options = LockOptions::new().auto_renew(!matches!(end, End::Expiry));
+        let options = options.wait(TEST_TIMEOUT);
         let guard = within(TEST_TIMEOUT, holders.obtain(KEY).lock_with(options)).await;
         let guard = guard.unwrap();
         let mut transaction = reading(&mut app_connection, level).await;

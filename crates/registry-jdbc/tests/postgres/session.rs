@@ -226,6 +226,8 @@ async fn the_server_ends_an_idle_session_only_after_the_maximum_lease() {
     let backend = session(&server).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
-    assert!(capabilities.lease_max <= PostgresBackend::SILENCE && LEASE <= capabilities.lease_max);
+    assert!(
+        capabilities.lease_max <= PostgresBackend::IDLE_TIMEOUT && LEASE <= capabilities.lease_max
+    );
     assert!(capabilities.reports_invalidations && !capabilities.inspect);
 }

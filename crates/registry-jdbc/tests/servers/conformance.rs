@@ -2,6 +2,7 @@
 //! restart or empty the server have a server of their own.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::{Clause, SharedServers, assert_conformance_on_shared_servers};
@@ -9,6 +10,11 @@ use registry_core::{Claim, LockBackend};
 use registry_jdbc::SqlMode;
 
 use crate::server::{Backend, ServerKind, TestServer};
+
+/// Long, because the suite has its own time limits.
+const TIMEOUT: Duration = Duration::from_secs(30);
+/// How long a request waits for a row. Shorter than the engine's time limit in the suite.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(6);
 
 fn ends_with_connection(mode: &SqlMode) -> bool {
     matches!(mode, SqlMode::Session | SqlMode::Row)
@@ -58,6 +64,8 @@ impl SharedServers for Servers {
     async fn client(&self, namespace: &str) -> Arc<dyn LockBackend> {
         // One clause holds this many locks.
         let config = self.server.config().with_namespace(namespace).with_row_locks(260);
+        let config = config.with_connect_timeout(TIMEOUT).with_response_timeout(TIMEOUT);
+        let config = config.with_busy_timeout(BUSY_TIMEOUT);
         let mode = match &self.mode {
             SqlMode::Spring(table) => SqlMode::Spring(table.clone().with_region(namespace)),
             mode => mode.clone(),

@@ -45,7 +45,7 @@ async fn capabilities_and_findings_match_the_backend() {
     let backend = row(config(&server)).await;
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::BestEffort);
-    assert_eq!(capabilities.lease_max, Backend::SILENCE);
+    assert_eq!(capabilities.lease_max, Backend::IDLE_TIMEOUT);
     assert!(
         capabilities.reports_invalidations
             && capabilities.fencing

@@ -4,12 +4,21 @@
 use std::fs;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::Store;
 use registry_core::LockBackend;
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tempfile::TempDir;
+
+/// Long, because the suite has its own time limits.
+const BUSY_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// The configuration of every client.
+pub(crate) fn config(file: impl Into<PathBuf>) -> SqliteConfig {
+    SqliteConfig::new(file).with_busy_timeout(BUSY_TIMEOUT)
+}
 
 #[derive(Debug)]
 pub(crate) struct SqliteStore {
@@ -33,11 +42,11 @@ impl SqliteStore {
 #[async_trait]
 impl Store for SqliteStore {
     async fn client(&self) -> Arc<dyn LockBackend> {
-        self.open(SqliteConfig::new(self.path())).await
+        self.open(config(self.path())).await
     }
 
     async fn other_namespace(&self) -> Option<Arc<dyn LockBackend>> {
-        Some(self.open(SqliteConfig::new(self.path()).with_namespace("other")).await)
+        Some(self.open(config(self.path()).with_namespace("other")).await)
     }
 
     // A file has no server. After its last client has closed, the next one reads the file from

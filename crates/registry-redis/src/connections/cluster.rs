@@ -1,5 +1,5 @@
-//! Maintains the slot map of a cluster. Applies `MOVED` and `ASK` redirections at once. Queries the
-//! servers again after errors and at regular intervals.
+//! Maintains the slot map of a cluster. Follows `MOVED` and `ASK` redirections at once. Refreshes
+//! the slot map after errors and at regular intervals.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,13 +20,13 @@ use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 use crate::slot::SLOT_COUNT;
 
-/// The interval between regular queries.
+/// The interval between regular refreshes.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(10);
 /// The time limit for a server's response while no other server has responded.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the other servers are awaited after the first response.
-const OTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
-/// The minimum pause between two rounds of queries.
+/// The time limit for further responses after the first response.
+const FURTHER_RESPONSES_TIMEOUT: Duration = Duration::from_millis(50);
+/// The minimum pause between two refreshes.
 const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(100);
 /// The pause before a retry in a slot that is migrating.
 const MIGRATION_RETRY_DELAY: Duration = Duration::from_millis(20);
@@ -42,12 +42,12 @@ struct ClusterState {
     channel_scheme: ChannelScheme,
     invalidations: InvalidationForwarder,
     nodes: Mutex<HashMap<ServerAddress, Arc<RedisNode>>>,
-    /// The owner of each slot.
+    /// The master of each slot, by slot number.
     owners: RwLock<Vec<Option<Arc<RedisNode>>>>,
-    /// An error of the last round of queries.
+    /// An error of the last refresh, if any.
     last_error: Mutex<Option<RedisError>>,
-    refresh: Notify,
-    /// The number of completed rounds of queries.
+    refresh_requested: Notify,
+    /// The number of completed refreshes.
     refresh_count: watch::Sender<u64>,
 }
 
@@ -66,7 +66,7 @@ impl ClusterTopology {
             nodes: Mutex::default(),
             owners: RwLock::new(vec![None; SLOT_COUNT]),
             last_error: Mutex::default(),
-            refresh: Notify::new(),
+            refresh_requested: Notify::new(),
             refresh_count: watch::Sender::new(0),
         });
         let task = tokio::spawn(refresh_topology(Arc::clone(&state)));
@@ -86,7 +86,7 @@ impl Topology for ClusterTopology {
         if let Some(node) = self.known_node(slot) {
             return Ok(node);
         }
-        // No owner is known; the next round of queries may find one.
+        // The master of the slot is unknown. A refresh may find it.
         self.state.refresh_now().await;
         self.known_node(slot).ok_or_else(|| {
             let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
@@ -118,7 +118,7 @@ impl Topology for ClusterTopology {
     async fn on_error(&self, node: &Arc<RedisNode>, error: &RedisError) -> ErrorAction {
         let ErrorKind::Server(kind) = error.kind() else {
             if is_connection_error(error) {
-                self.state.refresh.notify_one();
+                self.state.refresh_requested.notify_one();
             }
             return ErrorAction::Fail;
         };
@@ -127,12 +127,13 @@ impl Topology for ClusterTopology {
                 let Some((address, slot)) = error.redirect_node() else { return ErrorAction::Fail };
                 let is_asking = kind == ServerErrorKind::Ask;
                 let target = parse_address(address, node.name());
-                let Some(Ok(target)) = target.map(|target| self.state.node_at(&target)) else {
+                let Some(Ok(target)) = target.map(|target| self.state.get_or_create_node(&target))
+                else {
                     return ErrorAction::Fail;
                 };
                 if !is_asking {
                     self.state.set_owner(slot, &target);
-                    self.state.refresh.notify_one();
+                    self.state.refresh_requested.notify_one();
                 }
                 ErrorAction::Retry { node: target, is_asking }
             }
@@ -144,7 +145,7 @@ impl Topology for ClusterTopology {
             | ServerErrorKind::MasterDown
             | ServerErrorKind::ReadOnly
             | ServerErrorKind::BusyLoading => {
-                self.state.refresh.notify_one();
+                self.state.refresh_requested.notify_one();
                 ErrorAction::Fail
             }
             _ => ErrorAction::Fail,
@@ -154,7 +155,7 @@ impl Topology for ClusterTopology {
 
 impl ClusterState {
     /// Returns the server at `address`. Creates its `RedisNode` if necessary.
-    fn node_at(&self, address: &ServerAddress) -> RedisResult<Arc<RedisNode>> {
+    fn get_or_create_node(&self, address: &ServerAddress) -> RedisResult<Arc<RedisNode>> {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(node) = nodes.get(address) {
             return Ok(Arc::clone(node));
@@ -193,35 +194,31 @@ impl ClusterState {
         }
     }
 
-    /// Waits for a round of queries that begins after this call.
+    /// Requests a refresh and waits until a refresh completes.
     async fn refresh_now(&self) {
         let mut refresh_count = self.refresh_count.subscribe();
-        // The current round may have queried the servers before this call.
-        let required_count = *refresh_count.borrow() + 2;
+        let count_before = *refresh_count.borrow();
         for _ in 0..2 {
-            self.refresh.notify_one();
+            self.refresh_requested.notify_one();
             let limit = (RESPONSE_TIMEOUT + REFRESH_PAUSE_MIN) * 3;
-            let changed = timeout(
-                limit,
-                refresh_count.wait_for(|refresh_count| *refresh_count + 1 >= required_count),
-            );
-            if changed.await.is_ok() {
+            let refreshed = timeout(limit, refresh_count.wait_for(|count| *count > count_before));
+            if refreshed.await.is_ok() {
                 return;
             }
         }
     }
 
-    /// Queries the servers for the slot map, until one responds.
+    /// Queries all known servers for the slot map, and applies the newest map.
     async fn refresh_slot_map(&self) {
         let mut queried: Vec<Arc<RedisNode>> = self.masters();
         for member in &self.members {
-            if let Ok(node) = self.node_at(member)
+            if let Ok(node) = self.get_or_create_node(member)
                 && !queried.iter().any(|queried| Arc::ptr_eq(queried, &node))
             {
                 queried.push(node);
             }
         }
-        // All servers are queried concurrently, so that dead servers do not delay the others.
+        // The queries run concurrently, so that a dead server does not delay the refresh.
         let mut slot_maps: FuturesUnordered<_> =
             queried.iter().map(async |node| query_slot_map(node).await).collect();
         let mut newest: Option<SlotMap> = None;
@@ -235,13 +232,13 @@ impl ClusterState {
             match response {
                 Some(Ok(slot_map)) => {
                     if newest.is_none() {
-                        // A server that is partitioned from the others may respond first, with an
+                        // A server that is partitioned from the cluster may respond first, with an
                         // outdated map.
                         deadline
                             .as_mut()
-                            .reset(tokio::time::Instant::now() + OTHER_RESPONSES_TIMEOUT);
+                            .reset(tokio::time::Instant::now() + FURTHER_RESPONSES_TIMEOUT);
                     }
-                    if newest.as_ref().is_none_or(|newest| slot_map.rank > newest.rank) {
+                    if newest.as_ref().is_none_or(|newest| slot_map.freshness > newest.freshness) {
                         newest = Some(slot_map);
                     }
                 }
@@ -259,7 +256,7 @@ impl ClusterState {
     fn apply_slot_map(&self, ranges: Vec<SlotRange>) {
         let mut new_owners = vec![None; SLOT_COUNT];
         for SlotRange { first, last, master } in ranges {
-            let Ok(node) = self.node_at(&master) else { continue };
+            let Ok(node) = self.get_or_create_node(&master) else { continue };
             if let Some(slots) = new_owners.get_mut(usize::from(first)..=usize::from(last)) {
                 slots.fill(Some(node));
             }
@@ -273,12 +270,12 @@ impl ClusterState {
             (std::mem::replace(&mut *owners, new_owners), has_moved)
         };
         if has_moved {
-            // Locks that the new owner does not have are lost. It sends no invalidations for the
-            // others until tracking is enabled for them.
+            // The new master may have lost some locks. It sends no invalidations for the remaining
+            // locks until their next renewal enables tracking.
             self.invalidations.registries().notify_all();
         }
         drop(old_owners);
-        // A server without slots has no locks, so its connections are not needed.
+        // A server without slots has no locks, so the client drops its connections.
         let masters = self.masters();
         let members = &self.members;
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
@@ -294,7 +291,7 @@ async fn refresh_topology(state: Arc<ClusterState>) {
         state.refresh_count.send_modify(|refresh_count| *refresh_count += 1);
         sleep(REFRESH_PAUSE_MIN).await;
         tokio::select! {
-            () = state.refresh.notified() => {}
+            () = state.refresh_requested.notified() => {}
             () = sleep(REFRESH_INTERVAL) => {}
         }
     }
@@ -302,8 +299,9 @@ async fn refresh_topology(state: Arc<ClusterState>) {
 
 /// One server's view of the cluster.
 struct SlotMap {
-    /// Whether the server reports a healthy cluster, then its configuration epoch.
-    rank: (bool, u64),
+    /// Whether the server reports a healthy cluster, and the server's configuration epoch. Larger
+    /// values are newer.
+    freshness: (bool, u64),
     ranges: Vec<SlotRange>,
 }
 
@@ -331,17 +329,17 @@ async fn query_slot_map(node: &RedisNode) -> RedisResult<SlotMap> {
         let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
         return Err((down, "the server reports no slots").into());
     }
-    Ok(SlotMap { rank: (is_healthy, epoch.unwrap_or(0)), ranges })
+    Ok(SlotMap { freshness: (is_healthy, epoch.unwrap_or(0)), ranges })
 }
 
-/// A range of slots and its owner.
+/// A range of slots and its master.
 struct SlotRange {
     first: u16,
     last: u16,
     master: ServerAddress,
 }
 
-/// Parses the response to `CLUSTER SLOTS`; `queried` is the address of the queried server.
+/// Parses the response to `CLUSTER SLOTS`. `queried` is the address of the queried server.
 fn parse_slots(response: &Value, queried: &str) -> Option<Vec<SlotRange>> {
     let Value::Array(ranges) = response else { return None };
     ranges.iter().map(|range| parse_range(range, queried)).collect()
@@ -362,8 +360,8 @@ fn parse_range(range: &Value, queried: &str) -> Option<SlotRange> {
     Some(SlotRange { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
 }
 
-/// Parses `HOST:PORT`. A server that does not know its own host name omits it; the host of
-/// `queried` replaces it.
+/// Parses `HOST:PORT`. If a server omits its host name, because it does not know it, the host of
+/// `queried` replaces the name.
 fn parse_address(text: &str, queried: &str) -> Option<ServerAddress> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host {

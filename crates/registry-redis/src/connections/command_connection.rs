@@ -1,6 +1,6 @@
-//! One multiplexed command connection, which is replaced when it breaks or stops responding.
-//! Repeats only a script that the server has not cached. The caller decides about all other
-//! retries.
+//! One multiplexed command connection. A new connection replaces it when it breaks or stops
+//! responding. This module repeats a script only if the server has not cached it. The caller
+//! decides about all other retries.
 
 use std::fmt;
 use std::future::Future;
@@ -21,50 +21,51 @@ use crate::script::ScriptCall;
 /// A connection that is being opened.
 pub(crate) type ConnectFuture = BoxFuture<'static, RedisResult<MultiplexedConnection>>;
 
-/// Set once a connection is known to be closed.
+/// Set when the connection closes.
 pub(crate) type ClosedFlag = Arc<AtomicBool>;
 
 pub(crate) struct CommandConnection {
     connect_fn: Box<dyn Fn(ClosedFlag) -> ConnectFuture + Send + Sync>,
     on_replaced: Box<dyn Fn() + Send + Sync>,
-    /// How long a command may wait without any response before a second connection is tried.
+    /// The time without any response after which a waiting command opens a second connection.
     probe_after: Duration,
     current: Mutex<SharedConnection>,
 }
 
 #[derive(Clone)]
 struct SharedConnection {
-    /// The connection attempt; all its users drive it together.
+    /// The connection attempt. Every command that waits for it polls it.
     connecting: Shared<ConnectFuture>,
     closed: ClosedFlag,
-    traffic: Arc<Traffic>,
+    activity: Arc<ResponseActivity>,
 }
 
-/// The responses of a connection.
+/// Counts the responses of a connection.
 #[derive(Default)]
-struct Traffic {
+struct ResponseActivity {
     responses: AtomicU64,
-    /// A second connection is being opened for comparison.
-    is_comparing: AtomicBool,
+    /// A command is opening a second connection as a probe.
+    is_probing: AtomicBool,
     replaced: Notify,
 }
 
-/// Marks that a caller is opening the second connection.
-struct ComparisonGuard<'a>(&'a Traffic);
+/// Clears `is_probing` on drop.
+struct ProbeGuard<'a>(&'a ResponseActivity);
 
-impl Drop for ComparisonGuard<'_> {
+impl Drop for ProbeGuard<'_> {
     fn drop(&mut self) {
-        self.0.is_comparing.store(false, Ordering::Release);
+        self.0.is_probing.store(false, Ordering::Release);
     }
 }
 
 impl CommandConnection {
-    /// Creates a connection that is opened with `connect` at its first use.
+    /// Creates a connection. The first command opens it with `connect`.
     ///
-    /// `connect` may set the flag when its connection is closed. Otherwise the next command detects
-    /// that and calls `on_replaced`. If a command waits and nothing arrives for `probe_after`, a
-    /// second connection is opened. It replaces the first one if it is ready before any
-    /// response arrives.
+    /// The future of `connect` sets the [`ClosedFlag`] if it observes that its connection closes.
+    /// Otherwise the next command detects the closed connection, replaces it and calls
+    /// `on_replaced`. If a command waits and no response arrives for `probe_after`, it opens a
+    /// second connection as a probe. If the second connection is ready before any response arrives,
+    /// it replaces the first connection.
     pub(crate) fn new(
         connect: impl Fn(ClosedFlag) -> ConnectFuture + Send + Sync + 'static,
         on_replaced: impl Fn() + Send + Sync + 'static,
@@ -79,7 +80,7 @@ impl CommandConnection {
         }
     }
 
-    /// Sends a command.
+    /// Sends a command and returns its response.
     pub(crate) async fn send(&self, command: &Cmd) -> RedisResult<Value> {
         self.with_connection(async |mut connection| {
             connection.send_packed_command(command).await?.extract_error()
@@ -87,8 +88,7 @@ impl CommandConnection {
         .await
     }
 
-    /// Sends a pipeline and returns one response per command. Server errors are among the
-    /// responses.
+    /// Sends a pipeline and returns one response per command. A response may be a server error.
     pub(crate) async fn send_all(&self, commands: &Pipeline) -> RedisResult<Vec<Value>> {
         let count = commands.len();
         self.with_connection(async |mut connection| {
@@ -100,18 +100,19 @@ impl CommandConnection {
     /// Runs a script. Sends its source if the server has not cached it.
     pub(crate) async fn run(&self, call: &ScriptCall<'_>) -> RedisResult<Value> {
         match self.send(call.evalsha()).await {
-            // Boxed, because the future of a second request is large and rarely needed.
+            // The box keeps the large, rarely needed future of the second request out of this
+            // future.
             Err(error) if is_noscript_error(&error) => Box::pin(self.send(&call.eval())).await,
             response => response,
         }
     }
 
-    /// Drops the connection; the next command opens a new one.
+    /// Drops the connection. The next command opens a new connection.
     pub(crate) fn reset(&self) {
         *self.lock() = start_connecting(&self.connect_fn);
     }
 
-    /// Connects, unless it is connected.
+    /// Connects, unless the connection is open.
     pub(crate) async fn connect(&self) -> RedisResult<()> {
         self.with_connection(async |_| Ok(())).await
     }
@@ -150,61 +151,67 @@ impl CommandConnection {
         response
     }
 
-    /// Replaces the connection `used` by `fresh` if `used` is still current. Of many commands that
-    /// fail together, only the first replaces it.
-    fn replace(&self, used: &SharedConnection, fresh: impl FnOnce() -> SharedConnection) -> bool {
+    /// Replaces the connection `used` if it is still current. If many commands fail together, only
+    /// the first command replaces it.
+    fn replace(
+        &self,
+        used: &SharedConnection,
+        replacement: impl FnOnce() -> SharedConnection,
+    ) -> bool {
         let mut current = self.lock();
         let is_current = current.connecting.ptr_eq(&used.connecting);
         if is_current {
-            *current = fresh();
+            *current = replacement();
         }
         is_current
     }
 
-    /// Waits for the response over `used`. Returns an error if `used` delivers nothing while a
-    /// second connection can be opened.
+    /// Waits for the response over `used`. Returns an error if a second connection opens while
+    /// `used` delivers no response.
     ///
-    /// A slow server is slow on both connections, so the response arrives first. A connection that
-    /// died without a reset, for example behind a router that dropped its state, delivers nothing.
+    /// A slow server is slow on both connections, so its response usually arrives before the second
+    /// connection opens. A connection that died without a TCP reset never delivers a response. An
+    /// example is a router that dropped its state.
     async fn await_response<T>(
         &self,
         used: &SharedConnection,
         mut request: Pin<&mut impl Future<Output = RedisResult<T>>>,
     ) -> RedisResult<T> {
-        let traffic = &*used.traffic;
-        let mut replaced = pin!(traffic.replaced.notified());
+        let activity = &*used.activity;
+        let mut replaced = pin!(activity.replaced.notified());
         replaced.as_mut().enable();
         loop {
-            let responses = traffic.responses.load(Ordering::Acquire);
-            let is_unresponsive = || traffic.responses.load(Ordering::Acquire) == responses;
+            let responses = activity.responses.load(Ordering::Acquire);
+            let is_unresponsive = || activity.responses.load(Ordering::Acquire) == responses;
             tokio::select! {
                 biased;
                 response = &mut request => {
                     if !response.as_ref().is_err_and(RedisError::is_timeout) {
-                        traffic.responses.fetch_add(1, Ordering::AcqRel);
+                        activity.responses.fetch_add(1, Ordering::AcqRel);
                     }
                     return response;
                 }
                 () = &mut replaced => return Err(timed_out()),
                 () = sleep(self.probe_after) => {}
             }
-            if !is_unresponsive() || traffic.is_comparing.swap(true, Ordering::AcqRel) {
+            if !is_unresponsive() || activity.is_probing.swap(true, Ordering::AcqRel) {
                 continue;
             }
-            let _comparison = ComparisonGuard(traffic);
-            let fresh = start_connecting(&self.connect_fn);
-            let fresh_result = tokio::select! {
+            let _probe = ProbeGuard(activity);
+            let replacement = start_connecting(&self.connect_fn);
+            let replacement_result = tokio::select! {
                 biased;
                 response = &mut request => {
-                    traffic.responses.fetch_add(1, Ordering::AcqRel);
+                    activity.responses.fetch_add(1, Ordering::AcqRel);
                     return response;
                 }
                 () = &mut replaced => return Err(timed_out()),
-                result = fresh.connecting.clone() => result,
+                result = replacement.connecting.clone() => result,
             };
-            if fresh_result.is_ok() && is_unresponsive() && self.replace(used, || fresh) {
+            if replacement_result.is_ok() && is_unresponsive() && self.replace(used, || replacement)
+            {
                 (self.on_replaced)();
-                traffic.replaced.notify_waiters();
+                activity.replaced.notify_waiters();
                 return Err(timed_out());
             }
         }
@@ -220,7 +227,7 @@ fn start_connecting(connect: &impl Fn(ClosedFlag) -> ConnectFuture) -> SharedCon
     SharedConnection {
         connecting: connect(Arc::clone(&closed)).shared(),
         closed,
-        traffic: Arc::default(),
+        activity: Arc::default(),
     }
 }
 
@@ -228,8 +235,8 @@ fn timed_out() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 
-/// Returns whether the connection is unusable after `error`. A connection that timed out may be
-/// dead without a reset.
+/// Returns whether the connection is unusable after `error`. A time-out counts, because the
+/// connection may have died without a TCP reset.
 pub(super) fn is_connection_error(error: &RedisError) -> bool {
     error.is_timeout() || error.is_io_error() || error.is_unrecoverable_error()
 }

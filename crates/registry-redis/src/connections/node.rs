@@ -18,7 +18,7 @@ use crate::invalidations::InvalidationForwarder;
 use crate::listener::{ChannelScheme, ReleaseListener};
 use crate::script::ScriptCall;
 
-/// Opens a connection to the server. The argument receives the server's push messages.
+/// Opens a connection to the server. The [`PushHandler`] receives the server's push messages.
 pub(crate) type Connector = Arc<dyn Fn(PushHandler) -> ConnectFuture + Send + Sync>;
 
 /// Receives push messages.
@@ -39,7 +39,7 @@ pub(crate) struct RedisNode {
 }
 
 impl RedisNode {
-    /// Creates the node that `connector` reaches; `name` appears in messages.
+    /// Creates the node to which `connector` connects. `name` appears in messages.
     pub(crate) fn new(
         name: String,
         connector: Connector,
@@ -50,9 +50,9 @@ impl RedisNode {
         let connection_lost = Arc::new(Notify::new());
         let probe_after = PROBE_AFTER.min(config.response_timeout);
         let connection = |probe_after| {
-            let (connector, invalidations, invalidations_missed) =
+            let (connector, invalidations, invalidations_on_replace) =
                 (Arc::clone(&connector), invalidations.clone(), invalidations.clone());
-            let (connection_lost, connection_replaced) =
+            let (connection_lost, connection_lost_on_replace) =
                 (Arc::clone(&connection_lost), Arc::clone(&connection_lost));
             CommandConnection::new(
                 move |closed| {
@@ -63,10 +63,10 @@ impl RedisNode {
                         Arc::clone(&connection_lost),
                     )
                 },
-                // Invalidations are missed from now on.
+                // The client has missed invalidations, so holders must verify their claims.
                 move || {
-                    invalidations_missed.registries().notify_all();
-                    connection_replaced.notify_one();
+                    invalidations_on_replace.registries().notify_all();
+                    connection_lost_on_replace.notify_one();
                 },
                 probe_after,
             )
@@ -83,7 +83,7 @@ impl RedisNode {
             commands,
             reconnect_task,
             last_reset_at: Mutex::default(),
-            // The server may take this long to wait for its replicas.
+            // The server may wait for its replicas for up to `limit` before it responds.
             durable_connections: (0..durable_count)
                 .map(|_| connection(probe_after + config.durability.limit))
                 .collect(),
@@ -99,25 +99,25 @@ impl RedisNode {
         &self.name
     }
 
-    /// Connects, unless it is connected.
+    /// Connects, unless the node is connected.
     pub(crate) async fn connect(&self) -> RedisResult<()> {
         self.commands.connect().await
     }
 
-    /// Replaces all connections, because another server has replaced this one.
+    /// Replaces all connections, because another server has replaced the current server.
     pub(crate) fn reset_connections(&self) {
         self.commands.reset();
         for connection in &self.durable_connections {
             connection.reset();
         }
         self.listener.reset();
-        // Locks that the new server does not have are lost. It sends no invalidations for the
-        // others until tracking is enabled for them.
+        // The new server may have lost some locks. It sends no invalidations for the remaining
+        // locks until their next renewal enables tracking.
         self.invalidations.registries().notify_all();
     }
 
-    /// Calls [`reset_connections`](Self::reset_connections) unless that happened within
-    /// [`RESET_INTERVAL_MIN`]: the name then still leads to a replica.
+    /// Calls [`reset_connections`](Self::reset_connections), but at most once per
+    /// [`RESET_INTERVAL_MIN`]. More frequent calls would reach the same replica again.
     pub(crate) fn reset_connections_throttled(&self) {
         let now = Instant::now();
         {
@@ -131,38 +131,40 @@ impl RedisNode {
         self.reset_connections();
     }
 
-    /// Sends a command.
+    /// Sends a command and returns its response.
     pub(crate) async fn send_command(&self, command: &Cmd) -> RedisResult<Value> {
         self.commands.send(command).await
     }
 
-    /// Runs a script. `is_asking`: the slot of its keys is still migrating to this server.
+    /// Runs a script. `is_asking`: the slot of its keys is migrating to this server.
     pub(crate) async fn run(&self, call: &ScriptCall<'_>, is_asking: bool) -> RedisResult<Value> {
-        let prefix = self.prefix(call, is_asking);
+        let prefix = self.prepare_prefix(call, is_asking);
         if prefix.is_none() {
             return self.commands.run(call).await;
         }
-        // Boxed, because acquisitions and releases rarely have a prefix, and their futures contain
-        // this one.
+        // The box makes the futures of acquisitions and releases smaller, which rarely have a
+        // prefix.
         let responses = Box::pin(self.run_pipelined(&self.commands, call, prefix, None));
         let mut responses = responses.await?;
         responses.swap_remove(1).extract_error()
     }
 
-    /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply to
-    /// the very next command, so only one of them is possible. While a slot migrates, its locks are
-    /// therefore not tracked, and are verified at short intervals instead.
-    fn prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
+    /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply
+    /// only to the next command, so a script has at most one prefix. The server therefore does not
+    /// track the locks of a migrating slot. This function schedules a verification of these locks
+    /// instead.
+    fn prepare_prefix(&self, call: &ScriptCall<'_>, is_asking: bool) -> Option<Prefix> {
         if is_asking {
             if call.is_tracked() {
-                self.invalidations.notify_soon(call.keys());
+                self.invalidations.notify_after_delay(call.keys());
             }
             return Some(Prefix::Asking);
         }
         (call.is_tracked() && self.invalidations.is_tracking()).then_some(Prefix::Caching)
     }
 
-    /// Runs a script between other commands. Returns their responses in order.
+    /// Runs a script after `prefix` and before `suffix`. Returns the responses of all commands in
+    /// order.
     async fn run_pipelined(
         &self,
         connection: &CommandConnection,
@@ -195,7 +197,7 @@ impl RedisNode {
         if prefix == Some(Prefix::Caching)
             && matches!(responses.first(), Some(Value::ServerError(_)))
         {
-            // This user may not run the command. Losses are detected at the next renewal.
+            // The user may not run `CLIENT CACHING`. Holders detect losses at their next renewal.
             self.invalidations.set_tracking(false);
         }
         Ok(responses)
@@ -207,9 +209,8 @@ impl RedisNode {
         call: &ScriptCall<'_>,
         is_asking: bool,
     ) -> RedisResult<DurableResponse> {
-        // Scripts that enable tracking all use the first connection. The server regards writes on
-        // another connection as changes by another client, and each renewal would trigger a
-        // verification.
+        // All scripts with tracking use the first connection. The server regards writes on other
+        // connections as changes by another client, so each renewal would trigger a verification.
         let others = self.durable_connections.len().saturating_sub(1).max(1);
         let connection = if call.is_tracked() {
             &self.durable_connections[0]
@@ -217,21 +218,21 @@ impl RedisNode {
             &self.durable_connections
                 [1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
         };
-        let prefix = self.prefix(call, is_asking);
+        let prefix = self.prepare_prefix(call, is_asking);
         let responses =
             self.run_pipelined(connection, call, prefix, Some(self.wait_command())).await?;
         let mut responses = responses.into_iter().skip(usize::from(prefix.is_some()));
         let mut next = || responses.next().unwrap_or(Value::Nil).extract_error();
         let response = next()?;
-        let reached = next().map(|reached| self.shortfall(&reached));
+        let shortfall = next().map(|reached| self.shortfall(&reached));
         Ok(DurableResponse {
             response,
-            shortfall: reached.unwrap_or_else(|error| Some(error.to_string())),
+            shortfall: shortfall.unwrap_or_else(|error| Some(error.to_string())),
         })
     }
 
-    /// Runs the durability command once, without a pending write and with a 1 ms limit, to find out
-    /// whether the server supports it.
+    /// Sends the durability command once to check whether the server supports it. No write is
+    /// pending, and the time limit is 1 ms.
     pub(crate) async fn check_durability(&self) -> RedisResult<()> {
         if !self.durability.is_required() {
             return Ok(());
@@ -253,7 +254,8 @@ impl RedisNode {
         command
     }
 
-    /// Returns what is missing of the configured durability.
+    /// Returns the missing part of the configured durability, or `None` if the write has that
+    /// durability.
     fn shortfall(&self, reached: &Value) -> Option<String> {
         let wanted = i64::from(self.durability.replicas);
         let (disk, replicas) = match reached {
@@ -269,11 +271,11 @@ impl RedisNode {
                 "only {replicas} of {wanted} required replicas (`replicas`) have received the write"
             ));
         }
-        (!disk).then(|| "the server has not written it to disk (`fsync`) in time".to_owned())
+        (!disk).then(|| "the server has not written the data to disk (`fsync`) in time".to_owned())
     }
 }
 
-/// A script's response, and what is missing of the configured durability.
+/// The response of a script, and the missing part of the configured durability.
 pub(crate) struct DurableResponse {
     pub(crate) response: Value,
     pub(crate) shortfall: Option<String>,
@@ -282,7 +284,7 @@ pub(crate) struct DurableResponse {
 /// The command that precedes a script.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Prefix {
-    /// `ASKING`: the slot is migrating to this server.
+    /// `ASKING`: the server accepts commands for a slot that is migrating to it.
     Asking,
     /// `CLIENT CACHING YES`: the server tracks the keys that the script reads.
     Caching,
@@ -298,8 +300,8 @@ impl Drop for RedisNode {
     }
 }
 
-/// Reconnects after a connection loss, so that holders verify their claims as soon as the server is
-/// available.
+/// Reconnects after each connection loss, so that holders can verify their claims as soon as the
+/// server is available.
 async fn reconnect_after_loss(
     commands: Arc<CommandConnection>,
     invalidations: InvalidationForwarder,
@@ -309,24 +311,25 @@ async fn reconnect_after_loss(
         connection_lost.notified().await;
         let started_at = Instant::now();
         let mut was_down = false;
-        // Without a registry there is no holder. After the limit, the leases are over.
+        // Without a registry there is no holder. After `RECONNECT_LIMIT`, most leases have ended.
         while !invalidations.registries().is_empty() && started_at.elapsed() < RECONNECT_LIMIT {
             if commands.connect().await.is_ok() {
                 break;
             }
             was_down = true;
-            sleep((started_at.elapsed() / 10).clamp(RECONNECT_MIN, RECONNECT_MAX)).await;
+            sleep((started_at.elapsed() / 10).clamp(RECONNECT_PAUSE_MIN, RECONNECT_PAUSE_MAX))
+                .await;
         }
         if was_down {
-            // Verifications during the outage failed, and the next ones would follow only after a
-            // pause.
+            // Verifications during the outage have failed. Without this notification, holders would
+            // repeat them only after a pause.
             invalidations.registries().notify_all();
         }
     }
 }
 
-/// Opens a connection with client tracking in the `OPTIN` mode: only keys of scripts after
-/// [`Prefix::Caching`] are tracked.
+/// Opens a connection with client tracking in the `OPTIN` mode. The server then tracks only the
+/// keys of scripts after [`Prefix::Caching`].
 fn connect_with_tracking(
     connector: Connector,
     invalidations: InvalidationForwarder,
@@ -338,8 +341,8 @@ fn connect_with_tracking(
             let invalidations = invalidations.clone();
             move |push| match push.kind {
                 PushKind::Invalidate => invalidations.forward(&push.data),
-                // Invalidations are missed from now on. The verification that follows needs a new
-                // connection.
+                // The server sends no further invalidations, so holders must verify their claims on
+                // a new connection.
                 PushKind::Disconnection => {
                     closed.store(true, Ordering::Release);
                     invalidations.registries().notify_all();
@@ -349,8 +352,8 @@ fn connect_with_tracking(
             }
         });
         let mut connection = connector(on_push).await?;
-        // NOLOOP: changes over this connection are those of this client. If the server or the user
-        // does not support tracking, losses are detected at the next renewal.
+        // With NOLOOP, the server does not report changes by this connection. If the server or the
+        // user does not support tracking, holders detect losses at their next renewal.
         let track =
             redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("OPTIN").arg("NOLOOP").to_owned();
         match connection.send_packed_command(&track).await.and_then(Value::extract_error) {
@@ -368,13 +371,13 @@ impl fmt::Debug for RedisNode {
 }
 
 const DURABLE_CONNECTIONS: usize = 4;
-/// How long a command may wait without any response before a second connection is tried. Short
-/// enough for a lease of 5 s.
+/// The time without any response after which a waiting command opens a second connection. The time
+/// suits leases from 5 s on.
 const PROBE_AFTER: Duration = Duration::from_secs(1);
 /// The minimum time between two replacements of all connections to a server that reports to be a
 /// replica.
 const RESET_INTERVAL_MIN: Duration = Duration::from_secs(1);
-/// The limits of the pause between connection attempts, which is a tenth of the outage.
-const RECONNECT_MIN: Duration = Duration::from_millis(20);
-const RECONNECT_MAX: Duration = Duration::from_secs(1);
+/// The limits of the pause between connection attempts. The pause is a tenth of the outage so far.
+const RECONNECT_PAUSE_MIN: Duration = Duration::from_millis(20);
+const RECONNECT_PAUSE_MAX: Duration = Duration::from_secs(1);
 const RECONNECT_LIMIT: Duration = Duration::from_secs(300);

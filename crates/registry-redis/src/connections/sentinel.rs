@@ -1,9 +1,9 @@
-//! Follows a master through failovers: the sentinels report its address.
+//! Follows a master through failovers. The sentinels report the master's address.
 //!
-//! All sentinels are queried concurrently, and the response with the newest configuration epoch
-//! counts. A sentinel that is partitioned from the others may still report an old master. The
-//! sentinels are queried after each of their `+switch-master` messages, at regular intervals, and
-//! after each error that an old master may cause.
+//! A refresh queries all sentinels concurrently and uses the response with the newest configuration
+//! epoch. A sentinel that is partitioned from the other sentinels may still report an old master. A
+//! refresh follows each `+switch-master` message and each error that an old master may cause.
+//! Refreshes also run at regular intervals.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,11 +25,11 @@ use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
 use crate::listener::ChannelScheme;
 
-/// The interval between regular queries.
+/// The interval between regular refreshes.
 const REFRESH_INTERVAL: Duration = Duration::from_secs(1);
 /// The time limit for a sentinel's response.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// The minimum pause between two rounds of queries.
+/// The minimum pause between two refreshes.
 const REFRESH_PAUSE_MIN: Duration = Duration::from_millis(50);
 
 pub(super) struct SentinelTopology {
@@ -43,9 +43,9 @@ struct SentinelState {
     sentinels: Vec<Sentinel>,
     /// The addresses of the sentinels, for messages.
     addresses: String,
-    /// The master that connections lead to, once it is known.
+    /// The current master, once it is known.
     master: Mutex<Option<ServerAddress>>,
-    refresh: Notify,
+    refresh_requested: Notify,
 }
 
 struct Sentinel {
@@ -82,7 +82,7 @@ impl SentinelTopology {
             sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
             addresses: join_addresses(sentinels),
             master: Mutex::default(),
-            refresh: Notify::new(),
+            refresh_requested: Notify::new(),
         });
         let connector = master_connector(config.clone(), Arc::clone(&state));
         let node = Arc::new(RedisNode::new(
@@ -128,15 +128,16 @@ impl Topology for SentinelTopology {
             || error.code() == Some("UNBLOCKED")
         {
             if demotion_errors.contains(&error.kind()) {
-                // The connection is intact, but its server is no longer the master.
+                // The connection is intact, but its server is not the master.
                 self.node.reset_connections();
             }
-            self.state.refresh.notify_one();
+            self.state.refresh_requested.notify_one();
         }
         ErrorAction::Fail
     }
 
-    /// Returns the address of the master, or those of the sentinels if it is not known yet.
+    /// Returns the address of the master. If the master is unknown, returns the addresses of the
+    /// sentinels.
     fn address(&self, _node: &RedisNode) -> String {
         match &*self.state.master() {
             Some(master) => master.to_string(),
@@ -165,7 +166,8 @@ impl SentinelState {
                     newest = Some((epoch, address));
                 }
                 Ok(_) => {}
-                // The response of a sentinel explains more than the failure to reach another one.
+                // An error response of a sentinel explains more than a failed connection to another
+                // sentinel.
                 Err(error) if is_connection_error(&error) => _ = last_error.get_or_insert(error),
                 Err(error) => last_error = Some(translate_sentinel_error(error)),
             }
@@ -174,8 +176,8 @@ impl SentinelState {
         newest.map(|(_, address)| address).ok_or_else(|| last_error.unwrap_or_else(no_sentinel))
     }
 
-    /// Records the master and returns whether it replaces another one.
-    fn set_master(&self, address: &ServerAddress) -> bool {
+    /// Records the master and returns whether it replaces a different master.
+    fn replace_master(&self, address: &ServerAddress) -> bool {
         let mut master = self.master();
         let replaces_other = master.as_ref().is_some_and(|master| master != address);
         *master = Some(address.clone());
@@ -222,8 +224,8 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
         let (config, state) = (Arc::clone(&config), Arc::clone(&state));
         Box::pin(async move {
             let address = state.resolve_master().await?;
-            // Only `refresh_master` records a change of master, because it must also replace the
-            // other connections.
+            // Only `refresh_master` records a change of the master, because it also replaces all
+            // connections.
             state.master().get_or_insert_with(|| address.clone());
             let mut connection = connector(&config, &address)?(on_push).await?;
             let role =
@@ -236,14 +238,14 @@ fn master_connector(config: RedisConfig, state: Arc<SentinelState>) -> Connector
                 return Ok(connection);
             }
             // A failover is in progress.
-            state.refresh.notify_one();
+            state.refresh_requested.notify_one();
             Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
                 .into())
         })
     })
 }
 
-/// Checks for a new master until aborted.
+/// Refreshes the master's address after failover messages and at regular intervals, until aborted.
 async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
     let mut sentinel = 0;
     loop {
@@ -259,7 +261,7 @@ async fn follow_master(state: Arc<SentinelState>, node: Arc<RedisNode>) {
                     sleep(REFRESH_PAUSE_MIN).await;
                     let is_subscribed = tokio::select! {
                         message = messages.next() => message.is_some(),
-                        () = state.refresh.notified() => true,
+                        () = state.refresh_requested.notified() => true,
                         () = sleep(REFRESH_INTERVAL) => true,
                     };
                     if !is_subscribed {
@@ -288,7 +290,7 @@ async fn subscribe_to_failovers(sentinel: &redis::Client) -> Option<redis::aio::
 
 async fn refresh_master(state: &SentinelState, node: &RedisNode) {
     if let Ok(address) = state.resolve_master().await
-        && state.set_master(&address)
+        && state.replace_master(&address)
     {
         node.reset_connections();
     }

@@ -1,48 +1,38 @@
--- KEYS: the lock, its token key. ARGV: claim, lease in ms, number of tokens, token memory in ms,
--- label, and in a quorum the attempt. Returns {1, token, remaining lease in ms}, or {0, remaining
--- lease in ms, the holder's record, time in us, the holder's token if known}.
-local call, claim, attempt = redis.call, ARGV[1], ARGV[6]
-local held, record = holder(KEYS[1])
-local time = call('TIME')
--- The time in us. It is built as text because it is stored as text; a number would need formatting.
-local since = time[1] .. string.sub('00000', #time[2]) .. time[2]
-if held then
-  local left = call('PTTL', KEYS[1])
-  if held ~= claim then
-    -- Shortens only values of other programs, which may have any length.
-    return {0, left, string.sub(record, 1, 2048), since, first_token(record, KEYS[2]) or ''}
+-- KEYS: the lock, its token key. ARGV: claim, lease in ms, number of tokens, retention of the token
+-- key in ms, label, and in a quorum the round. Returns {1, first token, remaining lease in ms}, or
+-- {0, remaining lease in ms, the holder's record, time in us, the holder's first token if known}, or
+-- {2, the record of several claims, the remaining time of the key in ms, time in us}.
+local call, claim, round = redis.call, ARGV[1], ARGV[6]
+local current_claim, record = read_holder(KEYS[1])
+local now = now_text()
+if current_claim then
+  local remaining = call('PTTL', KEYS[1])
+  if is_several(record) then
+    return {2, record, remaining, now}
   end
-  if left > 0 then
-    -- Changes nothing, but is a write, so WAIT and WAITAOF cover it.
-    call('PEXPIRE', KEYS[1], left)
-    if attempt then
-      reassign(KEYS[1], record, attempt)
+  if current_claim ~= claim then
+    -- Only a value of another program can be longer than 2048 bytes.
+    return {0, remaining, string.sub(record, 1, 2048), now, read_first_token(record, KEYS[2]) or ''}
+  end
+  if remaining > 0 then
+    -- PEXPIRE changes nothing here. It counts as a write, so WAIT and WAITAOF cover the grant.
+    call('PEXPIRE', KEYS[1], remaining)
+    if round then
+      set_round(KEYS[1], record, round)
     end
   end
-  local token = first_token(record, KEYS[2])
+  local token = read_first_token(record, KEYS[2])
   if token then
-    return {1, token, left}
+    return {1, token, remaining}
   end
   return redis.error_reply('ERR the token of this grant is not stored any more; raise token_memory')
 end
--- The token must exceed all earlier tokens, even those that a server lost with its data. Usually
--- the clock is ahead of them, so the clock's time is stored first. SET returns the previous value.
-local first, now, block = since, tonumber(since), tonumber(ARGV[3])
-local before = call('SET', KEYS[2], token_value(string.format('%.0f', now + block - 1), first, claim), 'PX', ARGV[4], 'GET')
-local newest = before and tonumber(string.match(before, '^%d+'))
-if newest and newest >= now then
-  local last = newest + block
-  if last >= 9007199254740992 then
-    call('SET', KEYS[2], before)
-    return redis.error_reply('ERR the fencing token of this lock is too large to be increased; delete the key ' .. KEYS[2])
-  end
-  first = string.format('%.0f', newest + 1)
-  -- Keeps the token key until the clock has passed the last token.
-  local ttl = ARGV[4] + math.ceil((last - now) / 1000)
-  call('SET', KEYS[2], token_value(string.format('%.0f', last), first, claim), 'PX', string.format('%.0f', ttl))
+local first_token, failure = reserve_tokens(KEYS[2], now, ARGV[3], ARGV[4], claim)
+if failure then
+  return failure
 end
-if attempt then
-  first = '0' .. first
+if round then
+  first_token = '0' .. first_token
 end
-store_holder(KEYS[1], claim, ARGV[2], attempt and first .. '.' .. attempt or first, since, ARGV[5])
-return {1, first, tonumber(ARGV[2])}
+store_holder(KEYS[1], claim, ARGV[2], round and first_token .. '.' .. round or first_token, now, ARGV[5])
+return {1, first_token, tonumber(ARGV[2])}

@@ -4,21 +4,24 @@
 local time = redis.call('TIME')
 local answers = {string.format('%.0f', time[1] * 1000000 + time[2])}
 for i = 1, #KEYS, 2 do
-  local is_read, held, record = pcall(holder, KEYS[i])
-  if not is_read and not is_foreign(held) then
-    return {err = failure_text(held)}
+  local is_read, claim_or_failure, record = pcall(read_holder, KEYS[i])
+  if not is_read and not is_wrong_type(claim_or_failure) then
+    return {err = failure_text(claim_or_failure)}
   end
   if not is_read or record == '' then
     -- Another program wrote a value of another type or an empty value. `acquire` also reports such
     -- a key as held.
     record = '?'
   end
-  answers[#answers + 1] = record and string.sub(record, 1, 2048) or ''
-  answers[#answers + 1] = redis.call('PTTL', KEYS[i])
-  local has_token, token = pcall(first_token, record or '', KEYS[i + 1])
-  if not has_token and not is_foreign(token) then
-    return {err = failure_text(token)}
+  if record and not is_several(record) then
+    record = string.sub(record, 1, 2048)
   end
-  answers[#answers + 1] = record and has_token and token or ''
+  answers[#answers + 1] = record or ''
+  answers[#answers + 1] = redis.call('PTTL', KEYS[i])
+  local has_token, token_or_failure = pcall(read_first_token, record or '', KEYS[i + 1])
+  if not has_token and not is_wrong_type(token_or_failure) then
+    return {err = failure_text(token_or_failure)}
+  end
+  answers[#answers + 1] = record and has_token and token_or_failure or ''
 end
 return answers

@@ -1,25 +1,42 @@
 -- KEYS: the lock, its token key. ARGV: claim, number of used tokens, publish command, message,
 -- channels. Returns 1 if the claim held the lock, otherwise 0.
-local held, record = holder(KEYS[1])
-if held ~= ARGV[1] then
+local current_claim, record = read_holder(KEYS[1])
+local first_token, last_reserved, remaining_record, freed
+if record and is_several(record) then
+  local entry = entry_of(record, ARGV[1])
+  if not entry then
+    return 0
+  end
+  freed = live_until(record, entry, now_text()) and 1 or 0
+  first_token = string.sub(record, entry + 81, entry + 99)
+  last_reserved = first_token + string.sub(record, entry + 100, entry + 109) - 1
+  remaining_record = string.sub(record, 1, entry - 1) .. string.sub(record, string.find(record, ';', entry, true) + 1)
+elseif current_claim == ARGV[1] then
+  first_token = read_first_token(record, KEYS[2])
+  freed = 1
+else
   return 0
 end
--- Unused tokens that the clock has not passed are granted again. Otherwise tokens would run ahead
--- of the clock, and decrease after the server loses its data. A provisional token, with a leading
--- zero, is not compared.
-local first = first_token(record, KEYS[2])
-local newest = first and string.sub(first, 1, 1) ~= '0' and tonumber(string.match(redis.call('GETEX', KEYS[2]) or '', '^%d+'))
-if newest then
+-- The next grant reuses unused tokens that the clock has not passed. Otherwise tokens would run
+-- ahead of the clock, and decrease after the server loses its data. A provisional token, with a
+-- leading zero, is not compared. Beside other claims, only the newest reserved tokens are reused.
+local is_final = first_token and (last_reserved or string.sub(first_token, 1, 1) ~= '0')
+local newest_token = is_final and tonumber(string.match(redis.call('GETEX', KEYS[2]) or '', '^%d+'))
+if newest_token and (not last_reserved or last_reserved == newest_token) then
   local time = redis.call('TIME')
-  local used = tonumber(first) + ARGV[2] - 1
-  if newest > used and newest >= time[1] * 1000000 + time[2] then
-    -- A server that refuses this write for lack of memory must still free the lock.
-    redis.pcall('SET', KEYS[2], token_value(string.format('%.0f', used), first, ARGV[1]), 'KEEPTTL')
+  local last_used = tonumber(first_token) + ARGV[2] - 1
+  if newest_token > last_used and newest_token >= time[1] * 1000000 + time[2] then
+    -- With pcall, a server that refuses this write for lack of memory still releases the lock.
+    redis.pcall('SET', KEYS[2], format_tokens(string.format('%.0f', last_used), first_token, ARGV[1]), 'KEEPTTL')
   end
 end
-redis.call('DEL', KEYS[1])
--- The release succeeds even if this user may not publish.
+if remaining_record and remaining_record ~= '+;' then
+  redis.call('SET', KEYS[1], remaining_record, 'KEEPTTL')
+else
+  redis.call('DEL', KEYS[1])
+end
+-- With pcall, the release succeeds even if the user may not publish.
 for i = 5, #ARGV do
   redis.pcall(ARGV[3], ARGV[i], ARGV[4])
 end
-return 1
+return freed

@@ -1,25 +1,43 @@
 -- KEYS: locks. ARGV: the claim and the lease in ms of each lock. Returns the granted lease of each
 -- lock in ms, or -1 if the claim does not hold the lock.
 local answers = {}
+
+-- Extends one entry of the record of several claims. Never shortens its lease.
+local function renew_entry(lock, record, claim, lease)
+  local entry, now = entry_of(record, claim), now_text()
+  local ends = entry and live_until(record, entry, now)
+  if not ends then
+    return -1
+  end
+  local renewed = string.format('%016.0f', now + lease * 1000)
+  if renewed > ends then
+    redis.call('SET', lock, string.sub(record, 1, entry + 32) .. renewed .. string.sub(record, entry + 49), 'KEEPTTL')
+  end
+  if redis.call('PTTL', lock) <= tonumber(lease) then
+    redis.call('PEXPIRE', lock, lease + 1)
+  end
+  return tonumber(lease)
+end
+
 -- REDIS_VERSION_NUM exists from version 7 on, as do the PEXPIRE options GT and NX.
 local version = redis.REDIS_VERSION_NUM
 -- From Redis 7.2 on, and in any Valkey, client tracking registers only the key that a command
--- reads. Older servers register all KEYS at each read, so one read as the last command suffices.
--- The read follows the write, because a write ends the tracking of its key.
+-- reads. Older servers register all KEYS at each read, so a single read as the last command is
+-- sufficient. The read follows the write, because a write ends the tracking of its key.
 local tracks_read_key = version and version >= 0x70200
 local call = redis.call
 for i, lock in ipairs(KEYS) do
-  -- The lease stays text: PEXPIRE receives it as text.
+  -- The lease stays text, because PEXPIRE receives text.
   local claim, lease = ARGV[2 * i - 1], ARGV[2 * i]
-  -- A value of another type belongs to another program. It must not fail the other locks of this
-  -- call.
-  local is_read, held = pcall(holder, lock)
-  if not is_read and not is_foreign(held) then
-    return {err = failure_text(held)}
+  -- A value of another type belongs to another program. Such a value must not fail the renewal of
+  -- the remaining locks.
+  local is_read, claim_or_failure, record = pcall(read_holder, lock)
+  if not is_read and not is_wrong_type(claim_or_failure) then
+    return {err = failure_text(claim_or_failure)}
   end
-  if is_read and held == claim then
+  if is_read and claim_or_failure == claim then
     if version then
-      -- Never shorten the lease. NX restores an expiry that another client removed.
+      -- GT never shortens the lease. NX restores an expiry that another client removed.
       if call('PEXPIRE', lock, lease, 'GT') == 0 then
         call('PEXPIRE', lock, lease, 'NX')
       end
@@ -30,6 +48,11 @@ for i, lock in ipairs(KEYS) do
       call('PTTL', lock)
     end
     answers[i] = tonumber(lease)
+  elseif is_read and record and is_several(record) then
+    answers[i] = renew_entry(lock, record, claim, lease)
+    if tracks_read_key then
+      call('PTTL', lock)
+    end
   else
     answers[i] = -1
   end

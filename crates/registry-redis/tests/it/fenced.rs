@@ -7,14 +7,19 @@ use std::time::Duration;
 
 use registry_core::{BackendErrorKind, FencingToken, LockGuard, LockOptions, LostReason, Registry};
 use registry_redis::{Fenced, FencedScript, FencedWrites, RedisBackend, RedisConfig, ScriptReply};
-use registry_testkit::redis::{RedisCluster, RedisServer};
+use registry_testkit::redis::{RedisCluster, RedisOptions, RedisServer};
 
 fn token(number: u64) -> FencingToken {
     FencingToken::new(number).unwrap()
 }
 
+fn config(url: &str) -> RedisConfig {
+    // Opening a connection may take long on a busy machine.
+    RedisConfig::from_url(url).unwrap().with_connect_timeout(Duration::from_secs(60))
+}
+
 async fn writes(server: &RedisServer) -> FencedWrites {
-    FencedWrites::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap()
+    FencedWrites::open(config(&server.url())).await.unwrap()
 }
 
 #[tokio::test]
@@ -83,8 +88,8 @@ async fn an_invalid_write_returns_the_reason() {
 async fn a_write_after_the_lease_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
     let open = async || {
-        let config = RedisConfig::from_url(&server.url()).unwrap();
-        Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
+        let backend = RedisBackend::open(config(&server.url())).await.unwrap();
+        Registry::builder(Arc::new(backend)).build().unwrap()
     };
     let (registry_a, registry_b) = (open().await, open().await);
     let writes = writes(&server).await;
@@ -107,8 +112,8 @@ async fn is_refused_after(
 ) {
     let server = RedisServer::start(&[]).await.unwrap();
     let open = async || {
-        let config = RedisConfig::from_url(&server.url()).unwrap();
-        Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
+        let backend = RedisBackend::open(config(&server.url())).await.unwrap();
+        Registry::builder(Arc::new(backend)).build().unwrap()
     };
     let (registry_a, registry_b) = (open().await, open().await);
     let (writes, next_writes) = (writes(&server).await, writes(&server).await);
@@ -171,9 +176,10 @@ async fn a_parked_write_never_follows_that_of_the_next_holder() {
 
 #[tokio::test]
 async fn a_cluster_stores_the_token_in_the_slot_of_the_resource() {
-    let cluster = RedisCluster::start().await.unwrap();
-    let config = RedisConfig::from_url(&cluster.url()).unwrap();
-    let writes = FencedWrites::open(config).await.unwrap();
+    // No node fails, and on a busy machine nodes with a short time-out would suspect each other.
+    let options = RedisOptions::new().args(&["--cluster-node-timeout", "10000"]);
+    let cluster = RedisCluster::start_with(&options).await.unwrap();
+    let writes = FencedWrites::open(config(&cluster.url())).await.unwrap();
     for key in ["a", "b", "c", "{tag}x", "x{tag}y", "d/{e"] {
         assert_eq!(writes.set(token(2), key, "x").await.unwrap(), Fenced::Written(()), "{key}");
         let late = writes.set(token(1), key, "y").await.unwrap();

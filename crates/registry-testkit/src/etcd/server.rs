@@ -190,6 +190,8 @@ impl EtcdServer {
     pub fn ctl_command(&self) -> Command {
         let mut command = Command::new(&self.options.store.ctl);
         command.env("ETCDCTL_API", "3").args(["--endpoints", &self.url()]);
+        // The defaults are too short for a loaded machine. A later flag overrides an earlier one.
+        command.args(["--dial-timeout", "30s", "--command-timeout", "30s"]);
         if let Some(tls) = &self.options.tls {
             command.arg("--cacert").arg(tls.ca_file());
             command.arg("--cert").arg(tls.client_cert_file());

@@ -15,6 +15,8 @@ use crate::history::{History, RecordedGrant, ReleaseResult, Window, WriteResult}
 /// The maximum delay, in nanoseconds, with which a holder on a loaded machine may notice the end of
 /// its lease.
 const LOSS_TOLERANCE: u64 = 2_000_000_000;
+/// The maximum delay, in nanoseconds, with which a holder on a loaded machine may report a loss.
+const REPORT_TOLERANCE: u64 = 15_000_000_000;
 /// The minimum number of grants, and of writes. A workload with fewer of them proves nothing.
 const MIN_OPERATIONS: usize = 20;
 
@@ -98,8 +100,12 @@ impl WorkloadOutcome {
             let newer =
                 grants.iter().filter(|next| next.key == grant.key && next.token > grant.token);
             let next = newer.map(|next| next.acquire.to).min();
-            if let Some(next) = next.filter(|next| *next < lost && lost - next < LOSS_TOLERANCE) {
-                let length = Duration::from_nanos(lost - next);
+            // At the end of its lease at the latest, however late the loss is reported.
+            let noticed = grant.valid_until.map_or(lost, |until| lost.min(until));
+            if let Some(next) =
+                next.filter(|next| *next < noticed && noticed - next < LOSS_TOLERANCE)
+            {
+                let length = Duration::from_nanos(noticed - next);
                 println!("{}: two valid guards for {length:?}", grant.key);
                 grant.lost = Some(next);
             }
@@ -206,7 +212,7 @@ impl WorkloadOutcome {
             |grant: &&RecordedGrant| self.paused_keys.iter().any(|key| **key == *grant.key);
         for grant in self.history.grants.iter().filter(|grant| !is_paused(grant)) {
             let until = grant.valid_until.expect("the stores under test have leases");
-            let until = until.saturating_add(LOSS_TOLERANCE);
+            let until = until.saturating_add(REPORT_TOLERANCE);
             let released = grant.release.map_or(u64::MAX, |release| release.window.from);
             let end = released.min(grant.lost.unwrap_or(u64::MAX));
             assert!(end <= until, "the loss was not reported in time: {grant:?}");

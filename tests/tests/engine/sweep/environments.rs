@@ -419,7 +419,7 @@ pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<Environment> {
     // An environment in which a lease must expire has a short one.
     let lossy = |name: &str, faults| {
         let environment = file(name).faulty(faults).recovery(Recovery::WithLease);
-        Environment { lease: Duration::from_secs(1), ..environment }
+        Environment { lease: Duration::from_secs(3), ..environment }
     };
     let ms = Duration::from_millis;
     vec![

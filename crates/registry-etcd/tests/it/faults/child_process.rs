@@ -12,7 +12,7 @@ use super::workload::{LEASE, registry};
 fn run_child_process() {
     holder::run_child_process(async |url| {
         let config = EtcdConfig::from_url(&url).unwrap();
-        let registry = Arc::new(registry(&config, LEASE).await);
+        let registry = Arc::new(registry(&config, LEASE * 2).await);
         serve(registry).await;
     });
 }

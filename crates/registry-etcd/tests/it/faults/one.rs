@@ -10,7 +10,7 @@ use registry_testkit::{cause_of_failed_acquire, eventually, within};
 use tokio::time::{Instant, sleep};
 
 use super::child_process;
-use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
+use super::workload::{LEASE, LONG, LONG_LEASE, Workload, millis, registry, secs};
 
 pub(crate) async fn server() -> (EtcdServer, EtcdConfig) {
     let server = EtcdServer::start().await.unwrap();
@@ -37,7 +37,7 @@ async fn an_error_names_operation_key_and_address() {
 #[tokio::test]
 async fn a_member_paused_for_less_than_a_lease_ends_no_hold() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config, secs(9)).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     workload.pause_briefly(&server).await;
     workload.end(&server).await.assert_no_losses();
 }
@@ -75,7 +75,7 @@ pub(crate) async fn first_lease(server: &EtcdServer, key: &str) -> Option<String
 #[tokio::test]
 async fn a_holder_is_notified_at_once_of_a_revoked_lease() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config, LEASE).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     for round in 1..=10 {
         workload.wait_for_progress().await;
         workload.wait_until_steady_held().await;
@@ -178,7 +178,7 @@ async fn a_lost_lock_leaves_no_keys() {
 #[tokio::test]
 async fn compaction_ends_no_hold_and_no_wait() {
     let (server, config) = server().await;
-    let workload = Workload::start(&config, LEASE).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     for _ in 0..10 {
         workload.wait_for_progress().await;
         let status = server.ctl(&["get", "x", "-w", "json"]).await.unwrap();
@@ -230,7 +230,7 @@ async fn an_expired_login_is_renewed() {
     let options = EtcdOptions::new().login("worker", "opensesame").args(&["--auth-token-ttl", "2"]);
     let server = EtcdServer::start_with(options).await.unwrap();
     let config = config_of(server.addr()).with_login("worker", "opensesame");
-    let workload = Workload::start(&config, secs(9)).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     for _ in 0..3 {
         sleep(secs(3)).await;
         workload.wait_for_progress().await;
@@ -261,8 +261,8 @@ async fn a_paused_holder_is_replaced_and_detects_its_loss() {
     let url = format!("etcd://{}", server.addr());
     let configs = vec![config.clone(); 3];
     // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
-    let workload = Workload::start_with(&configs, &config, LEASE * 3).await;
-    let successor = registry(&config, LEASE).await;
+    let workload = Workload::start_with(&configs, &config, LONG_LEASE).await;
+    let successor = registry(&config, LONG_LEASE).await;
     let child = child_process::client(&url).await;
     let events = suspend_a_holder(&workload, child, successor).await.unwrap();
     let outcome = workload.end_with(&server, events).await;

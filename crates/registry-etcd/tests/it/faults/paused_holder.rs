@@ -32,7 +32,8 @@ impl StockKey {
     fn ctl(&self, args: &[&str], input: &str) -> io::Result<String> {
         let program = std::env::var_os(CTL_VARIABLE).unwrap_or_else(|| "etcdctl".into());
         let mut command = Command::new(program);
-        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.addr]).args(args);
+        command.env("ETCDCTL_API", "3").args(["--endpoints", &self.addr]);
+        command.args(["--dial-timeout", "30s", "--command-timeout", "30s"]).args(args);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
         // Ends the input, because it drops the pipe.
         child.stdin.take().expect("piped").write_all(input.as_bytes())?;
@@ -76,7 +77,8 @@ impl FencedWriter for StockKey {
 #[ignore = "started by the other test, as another process"]
 fn a_holder_process() {
     run_child_process(async |url| {
-        let registry = registry(&EtcdConfig::from_url(&url).unwrap(), LEASE).await;
+        // So long that a loaded machine does not end the lease of the successor.
+        let registry = registry(&EtcdConfig::from_url(&url).unwrap(), secs(10)).await;
         let addr = url.strip_prefix("etcd://").unwrap().to_owned();
         let writer = StockKey { addr, entry: OnceLock::new() };
         serve_with_writer(Arc::new(registry), Arc::new(writer)).await;

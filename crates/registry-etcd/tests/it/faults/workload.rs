@@ -15,8 +15,12 @@ pub(crate) use registry_testkit::workload::LONG;
 
 /// Short, so that tests of expiring leases stay fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(3);
+/// Survives every short fault, even on a loaded machine.
+pub(crate) const LONG_LEASE: Duration = Duration::from_secs(20);
 /// The response timeout. So short a lease does not permit the engine's default of three seconds.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The response timeout of long leases, for a loaded machine.
+const RESPONSE_TIMEOUT_MAX: Duration = Duration::from_secs(3);
 /// The default number of clients.
 const CLIENTS: usize = 3;
 
@@ -30,10 +34,11 @@ pub(crate) const fn millis(millis: u64) -> Duration {
 
 /// Returns a registry with its own connections, like another process.
 pub(crate) async fn registry(config: &EtcdConfig, lease: Duration) -> Registry {
-    let config = config.clone().with_response_timeout(RESPONSE_TIMEOUT);
-    let backend = EtcdBackend::open(config).await.unwrap();
+    let timeout = (lease / 4).clamp(RESPONSE_TIMEOUT, RESPONSE_TIMEOUT_MAX);
+    let config = config.clone().with_response_timeout(timeout);
+    let backend = eventually(LONG, async || EtcdBackend::open(config.clone()).await).await;
     let builder = Registry::builder(Arc::new(backend)).lease(lease);
-    builder.timeout(RESPONSE_TIMEOUT).build().unwrap()
+    builder.timeout(timeout).build().unwrap()
 }
 
 /// A workload over etcd.

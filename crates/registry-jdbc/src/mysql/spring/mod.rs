@@ -1,4 +1,4 @@
-//! What differs from other servers for locks in the table of a Spring Integration
+//! Implements `SpringDialect` for MariaDB and MySQL: locks in the table of a Spring Integration
 //! `JdbcLockRegistry`.
 
 mod sql;
@@ -7,7 +7,7 @@ use registry_core::{BackendError, Claim, Release, Renewal};
 use sqlx::MySql;
 use tokio::time::Instant;
 
-use super::backend::{MySqlWakes, SentRenewal, limit, wait_for_fence};
+use super::backend::{MySqlWakeups, SentRenewal, claim_count, wait_for_fence};
 use super::config::MySqlConfig;
 use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
@@ -26,7 +26,7 @@ impl SpringDialect for MySql {
 
     /// Returns the quoted name.
     fn table_name(config: &MySqlConfig, table: &SpringTable) -> String {
-        let (database, name) = table.name();
+        let (database, name) = table.schema_and_name();
         let database = database.or_else(|| config.server.get_database()).unwrap_or_default();
         format!("{}.{}", quoted(database), quoted(&name))
     }
@@ -35,7 +35,7 @@ impl SpringDialect for MySql {
         store: &Store<Self>,
         table: &SpringTable,
     ) -> Result<Option<(String, bool)>, BackendError> {
-        let (database, name) = table.name();
+        let (database, name) = table.schema_and_name();
         let database = database.or_else(|| store.config.server.get_database()).unwrap_or_default();
         let values = [Value::Word(database.to_owned()), Value::Word(name)];
         let columns = store.query(&StatementText::positional(sql::COLUMNS, &[]), values).await?;
@@ -59,18 +59,19 @@ impl SpringDialect for MySql {
         MySqlSpringStatements::new(&store.config, lock, table)
     }
 
-    fn spring_wakes(_: &Store<Self>, _: &str) -> MySqlWakes {
-        MySqlWakes(None)
+    fn spring_wakeups(_: &Store<Self>, _: &str) -> MySqlWakeups {
+        MySqlWakeups(None)
     }
 
-    fn table_part(lock: &str, table: &SpringTable) -> String {
-        // In most collations, regions that differ only in case are equal.
+    fn region_scope(lock: &str, table: &SpringTable) -> String {
+        // In most collations, regions that differ only in case are equal, so the scope is in lower
+        // case.
         format!("{lock} {}", table.region().to_ascii_lowercase())
     }
 
-    fn native_namespace(table_part: &str) -> Vec<u8> {
-        // A hash, because a table's name may be too long.
-        [b"\xffspring ", RowId::for_foreign_lock(table_part, "").bytes()].concat()
+    fn native_namespace(region_scope: &str) -> Vec<u8> {
+        // The scope is hashed, because a table's name may be too long for the column.
+        [b"\xffspring ", RowId::for_foreign_lock(region_scope, "").bytes()].concat()
     }
 
     async fn renew_spring(
@@ -83,17 +84,17 @@ impl SpringDialect for MySql {
         let clients = claims.iter().map(|claim| client_id(claim.id())).collect();
         let ids = keys.iter().map(|key| spring.row_id(key).bytes().to_vec()).collect();
         let change = async |text, values: [Value; 4]| {
-            // A repeated renewal has no further effect.
+            // A repeated renewal has the same effect as a single renewal, so it may be sent again.
             let statement = Statement::new(text, values);
             client.send(ConnectionUse::Renew(lease), Resend::Allowed, &statement).await
         };
         let (keys, offset) = (Value::ManyWords(keys), Value::Number(texts.stored_offset(lease)));
-        let values = [keys.clone(), Value::ManyWords(clients), limit(claims), offset];
+        let values = [keys.clone(), Value::ManyWords(clients), claim_count(claims), offset];
         let done = change(&texts.renew, values).await?;
-        // The grants are renewed. The native rows matter only for the purge, so an error is
-        // ignored.
+        // The grants are renewed already. The times in native rows matter only for the purge, so an
+        // error is ignored.
         let length = Value::Number(micros(lease));
-        let values = [Value::ManyBytes(ids), Value::claims(claims), limit(claims), length];
+        let values = [Value::ManyBytes(ids), Value::claims(claims), claim_count(claims), length];
         let _ = change(&texts.renew_native, values).await;
         let renewal = SentRenewal { client, claims, requested_at, changed: done.changed };
         let unexpired = Statement::new(&texts.unexpired, [keys]);
@@ -120,7 +121,8 @@ impl SpringDialect for MySql {
         let release = Statement::new(&spring.statements().release, values.clone());
         let released = spring.store.release(&release).await?.release_outcome();
         if released == Release::NotHeld {
-            // The grant has expired. Its row is deleted so that peers do not find it.
+            // The grant has expired. The statement deletes its row, so that peers do not find the
+            // row.
             let clear = Statement::new(&spring.statements.clear, values);
             client.send(ConnectionUse::Release, Resend::Allowed, &clear).await?;
         }

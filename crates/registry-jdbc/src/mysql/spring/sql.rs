@@ -1,10 +1,10 @@
-//! Every statement of the Spring layout.
+//! All statements of the Spring layout.
 //!
-//! `{lock}` is Spring's table. `{locks}` is the native table, where each key has a row for what
-//! Spring's table does not store: tokens, label and the key itself. Times are those of the start of
-//! a statement, which is safe for the same reasons as in the native statements.
+//! `{lock}` is Spring's table. `{locks}` is the native table, in which each key has a row for
+//! tokens, label and the key itself, which Spring's table does not store. Times are the server's
+//! time at the start of a statement. The native `sql` explains why an outdated time is safe.
 //!
-//! A row is held unless its end is before the server's time. The statements contain the region,
+//! A row is held while its end is not before the server's time. The statements contain the region,
 //! which was validated: ASCII without quotes.
 
 use std::time::Duration;
@@ -77,7 +77,7 @@ impl MySqlSpringStatements {
             StatementText::positional(&text, &SIZES)
         };
         let common = SpringStatements {
-            // The id has another number there.
+            // In `CURRENT_GRANT` the id is parameter 2, in `ACQUIRE` parameter 4.
             acquire: text(&format!("{ACQUIRE}; {}", CURRENT_GRANT.replace("$2", "$4"))),
             current_grant: text(CURRENT_GRANT),
             list: text(LIST),
@@ -95,7 +95,7 @@ impl MySqlSpringStatements {
         }
     }
 
-    /// Returns what is added to the clock for a lease, in microseconds.
+    /// Returns the number of microseconds that a renewal with this lease adds to the server's time.
     pub(super) fn stored_offset(&self, lease: Duration) -> i64 {
         match self.generation {
             Generation::V7 => micros(lease),
@@ -117,28 +117,28 @@ pub(in super::super) fn create_table(lock: &str, generation: Generation) -> Stat
     StatementText::positional(&text, &[])
 }
 
-/// The columns of a table, in capitals. Parameters: database, table.
+/// Returns the names of the columns of a table, in capitals. Parameters: database, table.
 pub(super) const COLUMNS: &str = "\
     SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = $1 AND TABLE_NAME = $2";
 
-/// Grants the key, unless it is held.
+/// Grants the key if it is free.
 ///
-/// Several statements form one transaction, because no statement of these servers writes both
-/// tables and assigns a token in between. They are sent in one packet, so the transaction neither
-/// waits for the client nor is left open by it. After an error the connection is closed, which ends
-/// the transaction.
+/// Several statements form one transaction, because these servers have no statement that writes
+/// both tables. The statements are sent in one packet, so the transaction never waits for the
+/// client. After an error the connection is closed, which ends the transaction.
 ///
 /// Spring's row is written first and stays locked. Only the transaction that has it locked writes
 /// the native row, so tokens are assigned in the order of the grants. A crash undoes both writes or
-/// none. If the response is lost, a retry with the same claim finds that it holds the key, with its
-/// token in the native row.
+/// none. If the response is lost, a retry finds that its own claim holds the key. The claim's token
+/// is in the native row.
 ///
 /// A read-only server grants nothing to this program, whatever the user's privileges. Spring peers
 /// do not check this.
 ///
-/// An attempt runs this only after it has seen a free key, so a held key is seldom written to. A
-/// late or repeated attempt changes nothing. The new token is above those of the native row, both
-/// in the snapshot and at the write, and above those of all purged rows.
+/// An attempt sends this only after a query has found the key free, so a held key is rarely
+/// written. A late or repeated attempt changes nothing. The new token is above the tokens of the
+/// native row, both in the snapshot and at the write. It is also above the tokens of all purged
+/// rows.
 ///
 /// Parameters: lock key, client, lease, id, namespace, key, claim, block, label.
 const ACQUIRE: &str = "\
@@ -159,21 +159,21 @@ const ACQUIRE: &str = "\
         block = VALUES(block), label = VALUES(label), since = VALUES(since), until = VALUES(until); \
     COMMIT";
 
-/// The holder of a key. Parameters: lock key, id.
+/// Returns the holder of a key. Parameters: lock key, id.
 const CURRENT_GRANT: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) \
     FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = $2 \
     WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Every held row of a region. Grants of this program have their key in the native row. Parameter:
-/// namespace.
+/// Returns every held row of a region. The last column is the key, if this program holds the lock.
+/// Parameter: namespace.
 const LIST: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}), l.LOCK_KEY, n.lock_key \
     FROM {lock} AS l LEFT JOIN {locks} AS n ON n.namespace = $1 AND n.claim = UNHEX(REPLACE(l.CLIENT_ID, '-', '')) \
     WHERE l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Renews the grants that have not expired. Skips rows that are locked, as the native statement
-/// does. Spring's own renewal also revives an expired row; this one does not.
+/// Renews the grants that have not expired. Skips locked rows, as the native statement does. Unlike
+/// Spring's own renewal, this statement does not revive an expired row.
 ///
 /// Parameters: lock keys, clients, limit, lease.
 const RENEW: &str = "\
@@ -184,8 +184,8 @@ const RENEW: &str = "\
     STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
     SET {extend}";
 
-/// Keeps the native rows from being purged as dead. If one renewal fails to do so, the next does
-/// it.
+/// Extends the native rows, so that a purge does not delete them. If the statement fails, the next
+/// renewal sends it again.
 ///
 /// Parameters: ids, claims, limit, lease.
 const RENEW_NATIVE: &str = "\
@@ -195,7 +195,7 @@ const RENEW_NATIVE: &str = "\
     STRAIGHT_JOIN {locks} AS n FORCE INDEX (PRIMARY) ON n.id = found.id \
     SET n.until = GREATEST(n.until, {now} + $4)";
 
-/// The holders of these keys, with the time that they have left. Parameters: lock keys.
+/// Returns the holders of these keys, with the times left of their leases. Parameters: lock keys.
 const UNEXPIRED: &str = "\
     SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
     WHERE l.LOCK_KEY IN ($1...) AND l.REGION = '{region}' AND {end} >= {utc}";
@@ -212,8 +212,8 @@ const CLEAR: &str = "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGIO
 const FORCE_RELEASE: &str =
     "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = $1 AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
-/// whether the transaction's snapshot shows it, as the native statement does.
+/// Finds the rows of this claim and token, and locks them until the caller's transaction ends.
+/// Returns whether the transaction's snapshot contains the grant, as the native statement does.
 ///
 /// Parameters: lock key, client, id, claim, token.
 const FENCE: &str = "\

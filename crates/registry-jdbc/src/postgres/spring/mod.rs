@@ -1,4 +1,4 @@
-//! What differs from other servers for locks in the table of a Spring Integration
+//! Implements `SpringDialect` for PostgreSQL: locks in the table of a Spring Integration
 //! `JdbcLockRegistry`.
 
 mod sql;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use registry_core::{BackendError, Claim, Release, Renewal};
 use sqlx::Postgres;
 
-use super::backend::{self, PgWakes};
+use super::backend::{self, PgWakeups};
 use super::config::{PostgresConfig, quoted};
 use super::error::{STORE, fenced_transaction_open};
 use crate::server::spring::{Generation, client_id, lock_key};
@@ -16,7 +16,7 @@ use crate::server::spring_rows::release_outcome;
 use crate::server::statement::{flag, text};
 use crate::server::{
     ServerErrors as _, SpringDialect, SpringRows, SpringTable, Statement, StatementText, Store,
-    Value, Wakes as _,
+    Value, WakeupSource as _,
 };
 use sql::PgSpringStatements;
 
@@ -26,9 +26,10 @@ impl SpringDialect for Postgres {
 
     type SpringStatements = PgSpringStatements;
 
-    /// Unquoted as in Spring's statements, so that the server converts the letters to lower case.
+    /// Returns the unquoted name, as in Spring's statements: the server converts its letters to
+    /// lower case.
     fn table_name(config: &PostgresConfig, table: &SpringTable) -> String {
-        let (schema, name) = table.name();
+        let (schema, name) = table.schema_and_name();
         match schema.or(config.schema.as_deref()) {
             Some(schema) => format!("{schema}.{name}"),
             None => name,
@@ -58,16 +59,16 @@ impl SpringDialect for Postgres {
         PgSpringStatements::new(&store.statements.tables, lock, table)
     }
 
-    fn spring_wakes(store: &Store<Self>, table_part: &str) -> PgWakes {
-        PgWakes::new(&store.config, table_part)
+    fn spring_wakeups(store: &Store<Self>, region_scope: &str) -> PgWakeups {
+        PgWakeups::new(&store.config, region_scope)
     }
 
-    fn table_part(lock: &str, table: &SpringTable) -> String {
+    fn region_scope(lock: &str, table: &SpringTable) -> String {
         format!("{lock} {}", table.region())
     }
 
-    fn native_namespace(table_part: &str) -> Vec<u8> {
-        [b"\xff", table_part.as_bytes()].concat()
+    fn native_namespace(region_scope: &str) -> Vec<u8> {
+        [b"\xff", region_scope.as_bytes()].concat()
     }
 
     async fn renew_spring(
@@ -92,8 +93,8 @@ impl SpringDialect for Postgres {
         claim: &Claim,
     ) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());
-        // The fenced transaction locks the row, and the calling code may be what must end that
-        // transaction.
+        // The fenced transaction locks the row. If the caller of this release must end that
+        // transaction, a longer wait is useless.
         let lock_timeout = match claim.is_fenced() {
             true => FENCED_ROW_TIMEOUT,
             false => spring.store.settings().busy_timeout,
@@ -103,7 +104,7 @@ impl SpringDialect for Postgres {
             Value::Word(client_id(claim.id())),
             Value::Word(format!("{}ms", lock_timeout.as_millis().max(1))),
         ];
-        values.extend(spring.wakes.notification(spring.row_id(&lock_key)));
+        values.extend(spring.wakeups.notification(spring.row_id(&lock_key)));
         let statement = Statement::new(&spring.statements().release, values);
         let answer = spring.store.release(&statement).await.map_err(|error| {
             let is_fence = claim.is_fenced() && Self::is_row_lock_error(&error);
@@ -113,6 +114,6 @@ impl SpringDialect for Postgres {
     }
 }
 
-/// How long the release of a fenced claim waits for the row. Other statements that read the row
-/// lock it for a shorter time.
+/// How long the release of a fenced claim waits for the row. Statements of other clients lock the
+/// row for a shorter time.
 const FENCED_ROW_TIMEOUT: Duration = Duration::from_millis(100);

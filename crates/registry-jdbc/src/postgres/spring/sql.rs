@@ -1,14 +1,14 @@
-//! All statements of the Spring layout. As in the native layout, each is a transaction of its own
-//! and takes one round trip; see the native `sql`.
+//! All statements of the Spring layout. As in the native `sql`, each statement is one transaction
+//! and takes one round trip.
 //!
-//! `{lock}` is Spring's table. `{locks}` is the native one, in which each key has a row for the
-//! columns that Spring's table lacks: tokens, label, and the key itself. One statement writes both,
-//! Spring's first. The lock on Spring's row protects the native row too, so tokens are issued in
-//! the order of the grants.
+//! `{lock}` is Spring's table. `{locks}` is the native table, in which each key has a row for
+//! tokens, label and the key itself, which Spring's table does not store. One statement writes
+//! Spring's row first, then the native row. The lock on Spring's row also protects the native row,
+//! so tokens are issued in the order of the grants.
 //!
-//! A row is held while its end is not before the clock, which is UTC without a time zone. Keys and
-//! clients are cast to the column's type, so that its index is used. The statements contain the
-//! region, which was validated: ASCII without quotes.
+//! A row is held while its end is not before the server's time, which is UTC without a time zone.
+//! Keys and clients are cast to the column's type, so that its index is used. The statements
+//! contain the region, which was validated: ASCII without quotes.
 
 use super::super::config::TableNames;
 use crate::server::spring::Generation;
@@ -91,15 +91,15 @@ pub(in super::super) fn create_table(lock: &str, generation: Generation) -> Stat
         Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
         Generation::V6 { .. } => "",
     };
-    // The primary key has no name of its own, so that the server chooses a free one for its index.
+    // The primary key is unnamed, so that the server chooses an unused name for its index.
     StatementText::numbered(&format!(
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
          CREATED_DATE TIMESTAMP NOT NULL,{end} PRIMARY KEY (LOCK_KEY, REGION))"
     ))
 }
 
-/// Returns the query for the location of Spring's table, and for whether its rows contain their
-/// end. The name has been checked: letters, digits, underscores and a dot.
+/// Returns the query for schema and name of Spring's table, and for whether the table has the
+/// column `expired_after`. `name` was validated: letters, digits, underscores and a dot.
 pub(super) fn find_table(name: &str) -> StatementText {
     StatementText::numbered(&format!(
         "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \
@@ -109,19 +109,19 @@ pub(super) fn find_table(name: &str) -> StatementText {
     ))
 }
 
-/// Grants the key if no claim holds it, not even this one. Returns the grant that the key has
-/// afterwards, in the columns of [`CURRENT_GRANT`].
+/// Grants the key if no claim holds it, not even the given claim. Returns the current grant of the
+/// key after the attempt, in the columns of [`CURRENT_GRANT`].
 ///
 /// As in the native layout, a busy attempt writes nothing. If another client is faster, the
-/// statement returns nothing. Rows of the native table outlive those of Spring's table, and their
-/// tokens only grow. The native statement explains the three tokens that a new one must exceed.
+/// statement returns nothing. Rows of the native table outlive rows of Spring's table, and their
+/// tokens only grow. The native `ACQUIRE` explains the three tokens that a new token must exceed.
 ///
 /// Parameters: lock key, client, lease, id, namespace, key, claim, block, label
 const ACQUIRE: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc), \
     seen AS MATERIALIZED ( \
         SELECT l.client_id::text AS client, {end} AS until FROM {lock} AS l WHERE l.lock_key = {key} AND l.region = '{region}'), \
-    noted AS MATERIALIZED (SELECT claim, token, block, label, since FROM {locks} WHERE id = $4::bytea), \
+    native_row AS MATERIALIZED (SELECT claim, token, block, label, since FROM {locks} WHERE id = $4::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE until >= utc), \
     taken AS ( \
         INSERT INTO {lock} AS l ({columns}) \
@@ -132,7 +132,7 @@ const ACQUIRE: &str = "\
     granted AS ( \
         INSERT INTO {locks} AS n (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $4::bytea, $5::bytea, $6::bytea, $7::bytea, \
-            greatest(now, floor + 1, (SELECT token + block FROM noted)), $8::bigint, $9::bytea, now, now + $3::bigint \
+            greatest(now, floor + 1, (SELECT token + block FROM native_row)), $8::bigint, $9::bytea, now, now + $3::bigint \
         FROM taken, clock, {meta} AS meta WHERE meta.id = 1 \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
@@ -146,8 +146,8 @@ const ACQUIRE: &str = "\
         RETURNING token) \
     SELECT {client}::text, $7::bytea, token, $9::bytea, 0::bigint, $3::bigint FROM granted \
     UNION ALL \
-    SELECT held.client, noted.claim, noted.token, noted.label, now - noted.since, (extract(epoch FROM held.until - utc) * 1000000)::bigint \
-    FROM clock CROSS JOIN held LEFT JOIN noted ON true";
+    SELECT held.client, native_row.claim, native_row.token, native_row.label, now - native_row.since, (extract(epoch FROM held.until - utc) * 1000000)::bigint \
+    FROM clock CROSS JOIN held LEFT JOIN native_row ON true";
 
 /// Returns the holder of the key, if it is held.
 ///
@@ -158,7 +158,7 @@ const CURRENT_GRANT: &str = "\
     FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $2::bytea \
     WHERE l.lock_key = {key} AND l.region = '{region}' AND {end} >= utc";
 
-/// Returns every held row of a region. Rows of this program include their key.
+/// Returns every held row of a region. The last column is the key, if this program holds the lock.
 ///
 /// Parameters: namespace
 const LIST: &str = "\
@@ -171,8 +171,8 @@ const LIST: &str = "\
 
 /// Extends the grants that are still alive. Locked rows are skipped, as in the native statement.
 ///
-/// Spring's own renewal does not check whether a row has expired. This one does, so that an expired
-/// grant is not revived.
+/// Unlike Spring's own renewal, this statement checks that a row has not expired, so that it does
+/// not revive an expired grant.
 ///
 /// Parameters: lock keys, clients, ids, claims, leases
 const RENEW: &str = "\
@@ -187,7 +187,7 @@ const RENEW: &str = "\
         UPDATE {lock} AS l SET {extend} FROM found \
         WHERE l.lock_key = found.k AND l.region = '{region}' AND l.client_id = found.c AND {end} >= {utc} \
         RETURNING found.c, (extract(epoch FROM {end} - {utc}) * 1000000)::bigint AS until), \
-    beside AS ( \
+    renewed_native AS ( \
         UPDATE {locks} AS n SET until = greatest(n.until, {now} + found.lease) FROM found \
         WHERE n.id = found.id AND n.claim = found.claim) \
     SELECT renewed.until, \
@@ -195,15 +195,16 @@ const RENEW: &str = "\
             WHERE l.lock_key = w.k AND l.region = '{region}' AND l.client_id = w.c AND {end} >= {utc}) \
     FROM wanted AS w LEFT JOIN renewed ON renewed.c = w.c ORDER BY w.n";
 
-/// Ends the grant of one claim, and notifies this program's listeners, as in the native layout;
-/// Spring has none. An expired row is deleted too, and the result shows that it was expired.
+/// Ends the grant of one claim, and notifies this program's listeners, as in the native layout.
+/// Spring has no listeners. An expired row is also deleted, and the result shows that it was
+/// expired.
 ///
 /// Parameters: lock key, client, lock_timeout, channel, message, presence lock
 const RELEASE: &str = "\
-    WITH ease AS MATERIALIZED ( \
+    WITH settings AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $3::text, true), set_config('synchronous_commit', 'off', true)), \
     freed AS ( \
-        DELETE FROM {lock} AS l USING ease \
+        DELETE FROM {lock} AS l USING settings \
         WHERE l.lock_key = {key} AND l.region = '{region}' AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
     SELECT held, CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END \
     FROM freed";
@@ -217,12 +218,12 @@ const FORCE_RELEASE: &str = "\
     SELECT held, CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
     FROM freed";
 
-/// Finds the grant as it was issued, and keeps its row from passing to another claim until the
-/// caller's transaction ends.
+/// Finds the row with this claim and token. Locks the row against a grant to another claim until
+/// the caller's transaction ends.
 ///
-/// Spring takes a row over without a change of a key column, which the FOR KEY SHARE of the native
-/// layout would permit. So this statement locks FOR SHARE, which also blocks renewals: they skip
-/// the row until the transaction ends.
+/// Spring grants a row to another client without changing a key column, which the FOR KEY SHARE of
+/// the native layout would permit. So this statement locks FOR SHARE. This also blocks renewals,
+/// which skip the row until the transaction ends.
 ///
 /// Parameters: lock key, client, id, claim, token
 const FENCE: &str = "\

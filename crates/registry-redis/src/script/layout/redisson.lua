@@ -1,7 +1,7 @@
 -- A lock is a hash with one field, as in Redisson's RLock. The field name is the holder's id, and
 -- its value is the number of reentrant acquisitions.
 
-local function holder(lock)
+local function read_holder(lock)
   local fields = redis.call('HGETALL', lock)
   if fields[1] then
     return fields[1], fields[1]

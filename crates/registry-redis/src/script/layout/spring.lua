@@ -1,6 +1,6 @@
--- A lock is a string, the id of its holder, as in Spring Integration's RedisLockRegistry.
+-- A lock is a string with the id of its holder, as in Spring Integration's RedisLockRegistry.
 
-local function holder(lock)
+local function read_holder(lock)
   local record = redis.call('GETEX', lock)
   if record then
     return record, record

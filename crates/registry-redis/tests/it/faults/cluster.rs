@@ -10,7 +10,7 @@ use registry_testkit::workload::WorkloadOptions;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
 
-use super::workload::{LEASE, LONG, Workload, millis, registry, secs};
+use super::workload::{LEASE, LONG, LONG_LEASE, Workload, millis, registry, secs};
 
 /// Returns the slot of a lock, which depends on its name.
 fn slot_of(key: &str) -> u16 {
@@ -34,6 +34,13 @@ async fn start_workload(cluster: &RedisCluster, lease: Duration) -> Workload {
     Workload::start_with(&vec![config.clone(); 3], &config, options, lease).await
 }
 
+/// Starts a cluster for a test in which no node fails. On a busy machine, nodes with a short
+/// time-out would suspect each other.
+async fn patient_cluster() -> RedisCluster {
+    let options = RedisOptions::new().args(&["--cluster-node-timeout", "10000"]);
+    RedisCluster::start_with(&options).await.unwrap()
+}
+
 fn config(cluster: &RedisCluster) -> RedisConfig {
     RedisConfig::from_url(&cluster.url()).unwrap()
 }
@@ -49,8 +56,8 @@ async fn masters(cluster: &RedisCluster) -> Vec<&RedisServer> {
 
 #[tokio::test]
 async fn a_failover_of_a_healthy_master_loses_no_lock_and_creates_no_second_holder() {
-    let cluster = RedisCluster::start().await.unwrap();
-    let workload = start_workload(&cluster, secs(6)).await;
+    let cluster = patient_cluster().await;
+    let workload = start_workload(&cluster, LONG_LEASE).await;
     for slot in [0, 8_000, 16_000] {
         workload.wait_for_progress().await;
         cluster.failover(slot).await.unwrap();
@@ -80,8 +87,8 @@ async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_keep_growing
 /// them.
 #[tokio::test]
 async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
-    let cluster = RedisCluster::start().await.unwrap();
-    let workload = start_workload(&cluster, secs(6)).await;
+    let cluster = patient_cluster().await;
+    let workload = start_workload(&cluster, LONG_LEASE).await;
     for kind in ["steady", "contested"] {
         for (from, to) in [(0, 8_000), (1, 16_000)] {
             workload.wait_for_progress().await;
@@ -106,7 +113,7 @@ async fn a_slot_migration_loses_no_lock_and_creates_no_second_holder() {
 /// A waiter on a channel that migrates with its slot must subscribe at the new master.
 #[tokio::test]
 async fn a_waiter_whose_slot_migrates_is_woken_by_the_release() {
-    let cluster = RedisCluster::start().await.unwrap();
+    let cluster = patient_cluster().await;
     let (registry_a, registry_b) =
         (open_without_polling(&cluster).await, open_without_polling(&cluster).await);
     let key = key_on(0, "k");

@@ -2,6 +2,7 @@
 
 use std::error::Error;
 use std::sync::Arc;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::LockGuard;
@@ -12,7 +13,10 @@ use registry_testkit::holder::{
 };
 use registry_testkit::redis::RedisServer;
 
-use super::workload::{LEASE, LONG, registry};
+use super::workload::{LONG, registry, secs};
+
+/// So long that a loaded machine does not end the lease of the successor.
+const LEASE: Duration = secs(10);
 
 #[derive(Debug)]
 struct StockKey(FencedWrites);

@@ -7,14 +7,14 @@ use registry_testkit::holder::{LockHolder, run_child_process, serve};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::workload::{WorkloadOutcome, suspend_a_holder};
 
-use super::workload::{LEASE, Workload, registry};
+use super::workload::{LEASE, LONG_LEASE, Workload, registry};
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn client_process() {
     run_child_process(async |url| {
         let config = RedisConfig::from_url(&url).unwrap();
-        let registry = Arc::new(registry(&config, LEASE).await);
+        let registry = Arc::new(registry(&config, LEASE * 3).await);
         serve(registry).await;
     });
 }
@@ -32,8 +32,8 @@ pub(crate) async fn a_suspended_holder_is_replaced_and_notified(
 ) -> WorkloadOutcome {
     let config = RedisConfig::from_url(url).unwrap();
     // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
-    let workload = Workload::start(&config, LEASE * 3).await;
-    let successor = registry(&config, LEASE).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
+    let successor = registry(&config, LONG_LEASE).await;
     let suspended = start_client_process(url).await;
     let events = suspend_a_holder(&workload, suspended, successor).await.unwrap();
     let outcome = workload.end_with(servers, events).await;

@@ -7,7 +7,7 @@ use registry_core::{BackendErrorKind, LockError, LockOptions, LostReason};
 use registry_redis::RedisConfig;
 use registry_testkit::history::Recorder;
 use registry_testkit::history::host_clock;
-use registry_testkit::redis::{RedisServer, SentinelSetup};
+use registry_testkit::redis::{RedisServer, SentinelOptions, SentinelSetup};
 use registry_testkit::workload::FencedResource;
 use registry_testkit::{eventually, within};
 use tokio::time::{Instant, sleep};
@@ -15,7 +15,11 @@ use tokio::time::{Instant, sleep};
 use super::workload::{LEASE, LONG, Workload, registry, secs};
 
 async fn setup() -> (SentinelSetup, RedisConfig) {
-    let setup = SentinelSetup::start().await.unwrap();
+    // On a busy machine, sentinels with the default time-out would replace a healthy master.
+    let options = SentinelOptions::new()
+        .sentinel_line("sentinel down-after-milliseconds mymaster 5000")
+        .sentinel_line("sentinel failover-timeout mymaster 10000");
+    let setup = SentinelSetup::start_with(&options).await.unwrap();
     let config = RedisConfig::from_url(&setup.url()).unwrap();
     (setup, config)
 }

@@ -14,7 +14,7 @@ use registry_testkit::workload::{
 use tokio::time::sleep;
 
 use super::remote_client;
-use super::workload::{LEASE, LONG, Workload, registry, secs};
+use super::workload::{LEASE, LONG, LONG_LEASE, Workload, registry, secs};
 
 async fn server() -> (RedisServer, RedisConfig) {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -25,9 +25,7 @@ async fn server() -> (RedisServer, RedisConfig) {
 #[tokio::test]
 async fn a_server_suspended_for_less_than_a_lease_loses_no_lock() {
     let (server, config) = server().await;
-    // Long enough for a busy machine.
-    let lease = secs(6);
-    let workload = Workload::start(&config, lease).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     workload.pause_briefly(&server).await;
     workload.end(&[&server]).await.assert_no_losses();
 }
@@ -83,8 +81,7 @@ async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_token
 #[tokio::test]
 async fn flushed_scripts_and_closed_connections_lose_no_lock() {
     let (server, config) = server().await;
-    let lease = secs(6);
-    let workload = Workload::start(&config, lease).await;
+    let workload = Workload::start(&config, LONG_LEASE).await;
     for _ in 0..5 {
         for command in ["SCRIPT FLUSH", "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"] {
             server.send_command(command).await.unwrap();

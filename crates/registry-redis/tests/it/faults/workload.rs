@@ -15,14 +15,18 @@ pub(crate) use registry_testkit::workload::LONG;
 
 /// Short, so that tests of expiring leases stay fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
+/// Survives every short fault, even on a loaded machine.
+pub(crate) const LONG_LEASE: Duration = Duration::from_secs(20);
 /// The response timeout. A lease of two seconds does not permit the engine's default of three.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(1);
+/// The response timeout of long leases, for a loaded machine.
+const RESPONSE_TIMEOUT_MAX: Duration = Duration::from_secs(3);
 /// The default number of clients.
 const CLIENTS: usize = 3;
 /// How many times in a row a client hands a lock over between its callers.
 const HAND_OVERS: u32 = 2;
 
-pub(crate) fn secs(secs: u64) -> Duration {
+pub(crate) const fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
@@ -32,9 +36,10 @@ pub(crate) fn millis(millis: u64) -> Duration {
 
 /// Returns a registry with its own connections, like another process.
 pub(crate) async fn registry(config: &RedisConfig, lease: Duration) -> Registry {
-    let backend = RedisBackend::open(config.clone()).await.unwrap();
+    let backend = eventually(LONG, async || RedisBackend::open(config.clone()).await).await;
     let builder = Registry::builder(Arc::new(backend)).lease(lease).handoff(HAND_OVERS);
-    builder.timeout(RESPONSE_TIMEOUT).build().unwrap()
+    let timeout = (lease / 4).clamp(RESPONSE_TIMEOUT, RESPONSE_TIMEOUT_MAX);
+    builder.timeout(timeout).build().unwrap()
 }
 
 /// A workload over Redis.

@@ -14,7 +14,9 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use zookeeper_client::{Acls, Client, CreateMode};
 
-use super::support::{MINUTE_SESSION, SESSION, backend, config, operator, registry, registry_over};
+use super::support::{
+    LONG_SESSION, MINUTE_SESSION, SESSION, backend, config, operator, registry, registry_over,
+};
 
 const BALANCE: &str = "/balance";
 /// The lock's node.
@@ -38,13 +40,13 @@ async fn a_late_write_of_a_former_holder_is_refused() {
     let server = ZooKeeperServer::start().await.unwrap();
     let operator = operator(&server).await;
     create_balance(&operator).await;
-    let first = backend(&server.url(), SESSION).await;
+    let first = backend(&server.url(), LONG_SESSION).await;
     let guard = registry_over(&first).obtain("account").lock().await.unwrap();
     guard.multi().unwrap().set(BALANCE, "1", None).commit().await.unwrap();
     // Prepared while the lock is held, sent after the loss.
     let late_write = guard.multi().unwrap().set(BALANCE, "wrong", None).create("/journal", "wrong");
     server.end_session(first.session_id().unwrap()).await.unwrap();
-    let second = registry(&server.url(), SESSION).await;
+    let second = registry(&server.url(), LONG_SESSION).await;
     let next = within(LONG, second.obtain("account").lock()).await.unwrap();
     next.multi().unwrap().set(BALANCE, "2", None).commit().await.unwrap();
     let refused = late_write.commit().await.unwrap_err();
@@ -68,7 +70,7 @@ async fn a_write_that_arrives_after_the_loss_is_refused() {
     let url = format!("zk://{}", proxy.addr());
     let first = config(&url, MINUTE_SESSION).with_request_timeout(LONG);
     let first = registry_over(&Arc::new(ZkBackend::open(first).await.unwrap()));
-    let second = registry(&server.url(), SESSION).await;
+    let second = registry(&server.url(), LONG_SESSION).await;
     let guard = first.obtain("account").lock().await.unwrap();
     guard.multi().unwrap().set(BALANCE, "1", None).commit().await.unwrap();
     proxy.set_mode(ProxyMode::BlackHole).await.unwrap();

@@ -137,7 +137,7 @@ async fn an_open_session_is_used_if_a_second_connection_fails() {
             .unwrap();
     });
     let config = config(&format!("zk://{proxy_addr},{proxy_addr}"), LONG_SESSION)
-        .with_connect_timeout(secs(2));
+        .with_connect_timeout(secs(6));
     let client = registry_over(&Arc::new(within(LONG, ZkBackend::open(config)).await.unwrap()));
     let guard = client.obtain("k").lock().await.unwrap();
     guard.unlock().await.unwrap();

@@ -4,13 +4,13 @@ use std::sync::Arc;
 
 use registry_testkit::holder::{LockHolder, run_child_process, serve};
 
-use super::support::{SESSION, registry};
+use super::support::{LONG_SESSION, registry};
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     run_child_process(async |url| {
-        let registry = Arc::new(registry(&url, SESSION).await);
+        let registry = Arc::new(registry(&url, LONG_SESSION).await);
         serve(registry).await;
     });
 }

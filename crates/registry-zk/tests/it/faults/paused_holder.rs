@@ -14,7 +14,7 @@ use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_zk::{FenceError, Multi as _};
 use zookeeper_client::{Acls, CheckWriteError, Client, CreateMode, Error as ZkError};
 
-use super::support::{MINUTE_SESSION, SESSION, operator, registry};
+use super::support::{LONG_SESSION, MINUTE_SESSION, operator, registry};
 
 const STOCK: &str = "/stock";
 
@@ -66,7 +66,7 @@ impl FencedWriter for StockNode {
 #[ignore = "started by the other test, as another process"]
 fn a_holder_process() {
     run_child_process(async |url| {
-        let registry = registry(&url, SESSION).await;
+        let registry = registry(&url, LONG_SESSION).await;
         let connector = Client::connector().with_session_timeout(MINUTE_SESSION);
         let client = connector.connect(url.strip_prefix("zk://").unwrap()).await.unwrap();
         let writer = StockNode { client, node: OnceLock::new() };

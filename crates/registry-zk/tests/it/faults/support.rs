@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::Registry;
-use registry_testkit::workload::{Workload, WorkloadOptions, WorkloadOutcome};
+use registry_testkit::eventually;
+use registry_testkit::workload::{LONG, Workload, WorkloadOptions, WorkloadOutcome};
 use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_zk::{ZkBackend, ZkConfig};
 use zookeeper_client::Client;
@@ -18,24 +19,28 @@ pub(crate) const LONG_SESSION: Duration = Duration::from_secs(20);
 pub(crate) const MINUTE_SESSION: Duration = Duration::from_secs(60);
 /// Time limit for one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
+/// Time limit for one request of a long session, for a loaded machine.
+const REQUEST_TIMEOUT_MAX: Duration = Duration::from_secs(3);
 /// Number of clients.
 const CLIENTS: usize = 3;
 
 pub(crate) fn config(url: &str, session: Duration) -> ZkConfig {
     let config = ZkConfig::new(url.strip_prefix("zk://").unwrap()).unwrap();
-    config.with_session_timeout(session).with_request_timeout(REQUEST_TIMEOUT)
+    let request_timeout = (session / 8).clamp(REQUEST_TIMEOUT, REQUEST_TIMEOUT_MAX);
+    config.with_session_timeout(session).with_request_timeout(request_timeout)
 }
 
 /// Returns a store with its own session.
 pub(crate) async fn backend(url: &str, session: Duration) -> Arc<ZkBackend> {
-    Arc::new(ZkBackend::open(config(url, session)).await.unwrap())
+    Arc::new(eventually(LONG, async || ZkBackend::open(config(url, session)).await).await)
 }
 
 /// Returns a registry over `backend`, with the longest leases that the session allows.
 pub(crate) fn registry_over(backend: &Arc<ZkBackend>) -> Registry {
     let lease = backend.session_timeout() / 2;
     let builder = Registry::builder(Arc::clone(backend) as Arc<_>).lease(lease);
-    builder.timeout(REQUEST_TIMEOUT).build().unwrap()
+    let timeout = (lease / 4).clamp(REQUEST_TIMEOUT, REQUEST_TIMEOUT_MAX);
+    builder.timeout(timeout).build().unwrap()
 }
 
 /// Returns a registry with its own session, like that of another process.

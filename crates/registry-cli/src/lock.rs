@@ -1,0 +1,127 @@
+//! The lock that `run` and `hold` acquire: one key in a mode, or several keys.
+
+use std::future::Future;
+use std::time::Duration;
+
+use lock_registry::{
+    DistributedLock, FencingToken, Key, LockError, LockGuard, LockOptions, LockRegistryExt as _,
+    LostReason, MultiGuard, MultiLock, Registry, Semaphore,
+};
+
+use crate::args::{self, AcquireArgs};
+use crate::exit::CliError;
+
+/// The keys and the mode of a lock, before any access to the store.
+#[derive(Debug)]
+pub(crate) struct LockRequest {
+    key: Key,
+    others: Vec<Key>,
+    mode: RequestedMode,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum RequestedMode {
+    Exclusive,
+    Shared,
+    Permits { take: u32, of: u32 },
+}
+
+/// A lock of the registry.
+#[derive(Debug)]
+pub(crate) enum RequestedLock {
+    Exclusive(DistributedLock),
+    Shared(DistributedLock),
+    Permits(Semaphore, u32),
+    Several(MultiLock),
+}
+
+impl LockRequest {
+    pub(crate) fn check(key: Key, args: &AcquireArgs) -> Result<Self, CliError> {
+        let others = args.also.iter().map(args::parse_key).collect::<Result<_, _>>()?;
+        let mode = match args.permits {
+            Some(of) => RequestedMode::Permits { take: args.take, of },
+            None if args.shared => RequestedMode::Shared,
+            None => RequestedMode::Exclusive,
+        };
+        Ok(Self { key, others, mode })
+    }
+
+    pub(crate) fn key(&self) -> &str {
+        self.key.as_str()
+    }
+
+    pub(crate) fn obtain(&self, registry: &Registry) -> RequestedLock {
+        match self.mode {
+            _ if !self.others.is_empty() => {
+                let keys = std::iter::once(&self.key).chain(&self.others);
+                RequestedLock::Several(registry.obtain_all(keys.map(Key::as_str)))
+            }
+            RequestedMode::Exclusive => RequestedLock::Exclusive(registry.obtain(self.key())),
+            RequestedMode::Shared => RequestedLock::Shared(registry.obtain(self.key())),
+            RequestedMode::Permits { take, of } => {
+                RequestedLock::Permits(registry.semaphore(self.key(), of), take)
+            }
+        }
+    }
+}
+
+impl RequestedLock {
+    /// Acquires the lock. `key` is the key of the command line.
+    pub(crate) async fn lock(
+        &self,
+        key: &str,
+        options: LockOptions,
+    ) -> Result<HeldLock, LockError> {
+        let guards = match self {
+            Self::Exclusive(lock) => lock.lock_with(options).await?.into(),
+            Self::Shared(lock) => lock.read_with(options).await?.into(),
+            Self::Permits(semaphore, take) => semaphore.acquire_with(*take, options).await?.into(),
+            Self::Several(lock) => lock.lock_with(options).await?,
+        };
+        Ok(HeldLock { key: key.to_owned(), guards })
+    }
+}
+
+/// A held lock.
+#[derive(Debug)]
+pub(crate) struct HeldLock {
+    key: String,
+    guards: MultiGuard,
+}
+
+impl HeldLock {
+    /// Returns the key of the command line.
+    pub(crate) fn key(&self) -> &str {
+        &self.key
+    }
+
+    /// Returns the fencing token of [`key`](Self::key).
+    pub(crate) fn fencing_token(&self) -> Option<FencingToken> {
+        let guard = self.guards.guards().iter().find(|guard| guard.key() == self.key);
+        guard.map(LockGuard::fencing_token)
+    }
+
+    pub(crate) fn valid_for(&self) -> Duration {
+        self.guards.valid_for()
+    }
+
+    pub(crate) fn is_held(&self) -> bool {
+        self.guards.is_held()
+    }
+
+    /// Waits until a key is lost, and returns the key and the reason.
+    pub(crate) fn lost(
+        &self,
+    ) -> impl Future<Output = (String, LostReason)> + Send + 'static + use<> {
+        self.guards.lost()
+    }
+
+    /// Fails if a key is lost.
+    pub(crate) async fn check(&self) -> Result<(), LockError> {
+        self.guards.protect(std::future::ready(())).await
+    }
+
+    pub(crate) async fn unlock(self) -> Result<(), LockError> {
+        self.guards.unlock().await
+    }
+}

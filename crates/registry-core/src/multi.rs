@@ -1,0 +1,296 @@
+//! One lock of several keys: all or nothing, and nothing is held while it waits.
+
+use std::fmt;
+use std::future::Future;
+use std::time::{Duration, Instant};
+
+use futures_util::future::{join_all, select_all};
+
+use crate::clock::{Moment, sleep};
+use crate::engine::backoff;
+use crate::error::{InvalidOption, LockError, LostReason};
+use crate::fencing::FencingToken;
+use crate::guard::LockGuard;
+use crate::lock::DistributedLock;
+use crate::options::LockOptions;
+
+/// A lock of several keys, which are acquired together.
+///
+/// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
+/// busy, it releases the others, waits for the busy key, and tries again. Callers that use the keys
+/// in any order therefore cannot wait for each other in a circle. Each key remains a lock of its
+/// own, which [`obtain`](crate::LockRegistry::obtain) also acquires.
+#[derive(Clone)]
+pub struct MultiLock {
+    locks: Vec<DistributedLock>,
+}
+
+impl MultiLock {
+    pub(crate) fn new(mut locks: Vec<DistributedLock>) -> Self {
+        locks.sort_by(|a, b| a.key().cmp(b.key()));
+        locks.dedup_by(|a, b| a.key() == b.key());
+        Self { locks }
+    }
+
+    /// Returns the keys, sorted.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.locks.iter().map(DistributedLock::key)
+    }
+
+    /// Acquires all keys, waiting without a time limit.
+    ///
+    /// # Errors
+    /// As [`DistributedLock::lock`], for any of the keys. [`LockError::InvalidOption`] without
+    /// keys.
+    ///
+    /// # Cancel safety
+    /// As [`DistributedLock::lock`]: what was acquired is released in the background.
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    ///
+    /// # Examples
+    /// ```
+    /// # use registry_core::{LockRegistryExt, Registry};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let registry = Registry::in_memory()?;
+    /// let guard = registry.obtain_all(["accounts/7", "accounts/3"]).lock().await?;
+    /// // … move money from one account to the other …
+    /// guard.unlock().await?;
+    /// # Ok(()) }
+    /// ```
+    pub async fn lock(&self) -> Result<MultiGuard, LockError> {
+        self.lock_with(LockOptions::new()).await
+    }
+
+    /// Acquires all keys if all of them are free. Returns `Ok(None)` otherwise.
+    ///
+    /// # Errors
+    /// As [`lock`](Self::lock) and [`DistributedLock::try_lock`].
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    pub async fn try_lock(&self) -> Result<Option<MultiGuard>, LockError> {
+        self.try_lock_with(LockOptions::new()).await
+    }
+
+    /// Acquires all keys, waiting at most `wait`. Returns `Ok(None)` if they were not free together
+    /// until the deadline.
+    ///
+    /// # Errors
+    /// As [`lock`](Self::lock) and [`DistributedLock::try_lock_for`].
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    pub async fn try_lock_for(&self, wait: Duration) -> Result<Option<MultiGuard>, LockError> {
+        self.try_lock_with(LockOptions::new().wait(wait)).await
+    }
+
+    /// Acquires all keys with `options`, which apply to each key. One deadline covers all keys.
+    /// Without [`LockOptions::wait`], it waits without a time limit.
+    ///
+    /// # Errors
+    /// As [`lock`](Self::lock) and [`DistributedLock::lock_with`].
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    pub async fn lock_with(&self, options: LockOptions) -> Result<MultiGuard, LockError> {
+        match (self.acquire(&options).await?, options.wait) {
+            (Some(guard), _) => Ok(guard),
+            (None, Some(wait)) => {
+                let key = self.keys().collect::<Vec<_>>().join(", ");
+                Err(LockError::WaitElapsed { key, wait })
+            }
+            // Without a deadline, the wait ends only with a guard or an error.
+            (None, None) => Err(LockError::Closed),
+        }
+    }
+
+    /// Acquires all keys with `options`. Without a wait, it tries once. Returns `Ok(None)` if the
+    /// keys were not free together in time.
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`DistributedLock::lock`].
+    pub async fn try_lock_with(
+        &self,
+        mut options: LockOptions,
+    ) -> Result<Option<MultiGuard>, LockError> {
+        options.wait.get_or_insert(Duration::ZERO);
+        self.acquire(&options).await
+    }
+
+    async fn acquire(&self, options: &LockOptions) -> Result<Option<MultiGuard>, LockError> {
+        if self.locks.is_empty() {
+            return Err(InvalidOption::no_keys().into());
+        }
+        let deadline = options.limited_wait().map(|wait| Moment::now().after(wait));
+        let mut waited_for: Option<LockGuard> = None;
+        let mut rounds = 0;
+        // Ends with all keys, at the deadline, or with an error.
+        loop {
+            let mut guards: Vec<LockGuard> = waited_for.take().into_iter().collect();
+            let busy = self.try_others(options, &mut guards).await?;
+            let Some(busy) = busy else {
+                guards.sort_by(|a, b| a.key().cmp(b.key()));
+                return Ok(Some(MultiGuard { guards }));
+            };
+            // Nothing is held while this waits.
+            join_all(guards.into_iter().map(LockGuard::unlock)).await;
+            let left = match deadline {
+                None => None,
+                Some(deadline) => {
+                    let left = deadline.since(Moment::now());
+                    if left.is_zero() {
+                        return Ok(None);
+                    }
+                    Some(left)
+                }
+            };
+            if rounds > 0 {
+                // Two callers that take a key from each other each time do so at different times.
+                sleep(backoff(rounds - 1).min(left.unwrap_or(Duration::MAX))).await;
+            }
+            rounds += 1;
+            let mut wait_options = options.clone();
+            wait_options.wait = deadline.map(|deadline| deadline.since(Moment::now()));
+            let guard = match wait_options.wait {
+                None => Some(busy.lock_with(wait_options).await?),
+                Some(_) => busy.try_lock_with(wait_options).await?,
+            };
+            let Some(guard) = guard else { return Ok(None) };
+            waited_for = Some(guard);
+        }
+    }
+
+    /// Tries to acquire all keys that are not in `guards`, at the same time. Returns the first key
+    /// that was busy.
+    async fn try_others(
+        &self,
+        options: &LockOptions,
+        guards: &mut Vec<LockGuard>,
+    ) -> Result<Option<&DistributedLock>, LockError> {
+        let once = || options.clone().wait(Duration::ZERO);
+        let others: Vec<_> = self
+            .locks
+            .iter()
+            .filter(|lock| guards.iter().all(|guard| guard.key() != lock.key()))
+            .collect();
+        let attempts = join_all(others.iter().map(|lock| lock.try_lock_with(once()))).await;
+        let mut busy = None;
+        for (lock, attempt) in others.into_iter().zip(attempts) {
+            match attempt? {
+                Some(guard) => guards.push(guard),
+                None => _ = busy.get_or_insert(lock),
+            }
+        }
+        Ok(busy)
+    }
+}
+
+impl fmt::Debug for MultiLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MultiLock").field("keys", &self.keys().collect::<Vec<_>>()).finish()
+    }
+}
+
+/// The guard of several keys, from a [`MultiLock`]. Each key has its own lease, token and loss.
+#[must_use = "the locks are released as soon as the guard is dropped"]
+#[derive(Debug)]
+pub struct MultiGuard {
+    guards: Vec<LockGuard>,
+}
+
+/// Makes a guard of one key a guard of several keys.
+impl From<LockGuard> for MultiGuard {
+    fn from(guard: LockGuard) -> Self {
+        Self { guards: vec![guard] }
+    }
+}
+
+impl MultiGuard {
+    /// Returns the guards of the keys, sorted by key.
+    pub fn guards(&self) -> &[LockGuard] {
+        &self.guards
+    }
+
+    /// Returns the keys with their fencing tokens, sorted by key.
+    pub fn fencing_tokens(&self) -> impl Iterator<Item = (&str, FencingToken)> {
+        self.guards.iter().map(|guard| (guard.key(), guard.fencing_token()))
+    }
+
+    /// Returns the instant until which all keys are certainly held without a further renewal.
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        let ends = self.guards.iter().map(LockGuard::valid_until);
+        ends.min().unwrap_or_else(|| tokio::time::Instant::now().into_std())
+    }
+
+    /// Returns how long all keys are certainly held without a further renewal.
+    #[must_use]
+    pub fn valid_for(&self) -> Duration {
+        self.guards.iter().map(LockGuard::valid_for).min().unwrap_or_default()
+    }
+
+    /// Returns whether all keys are certainly held now.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.guards.iter().all(LockGuard::is_held)
+    }
+
+    /// Waits until one of the keys is lost, and returns the key and the reason. Never resolves if
+    /// the locks are released while they are held.
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub fn lost(&self) -> impl Future<Output = (String, LostReason)> + Send + 'static + use<> {
+        let lost = self.guards.iter().map(|guard| {
+            let (key, lost) = (guard.key().to_owned(), guard.lost());
+            Box::pin(async move { (key, lost.await) })
+        });
+        let lost = select_all(lost.collect::<Vec<_>>());
+        async move { lost.await.0 }
+    }
+
+    /// Runs `work` while all keys are held. If one of them is lost first, drops `work` at its
+    /// current `.await`. See [`LockGuard::protect`].
+    ///
+    /// # Errors
+    /// [`LockError::Lost`] with the key that was lost.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `work`. The guard remains.
+    pub async fn protect<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
+        tokio::select! {
+            biased;
+            (key, reason) = self.lost() => Err(LockError::Lost { key, reason }),
+            output = work => Ok(output),
+        }
+    }
+
+    /// Releases all keys, and waits for the outcome of each.
+    ///
+    /// # Errors
+    /// The first error of [`LockGuard::unlock`]. The other keys are released nevertheless.
+    ///
+    /// # Cancel safety
+    /// As [`LockGuard::unlock`].
+    pub async fn unlock(self) -> Result<(), LockError> {
+        let outcomes = join_all(self.guards.into_iter().map(LockGuard::unlock)).await;
+        outcomes.into_iter().collect()
+    }
+}

@@ -1,0 +1,272 @@
+//! Keys that several claims can hold: shared claims, permits, and claims that wait in the store.
+//!
+//! [`LockRecord`] decides. The row of such a key has the claim [`MARKER`], the text of the record as
+//! its label, and the end of the last entry as `until`. The statements for exclusive claims find
+//! such a row held, and never change it. A change is written only if the row is still as it was
+//! read. `since` grows with each change that may let a waiter in; waiters compare it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Holder, Key, LockRecord,
+    Release, Renewal,
+};
+
+use super::backend::{SqliteBackend, release_limit};
+use super::open;
+
+/// The claim in the row of a key that several claims can hold. The id of a claim is longer.
+pub(super) const MARKER: &[u8] = b"+";
+
+/// The bit that distinguishes the mark of a row with several claims from a token.
+pub(super) const MARK_OF_SEVERAL: u64 = 1 << 63;
+
+/// The columns of a row that a change compares and sets. The default is a missing row.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct SqliteRowState {
+    pub(super) claim: Option<Vec<u8>>,
+    /// `None` if the row is missing.
+    pub(super) token: Option<i64>,
+    pub(super) block: i64,
+    pub(super) label: Option<String>,
+    pub(super) since: i64,
+    pub(super) until: i64,
+}
+
+impl SqliteRowState {
+    fn is_several(&self) -> bool {
+        self.claim.as_deref() == Some(MARKER)
+    }
+
+    /// Returns the mark of a busy response for this row.
+    fn mark(&self) -> u64 {
+        if self.is_several() {
+            self.since.cast_unsigned() | MARK_OF_SEVERAL
+        } else {
+            self.token.unwrap_or(0).cast_unsigned()
+        }
+    }
+}
+
+/// A row, and what a new token must exceed.
+struct ReadRow {
+    state: SqliteRowState,
+    floor: i64,
+}
+
+impl SqliteBackend {
+    /// Tries to acquire the key in the mode of `claim`.
+    pub(super) async fn try_acquire_several(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let row = self.read_row(claim.key()).await?;
+            let now = self.now();
+            let mut record = self.record(claim.key(), &row.state, now)?;
+            record.remove_expired(now);
+            let before = record.clone();
+            let mut new_token = None;
+            let attempt = record.acquire(claim, now, || {
+                let token = self.token_after(&row)?;
+                new_token = Some(token);
+                Ok::<_, BackendError>(token)
+            })?;
+            if record == before {
+                return Ok(self.with_mark(attempt, &row.state));
+            }
+            let mut new = self.row_with(&row.state, &record, now);
+            if let Some(token) = new_token {
+                new.token = Some(token.get().cast_signed());
+                new.block = i64::from(claim.token_block());
+            }
+            if claim.is_conversion() {
+                new.since = new.since.max(row.state.since + 1);
+            }
+            if self.write_row(claim.key(), release_limit(claim), &row.state, &new).await? {
+                return Ok(self.with_mark(attempt, &new));
+            }
+        }
+        Err(self.too_many_changes())
+    }
+
+    /// Ends the grant or the wait of `claim`.
+    pub(super) async fn release_several(&self, claim: &Claim) -> Result<Release, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let row = self.read_row(claim.key()).await?.state;
+            let now = self.now();
+            let mut record = self.record(claim.key(), &row, now)?;
+            let Some(entry) = record.release(claim).filter(|_| row.is_several()) else {
+                return Ok(Release::NotHeld);
+            };
+            let mut new = self.row_with(&row, &record, now);
+            new.since = new.since.max(row.since + 1);
+            if entry.token.map(|token| token.get().cast_signed()) == row.token {
+                // No later grant exists, so the next one can use the unused tokens.
+                new.block = new.block.min(i64::from(claim.token_block()));
+            }
+            if self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
+                return Ok(LockRecord::release_of(Some(&entry), now));
+            }
+        }
+        Err(self.too_many_changes())
+    }
+
+    /// Ends all grants of the key. Claims that wait keep their places.
+    pub(super) async fn force_release_several(&self, key: &Key) -> Result<Release, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let row = self.read_row(key).await?.state;
+            let now = self.now();
+            let mut record = self.record(key, &row, now)?;
+            if !row.is_several() || record.force_release(now) == Release::NotHeld {
+                return Ok(Release::NotHeld);
+            }
+            let mut new = self.row_with(&row, &record, now);
+            new.since = new.since.max(row.since + 1);
+            if self.write_row(key, Duration::MAX, &row, &new).await? {
+                return Ok(Release::Freed);
+            }
+        }
+        Err(self.too_many_changes())
+    }
+
+    /// Extends the lease of `claim`.
+    pub(super) async fn renew_several(&self, claim: &Claim) -> Result<Renewal, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let row = self.read_row(claim.key()).await?.state;
+            let now = self.now();
+            let mut record = self.record(claim.key(), &row, now)?;
+            let renewal = record.renew(claim, now);
+            if renewal == Renewal::Gone || !row.is_several() {
+                return Ok(Renewal::Gone);
+            }
+            let new = SqliteRowState {
+                label: Some(record.to_text()),
+                until: record.until().cast_signed(),
+                ..row.clone()
+            };
+            if new == row || self.write_row(claim.key(), release_limit(claim), &row, &new).await? {
+                return Ok(renewal);
+            }
+        }
+        Err(self.too_many_changes())
+    }
+
+    /// Returns the holders in the record of a row with [`MARKER`].
+    pub(super) fn holders_of_record(
+        &self,
+        key: &Key,
+        text: Option<&str>,
+    ) -> Result<Vec<Holder>, BackendError> {
+        Ok(self.parse_record(text)?.holders(key, self.now()))
+    }
+
+    async fn read_row(&self, key: &Key) -> Result<ReadRow, BackendError> {
+        let (statements, key) = (Arc::clone(&self.statements), key.clone());
+        // The writer's connection: a reader may return the row as it was before the last change by
+        // this process.
+        let rows = self.writer.fetch_all(move || statements.read_row(&key)).await?;
+        let row = rows.first().ok_or_else(|| open::corrupt_meta(self.path()))?;
+        let boot: Vec<u8> = self.column(row, 0)?;
+        if boot != *self.statements.boot {
+            return Err(self.other_boot_error());
+        }
+        let floor = self.column(row, 1)?;
+        let Some(token) = self.column::<Option<i64>>(row, 3)? else {
+            return Ok(ReadRow { state: SqliteRowState::default(), floor });
+        };
+        let state = SqliteRowState {
+            claim: self.column(row, 2)?,
+            token: Some(token),
+            block: self.column(row, 4)?,
+            label: self.column(row, 5)?,
+            since: self.column(row, 6)?,
+            until: self.column(row, 7)?,
+        };
+        Ok(ReadRow { state, floor })
+    }
+
+    /// Returns the record of a row. A grant of an earlier boot has ended.
+    fn record(
+        &self,
+        key: &Key,
+        row: &SqliteRowState,
+        now: u64,
+    ) -> Result<LockRecord, BackendError> {
+        let is_live = row.until.cast_unsigned() > now;
+        if row.is_several() && is_live {
+            return self.parse_record(row.label.as_deref());
+        }
+        let mut record = LockRecord::new();
+        if let Some(id) = row.claim.as_deref().and_then(|claim| claim.try_into().ok())
+            && is_live
+        {
+            let holder = Claim::new(key.clone(), Duration::ZERO)
+                .with_id(registry_core::ClaimId::from_bits(u128::from_be_bytes(id)))
+                .with_token_block(u32::try_from(row.block).unwrap_or(u32::MAX))
+                .with_label(row.label.as_deref().map(Into::into));
+            let token = self.fencing_token(row.token.unwrap_or(0))?;
+            let (since, until) = (row.since.cast_unsigned(), row.until.cast_unsigned());
+            record.insert(LockRecord::granted_entry(&holder, token, since, until));
+        }
+        Ok(record)
+    }
+
+    fn parse_record(&self, text: Option<&str>) -> Result<LockRecord, BackendError> {
+        LockRecord::parse(text.unwrap_or_default())
+            .map_err(|_| self.corrupt_row("the record of several claims is invalid"))
+    }
+
+    /// Returns the row for `record`. A row without claims keeps its tokens.
+    fn row_with(&self, row: &SqliteRowState, record: &LockRecord, now: u64) -> SqliteRowState {
+        let now = now.cast_signed();
+        let is_free = record.is_empty();
+        SqliteRowState {
+            claim: (!is_free).then(|| MARKER.to_vec()),
+            label: (!is_free).then(|| record.to_text()),
+            since: row.since.max(now),
+            until: if is_free { now } else { record.until().cast_signed() },
+            ..row.clone()
+        }
+    }
+
+    async fn write_row(
+        &self,
+        key: &Key,
+        limit: Duration,
+        old: &SqliteRowState,
+        new: &SqliteRowState,
+    ) -> Result<bool, BackendError> {
+        let statements = Arc::clone(&self.statements);
+        let (key, old, new) = (key.clone(), old.clone(), new.clone());
+        let make_statement = move || statements.write_row(&key, &old, &new);
+        Ok(self.writer.execute_within(limit, make_statement).await? > 0)
+    }
+
+    fn token_after(&self, row: &ReadRow) -> Result<FencingToken, BackendError> {
+        let last = row.state.token.map_or(0, |token| token.saturating_add(row.state.block));
+        let wall = self.statements.clock.wall();
+        let token = wall.max(last).max(row.floor.saturating_add(1));
+        self.raise_next_token_min(token);
+        self.fencing_token(token)
+    }
+
+    fn with_mark(&self, attempt: Attempt, row: &SqliteRowState) -> Attempt {
+        let with_mark =
+            |busy: Busy| busy.with_mark(row.mark()).with_wake_check(self.waiters.wake_check());
+        match attempt {
+            Attempt::Busy(busy) => Attempt::Busy(with_mark(busy)),
+            attempt => attempt,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.statements.clock.now()).unwrap_or(0)
+    }
+
+    fn too_many_changes(&self) -> BackendError {
+        let message = format!("{CHANGES_MAX} other changes of the key interfered; try again");
+        super::error::at_path(BackendErrorKind::Transient, self.path(), message).as_refused()
+    }
+}
+
+/// The number of changes by other clients after which a request fails.
+const CHANGES_MAX: u32 = 100;

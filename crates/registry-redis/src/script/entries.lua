@@ -1,0 +1,23 @@
+-- The record of several claims: a string `+;ENTRY;ENTRY;`, whose fields have a fixed width. In an
+-- entry that begins at position e, the claim is at e, the mode at e + 32 (in lower case if granted),
+-- the end of the lease at e + 33, the token at e + 81, and the token block at e + 100.
+
+-- Returns the time in us, with 16 digits as in an entry.
+local function now_text()
+  local time = redis.call('TIME')
+  return string.format('%010d%06d', time[1], time[2])
+end
+
+-- Returns the position of the claim's entry.
+local function entry_of(record, claim)
+  local separator = string.find(record, ';' .. claim, 1, true)
+  return separator and separator + 1
+end
+
+-- Returns the end of the lease of an entry if it is granted and alive.
+local function live_until(record, entry, now)
+  local ends = string.sub(record, entry + 33, entry + 48)
+  if string.find(record, '^%l', entry + 32) and ends > now then
+    return ends
+  end
+end

@@ -1,0 +1,274 @@
+//! Attempts on keys that several claims can hold: shared claims, permits, and claims that wait in the
+//! store.
+//!
+//! [`LockRecord`] decides. Its text is the value of the lock's key, after `+;`. An attempt reads the
+//! value, decides, and writes the new value if the old one has not changed meanwhile. The first
+//! attempt on a key that is probably free skips the read.
+
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimMode, FencingToken, Grant,
+    LockRecord, NewGrant, RecordChange,
+};
+use std::time::Duration;
+
+use redis::Value;
+
+use crate::listener::current_position;
+use crate::record::{ExclusiveRecord, parse_pttl};
+use crate::store::{AcquireResult, RedisStore, ceil_millis, parse_integer, unexpected_response};
+
+/// The value of a lock's key when a script read it.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredValue {
+    value: Vec<u8>,
+    remaining_ms: i64,
+    /// The server's time in us.
+    now: u64,
+    /// The position of release messages before the read.
+    position: u64,
+    /// The key was not read. It is probably free.
+    is_guess: bool,
+}
+
+impl StoredValue {
+    /// Parses `{2, value, remaining time of the key in ms, time in us}`.
+    pub(crate) fn parse(parts: &[Value], position: u64) -> Result<Self, BackendError> {
+        match parts {
+            [Value::Int(2), Value::BulkString(value), Value::Int(remaining_ms), now] => {
+                let now = parse_integer(now).and_then(|now| u64::try_from(now).ok());
+                Ok(Self {
+                    value: value.clone(),
+                    remaining_ms: *remaining_ms,
+                    now: now.ok_or_else(unexpected_response)?,
+                    position,
+                    is_guess: false,
+                })
+            }
+            _ => Err(unexpected_response()),
+        }
+    }
+
+    /// Returns the remaining time of the key.
+    pub(crate) fn remaining(&self) -> Option<Duration> {
+        parse_pttl(self.remaining_ms)
+    }
+
+    pub(crate) fn position(&self) -> u64 {
+        self.position
+    }
+
+    fn guess(position: u64) -> Self {
+        Self { value: Vec::new(), remaining_ms: -2, now: 0, position, is_guess: true }
+    }
+
+    /// Returns the record. Returns `None` if the value belongs to another program.
+    fn record(&self) -> Result<Option<LockRecord>, BackendError> {
+        if self.value.is_empty() {
+            return Ok(Some(LockRecord::new()));
+        }
+        if let Some(record) = parse_several(&self.value)? {
+            return Ok(Some(record));
+        }
+        let Some((id, token, since, label)) = ExclusiveRecord::parts(&self.value) else {
+            return Ok(None);
+        };
+        let left = parse_pttl(self.remaining_ms).unwrap_or(WITHOUT_EXPIRY);
+        let until = self.now.saturating_add(u64::try_from(left.as_micros()).unwrap_or(u64::MAX));
+        let holder = Claim::new(NO_KEY.with(Clone::clone), Duration::ZERO)
+            .with_id(id)
+            .with_label(label.map(Into::into));
+        let mut record = LockRecord::new();
+        record.insert(LockRecord::granted_entry(&holder, token, since, until));
+        Ok(Some(record))
+    }
+}
+
+thread_local! {
+    /// The key of claims that are only converted to entries, which contain no key.
+    static NO_KEY: registry_core::Key =
+        registry_core::Key::new("-").expect("a key of one character is valid");
+}
+
+/// Parses the record of several claims. Returns `None` for any other value.
+pub(crate) fn parse_several(value: &[u8]) -> Result<Option<LockRecord>, BackendError> {
+    let Some(entries) = value.strip_prefix(PREFIX.as_bytes()) else { return Ok(None) };
+    let record = std::str::from_utf8(entries).ok().and_then(|text| LockRecord::parse(text).ok());
+    record.map(Some).ok_or_else(|| {
+        BackendError::new(
+            BackendErrorKind::Protocol,
+            "redis: the record of the lock is damaged; break the lock to remove it",
+        )
+    })
+}
+
+impl RedisStore {
+    /// Tries to acquire the lock in the mode of `claim`.
+    pub(crate) async fn try_acquire_in_mode(
+        &self,
+        claim: &Claim,
+    ) -> Result<ModeResult, BackendError> {
+        let mut stored = None;
+        let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
+        if is_simple {
+            match self.try_acquire(claim, None).await? {
+                Err(value) => stored = Some(value),
+                Ok(AcquireResult::Busy { .. }) if claim.joins_queue() => {}
+                Ok(result) => return Ok(ModeResult::Exclusive(result)),
+            }
+        }
+        // Boxed, because the future is large, and most attempts are exclusive.
+        Box::pin(self.try_acquire_entry(claim, stored, !is_simple && !claim.is_conversion())).await
+    }
+
+    /// Decides an attempt with the record of several claims. If `is_probably_free`, the first
+    /// request assumes that the key is free.
+    async fn try_acquire_entry(
+        &self,
+        claim: &Claim,
+        mut stored: Option<StoredValue>,
+        is_probably_free: bool,
+    ) -> Result<ModeResult, BackendError> {
+        let lock = self.names.lock_name(claim.key());
+        if stored.is_none() && is_probably_free {
+            stored = Some(StoredValue::guess(current_position()));
+        }
+        for _ in 0..CHANGES_MAX {
+            let seen = match stored.take() {
+                Some(seen) => seen,
+                None => self.read_value(&lock).await?,
+            };
+            let Some(record) = seen.record()? else {
+                let busy = Busy::new();
+                let busy = match seen.remaining() {
+                    Some(left) => busy.with_retry_after(left),
+                    None => busy,
+                };
+                return Ok(ModeResult::Decided(Attempt::Busy(busy), seen.position));
+            };
+            let written = match record.attempt(claim, seen.now) {
+                RecordChange::Nothing(_) if seen.is_guess => continue,
+                RecordChange::Nothing(attempt) => {
+                    return Ok(ModeResult::Decided(attempt, seen.position));
+                }
+                RecordChange::Replace(record, attempt) => {
+                    self.replace(claim, &lock, &seen, &record, attempt).await?
+                }
+                RecordChange::Grant(grant) => self.add_grant(claim, &lock, &seen, &grant).await?,
+                _ => return Err(unexpected_response()),
+            };
+            match written {
+                Written::Yes(attempt) => {
+                    return Ok(ModeResult::Decided(attempt, seen.position));
+                }
+                Written::No(changed) => stored = Some(changed),
+            }
+        }
+        let message = format!("redis: {CHANGES_MAX} other changes of the lock interfered");
+        Err(BackendError::transient(message).as_refused())
+    }
+
+    async fn read_value(&self, lock: &str) -> Result<StoredValue, BackendError> {
+        let position = current_position();
+        // No value begins like this, so nothing is written.
+        let call = self.scripts.replace_record.call([lock]).arg("?").arg("?").arg(1);
+        match self.connections.run(self.slot(lock), &call).await? {
+            Value::Array(parts) => StoredValue::parse(&parts, position),
+            _ => Err(unexpected_response()),
+        }
+    }
+
+    /// Replaces the value that was `seen`.
+    async fn replace(
+        &self,
+        claim: &Claim,
+        lock: &str,
+        seen: &StoredValue,
+        record: &LockRecord,
+        attempt: Attempt,
+    ) -> Result<Written, BackendError> {
+        let position = current_position();
+        let text =
+            if record.is_empty() { String::new() } else { PREFIX.to_owned() + &record.to_text() };
+        let ttl = Duration::from_micros(record.until().saturating_sub(seen.now));
+        let mut call = self.scripts.replace_record.call([lock]);
+        call = call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1);
+        let is_granted = matches!(attempt, Attempt::Granted(_));
+        if is_granted {
+            // A weaker mode may let others in.
+            call = call
+                .arg(self.publish_command)
+                .arg(self.names.message(lock))
+                .arg(self.names.channel(lock));
+        }
+        let slot = self.slot(lock);
+        let response = if is_granted {
+            self.run_grant(slot, &call, claim).await?
+        } else {
+            self.connections.run(slot, &call).await?
+        };
+        match response {
+            Value::Array(parts) if parts == [Value::Int(1)] => Ok(Written::Yes(attempt)),
+            Value::Array(parts) => StoredValue::parse(&parts, position).map(Written::No),
+            _ => Err(unexpected_response()),
+        }
+    }
+
+    /// Writes a record with a new grant in place of the value that was `seen`.
+    async fn add_grant(
+        &self,
+        claim: &Claim,
+        lock: &str,
+        seen: &StoredValue,
+        grant: &NewGrant,
+    ) -> Result<Written, BackendError> {
+        let position = current_position();
+        let call = self
+            .scripts
+            .acquire_entry
+            .call([lock, &self.names.token_key(lock)])
+            .arg(&seen.value[..])
+            .arg(&grant.before)
+            .arg(&grant.id_and_mode)
+            .arg(&grant.rest)
+            .arg(&grant.after)
+            .arg(ceil_millis(claim.lease()))
+            .arg(claim.token_block())
+            .arg(self.token_ttl_ms(claim))
+            .arg(grant.until_of_others);
+        let Value::Array(parts) = self.run_grant(self.slot(lock), &call, claim).await? else {
+            return Err(unexpected_response());
+        };
+        match &parts[..] {
+            [Value::Int(1), token, Value::Int(remaining)] => {
+                let token =
+                    parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
+                let lease = parse_pttl(*remaining).unwrap_or_else(|| claim.lease());
+                let token = token.ok_or_else(unexpected_response)?;
+                Ok(Written::Yes(Attempt::Granted(Grant::new(token, lease.min(claim.lease())))))
+            }
+            _ => StoredValue::parse(&parts, position).map(Written::No),
+        }
+    }
+}
+
+/// The result of an attempt in any mode.
+pub(crate) enum ModeResult {
+    /// The key has no record of several claims.
+    Exclusive(AcquireResult),
+    /// The response of an attempt on a record of several claims, and the position before it.
+    Decided(Attempt, u64),
+}
+
+/// The outcome of a conditional write.
+enum Written {
+    Yes(Attempt),
+    /// The value had changed to this.
+    No(StoredValue),
+}
+
+/// What distinguishes the record of several claims from that of an exclusive one.
+const PREFIX: &str = "+;";
+/// The number of changes by other clients after which an attempt fails.
+const CHANGES_MAX: u32 = 100;
+/// The remaining lease of a key whose expiry another client has removed.
+const WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);
