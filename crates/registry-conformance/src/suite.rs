@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 358,
+///     runs = 362,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

@@ -212,6 +212,9 @@ impl ActiveGrant {
         });
         grant.engine().active_grants.enter();
         grant.set_timer(&mut grant.state(), now);
+        if grant.claim.mode() != ClaimMode::Exclusive {
+            grant.local_lock.record_concurrent_grant(&grant);
+        }
         // Checked after the claim is in the schedule, where later invalidations find it.
         if grant.local_lock.epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);

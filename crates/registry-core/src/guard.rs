@@ -4,7 +4,7 @@
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -520,7 +520,7 @@ pub(crate) struct Hold {
     /// A [`HoldState`] as a code. `Held` until the last guard is gone.
     end_state: AtomicU8,
     /// The hold that replaced this one when its lock was converted.
-    successor: OnceLock<Weak<Self>>,
+    successor: OnceLock<Arc<Self>>,
 }
 
 /// Whether the lock is still held by one hold.
@@ -594,13 +594,15 @@ impl Hold {
     /// Ends this hold, whose lock was converted. Futures that wait for its loss then wait for that
     /// of `successor`.
     pub(crate) fn succeed_by(&self, successor: &Arc<Self>) {
-        _ = self.successor.set(Arc::downgrade(successor));
+        // A strong reference: a future that is polled after the last guard is gone must find the
+        // loss of the successor.
+        _ = self.successor.set(Arc::clone(successor));
         self.end_state.store(HoldState::Released.code(), Ordering::Release);
         self.grant.notify_loss();
     }
 
     fn successor(&self) -> Option<Arc<Self>> {
-        self.successor.get()?.upgrade()
+        self.successor.get().cloned()
     }
 
     /// Removes one guard. Returns `None` if others remain, or other holds of a shared grant. The

@@ -181,6 +181,8 @@ struct WaitQueue {
     shared_holds: Vec<Weak<Hold>>,
     /// The last shared grant, which further readers may join.
     joinable: Weak<ActiveGrant>,
+    /// The grants of this key next to which others may exist. Some of them may have ended.
+    concurrent_grants: Vec<Weak<ActiveGrant>>,
     next_ticket: u64,
     /// By ticket, so that the first entry has waited longest and any entry is removed cheaply.
     waiters: BTreeMap<u64, LocalWaiter>,
@@ -547,6 +549,21 @@ impl LocalLock {
         }
     }
 
+    /// Records `grant`, next to which this process may have others of the key.
+    pub(crate) fn record_concurrent_grant(&self, grant: &Arc<ActiveGrant>) {
+        let grants = &mut self.wait_queue().concurrent_grants;
+        if grants.len() == grants.capacity() {
+            grants.retain(|grant| grant.strong_count() > 0);
+        }
+        grants.push(Arc::downgrade(grant));
+    }
+
+    /// Returns the grants that [`record_concurrent_grant`](Self::record_concurrent_grant) has
+    /// recorded.
+    pub(crate) fn concurrent_grants(&self) -> Vec<Arc<ActiveGrant>> {
+        self.wait_queue().concurrent_grants.iter().filter_map(Weak::upgrade).collect()
+    }
+
     /// Makes further readers join `grant`, which is shared.
     pub(crate) fn offer_to_readers(&self, grant: &Arc<ActiveGrant>) {
         self.wait_queue().joinable = Arc::downgrade(grant);
@@ -555,7 +572,10 @@ impl LocalLock {
     /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        wait_queue.reentrant_hold = Weak::new();
+        // A converted hold has no permit, and is held while other callers get it.
+        if wait_queue.reentrant_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
+            wait_queue.reentrant_hold = Weak::new();
+        }
         // The next caller sends its own request to the store.
         wait_queue.clear_store_error(&self.has_store_error);
         let joined = wait_queue.join_first_waiters(&self.engine);

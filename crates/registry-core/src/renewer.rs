@@ -120,6 +120,8 @@ impl LeaseRenewer {
                         // yet compares the epoch after scheduling.
                         local_lock.invalidate();
                         affected.extend(self.schedule.find(&local_lock.last_schedule_key));
+                        let concurrent = local_lock.concurrent_grants().into_iter();
+                        affected.extend(concurrent.map(|grant| grant as Arc<dyn Renewable>));
                     }
                 }
                 affected

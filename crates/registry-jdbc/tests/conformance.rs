@@ -20,7 +20,7 @@ impl Harness for SqliteHarness {
 
 registry_conformance::conformance! {
     harness = SqliteHarness,
-    runs = 359,
-    skips = 11,
+    runs = 361,
+    skips = 13,
     without = [fair, reports_invalidations, remote],
 }

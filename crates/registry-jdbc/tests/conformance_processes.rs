@@ -88,7 +88,7 @@ impl Store for SqliteProcessesStore {
 
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
-    runs = 365,
-    skips = 5,
+    runs = 367,
+    skips = 7,
     without = [fair, reports_invalidations],
 }

@@ -518,6 +518,22 @@ pub async fn a_lost_permit_is_reported_to_its_guard_only(context: &TestContext) 
     }
 }
 
+/// In a store that reports losses, a forced release is reported at once to all permits of a
+/// process, however long their leases are.
+pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestContext) {
+    let (holding, operator) = (context.registry().await, context.registry().await);
+    let semaphore = semaphore(&holding, 5);
+    let mut guards = Vec::new();
+    for _ in 0..4 {
+        guards.push(semaphore.acquire().await.expect("a unit is free"));
+    }
+    // A store with injected faults may break the lock and still return an error.
+    while operator.force_release("orders:42").await.is_err() {}
+    for guard in &guards {
+        context.assert_lost(guard, Duration::ZERO, LostReason::Gone).await;
+    }
+}
+
 /// The units of a process that has died return when its lease ends, and a waiting caller takes
 /// them. Other permits stay held.
 pub async fn the_units_of_a_dead_holder_return_after_its_lease(context: &TestContext) {

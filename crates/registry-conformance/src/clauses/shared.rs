@@ -583,6 +583,24 @@ pub async fn a_dropped_waiting_lock_call_lets_readers_in(context: &TestContext) 
     context.assert_becomes_free(&third, "orders:42").await;
 }
 
+/// A `lock` future that waits for readers and is left unpolled blocks new readers for at most about
+/// a lease. Polled again, it acquires the lock after the last reader.
+pub async fn an_unpolled_waiting_lock_call_lets_readers_in(context: &TestContext) {
+    let (reading, writing) =
+        (context.registry().await, context.registry_of(context.short_lease()).await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let lock = writing.obtain("orders:42");
+    let mut unpolled = pin!(lock.lock());
+    // Long enough for the store to answer the attempt.
+    let early = timeout(Duration::from_millis(300), unpolled.as_mut()).await;
+    assert!(early.is_err(), "a writer next to a reader");
+    context.wait_until_readers_enter(&third).await;
+    unlock(reader).await;
+    let writer = timeout(context.max_wait(), unpolled).await.expect("no reader is left");
+    unlock(writer.expect("the store answers")).await;
+}
+
 /// A `try_lock_for` call that waits for a reader returns `Ok(None)` at its deadline and lets new
 /// readers in.
 pub async fn a_lock_call_that_gives_up_lets_readers_in(context: &TestContext) {
@@ -731,6 +749,29 @@ pub async fn a_forced_release_is_reported_to_all_readers(context: &TestContext) 
     context.assert_becomes_free(&second, "orders:42").await;
     for guard in guards {
         assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
+    }
+}
+
+/// In a store that reports losses, a forced release is reported at once to all grants that one
+/// process has of the key, however long their leases are.
+pub async fn a_forced_release_is_reported_to_all_grants_of_a_process_at_once(
+    context: &TestContext,
+) {
+    let (holding, operator) = (context.registry().await, context.registry().await);
+    let lock = holding.obtain("orders:42");
+    let mut guards = Vec::new();
+    // Readers with different labels do not share a grant.
+    for label in ["first", "second", "third"] {
+        let options = LockOptions::new().label(label);
+        guards.push(lock.read_with(options).await.expect("readers share the lock"));
+    }
+    if context.capabilities().upgradable {
+        guards.push(lock.upgradable().await.expect("readers share the lock"));
+    }
+    // A store with injected faults may break the lock and still return an error.
+    while operator.force_release("orders:42").await.is_err() {}
+    for guard in &guards {
+        context.assert_lost(guard, Duration::ZERO, LostReason::Gone).await;
     }
 }
 

@@ -14,7 +14,7 @@ use futures_util::future::join;
 use futures_util::poll;
 use registry_core::{
     Attempt, Busy, Claim, ClaimMode, Grant, LockBackend, LockError, LockGuard, LockOptions,
-    LostReason, Queueing, Registry, Release, Renewal,
+    LostReason, Owner, Queueing, Registry, Release, Renewal,
 };
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
@@ -553,7 +553,7 @@ pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
 pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(context: &TestContext) {
     let registry = context.registry_of(context.renewed_lease()).await;
     let guard = acquire_upgradable(&registry).await;
-    let mut of_first = pin!(guard.lost());
+    let (mut of_first, unpolled) = (pin!(guard.lost()), guard.lost());
     assert!(poll!(of_first.as_mut()).is_pending());
     let guard = guard.upgrade().await.expect("the lock is upgraded");
     let mut of_second = pin!(guard.lost());
@@ -569,6 +569,10 @@ pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(contex
         assert_eq!(reason, LostReason::Gone);
     }
     assert!(!guard.is_held());
+    drop(guard);
+    // First polled after the loss and after the last guard is gone.
+    let reason = timeout(limit, unpolled).await.expect("the loss is reported");
+    assert_eq!(reason, LostReason::Gone);
 }
 
 /// A converted lock is renewed beyond its lease, in each mode.
@@ -585,6 +589,42 @@ pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext)
     assert!(guard.is_held());
     assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     unlock(guard).await;
+}
+
+/// An owner re-enters its lock in each mode after a conversion, also after other callers of its
+/// process have tried to acquire it. It cannot wait for itself.
+pub async fn an_owner_reenters_a_converted_lock(context: &TestContext) {
+    let registry = context.registry().await;
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner);
+    let lock = registry.obtain("orders:42");
+    let outer = lock.upgradable_with(own()).await.expect("a free lock is acquired");
+    let inner = lock.read_with(own()).await.expect("an owner re-enters");
+    assert_eq!(inner.mode(), ClaimMode::Upgradable);
+    drop(inner);
+    let outer = outer.upgrade().await.expect("the lock is upgraded");
+    for _ in 0..2 {
+        assert!(lock.try_lock().await.expect("busy is no error").is_none());
+        assert!(lock.try_read().await.expect("busy is no error").is_none());
+        for reentry in [
+            timeout(context.max_wait(), lock.lock_with(own())).await,
+            timeout(context.max_wait(), lock.read_with(own())).await,
+        ] {
+            let inner = reentry.expect("an owner waits for itself").expect("it re-enters");
+            assert_eq!(inner.fencing_token(), outer.fencing_token());
+        }
+    }
+    let outer = outer.downgrade().await.expect("the lock is downgraded");
+    let inner = timeout(context.max_wait(), lock.read_with(own())).await;
+    let inner = inner.expect("an owner waits for itself").expect("it re-enters");
+    assert_eq!(inner.fencing_token(), outer.fencing_token());
+    drop(inner);
+    match timeout(context.max_wait(), lock.lock_with(own())).await.expect("it does not wait") {
+        Err(LockError::HeldByOwner { held: ClaimMode::Shared, .. }) => {}
+        other => panic!("an owner waits for itself: {other:?}"),
+    }
+    unlock(outer).await;
+    unlock(lock.lock_with(own()).await.expect("the lock is free")).await;
 }
 
 /// A conversion that is not possible returns `LockError::InvalidConversion` and sends no attempt: a

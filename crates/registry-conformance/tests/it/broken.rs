@@ -12,7 +12,7 @@ mod without_a_bug {
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
         runs = 222,
-        skips = 148,
+        skips = 152,
         without = [
         fair,
         fair_on_request,

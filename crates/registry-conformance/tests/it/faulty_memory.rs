@@ -74,7 +74,7 @@ mod seed_1 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 1_000 },
-        runs = 198,
+        runs = 202,
         skips = 172,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }
@@ -85,7 +85,7 @@ mod seed_2 {
 
     registry_conformance::conformance! {
         harness = Faulty { seed: 2_000 },
-        runs = 198,
+        runs = 202,
         skips = 172,
         without = [faithful, fair, namespaces, restart, wipe, remote],
     }

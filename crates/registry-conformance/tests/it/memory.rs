@@ -33,7 +33,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 358,
+    runs = 362,
     skips = 12,
     without = [fair, namespaces, restart, wipe, remote],
 }
