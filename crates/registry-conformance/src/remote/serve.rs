@@ -59,3 +59,49 @@ async fn execute(
         BackendRequest::Diagnose => value(admin(backend).diagnose().await),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use registry_core::{Attempt, ClaimMode, FencingToken, Holder, Queueing};
+    use serde::de::DeserializeOwned;
+
+    use super::*;
+
+    fn sent<T: Serialize + DeserializeOwned>(value: &T) -> T {
+        serde_json::from_str(&serde_json::to_string(value).unwrap()).unwrap()
+    }
+
+    /// A field that is not sent would make the other process execute another request.
+    #[test]
+    fn requests_and_replies_of_all_modes_arrive_unchanged() {
+        let modes = [
+            ClaimMode::Exclusive,
+            ClaimMode::Shared,
+            ClaimMode::Upgradable,
+            ClaimMode::Permits { take: 2, of: 5 },
+        ];
+        let key = Key::new("orders:42").unwrap();
+        for mode in modes {
+            for queueing in [Queueing::Join, Queueing::ExclusiveIntent, Queueing::Skip] {
+                let claim = Claim::new(key.clone(), Duration::from_secs(30))
+                    .with_mode(mode)
+                    .with_queueing(queueing)
+                    .with_token_block(7)
+                    .with_label(Some("host:1".into()));
+                let conversion = claim.clone().converted_to(mode);
+                let conversion = conversion.of_grant(FencingToken::new(9).unwrap());
+                for claim in [claim, conversion] {
+                    let request = BackendRequest::Acquire(claim);
+                    assert_eq!(sent(&request), request);
+                }
+            }
+            let holder = Holder::new(key.clone()).with_mode(mode);
+            let busy = Busy::new().with_holder(holder).with_place().with_other_units(3);
+            for reply in [Attempt::Busy(busy), Attempt::Gone] {
+                assert_eq!(sent(&reply), reply);
+            }
+        }
+    }
+}

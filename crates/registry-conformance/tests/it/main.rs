@@ -1,6 +1,7 @@
 //! The suite over the in-process store, over faulty stores and over stores with planted defects.
 
 mod broken;
+mod broken_modes;
 mod faulty;
 mod faulty_memory;
 mod list;
@@ -9,3 +10,4 @@ mod shared;
 mod skips;
 mod sweep;
 mod tiny;
+mod tiny_modes;

@@ -1,0 +1,413 @@
+//! A small store of all modes with one bug at a time, to show that the suite detects it. It decides
+//! with [`LockRecord`]; a bug changes the request, the record or the response.
+#![expect(clippy::unwrap_used, reason = "a helper of tests may panic")]
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_conformance::{Clock, Harness, Store};
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimMode, FencingToken, Grant,
+    GuaranteeClass, Holder, InvalidationSet, Invalidations, Key, LockAdmin, LockBackend,
+    LockRecord, Queueing, Reach, RecordEntry, Release, Renewal,
+};
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+/// The bug of the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ModeBug {
+    None,
+    ReadersOvertakeWriters,
+    PlacesNeverLapse,
+    PlacesLapseAtOnce,
+    PlacesOutliveReleases,
+    AllClaimsQueue,
+    NoClaimQueues,
+    ReleaseEndsAll,
+    RenewalExtendsAll,
+    ClaimsExpireTogether,
+    ReadersShareTokens,
+    TokensIgnoreBlocks,
+    ForcedReleaseEndsFirst,
+    ForcedReleaseClearsQueue,
+    InspectReturnsFirst,
+    InspectReturnsWaiters,
+    InspectForgetsModes,
+    SharedIsExclusive,
+    WritersJoinReaders,
+    ManyUpgradable,
+    UpgradeIgnoresReaders,
+    UpgradeBlocksNone,
+    UpgradeNeverLapses,
+    UpgradeKeepsToken,
+    RepeatedUpgradeHasNewToken,
+    DowngradeChangesToken,
+    ConversionGrants,
+    ConversionKeepsLease,
+    LateConversionWeakens,
+    UnitsAreNotSummed,
+    UnitsOffByOne,
+    OtherUnitsArePlainlyBusy,
+    OtherUnitsAreAccepted,
+    RepeatedAttemptsMoveBack,
+    SkippingClaimsOvertake,
+    PermitsOvertake,
+    WakesOnlyWhenFree,
+    ConversionsWakeNone,
+}
+
+#[derive(Debug)]
+pub(crate) struct TinyModes(pub(crate) ModeBug);
+
+#[async_trait]
+impl Harness for TinyModes {
+    fn clock(&self) -> Clock {
+        Clock::Paused
+    }
+
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(ModesStore(Arc::new(ModesBackend {
+            bug: self.0,
+            started_at: Instant::now(),
+            records: Mutex::default(),
+            last_token: Mutex::new(0),
+            changes: watch::Sender::new(0),
+            registries: InvalidationSet::default(),
+        })))
+    }
+}
+
+#[derive(Debug)]
+struct ModesStore(Arc<ModesBackend>);
+
+#[async_trait]
+impl Store for ModesStore {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        Arc::<ModesBackend>::clone(&self.0)
+    }
+}
+
+#[derive(Debug)]
+struct ModesBackend {
+    bug: ModeBug,
+    started_at: Instant,
+    records: Mutex<HashMap<Key, LockRecord>>,
+    last_token: Mutex<u64>,
+    changes: watch::Sender<u64>,
+    registries: InvalidationSet,
+}
+
+impl ModesBackend {
+    fn now(&self) -> u64 {
+        u64::try_from(self.started_at.elapsed().as_micros()).unwrap() + 1
+    }
+
+    fn has(&self, bug: ModeBug) -> bool {
+        self.bug == bug
+    }
+
+    fn next_token(&self, block: u32) -> FencingToken {
+        let mut last = self.last_token.lock().unwrap();
+        let first = *last + 1;
+        *last =
+            if self.has(ModeBug::TokensIgnoreBlocks) { first } else { *last + u64::from(block) };
+        FencingToken::new(first).unwrap()
+    }
+
+    /// Returns the request that the store executes instead of `claim`.
+    fn requested(&self, claim: &Claim, record: &LockRecord) -> Claim {
+        let claim = claim.clone();
+        let other_units = record.entries().iter().find_map(|entry| match entry.mode {
+            ClaimMode::Permits { of, .. } if entry.is_granted() => Some(of),
+            _ => None,
+        });
+        match (self.bug, claim.mode()) {
+            (ModeBug::AllClaimsQueue, _) => claim.with_queueing(Queueing::Join),
+            (ModeBug::NoClaimQueues, _) => claim.with_queueing(Queueing::Skip),
+            (ModeBug::SharedIsExclusive, ClaimMode::Shared) => {
+                claim.with_mode(ClaimMode::Exclusive)
+            }
+            (ModeBug::ManyUpgradable, ClaimMode::Upgradable) => claim.with_mode(ClaimMode::Shared),
+            (ModeBug::UnitsOffByOne, ClaimMode::Permits { take, of }) => {
+                claim.with_mode(ClaimMode::Permits { take, of: of + 1 })
+            }
+            (ModeBug::OtherUnitsAreAccepted, ClaimMode::Permits { take, of }) => {
+                claim.with_mode(ClaimMode::Permits { take, of: other_units.unwrap_or(of) })
+            }
+            (ModeBug::LateConversionWeakens, mode) if claim.is_conversion() => {
+                Claim::new(claim.key().clone(), claim.lease())
+                    .with_id(claim.id())
+                    .with_token_block(claim.token_block())
+                    .converted_to(mode)
+            }
+            (ModeBug::ConversionKeepsLease, _) if claim.is_conversion() => {
+                claim.with_lease(Duration::ZERO)
+            }
+            _ => claim,
+        }
+    }
+
+    /// Returns whether the decision about `claim` must not see `entry`.
+    fn is_hidden(&self, claim: &Claim, entry: &RecordEntry) -> bool {
+        let is_other = entry.id != claim.id();
+        let is_waiting = is_other && !entry.is_granted();
+        match self.bug {
+            ModeBug::ReadersOvertakeWriters => is_waiting && claim.mode() == ClaimMode::Shared,
+            ModeBug::SkippingClaimsOvertake => is_waiting && claim.queueing() == Queueing::Skip,
+            ModeBug::PermitsOvertake => is_waiting && claim.mode().units() > 0,
+            ModeBug::WritersJoinReaders => {
+                is_other
+                    && entry.is_granted()
+                    && entry.mode == ClaimMode::Shared
+                    && claim.mode() == ClaimMode::Exclusive
+                    && !claim.is_conversion()
+            }
+            ModeBug::UpgradeIgnoresReaders => is_other && claim.is_conversion(),
+            ModeBug::UnitsAreNotSummed => {
+                is_other
+                    && entry.is_granted()
+                    && claim.mode().units() > 0
+                    && entry.mode.units() > 0
+                    && entry.mode.is_compatible(claim.mode())
+            }
+            _ => false,
+        }
+    }
+
+    fn acquire(&self, record: &mut LockRecord, claim: &Claim) -> Attempt {
+        let (claim, now) = (self.requested(claim, record), self.now());
+        let before = record.clone();
+        let own = |record: &LockRecord| {
+            record.entries().iter().find(|entry| entry.id == claim.id()).cloned()
+        };
+        if self.has(ModeBug::RepeatedAttemptsMoveBack)
+            && let Some(waiting) = own(record).filter(|entry| !entry.is_granted())
+        {
+            keep(record, |entry| entry.id != waiting.id);
+            record.insert(waiting);
+        }
+        let (hidden, shown): (Vec<_>, Vec<_>) =
+            record.entries().iter().cloned().partition(|entry| self.is_hidden(&claim, entry));
+        *record = of_entries(shown);
+        let next_token = || Ok::<_, ()>(self.next_token(claim.token_block()));
+        let mut attempt = record.acquire(&claim, now, next_token).unwrap();
+        let after = record.entries().to_vec();
+        *record = of_entries(hidden.into_iter().chain(after).collect());
+        let of_reader = before.entries().iter().find(|entry| entry.mode == ClaimMode::Shared);
+        let token = match (self.bug, own(&before), &attempt) {
+            (ModeBug::ReadersShareTokens, None, Attempt::Granted(_))
+                if claim.mode() == ClaimMode::Shared =>
+            {
+                of_reader.and_then(|entry| entry.token)
+            }
+            (ModeBug::UpgradeKeepsToken, Some(own), Attempt::Granted(_)) => own.token,
+            (ModeBug::RepeatedUpgradeHasNewToken, Some(own), Attempt::Granted(_))
+                if claim.is_conversion() && own.mode == claim.mode() =>
+            {
+                Some(self.next_token(1))
+            }
+            (ModeBug::DowngradeChangesToken, Some(own), Attempt::Granted(_))
+                if claim.is_conversion() && own.mode == ClaimMode::Exclusive =>
+            {
+                Some(self.next_token(1))
+            }
+            _ => None,
+        };
+        let lease = own(&before).map(|own| Duration::from_micros(own.until.saturating_sub(now)));
+        if let (Some(token), Attempt::Granted(grant)) = (token, &mut attempt) {
+            *grant = Grant::new(token, grant.lease);
+            edit(record, |entry| {
+                if entry.id == claim.id() {
+                    entry.token = Some(token);
+                }
+            });
+        }
+        match &mut attempt {
+            Attempt::Gone if self.has(ModeBug::ConversionGrants) => {
+                let fresh = Claim::new(claim.key().clone(), claim.lease())
+                    .with_id(claim.id())
+                    .with_mode(claim.mode());
+                return self.acquire(record, &fresh);
+            }
+            Attempt::Busy(busy) if self.has(ModeBug::OtherUnitsArePlainlyBusy) => {
+                busy.other_units = None;
+            }
+            Attempt::Granted(grant) if self.has(ModeBug::ConversionKeepsLease) => {
+                grant.lease = lease.unwrap_or(grant.lease);
+            }
+            _ => {}
+        }
+        self.change_entries(record, now);
+        attempt
+    }
+
+    /// Applies the bugs of the record itself.
+    fn change_entries(&self, record: &mut LockRecord, now: u64) {
+        let last = record.until();
+        edit(record, |entry| match self.bug {
+            ModeBug::PlacesNeverLapse if !entry.is_granted() => entry.until = u64::MAX,
+            ModeBug::PlacesLapseAtOnce if !entry.is_granted() => entry.until = now + 1,
+            ModeBug::ClaimsExpireTogether => entry.until = last,
+            ModeBug::UpgradeBlocksNone => entry.upgrade_until = 0,
+            ModeBug::UpgradeNeverLapses if entry.upgrade_until > 0 => {
+                entry.upgrade_until = u64::MAX;
+            }
+            _ => {}
+        });
+    }
+
+    /// Notifies the waiters of a change.
+    fn wake(&self, record: &LockRecord, by_conversion: bool) {
+        let is_missed = self.has(ModeBug::WakesOnlyWhenFree) && !record.is_empty()
+            || self.has(ModeBug::ConversionsWakeNone) && by_conversion;
+        if !is_missed {
+            self.changes.send_modify(|count| *count += 1);
+        }
+    }
+
+    fn with_record<T>(&self, key: &Key, change: impl FnOnce(&mut LockRecord) -> T) -> T {
+        change(self.records.lock().unwrap().entry(key.clone()).or_default())
+    }
+
+    fn holders_of(&self, key: &Key, record: &LockRecord) -> Vec<Holder> {
+        let mut shown = record.clone();
+        if self.has(ModeBug::InspectReturnsWaiters) {
+            let mut token = *self.last_token.lock().unwrap();
+            edit(&mut shown, |entry| {
+                token += 1;
+                entry.token = entry.token.or_else(|| FencingToken::new(token));
+            });
+        }
+        let mut holders = shown.holders(key, self.now());
+        if self.has(ModeBug::InspectReturnsFirst) {
+            holders.truncate(1);
+        }
+        if self.has(ModeBug::InspectForgetsModes) {
+            holders.iter_mut().for_each(|holder| holder.mode = ClaimMode::Exclusive);
+        }
+        holders
+    }
+}
+
+fn of_entries(entries: Vec<RecordEntry>) -> LockRecord {
+    let mut record = LockRecord::new();
+    entries.into_iter().for_each(|entry| record.insert(entry));
+    record
+}
+
+fn edit(record: &mut LockRecord, mut change: impl FnMut(&mut RecordEntry)) {
+    let mut entries = record.entries().to_vec();
+    entries.iter_mut().for_each(&mut change);
+    *record = of_entries(entries);
+}
+
+fn keep(record: &mut LockRecord, is_kept: impl Fn(&RecordEntry) -> bool) {
+    *record = of_entries(record.entries().iter().filter(|entry| is_kept(entry)).cloned().collect());
+}
+
+#[async_trait]
+impl LockBackend for ModesBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("tiny", GuaranteeClass::Volatile, Reach::Process)
+            .with_fencing()
+            .with_shared()
+            .with_upgradable()
+            .with_permits()
+            .with_fair_on_request()
+            .with_wakes()
+            .with_invalidations()
+            .with_labels()
+            .with_inspect()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let mark = *self.changes.borrow();
+        Ok(self.with_record(claim.key(), |record| match self.acquire(record, claim) {
+            Attempt::Busy(busy) => Attempt::Busy(busy.with_mark(mark)),
+            attempt => {
+                if claim.is_conversion() {
+                    self.wake(record, true);
+                }
+                attempt
+            }
+        }))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let renew = |claim: &Claim| {
+            self.with_record(claim.key(), |record| {
+                let renewal = record.renew(claim, self.now());
+                if self.has(ModeBug::RenewalExtendsAll) {
+                    let last = record.until();
+                    edit(record, |entry| entry.until = last);
+                }
+                renewal
+            })
+        };
+        claims.iter().map(|claim| Ok(renew(claim))).collect()
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        Ok(self.with_record(claim.key(), |record| {
+            let is_waiting =
+                record.entries().iter().any(|it| it.id == claim.id() && !it.is_granted());
+            if is_waiting && self.has(ModeBug::PlacesOutliveReleases) {
+                return Release::NotHeld;
+            }
+            let entry = record.release(claim);
+            if entry.is_some() && self.has(ModeBug::ReleaseEndsAll) {
+                *record = LockRecord::new();
+            }
+            self.wake(record, false);
+            LockRecord::release_of(entry.as_ref(), self.now())
+        }))
+    }
+
+    async fn wait(&self, _claim: &Claim, busy: &Busy) {
+        drop(self.changes.subscribe().wait_for(|count| *count != busy.mark).await);
+    }
+
+    fn subscribe(&self, invalidations: Invalidations) {
+        self.registries.subscribe(invalidations);
+    }
+
+    fn admin(&self) -> Option<&dyn LockAdmin> {
+        Some(self)
+    }
+}
+
+#[async_trait]
+impl LockAdmin for ModesBackend {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
+        Ok(self.with_record(key, |record| self.holders_of(key, record)))
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let records = self.records.lock().unwrap();
+        Ok(records.iter().flat_map(|(key, record)| self.holders_of(key, record)).collect())
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let released = self.with_record(key, |record| {
+            let before = record.clone();
+            let released = record.force_release(self.now());
+            match self.bug {
+                ModeBug::ForcedReleaseEndsFirst => {
+                    *record = before.clone();
+                    let mut granted = before.entries().iter().filter(|it| it.is_granted());
+                    let first = granted.next().map(|entry| entry.id);
+                    keep(record, |entry| Some(entry.id) != first);
+                }
+                ModeBug::ForcedReleaseClearsQueue => *record = LockRecord::new(),
+                _ => {}
+            }
+            self.wake(record, false);
+            released
+        });
+        self.registries.notify(key);
+        Ok(released)
+    }
+}
