@@ -18,6 +18,10 @@
 //! - A renewal may prolong a lease that expired while the statement waited, but only if no other
 //!   claim was granted the key meanwhile.
 //!
+//! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
+//! `until` is at least the end of the last entry, so statements for one claim find the key held.
+//! See [`several`](crate::server::several).
+//!
 //! The statements do not use RETURNING, because the same text must work in MariaDB and MySQL.
 
 use std::sync::LazyLock;
@@ -26,7 +30,7 @@ use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-use crate::server::{HolderStatements, RowStatements, StatementText};
+use crate::server::{HolderStatements, RECORD_MARKER, RowStatements, StatementText};
 
 /// The statements that create the tables. They are sent on an exclusively used connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -96,6 +100,7 @@ impl MySqlStatements {
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
         let now = mutant::clock(NOW);
+        let marker = format!("x'{:032x}'", u128::from_be_bytes(RECORD_MARKER));
         let text = |template: &str| {
             let text = template
                 .replace("{free}", FREE)
@@ -103,6 +108,7 @@ impl MySqlStatements {
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
             StatementText::positional(&text, &SIZES)
@@ -126,6 +132,10 @@ impl MySqlStatements {
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_session_grant: text(FENCE_SESSION_GRANT),
+            read_row: text(READ_ROW),
+            insert_record: text(INSERT_RECORD),
+            write_record: text(WRITE_RECORD),
+            write_grant: text(WRITE_RECORD),
         };
         Self {
             rows,
@@ -278,7 +288,7 @@ const CURRENT_GRANT: &str = "\
 /// Parameter: id or namespace.
 fn holders(condition: &str, holder_connection: &str) -> String {
     format!(
-        "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL) \
+        "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL), claim, {{now}} \
          FROM {{locks}} \
          WHERE {condition} AND claim IS NOT NULL AND (until > {{now}} OR {holder_connection} IS NOT NULL)"
     )
@@ -321,9 +331,10 @@ const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
-/// Returns those of the ids whose keys are held, with the tokens of their grants. Parameters: ids.
+/// Returns those of the ids whose keys are held, with the versions of their rows: the tokens of
+/// their grants, or `since` of a record. Parameters: ids.
 const HELD: &str = "\
-    SELECT id, token FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
+    SELECT id, IF(claim = {marker}, since, token) FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
@@ -337,6 +348,30 @@ const HELD: &str = "\
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = $2 AND until > {now}";
+
+/// Returns the columns of the key's row that requests change, or nulls without a row, then the
+/// server's time and the largest token of all purged rows.
+///
+/// Parameters: id.
+const READ_ROW: &str = "\
+    SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
+    FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1 WHERE meta.id = 1";
+
+/// Creates the row of a key with a record, if the row is missing and its token is above the tokens
+/// of all purged rows.
+///
+/// Parameters: id, claim, token, block, label, since, until, namespace, key.
+const INSERT_RECORD: &str = "\
+    INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT $1, $8, $9, $2, $3, $4, $5, $6, $7 FROM {meta} WHERE id = 1 AND floor < $3 AND {writable}";
+
+/// Writes a row, if it is as it was read. In a row with a record, each write changes `since` or
+/// `until`.
+///
+/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and until.
+const WRITE_RECORD: &str = "\
+    UPDATE {locks} SET claim = $2, token = $3, block = $4, label = $5, since = $6, until = $7 \
+    WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";
 
 /// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\
