@@ -42,7 +42,7 @@ impl Dialect for MySql {
     const BYTES_PREFIX: &'static str = "x'";
     const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
-    const HAS_MODES: bool = false;
+    const HAS_MODES: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
 
     type Statements = MySqlStatements;

@@ -64,6 +64,7 @@ pub(super) fn list_size(items: usize) -> usize {
 pub(crate) struct MySqlStatements {
     rows: RowStatements,
     pub(super) meta_now: StatementText,
+    pub(super) label_size: StatementText,
     pub(super) holder_connection: StatementText,
     pub(super) kill: StatementText,
     pub(super) renew: StatementText,
@@ -131,6 +132,10 @@ impl MySqlStatements {
             lease_holders_only: Some(holders("NULL")),
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_shared_grant: text(
+                &with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])
+                    .replace("FOR UPDATE", "LOCK IN SHARE MODE"),
+            ),
             fence_session_grant: text(FENCE_SESSION_GRANT),
             read_row: text(READ_ROW),
             insert_record: text(INSERT_RECORD),
@@ -140,6 +145,7 @@ impl MySqlStatements {
         Self {
             rows,
             meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
+            label_size: text(LABEL_SIZE),
             holder_connection: text(HOLDER_CONNECTION),
             kill: text("KILL CONNECTION $1"),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -215,6 +221,13 @@ pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OF
 /// Returns the version, the id of the tables, and whether the server is writable. The fourth column
 /// is always false, because the query cannot show how old the snapshot of a transaction is.
 const META: &str = "SELECT version, store, CAST({writable} AS SIGNED), 0 FROM {meta} WHERE id = 1";
+
+/// Returns the size of the column for labels and records.
+///
+/// Parameters: database, table.
+const LABEL_SIZE: &str = "\
+    SELECT CAST(character_octet_length AS SIGNED) FROM information_schema.columns \
+    WHERE table_schema = $1 AND table_name = $2 AND column_name = 'label'";
 
 /// Grants the key if no claim holds it, not even the given claim. The response contains the token
 /// as the *last insert id*. Zero means that nothing was granted. The affected row count does not
@@ -377,15 +390,28 @@ const WRITE_RECORD: &str = "\
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
-/// Finds the row with this claim and token, and locks it until the caller's transaction ends. The
-/// inner select locks nothing, and shows whether the transaction's snapshot contains the grant. The
-/// inner select depends on the outer select, so that the snapshot begins only after the wait of the
-/// outer select.
+/// Finds the row with this claim and token, or with a record that contains them, and locks it until
+/// the caller's transaction ends. The inner select locks nothing, and shows whether the
+/// transaction's snapshot contains the grant. The inner select depends on the outer select, so that
+/// the snapshot begins only after the wait of the outer select.
 ///
-/// Parameters: id, claim, token.
+/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
+/// token block at 100.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry.
 const FENCE: &str = "\
-    SELECT {is_in_snapshot} FROM {locks} AS l \
-    WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block AND l.until > {now} FOR UPDATE";
+    SELECT CAST(EXISTS ( \
+        SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND ( \
+            seen.claim = l.claim AND seen.token = l.token \
+            OR l.claim = {marker} AND (seen.claim = $2 OR seen.claim = {marker} AND LOCATE($4, seen.label) > 0)) \
+    ) AS SIGNED) FROM {locks} AS l \
+    WHERE l.id = $1 AND l.until > {now} AND CASE \
+        WHEN l.claim = $2 THEN l.token <= $3 AND $3 < l.token + l.block \
+        WHEN l.claim = {marker} AND LOCATE($4, l.label) > 0 THEN \
+            CAST(SUBSTR(l.label, LOCATE($4, l.label) + 33, 16) AS SIGNED) > {now} \
+            AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) <= $3 \
+            AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) \
+                + CAST(SUBSTR(l.label, LOCATE($4, l.label) + 100, 10) AS SIGNED) > $3 END FOR UPDATE";
 
 /// Whether a select without locks sees the row `l` that a locking select has found.
 const IS_IN_SNAPSHOT: &str = "\

@@ -90,6 +90,7 @@ impl PgStatements {
             lease_holders_only: None,
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_shared_grant: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_session_grant: text(FENCE_SESSION_GRANT),
             read_row: text(READ_ROW),
             insert_record: text(INSERT_RECORD),

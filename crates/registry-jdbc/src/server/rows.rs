@@ -28,6 +28,8 @@ pub(crate) struct RowStatements {
     pub(crate) lease_holders_only: Option<HolderStatements>,
     pub(crate) release: StatementText,
     pub(crate) fence: StatementText,
+    /// As `fence`, for a grant next to others: fences of several grants do not wait for each other.
+    pub(crate) fence_shared_grant: StatementText,
     pub(crate) fence_session_grant: StatementText,
     pub(crate) read_row: StatementText,
     /// Creates the row of a key, if it is missing.
@@ -338,7 +340,12 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        let mut statement = self.fence_statement(&self.statements().fence, claim, token);
+        let texts = self.statements();
+        let text = match claim.mode() {
+            ClaimMode::Exclusive => &texts.fence,
+            _ => &texts.fence_shared_grant,
+        };
+        let mut statement = self.fence_statement(text, claim, token);
         statement.values.push(several::entry_prefix(claim));
         statement
     }

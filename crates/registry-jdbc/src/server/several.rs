@@ -62,7 +62,9 @@ impl Columns {
         claim: &[u8],
         until: u64,
     ) -> Result<RecordEntry, BackendError> {
-        let id = <[u8; 16]>::try_from(claim).map_err(|_| corrupt::<D>("a row's claim is no id"))?;
+        // Another program may write a shorter claim.
+        let mut id = [0; 16];
+        id.iter_mut().zip(claim).for_each(|(to, from)| *to = *from);
         let label = self.label.as_deref().map(|label| String::from_utf8_lossy(label).into());
         let claim = Claim::new(NO_KEY.with(Key::clone), Duration::ZERO)
             .with_id(ClaimId::from_bits(u128::from_be_bytes(id)))
