@@ -140,6 +140,7 @@ impl MySqlStatements {
             read_row: text(READ_ROW),
             insert_record: text(INSERT_RECORD),
             write_record: text(WRITE_RECORD),
+            write_renewal: text(WRITE_RENEWAL),
             write_grant: text(WRITE_RECORD),
         };
         Self {
@@ -385,6 +386,16 @@ const INSERT_RECORD: &str = "\
 const WRITE_RECORD: &str = "\
     UPDATE {locks} SET claim = $2, token = $3, block = $4, label = $5, since = $6, until = $7 \
     WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";
+
+/// Like [`WRITE_RECORD`], but skips a row that another transaction has locked. The row is found as
+/// in [`RENEW`].
+const WRITE_RENEWAL: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable} \
+        LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
+    SET l.claim = $2, l.token = $3, l.block = $4, l.label = $5, l.since = $6, l.until = $7";
 
 /// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\

@@ -95,6 +95,9 @@ impl PgStatements {
             read_row: text(READ_ROW),
             insert_record: text(INSERT_RECORD),
             write_record: text(WRITE_RECORD),
+            write_renewal: text(
+                &WRITE_GRANT.replace("FOR UPDATE", "FOR NO KEY UPDATE SKIP LOCKED"),
+            ),
             write_grant: text(WRITE_GRANT),
         };
         Self {

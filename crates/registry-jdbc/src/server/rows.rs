@@ -36,6 +36,9 @@ pub(crate) struct RowStatements {
     pub(crate) insert_record: StatementText,
     /// Writes a row with a record, if it is unchanged.
     pub(crate) write_record: StatementText,
+    /// As `write_record`, for renewals. Skips a row that another transaction has locked, so that it
+    /// does not delay other renewals.
+    pub(crate) write_renewal: StatementText,
     /// As `write_record`, after the end of all transactions that fence the key.
     pub(crate) write_grant: StatementText,
 }

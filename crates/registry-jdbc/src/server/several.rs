@@ -12,11 +12,12 @@ use registry_core::{
     Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Holder, Key, LockRecord,
     RecordEntry, Release, Renewal,
 };
+use tokio::time::sleep;
 
 use super::dialect::{Dialect, WakeupSource as _};
 use super::rows::Rows;
 use super::statement::{bytes, corrupt, decode_holder, fencing_token, maybe_number, number};
-use super::{ConnectionUse, Resend, Statement, Value};
+use super::{ConnectionUse, Resend, Statement, Value, error};
 
 /// The claim of a row that contains a record. The column has a fixed width on some servers.
 pub(crate) const RECORD_MARKER: [u8; 16] = [b'+'; 16];
@@ -170,12 +171,22 @@ struct Change {
     grant: Option<(FencingToken, u32)>,
     /// The number of tokens that the newest grant has used, if this change ends it.
     block_used: Option<i64>,
-    /// Whether the change waits for open fenced transactions.
-    waits_for_fences: bool,
+    kind: ChangeKind,
     /// Whether another claim may be granted after the change.
     lets_others_in: bool,
     /// Whether the server may answer before the change is on its disk.
     may_be_lost: bool,
+}
+
+/// How a change waits for other transactions that have locked the row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ChangeKind {
+    /// It waits for their end, also for that of fenced transactions.
+    Grant,
+    /// It does not wait.
+    Renewal,
+    /// It waits for their end. On some servers, it passes fenced transactions.
+    Other,
 }
 
 impl<D: Dialect> Rows<D> {
@@ -203,11 +214,15 @@ impl<D: Dialect> Rows<D> {
             if record == before {
                 return Ok(attempt);
             }
+            let kind = match is_granted && !joins_readers(claim, &before) {
+                true => ChangeKind::Grant,
+                false => ChangeKind::Other,
+            };
             let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
             let change = Change {
                 grant,
                 block_used: None,
-                waits_for_fences: is_granted && !joins_readers(claim, &before),
+                kind,
                 // A weaker mode lets others in, and so does the end of a place before theirs.
                 lets_others_in: is_granted && had_entry,
                 may_be_lost: false,
@@ -289,8 +304,14 @@ impl<D: Dialect> Rows<D> {
     async fn renew_in_record(&self, claims: &[&Claim]) -> Result<Vec<Renewal>, BackendError> {
         let key = claims[0].key();
         let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
+        let mut pauses = LOCKED_ROW_PAUSES.into_iter();
+        let mut read_before: Option<Columns> = None;
         for _ in 0..CHANGES_MAX {
             let stored = self.read_row(key, ConnectionUse::Renew(shortest)).await?;
+            if read_before.is_some() && read_before == stored.columns {
+                // The write has skipped a locked row.
+                sleep(pauses.next().ok_or_else(|| error::row_locked(D::STORE))?).await;
+            }
             let before = stored.record::<D>()?;
             let mut record = before.clone();
             let renew = |claim: &&Claim| match record.renew(claim, stored.now()) {
@@ -301,11 +322,12 @@ impl<D: Dialect> Rows<D> {
             if record == before {
                 return Ok(renewed);
             }
-            let change = Change::minor(record);
+            let change = Change { kind: ChangeKind::Renewal, ..Change::minor(record) };
             let connection_use = ConnectionUse::Renew(shortest);
             if self.write_row(key, &stored, &change, connection_use).await?.is_some() {
                 return Ok(renewed);
             }
+            read_before = stored.columns;
         }
         Err(self.interfered().await)
     }
@@ -414,7 +436,11 @@ impl<D: Dialect> Rows<D> {
                     Value::Number(i64::from(change.may_be_lost)),
                 ]);
                 values.extend(self.wakeups.notification(self.row_id(key)));
-                if change.waits_for_fences { &texts.write_grant } else { &texts.write_record }
+                match change.kind {
+                    ChangeKind::Grant => &texts.write_grant,
+                    ChangeKind::Renewal => &texts.write_renewal,
+                    ChangeKind::Other => &texts.write_record,
+                }
             }
         };
         let statement = Statement::new(text, values).with_at_most_one_row();
@@ -444,7 +470,7 @@ impl Change {
             record,
             grant: None,
             block_used: None,
-            waits_for_fences: false,
+            kind: ChangeKind::Other,
             lets_others_in: false,
             may_be_lost: false,
         }
@@ -507,6 +533,11 @@ const CHANGES_MAX: u32 = 50;
 
 /// A busy attempt extends its place when a part of the lease that this divides has passed.
 const PLACE_AGE_DIVISOR: u64 = 8;
+
+/// The pauses between attempts to renew claims in a row that another transaction has locked. Changes
+/// by other clients usually lock it for less than their sum.
+const LOCKED_ROW_PAUSES: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(4), Duration::from_millis(16)];
 
 /// The number of keys whose records are renewed at the same time.
 const RENEWALS_CONCURRENT: usize = 4;

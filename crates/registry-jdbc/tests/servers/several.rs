@@ -10,13 +10,14 @@ use registry_core::{
 use registry_jdbc::sqlx::{Connection as _, Executor as _};
 use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use super::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry, server,
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry, run,
+    server,
 };
 use super::fence::{sales, sell, start_server};
-use crate::server::{Backend, KNOWS_TRANSACTIONS, SELL, Server};
+use crate::server::{BEGIN_READ_COMMITTED, Backend, KEY_COLUMN, KNOWS_TRANSACTIONS, SELL, Server};
 
 fn reader(text: &str) -> Claim {
     claim(text).with_mode(ClaimMode::Shared)
@@ -85,6 +86,31 @@ async fn a_record_may_be_larger_than_a_label() {
         assert_eq!(backend.release(reader).await.unwrap(), Release::Freed);
     }
     assert_eq!(backend.inspect(&key("k")).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn a_locked_row_is_no_loss_of_its_readers_and_delays_no_others() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let readers: Vec<_> = (0..12).map(|n| reader(&format!("k{n}"))).collect();
+    for reader in &readers {
+        grant(&backend, reader).await;
+    }
+    let mut data = data(&server).await;
+    let lock = format!("SELECT * FROM lock_registry_locks WHERE {KEY_COLUMN} <> 'k11' FOR UPDATE");
+    run(&mut data, &format!("{BEGIN_READ_COMMITTED}; {lock}")).await;
+    let began = Instant::now();
+    let renewals = backend.renew(&readers).await;
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    for renewal in &renewals[..11] {
+        let error = renewal.as_ref().unwrap_err();
+        assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
+    }
+    assert!(matches!(renewals[11], Ok(Renewal::Renewed(_))), "{:?}", renewals[11]);
+    run(&mut data, "ROLLBACK").await;
+    for renewal in backend.renew(&readers).await {
+        assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
+    }
 }
 
 /// A grant in columns of its own moves to a record when a claim joins its queue.
