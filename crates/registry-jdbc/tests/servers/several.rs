@@ -236,3 +236,74 @@ async fn joins(server: &Server) -> bool {
         }
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tmp_fair_loop() {
+    let server = server().await;
+    *URL.lock().unwrap() = server.url();
+    let mut tasks = JoinSet::new();
+    for worker in 0..8 {
+        let config = config(&server).with_namespace(format!("w{worker}"));
+        tasks.spawn(async move {
+            for n in 0..40 {
+                let key = format!("k{n}");
+                let (a, b) = (registry(config.clone()).await, registry(config.clone()).await);
+                let fair = || LockOptions::new().fair(true);
+                let guard = a.obtain(&key).lock_with(fair()).await.unwrap();
+                let spawn = |registry: &registry_core::Registry, name: &'static str| {
+                    let lock = registry.obtain(&key);
+                    tokio::spawn(async move {
+                        let began = Instant::now();
+                        let guard = lock.lock_with(fair()).await.unwrap();
+                        (name, began.elapsed(), guard)
+                    })
+                };
+                let l0 = spawn(&a, "l0");
+                let l1 = spawn(&a, "l1");
+                let c = spawn(&b, "c");
+                let probe = backend(config.clone()).await;
+                let mut waited = 0;
+                loop {
+                    let read = format!(
+                        "SELECT count(*) FROM lock_registry_locks WHERE convert_from(namespace,'utf8') = 'w{worker}' AND convert_from(key,'utf8') = '{key}' AND claim = '++++++++++++++++'"
+                    );
+                    let found = probe_sql(&config, &read).await;
+                    if found == 1 { break; }
+                    waited += 1;
+                    assert!(waited < 1000);
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                drop(probe);
+                guard.unlock().await.unwrap();
+                let mut c = c;
+                match timeout(Duration::from_secs(10), &mut c).await {
+                    Ok(done) => { let (_, t, g) = done.unwrap(); if t > Duration::from_secs(2) { eprintln!("slow {worker} {n} {t:?}"); } g.unlock().await.unwrap(); }
+                    Err(_) => {
+                        let read = format!("SELECT convert_from(label,'utf8') || ' until ' || until || ' since ' || since FROM lock_registry_locks WHERE convert_from(namespace,'utf8') = 'w{worker}' AND convert_from(key,'utf8') = '{key}'");
+                        panic!("stuck {worker} {n}: l0 {} l1 {} row {}", l0.is_finished(), l1.is_finished(), probe_text(&config, &read).await);
+                    }
+                }
+let un = async |l: tokio::task::JoinHandle<(&'static str, Duration, registry_core::LockGuard)>| { let (_, _, g) = timeout(Duration::from_secs(20), l).await.unwrap().unwrap(); g.unlock().await.unwrap(); }; tokio::join!(un(l0), un(l1));
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await { done.unwrap(); }
+}
+
+async fn probe_text(config: &crate::server::Config, sql: &str) -> String {
+    use registry_jdbc::sqlx::{ConnectOptions as _, Row as _};
+    let url = URL.lock().unwrap().clone();
+    let _ = config;
+    let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    row.get::<String, _>(0)
+}
+async fn probe_sql(config: &crate::server::Config, sql: &str) -> i64 {
+    use registry_jdbc::sqlx::{ConnectOptions as _, Row as _};
+    let _ = config;
+    let url = URL.lock().unwrap().clone();
+    let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    row.get::<i64, _>(0)
+}
+static URL: std::sync::Mutex<String> = std::sync::Mutex::new(String::new());
