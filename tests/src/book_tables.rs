@@ -139,7 +139,7 @@ fn schemes() -> String {
 
 fn capabilities() -> io::Result<String> {
     let mut table = String::from(
-        "| store | `class` | `reach` | `fencing` | `fair` | `wakes` | `reports_invalidations` | `labels` | `inspect` | leases |\n|---|---|---|---|---|---|---|---|---|---|\n",
+        "| store | `class` | `reach` | `fencing` | `fair` | `wakes` | `reports_invalidations` | `labels` | `inspect` | leases | modes |\n|---|---|---|---|---|---|---|---|---|---|---|\n",
     );
     for url in STORES {
         let config = RegistryConfig::from_url(url).map_err(io::Error::other)?;
@@ -152,7 +152,15 @@ fn capabilities() -> io::Result<String> {
             let _ = write!(table, " {} |", if flag { "yes" } else { "no" });
         }
         let (min, max) = (format_time(can.lease_min), format_time(can.lease_max));
-        let _ = writeln!(table, " `{min}` to `{max}` |");
+        let modes = [
+            ("shared", can.shared),
+            ("upgradable", can.upgradable),
+            ("permits", can.permits),
+            ("fair_on_request", can.fair_on_request),
+        ];
+        let modes = modes.iter().filter(|(_, can)| *can).map(|(mode, _)| format!("`{mode}`"));
+        let modes = modes.collect::<Vec<_>>().join(", ");
+        let _ = writeln!(table, " `{min}` to `{max}` | {modes} |");
     }
     Ok(table)
 }

@@ -71,7 +71,12 @@ pub trait Fence<DB: Database> {
     /// reads anything. Otherwise the server may report a conflict with a later renewal, or the
     /// transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
-    /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`. Other locks continue, but
+    /// The guard of a reader or a permit can fence too. Claims that the transaction must not overlap
+    /// with then wait for its end, including an upgrade of the same guard.
+    ///
+    /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`, or `LOCK IN SHARE MODE` for
+    /// readers and permits. If several claims hold the key, an open transaction blocks the grants,
+    /// renewals and releases of all of them. Other locks continue, but
     /// renewals of this lock cannot, so the transaction must end well before the lease does. With
     /// `REPEATABLE READ`, the default of these servers, fence before the transaction reads
     /// anything. A transaction that has read keeps its snapshot, and can overwrite newer rows that

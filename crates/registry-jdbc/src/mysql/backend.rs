@@ -42,6 +42,7 @@ impl Dialect for MySql {
     const BYTES_PREFIX: &'static str = "x'";
     const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
+    const HAS_MODES: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
 
     type Statements = MySqlStatements;
@@ -151,9 +152,7 @@ impl Dialect for MySql {
             }
             // `is_locked` also returns true if the row does not exist. So the claim must still hold
             // the key.
-            let held = rows.current_grant(claim.key(), ConnectionUse::Release).await?;
-            let holder = held.first().map(|row| bytes::<Self>(row, 0)).transpose()?.flatten();
-            Ok(holder.as_deref() == Some(&claim.id().to_bytes()))
+            rows.has_entry(claim, ConnectionUse::Release).await
         })
         .await
     }
@@ -229,8 +228,8 @@ impl Dialect for MySql {
 pub(crate) struct MySqlWakeups(pub(super) Option<MySqlReleasePoller>);
 
 impl WakeupSource for MySqlWakeups {
-    fn busy_mark(&self, _: u64, token: FencingToken) -> u64 {
-        token.get()
+    fn busy_mark(&self, _: u64, version: FencingToken) -> u64 {
+        version.get()
     }
 
     async fn wait(&self, id: RowId, mark: u64) {

@@ -12,7 +12,8 @@ use super::config::MySqlConfig;
 use super::error;
 use super::sql::{self, MySqlStatements};
 use super::statement::fetch;
-use crate::server::{CreateSchema, RowStatements, ServerErrors as _, read_meta};
+use crate::server::statement::number;
+use crate::server::{CreateSchema, RowStatements, ServerErrors as _, Statement, Value, read_meta};
 
 /// Opens the store on an exclusively used connection. Dropping the future closes the connection,
 /// and the server rolls unfinished work back.
@@ -50,6 +51,7 @@ async fn check_tables(
         set_schema_lock(connection, false).await;
     }
     let id = read_meta::<MySql>(&meta.map_err(MySql::explain)?)?;
+    check_label_column(&texts, database, &config.settings.table_prefix, connection).await?;
     Ok((texts, id))
 }
 
@@ -80,6 +82,27 @@ async fn create_tables(
     Err(BackendError::new(BackendErrorKind::Denied, message).with_source(error).as_refused())
 }
 
+/// Refuses tables of a version before the first release, whose column cannot contain the record of
+/// several claims.
+async fn check_label_column(
+    texts: &MySqlStatements,
+    database: &str,
+    prefix: &str,
+    connection: &mut MySqlConnection,
+) -> Result<(), BackendError> {
+    let table = format!("{prefix}_locks");
+    let values = [Value::bytes(database.as_bytes()), Value::bytes(table.as_bytes())];
+    let text = Statement::new(&texts.label_size, values).inlined::<MySql>();
+    let rows = fetch(connection, text).await.map_err(MySql::explain)?;
+    let Some(row) = rows.first() else { return Ok(()) };
+    if number::<MySql>(row, 0)? >= LABEL_SIZE {
+        return Ok(());
+    }
+    Err(MySql::misconfigured(&format!(
+        "the column `label` of the lock tables is too small for shared locks; run `ALTER TABLE {table} MODIFY label MEDIUMBLOB`"
+    )))
+}
+
 async fn fetch_meta(
     texts: &MySqlStatements,
     connection: &mut MySqlConnection,
@@ -87,6 +110,9 @@ async fn fetch_meta(
     let statements: &RowStatements = texts.as_ref();
     fetch(connection, statements.meta.as_str().to_owned()).await
 }
+
+/// The size of the column `label`, in bytes.
+const LABEL_SIZE: i64 = (1 << 24) - 1;
 
 /// The time limit for opening. It includes the wait for another process that creates the tables.
 const OPENING_LIMIT: Duration = Duration::from_secs(30);

@@ -18,7 +18,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     claim     BINARY(16)               COMMENT 'who holds it; NULL after a release',
     token     BIGINT          NOT NULL COMMENT 'the first fencing token of the newest grant',
     block     BIGINT          NOT NULL COMMENT 'how many tokens it reserved',
-    label     VARBINARY(1024)          COMMENT 'UTF-8',
+    label     MEDIUMBLOB               COMMENT 'UTF-8; the record of all claims if several hold the key',
     since     BIGINT          NOT NULL,
     until     BIGINT          NOT NULL COMMENT 'held until then, or free since then'
 ) ENGINE = InnoDB;

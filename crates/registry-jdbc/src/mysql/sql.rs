@@ -18,6 +18,10 @@
 //! - A renewal may prolong a lease that expired while the statement waited, but only if no other
 //!   claim was granted the key meanwhile.
 //!
+//! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
+//! `until` is at least the end of the last entry, so statements for one claim find the key held.
+//! See [`several`](crate::server::several).
+//!
 //! The statements do not use RETURNING, because the same text must work in MariaDB and MySQL.
 
 use std::sync::LazyLock;
@@ -26,7 +30,7 @@ use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-use crate::server::{HolderStatements, RowStatements, StatementText};
+use crate::server::{HolderStatements, RECORD_MARKER, RowStatements, StatementText};
 
 /// The statements that create the tables. They are sent on an exclusively used connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -60,6 +64,7 @@ pub(super) fn list_size(items: usize) -> usize {
 pub(crate) struct MySqlStatements {
     rows: RowStatements,
     pub(super) meta_now: StatementText,
+    pub(super) label_size: StatementText,
     pub(super) holder_connection: StatementText,
     pub(super) kill: StatementText,
     pub(super) renew: StatementText,
@@ -96,6 +101,7 @@ impl MySqlStatements {
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
         let now = mutant::clock(NOW);
+        let marker = format!("x'{:032x}'", u128::from_be_bytes(RECORD_MARKER));
         let text = |template: &str| {
             let text = template
                 .replace("{free}", FREE)
@@ -103,6 +109,7 @@ impl MySqlStatements {
                 .replace("{holder_connection}", HOLDER_CONNECTION_ID)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{marker}", &marker)
                 .replace("{writable}", WRITABLE)
                 .replace("{now}", &now);
             StatementText::positional(&text, &SIZES)
@@ -125,11 +132,21 @@ impl MySqlStatements {
             lease_holders_only: Some(holders("NULL")),
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_shared_grant: text(
+                &with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])
+                    .replace("FOR UPDATE", "LOCK IN SHARE MODE"),
+            ),
             fence_session_grant: text(FENCE_SESSION_GRANT),
+            read_row: text(READ_ROW),
+            insert_record: text(INSERT_RECORD),
+            write_record: text(WRITE_RECORD),
+            write_renewal: text(WRITE_RENEWAL),
+            write_grant: text(WRITE_RECORD),
         };
         Self {
             rows,
             meta_now: text(&format!("{META} LOCK IN SHARE MODE")),
+            label_size: text(LABEL_SIZE),
             holder_connection: text(HOLDER_CONNECTION),
             kill: text("KILL CONNECTION $1"),
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -206,6 +223,13 @@ pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OF
 /// is always false, because the query cannot show how old the snapshot of a transaction is.
 const META: &str = "SELECT version, store, CAST({writable} AS SIGNED), 0 FROM {meta} WHERE id = 1";
 
+/// Returns the size of the column for labels and records.
+///
+/// Parameters: database, table.
+const LABEL_SIZE: &str = "\
+    SELECT CAST(character_octet_length AS SIGNED) FROM information_schema.columns \
+    WHERE table_schema = $1 AND table_name = $2 AND column_name = 'label'";
+
 /// Grants the key if no claim holds it, not even the given claim. The response contains the token
 /// as the *last insert id*. Zero means that nothing was granted. The affected row count does not
 /// show a grant, because sqlx counts a row that was found and left unchanged.
@@ -278,7 +302,7 @@ const CURRENT_GRANT: &str = "\
 /// Parameter: id or namespace.
 fn holders(condition: &str, holder_connection: &str) -> String {
     format!(
-        "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL) \
+        "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL), claim, {{now}} \
          FROM {{locks}} \
          WHERE {condition} AND claim IS NOT NULL AND (until > {{now}} OR {holder_connection} IS NOT NULL)"
     )
@@ -321,9 +345,10 @@ const UNEXPIRED: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
-/// Returns the ids of held keys, with the tokens of their grants. Parameters: ids.
+/// Returns those of the ids whose keys are held, with the versions of their rows: the tokens of
+/// their grants, or `since` of a record. Parameters: ids.
 const HELD: &str = "\
-    SELECT id, token FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
+    SELECT id, IF(claim = {marker}, since, token) FROM {locks} WHERE id IN ($1...) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
@@ -338,19 +363,66 @@ const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, $3) \
     WHERE id = $1 AND claim = $2 AND until > {now}";
 
+/// Returns the columns of the key's row that requests change, or nulls without a row, then the
+/// server's time and the largest token of all purged rows.
+///
+/// Parameters: id.
+const READ_ROW: &str = "\
+    SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
+    FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1 WHERE meta.id = 1";
+
+/// Creates the row of a key with a record, if the row is missing and its token is above the tokens
+/// of all purged rows.
+///
+/// Parameters: id, claim, token, block, label, since, until, namespace, key.
+const INSERT_RECORD: &str = "\
+    INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT $1, $8, $9, $2, $3, $4, $5, $6, $7 FROM {meta} WHERE id = 1 AND floor < $3 AND {writable}";
+
+/// Writes a row, if it is as it was read. In a row with a record, each write changes `since` or
+/// `until`.
+///
+/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and until.
+const WRITE_RECORD: &str = "\
+    UPDATE {locks} SET claim = $2, token = $3, block = $4, label = $5, since = $6, until = $7 \
+    WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";
+
+/// Like [`WRITE_RECORD`], but skips a row that another transaction has locked. The row is found as
+/// in [`RENEW`].
+const WRITE_RENEWAL: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable} \
+        LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
+    SET l.claim = $2, l.token = $3, l.block = $4, l.label = $5, l.since = $6, l.until = $7";
+
 /// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} WHERE id = $1 AND claim IS NOT NULL AND until > {now}";
 
-/// Finds the row with this claim and token, and locks it until the caller's transaction ends. The
-/// inner select locks nothing, and shows whether the transaction's snapshot contains the grant. The
-/// inner select depends on the outer select, so that the snapshot begins only after the wait of the
-/// outer select.
+/// Finds the row with this claim and token, or with a record that contains them, and locks it until
+/// the caller's transaction ends. The inner select locks nothing, and shows whether the
+/// transaction's snapshot contains the grant. The inner select depends on the outer select, so that
+/// the snapshot begins only after the wait of the outer select.
 ///
-/// Parameters: id, claim, token.
+/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
+/// token block at 100.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry.
 const FENCE: &str = "\
-    SELECT {is_in_snapshot} FROM {locks} AS l \
-    WHERE l.id = $1 AND l.claim = $2 AND l.token <= $3 AND $3 < l.token + l.block AND l.until > {now} FOR UPDATE";
+    SELECT CAST(EXISTS ( \
+        SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND ( \
+            seen.claim = l.claim AND seen.token = l.token \
+            OR l.claim = {marker} AND (seen.claim = $2 OR seen.claim = {marker} AND LOCATE($4, seen.label) > 0)) \
+    ) AS SIGNED) FROM {locks} AS l \
+    WHERE l.id = $1 AND l.until > {now} AND CASE \
+        WHEN l.claim = $2 THEN l.token <= $3 AND $3 < l.token + l.block \
+        WHEN l.claim = {marker} AND LOCATE($4, l.label) > 0 THEN \
+            CAST(SUBSTR(l.label, LOCATE($4, l.label) + 33, 16) AS SIGNED) > {now} \
+            AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) <= $3 \
+            AND CAST(SUBSTR(l.label, LOCATE($4, l.label) + 81, 19) AS SIGNED) \
+                + CAST(SUBSTR(l.label, LOCATE($4, l.label) + 100, 10) AS SIGNED) > $3 END FOR UPDATE";
 
 /// Whether a select without locks sees the row `l` that a locking select has found.
 const IS_IN_SNAPSHOT: &str = "\

@@ -41,6 +41,7 @@ impl Dialect for Postgres {
     const BYTES_PREFIX: &'static str = "E'\\\\x";
     const RENEWALS_MAX: usize = 1000;
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = false;
+    const HAS_MODES: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = true;
 
     type Statements = PgStatements;

@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     claim     bytea,                                -- who holds it; NULL after a release
     token     bigint NOT NULL,                      -- the first fencing token of the newest grant
     block     bigint NOT NULL,                      -- how many tokens it reserved
-    label     bytea,                                -- UTF-8
+    label     bytea,                                -- UTF-8; the record of all claims if several hold the key
     since     bigint NOT NULL,
     until     bigint NOT NULL                       -- held until then, or free since then
 ) WITH (fillfactor = 70);

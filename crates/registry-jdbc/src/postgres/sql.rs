@@ -16,10 +16,14 @@
 //! A statement that grants a key to another claim locks the key's row FOR UPDATE. Renewals and
 //! releases lock the row only FOR NO KEY UPDATE. A fenced transaction locks the row FOR KEY SHARE,
 //! which blocks grants to other claims, and permits renewals and releases.
+//!
+//! A row whose claim is [`RECORD_MARKER`] contains the record of several claims in its label. Its
+//! `until` is at least the end of the last entry, so statements for one claim find the key held.
+//! See [`several`](crate::server::several).
 
 use super::config::TableNames;
 use crate::mutant::{self, Mutant, SqlMutation, with_mutation};
-use crate::server::{HolderStatements, RowStatements, StatementText};
+use crate::server::{HolderStatements, RECORD_MARKER, RowStatements, StatementText};
 
 /// The statements that create the tables. They are sent on a separate connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
@@ -56,9 +60,13 @@ impl AsRef<RowStatements> for PgStatements {
 impl PgStatements {
     pub(super) fn new(tables: TableNames) -> Self {
         let now = mutant::clock(NOW);
+        let marker = format!("decode('{:032x}', 'hex')", u128::from_be_bytes(RECORD_MARKER));
         let text = |template: &str| {
             let text = template
                 .replace("{claim_lock_key}", CLAIM_LOCK_KEY)
+                .replace("{is_as_read}", IS_AS_READ)
+                .replace("{marker}", &marker)
+                .replace("{notify}", NOTIFY)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
@@ -82,7 +90,15 @@ impl PgStatements {
             lease_holders_only: None,
             release: text(&with_mutation(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             fence: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
+            fence_shared_grant: text(&with_mutation(FENCE, &[FENCE_WITHOUT_LOCK])),
             fence_session_grant: text(FENCE_SESSION_GRANT),
+            read_row: text(READ_ROW),
+            insert_record: text(INSERT_RECORD),
+            write_record: text(WRITE_RECORD),
+            write_renewal: text(
+                &WRITE_GRANT.replace("FOR UPDATE", "FOR NO KEY UPDATE SKIP LOCKED"),
+            ),
+            write_grant: text(WRITE_GRANT),
         };
         Self {
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -224,7 +240,7 @@ const CURRENT_GRANT: &str = "\
 /// Parameters: id or namespace
 const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
-    SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
+    SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END, claim, now FROM {locks}, clock \
     WHERE {condition} AND claim IS NOT NULL AND (until > now OR {claim_lock_key} IN (SELECT lock_key FROM ({holder_locks}) AS holder_locks))";
 
 /// The keys of all held advisory locks, with the ids of the server processes that hold them.
@@ -291,14 +307,70 @@ const END_ROW_HOLDER: &str = "\
         SELECT holder_locks.pid FROM {locks} JOIN ({holder_locks}) AS holder_locks ON holder_locks.lock_key = {claim_lock_key} WHERE id = $1::bytea AND claim IS NOT NULL) \
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
-/// Finds the row with this claim and token. Locks the row against a grant to another claim until
-/// the caller's transaction ends.
+/// Finds the row with this claim and token, or with a record that contains them. Locks the row
+/// against a grant to another claim until the caller's transaction ends. Readers that join readers
+/// do not wait for the lock; see [`WRITE_GRANT`].
 ///
-/// Parameters: id, claim, token
+/// In an entry of a record, the end of the lease begins at position 33, the token at 81, and the
+/// token block at 100.
+///
+/// Parameters: id, claim, token, first 33 bytes of the entry
 const FENCE: &str = "\
     SELECT true FROM {locks} \
-    WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
+    WHERE id = $1::bytea AND until > {now} AND CASE \
+        WHEN claim = $2::bytea THEN token <= $3::bigint AND $3::bigint < token + block \
+        WHEN claim = {marker} AND position($4::bytea IN label) > 0 THEN \
+            encode(substr(label, position($4::bytea IN label) + 33, 16), 'escape')::bigint > {now} \
+            AND encode(substr(label, position($4::bytea IN label) + 81, 19), 'escape')::bigint <= $3::bigint \
+            AND encode(substr(label, position($4::bytea IN label) + 81, 19), 'escape')::bigint \
+                + encode(substr(label, position($4::bytea IN label) + 100, 10), 'escape')::bigint > $3::bigint END \
     FOR KEY SHARE";
+
+/// Returns the columns of the key's row that requests change, or nulls without a row, then the
+/// server's time and the largest token of all deleted rows.
+///
+/// Parameters: id
+const READ_ROW: &str = "\
+    SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
+    FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1::bytea WHERE meta.id = 1";
+
+/// Whether the row is as it was read. In a row with a record, each write changes `since` or `until`.
+const IS_AS_READ: &str = "\
+    id = $1::bytea AND claim IS NOT DISTINCT FROM $8::bytea AND token = $9::bigint AND since = $10::bigint AND until = $11::bigint";
+
+/// Creates the row of a key with a record, if the row is missing and its token is above the tokens
+/// of all deleted rows.
+///
+/// Parameters: id, claim, token, block, label, since, until, namespace, key
+const INSERT_RECORD: &str = "\
+    INSERT INTO {locks} (id, namespace, key, claim, token, block, label, since, until) \
+    SELECT $1::bytea, $8::bytea, $9::bytea, $2::bytea, $3::bigint, $4::bigint, $5::bytea, $6::bigint, $7::bigint \
+    FROM {meta} WHERE id = 1 AND floor < $3::bigint \
+    ON CONFLICT (id) DO NOTHING RETURNING true";
+
+/// Writes a row, if it is as it was read. Notifies the listeners if the change may let others in,
+/// and there are any.
+///
+/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and until,
+/// whether to notify, whether a crash may undo the change, channel, message, presence lock
+const WRITE_RECORD: &str = "\
+    UPDATE {locks} SET \
+        claim = $2::bytea, token = $3::bigint, block = $4::bigint, label = $5::bytea, since = $6::bigint, until = $7::bigint \
+    WHERE {is_as_read} RETURNING {notify}";
+
+/// Like [`WRITE_RECORD`], for a change that grants the key. The subquery locks the row FOR UPDATE,
+/// as in [`REACQUIRE`].
+const WRITE_GRANT: &str = "\
+    UPDATE {locks} AS l SET \
+        claim = $2::bytea, token = $3::bigint, block = $4::bigint, label = $5::bytea, since = $6::bigint, until = $7::bigint \
+    FROM (SELECT FROM {locks} WHERE {is_as_read} FOR UPDATE) AS seen \
+    WHERE l.id = $1::bytea RETURNING {notify}";
+
+/// What [`WRITE_RECORD`] does besides the write.
+const NOTIFY: &str = "\
+    CASE WHEN $12::bigint = 1 THEN CASE WHEN NOT pg_try_advisory_xact_lock($16::bigint) THEN \
+        pg_notify($14::text, encode($15::bytea, 'hex')) IS NULL END END, \
+    CASE WHEN $13::bigint = 1 THEN set_config('synchronous_commit', 'off', true) END";
 
 /// Returns [`LOCK_IN`] for rows alone, or for rows with session locks.
 fn lock_in(tried: &str, condition: &str, is_busy: &str) -> String {

@@ -246,15 +246,7 @@ impl<D: SpringDialect> SqlBackend<D> {
     async fn attempt(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let (attempt, position) = match &self.locks {
             Locks::Lease(rows) => {
-                let attempt = dialect::try_acquire(rows, claim).await?;
-                return Ok(match (attempt, rows.wakeups.wake_check()) {
-                    // A wake-up check covers only leases: the end of a session lock sends no
-                    // notification and changes no row.
-                    (Attempt::Busy(busy), Some(check)) if busy.retry_after.is_some() => {
-                        Attempt::Busy(busy.with_wake_check(check))
-                    }
-                    (attempt, _) => attempt,
-                });
+                return dialect::try_acquire(rows, claim).await;
             }
             Locks::Spring(spring) => return dialect::try_acquire(spring, claim).await,
             // The position must be read before the attempt is sent, so that a wait from this
@@ -285,7 +277,12 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
     let capabilities = match mode {
         SqlMode::Lease => {
             let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
-            capabilities.with_labels().with_inspect().with_renewal(renewal)
+            let capabilities = capabilities.with_labels().with_inspect().with_renewal(renewal);
+            if D::HAS_MODES {
+                capabilities.with_shared().with_upgradable().with_permits().with_fair_on_request()
+            } else {
+                capabilities
+            }
         }
         SqlMode::Session => capabilities.with_invalidations(),
         SqlMode::Row => capabilities.with_invalidations().with_labels().with_inspect(),
@@ -366,12 +363,11 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 #[async_trait]
 impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        let holder = match self.rows() {
-            _ if matches!(self.locks, Locks::Session { .. }) => return Ok(Vec::new()),
-            Ok(rows) => rows.inspect(key).await,
-            Err(spring) => spring.inspect(key).await,
-        };
-        self.result_with_address(holder.map(|holder| holder.into_iter().collect()))
+        match self.rows() {
+            _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
+            Ok(rows) => self.result_with_address(rows.inspect(key).await),
+            Err(spring) => self.result_with_address(spring.inspect(key).await),
+        }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {

@@ -78,6 +78,8 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     const RENEWALS_MAX: usize;
     /// Whether all claims of one statement must have the same lease.
     const RENEWAL_NEEDS_EQUAL_LEASES: bool;
+    /// Whether several claims can hold a key together in lease mode.
+    const HAS_MODES: bool;
     /// Whether a transaction can hold a lock of the same name as a session.
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool;
 
@@ -258,8 +260,9 @@ pub(crate) trait WakeupSource: Send + Sync + 'static {
     }
 
     /// Returns the mark of a busy attempt, for [`wait`](Self::wait): the position before the
-    /// attempt, or the token of the grant that the attempt found.
-    fn busy_mark(&self, position: u64, token: FencingToken) -> u64;
+    /// attempt, or the version of the row that the attempt found. The version is the token of the
+    /// newest grant, or `since` if the row contains a record.
+    fn busy_mark(&self, position: u64, version: FencingToken) -> u64;
 
     /// Waits until the lock may have been released after the attempt with this mark.
     fn wait(&self, id: RowId, mark: u64) -> impl Future<Output = ()> + Send;
@@ -310,10 +313,7 @@ pub(crate) trait LeaseStore: fmt::Debug + Send + Sync + Sized + 'static {
     /// Waits until the lock may have been released.
     fn wait(&self, claim: &Claim, busy: &Busy) -> impl Future<Output = ()> + Send;
 
-    fn inspect(
-        &self,
-        key: &Key,
-    ) -> impl Future<Output = Result<Option<Holder>, BackendError>> + Send;
+    fn inspect(&self, key: &Key) -> impl Future<Output = Result<Vec<Holder>, BackendError>> + Send;
 
     fn list(&self) -> impl Future<Output = Result<Vec<Holder>, BackendError>> + Send;
 

@@ -8,6 +8,7 @@ mod dialect;
 // Leases, in the native tables and in the table of another program.
 mod store;
 mod rows;
+mod several;
 pub(crate) mod spring_rows;
 pub(crate) mod spring;
 // Sending statements.
@@ -56,6 +57,7 @@ pub(crate) use rows::{HolderStatements, RowStatements, Rows};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
+pub(crate) use several::RECORD_MARKER;
 pub use spring::SpringTable;
 pub(crate) use spring_rows::{SpringRows, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};

@@ -1,12 +1,15 @@
-//! Leases in the native tables: the operations on a lock's row. All times are the server's.
+//! Leases in the native tables: the operations on a lock's row. All times are the server's. The rows
+//! of keys that several claims hold are in [`several`](super::several).
 
 use std::fmt;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, FencingToken, Finding, Grant, Holder, Key, Release, Renewal,
+    Attempt, BackendError, Busy, Claim, ClaimMode, FencingToken, Finding, Grant, Holder, Key,
+    Release, Renewal,
 };
 
 use super::dialect::{Dialect, LeaseStore, WakeupSource, attempt_from_existing_grant, decode_key};
+use super::several::{self, RECORD_MARKER};
 use super::statement::{bytes, decode_holder, fencing_token, number};
 use super::store::Store;
 use super::{ConnectionUse, RecentRows, Resend, RowId, Statement, StatementText, Value};
@@ -25,7 +28,19 @@ pub(crate) struct RowStatements {
     pub(crate) lease_holders_only: Option<HolderStatements>,
     pub(crate) release: StatementText,
     pub(crate) fence: StatementText,
+    /// As `fence`, for a grant next to others: fences of several grants do not wait for each other.
+    pub(crate) fence_shared_grant: StatementText,
     pub(crate) fence_session_grant: StatementText,
+    pub(crate) read_row: StatementText,
+    /// Creates the row of a key, if it is missing.
+    pub(crate) insert_record: StatementText,
+    /// Writes a row with a record, if it is unchanged.
+    pub(crate) write_record: StatementText,
+    /// As `write_record`, for renewals. Skips a row that another transaction has locked, so that it
+    /// does not delay other renewals.
+    pub(crate) write_renewal: StatementText,
+    /// As `write_record`, after the end of all transactions that fence the key.
+    pub(crate) write_grant: StatementText,
 }
 
 /// Queries for holders.
@@ -45,7 +60,9 @@ impl HolderStatements {
 pub(crate) struct Rows<D: Dialect> {
     pub(crate) store: Store<D>,
     pub(crate) wakeups: D::Wakeups,
-    recently_released: RecentRows,
+    pub(super) recently_released: RecentRows,
+    /// Rows whose record made an attempt wait. The next attempt probably finds a record again.
+    pub(super) rows_with_records: RecentRows,
     /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
     /// held, so it reads the row before it tries to write.
     rows_waited_without_wakeup: RecentRows,
@@ -55,12 +72,16 @@ impl<D: Dialect> Rows<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
         let wakeups = D::wakeups(&store, &store.settings().namespace);
-        let (recently_released, rows_waited_without_wakeup) =
-            (RecentRows::default(), RecentRows::default());
-        Ok(Self { store, wakeups, recently_released, rows_waited_without_wakeup })
+        Ok(Self {
+            store,
+            wakeups,
+            recently_released: RecentRows::default(),
+            rows_with_records: RecentRows::default(),
+            rows_waited_without_wakeup: RecentRows::default(),
+        })
     }
 
-    fn statements(&self) -> &RowStatements {
+    pub(super) fn statements(&self) -> &RowStatements {
         self.store.statements.as_ref().as_ref()
     }
 
@@ -125,10 +146,43 @@ impl<D: Dialect> Rows<D> {
     ) -> Result<Option<Attempt>, BackendError> {
         let rows = self.current_grant(claim.key(), ConnectionUse::Acquire).await?;
         let Some(row) = rows.first() else { return Ok(None) };
+        let holder_id = bytes::<D>(row, 0)?;
+        if holder_id.as_deref() == Some(&RECORD_MARKER) {
+            return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
+        }
         let holder = decode_holder::<D>(Holder::new(claim.key().clone()), row, 1)?;
-        let is_own = bytes::<D>(row, 0)?.as_deref() == Some(&claim.id().to_bytes());
+        let is_own = holder_id.as_deref() == Some(&claim.id().to_bytes());
         let mark = self.wakeups.busy_mark(position, fencing_token::<D>(number::<D>(row, 1)?)?);
-        attempt_from_existing_grant::<D>(claim, is_own, holder, mark).map(Some)
+        match attempt_from_existing_grant::<D>(claim, is_own, holder, mark)? {
+            Attempt::Busy(_) if claim.joins_queue() => {
+                Box::pin(self.attempt_on_record(claim, position)).await.map(Some)
+            }
+            // Only here, because the lapse of a place in a record sends no notification.
+            Attempt::Busy(busy) => Ok(Some(Attempt::Busy(match self.wakeups.wake_check() {
+                Some(check) => busy.with_wake_check(check),
+                None => busy,
+            }))),
+            attempt => Ok(Some(attempt)),
+        }
+    }
+
+    /// Makes an attempt with the statements that probably succeed.
+    async fn attempt_once(
+        &self,
+        claim: &Claim,
+        position: u64,
+    ) -> Result<Option<Attempt>, BackendError> {
+        let row = self.row_id(claim.key());
+        if !is_exclusive_grant(claim) || self.rows_with_records.remove(row) {
+            // Boxed, because the future is large, and most attempts need no record.
+            return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
+        }
+        if self.rows_waited_without_wakeup.remove(row)
+            && let Some(holder) = self.attempt_from_current_row(claim, position).await?
+        {
+            return Ok(Some(holder));
+        }
+        self.acquire(claim, position).await
     }
 
     /// Returns claim, token, label and times of the key's grant.
@@ -139,6 +193,20 @@ impl<D: Dialect> Rows<D> {
     ) -> Result<Vec<D::Row>, BackendError> {
         let statement = Statement::new(&self.statements().current_grant, [self.id(key)]);
         self.store.client.query(connection_use, &statement).await
+    }
+
+    /// Ends the grant of a claim that is alone in its row.
+    async fn release_exclusive(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let id = self.row_id(claim.key());
+        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::token_block(claim)];
+        values.extend(self.wakeups.notification(id));
+        let statement = Statement::new(&self.statements().release, values).with_at_most_one_row();
+        let released = self.store.release(&statement).await?.release_outcome();
+        if released == Release::Freed {
+            self.recently_released.insert(id);
+        }
+        self.wakeups.on_release(claim.key());
+        Ok(released)
     }
 
     /// Returns the holder of one key, or the holders of the namespace. If the server cannot report
@@ -174,12 +242,7 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     async fn attempt(&self, claim: &Claim, position: u64) -> Result<Option<Attempt>, BackendError> {
-        if self.rows_waited_without_wakeup.remove(self.row_id(claim.key()))
-            && let Some(holder) = self.attempt_from_current_row(claim, position).await?
-        {
-            return Ok(Some(holder));
-        }
-        match self.acquire(claim, position).await {
+        match self.attempt_once(claim, position).await {
             Err(error) if D::is_row_lock_error(&error) => {
                 D::attempt_on_locked_row(self, claim, position, error).await
             }
@@ -191,22 +254,41 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         &self,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
-        D::renew(self, claims).await
+        let is_exclusive = |claim: &Claim| claim.mode() == ClaimMode::Exclusive;
+        let exclusive: Vec<&Claim> =
+            claims.iter().copied().filter(|claim| is_exclusive(claim)).collect();
+        let mut renewed = Vec::new();
+        if !exclusive.is_empty() {
+            renewed = D::renew(self, &exclusive).await?;
+        }
+        let mut renewed = renewed.into_iter();
+        let mut answers: Vec<_> = claims
+            .iter()
+            .map(|claim| if is_exclusive(claim) { renewed.next() } else { None })
+            .map(|answer| answer.unwrap_or(Ok(Renewal::Gone)))
+            .collect();
+        // An exclusive claim that the statement did not find may be in a record.
+        let gone = |index: &usize| matches!(answers[*index], Ok(Renewal::Gone));
+        let missing: Vec<usize> = (0..claims.len()).filter(gone).collect();
+        let rest: Vec<&Claim> = missing.iter().map(|&index| claims[index]).collect();
+        let found = Box::pin(self.renew_in_records(&rest)).await;
+        for (index, answer) in missing.into_iter().zip(found) {
+            answers[index] = answer;
+        }
+        Ok(answers)
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         if claim.is_fenced() {
             D::wait_for_fence(self, claim).await?;
         }
-        let id = self.row_id(claim.key());
-        let mut values = vec![self.id(claim.key()), Value::claim(claim), Value::token_block(claim)];
-        values.extend(self.wakeups.notification(id));
-        let statement = Statement::new(&self.statements().release, values).with_at_most_one_row();
-        let released = self.store.release(&statement).await?.release_outcome();
-        if released == Release::Freed {
-            self.recently_released.insert(id);
+        let mut released = Release::NotHeld;
+        if claim.mode() == ClaimMode::Exclusive {
+            released = self.release_exclusive(claim).await?;
         }
-        self.wakeups.on_release(claim.key());
+        if released == Release::NotHeld {
+            released = Box::pin(self.release_in_record(claim)).await?;
+        }
         self.store.maybe_purge(claim).await;
         Ok(released)
     }
@@ -219,35 +301,39 @@ impl<D: Dialect> LeaseStore for Rows<D> {
         self.rows_waited_without_wakeup.remove(id);
     }
 
-    /// Returns the holder of `key`. For a lock in a caller's transaction, the returned `Holder`
+    /// Returns the holders of `key`. For a lock in a caller's transaction, the returned `Holder`
     /// contains only the key.
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         // Between the two queries, the key may get another holder or become free.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             if let Some(row) = self.query_holders(Some(key)).await?.first() {
-                return decode_holder::<D>(Holder::new(key.clone()), row, 1).map(Some);
+                return several::decode_holders::<D>(key.clone(), row);
             }
             if !D::is_locked_by_transaction(self, key).await? {
-                return Ok(None);
+                return Ok(Vec::new());
             }
         }
-        Ok(Some(Holder::new(key.clone())))
+        Ok(vec![Holder::new(key.clone())])
     }
 
     /// Returns the holders of the namespace. Locks in callers' transactions are not listed: other
     /// connections do not see their uncommitted rows.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let rows = self.query_holders(None).await?;
-        let holder = |row: &D::Row| {
+        let mut holders = Vec::with_capacity(rows.len());
+        for row in &rows {
             let key = bytes::<D>(row, 0)?.and_then(|key| String::from_utf8(key).ok());
-            decode_holder::<D>(Holder::new(decode_key::<D>(key.as_deref())?), row, 1)
-        };
-        rows.iter().map(holder).collect()
+            holders.extend(several::decode_holders::<D>(decode_key::<D>(key.as_deref())?, row)?);
+        }
+        Ok(holders)
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        D::force_release(self, key).await
+        match Box::pin(self.force_release_in_record(key)).await? {
+            Some(released) => Ok(released),
+            None => D::force_release(self, key).await,
+        }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -257,8 +343,20 @@ impl<D: Dialect> LeaseStore for Rows<D> {
     }
 
     fn fence(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
-        self.fence_statement(&self.statements().fence, claim, token)
+        let texts = self.statements();
+        let text = match claim.mode() {
+            ClaimMode::Exclusive => &texts.fence,
+            _ => &texts.fence_shared_grant,
+        };
+        let mut statement = self.fence_statement(text, claim, token);
+        statement.values.push(several::entry_prefix(claim));
+        statement
     }
+}
+
+/// Returns whether `claim` requests an exclusive grant of a key.
+fn is_exclusive_grant(claim: &Claim) -> bool {
+    claim.mode() == ClaimMode::Exclusive && !claim.is_conversion()
 }
 
 impl<D: Dialect> fmt::Debug for Rows<D> {

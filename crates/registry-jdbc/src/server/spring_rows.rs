@@ -174,11 +174,11 @@ impl<D: SpringDialect> LeaseStore for SpringRows<D> {
         self.wakeups.wait(self.row_id(&lock_key(claim.key())), busy.mark).await;
     }
 
-    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let rows = self.current_grant(&lock_key(key)).await?;
         let grant =
             rows.first().map(|row| self.decode(Holder::new(key.clone()), row)).transpose()?;
-        Ok(grant.map(|grant| grant.holder))
+        Ok(grant.into_iter().map(|grant| grant.holder).collect())
     }
 
     /// Returns the holders of the region. A lock of this program is listed by its key, any other

@@ -1,6 +1,6 @@
 //! Connecting to a store and creating its schema.
 
-use registry_core::BackendErrorKind;
+use registry_core::{BackendErrorKind, LockBackend as _};
 use registry_jdbc::{CreateSchema, MySqlConfig};
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 
@@ -17,6 +17,19 @@ async fn an_error_for_a_user_that_cannot_create_tables_names_the_command() {
     let error = open_refused(config(&server).with_login("worker", None)).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", error_chain(&error));
     assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
+}
+
+#[tokio::test]
+async fn a_column_that_is_too_small_for_records_is_refused() {
+    let server = server().await;
+    backend(config(&server)).await.close().await;
+    let widen = "ALTER TABLE lock_registry_locks MODIFY label MEDIUMBLOB";
+    server.sql("ALTER TABLE lock_registry_locks MODIFY label VARBINARY(1024)").await.unwrap();
+    let error = open_refused(config(&server)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", error_chain(&error));
+    assert!(error.to_string().contains(widen), "{error}");
+    server.sql(widen).await.unwrap();
+    backend(config(&server)).await;
 }
 
 #[tokio::test]

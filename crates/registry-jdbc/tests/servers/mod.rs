@@ -9,5 +9,6 @@ mod lock_in;
 pub(crate) mod opening;
 pub(crate) mod row;
 mod rows;
+mod several;
 pub(crate) mod session;
 pub(crate) mod spring;

@@ -1,0 +1,546 @@
+//! Keys that several claims hold or wait for: shared claims, permits, conversions, and claims with
+//! a place in the queue.
+//!
+//! Such a key has one row, whose claim is [`RECORD_MARKER`] and whose label is the text of a
+//! [`LockRecord`]. Statements for exclusive claims find this row held by another claim. A request
+//! on the record reads the row, decides, and writes the row if it is unchanged.
+
+use std::time::Duration;
+
+use futures_util::{StreamExt as _, stream};
+use registry_core::{
+    Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Holder, Key, LockRecord,
+    RecordEntry, Release, Renewal,
+};
+use tokio::time::sleep;
+
+use super::dialect::{Dialect, WakeupSource as _};
+use super::rows::Rows;
+use super::statement::{bytes, corrupt, decode_holder, fencing_token, maybe_number, number};
+use super::{ConnectionUse, Resend, Statement, Value, error};
+
+/// The claim of a row that contains a record. The column has a fixed width on some servers.
+pub(crate) const RECORD_MARKER: [u8; 16] = [b'+'; 16];
+
+/// The columns of a row that requests change.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Columns {
+    claim: Option<Vec<u8>>,
+    token: i64,
+    block: i64,
+    label: Option<Vec<u8>>,
+    /// In a row with a record, this grows with each change that may let another claim in.
+    since: i64,
+    /// In a row with a record, at least the end of its last entry. Each write changes `since` or
+    /// `until`, so the two show whether the row is unchanged.
+    until: i64,
+}
+
+impl Columns {
+    fn has_record(&self) -> bool {
+        self.claim.as_deref() == Some(&RECORD_MARKER)
+    }
+
+    /// Returns the live entries.
+    fn record<D: Dialect>(&self, now: u64) -> Result<LockRecord, BackendError> {
+        let Some(claim) = &self.claim else { return Ok(LockRecord::new()) };
+        if self.has_record() {
+            let mut record = parse_record::<D>(self.label.as_deref())?;
+            record.remove_expired(now);
+            return Ok(record);
+        }
+        let mut record = LockRecord::new();
+        if let Ok(until) = u64::try_from(self.until)
+            && now < until
+        {
+            record.insert(self.exclusive_entry::<D>(claim, until)?);
+        }
+        Ok(record)
+    }
+
+    fn exclusive_entry<D: Dialect>(
+        &self,
+        claim: &[u8],
+        until: u64,
+    ) -> Result<RecordEntry, BackendError> {
+        // Another program may write a shorter claim.
+        let mut id = [0; 16];
+        id.iter_mut().zip(claim).for_each(|(to, from)| *to = *from);
+        let label = self.label.as_deref().map(|label| String::from_utf8_lossy(label).into());
+        let claim = Claim::new(NO_KEY.with(Key::clone), Duration::ZERO)
+            .with_id(ClaimId::from_bits(u128::from_be_bytes(id)))
+            .with_token_block(u32::try_from(self.block).unwrap_or(u32::MAX))
+            .with_label(label);
+        let since = u64::try_from(self.since).unwrap_or(0);
+        Ok(LockRecord::granted_entry(&claim, fencing_token::<D>(self.token)?, since, until))
+    }
+}
+
+thread_local! {
+    /// The key of claims that are only converted to entries, which contain no key.
+    static NO_KEY: Key = Key::new("-").expect("a key of one character is valid");
+}
+
+fn parse_record<D: Dialect>(text: Option<&[u8]>) -> Result<LockRecord, BackendError> {
+    let text = text.and_then(|text| std::str::from_utf8(text).ok());
+    let record = text.and_then(|text| LockRecord::parse(text).ok());
+    record.ok_or_else(|| corrupt::<D>("the record of a key is damaged"))
+}
+
+/// A key's row when it was read.
+struct StoredRow {
+    /// `None` if the key has no row.
+    columns: Option<Columns>,
+    /// The server's time.
+    now: i64,
+    /// The largest token of all purged rows.
+    floor: i64,
+}
+
+impl StoredRow {
+    fn parse<D: Dialect>(row: &D::Row) -> Result<Self, BackendError> {
+        let columns = match maybe_number::<D>(row, 1)? {
+            None => None,
+            Some(token) => Some(Columns {
+                claim: bytes::<D>(row, 0)?,
+                token,
+                block: number::<D>(row, 2)?,
+                label: bytes::<D>(row, 3)?,
+                since: number::<D>(row, 4)?,
+                until: number::<D>(row, 5)?,
+            }),
+        };
+        Ok(Self { columns, now: number::<D>(row, 6)?, floor: number::<D>(row, 7)? })
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.now).unwrap_or(0)
+    }
+
+    fn record<D: Dialect>(&self) -> Result<LockRecord, BackendError> {
+        self.columns
+            .as_ref()
+            .map_or_else(|| Ok(LockRecord::new()), |row| row.record::<D>(self.now()))
+    }
+
+    fn next_token<D: Dialect>(&self) -> Result<FencingToken, BackendError> {
+        let after_last = match &self.columns {
+            Some(columns) => columns.token.checked_add(columns.block),
+            None => Some(0),
+        };
+        let after_floor = self.floor.checked_add(1);
+        let (Some(after_last), Some(after_floor)) = (after_last, after_floor) else {
+            return Err(corrupt::<D>("a row's token is at its limit"));
+        };
+        fencing_token::<D>(self.now.max(after_last).max(after_floor))
+    }
+
+    /// Returns the row after `change`.
+    fn after<D: Dialect>(&self, change: &Change) -> Result<Columns, BackendError> {
+        let (token, block) = match (change.grant, &self.columns) {
+            (Some((token, block)), _) => (i64::from(token), i64::from(block)),
+            (None, Some(row)) => {
+                (row.token, change.block_used.map_or(row.block, |used| row.block.min(used)))
+            }
+            (None, None) => return Err(corrupt::<D>("a key without a row has a record")),
+        };
+        let since = match &self.columns {
+            None => self.now,
+            Some(row) if change.lets_others_in || row.claim.is_none() => {
+                self.now.max(row.since + 1)
+            }
+            Some(row) => row.since,
+        };
+        if change.record.is_empty() {
+            return Ok(Columns { claim: None, token, block, label: None, since, until: self.now });
+        }
+        let until = i64::try_from(change.record.until()).unwrap_or(i64::MAX);
+        let until = match &self.columns {
+            Some(row) if since == row.since => until.max(row.until + 1),
+            _ => until,
+        };
+        let label = Some(change.record.to_text().into_bytes());
+        Ok(Columns { claim: Some(RECORD_MARKER.to_vec()), token, block, label, since, until })
+    }
+}
+
+/// What a request writes.
+struct Change {
+    record: LockRecord,
+    /// The token and the token block of a new grant.
+    grant: Option<(FencingToken, u32)>,
+    /// The number of tokens that the newest grant has used, if this change ends it.
+    block_used: Option<i64>,
+    kind: ChangeKind,
+    /// Whether another claim may be granted after the change.
+    lets_others_in: bool,
+    /// Whether the server may answer before the change is on its disk.
+    may_be_lost: bool,
+}
+
+/// How a change waits for other transactions that have locked the row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ChangeKind {
+    /// It waits for their end, also for that of fenced transactions.
+    Grant,
+    /// It does not wait.
+    Renewal,
+    /// It waits for their end. On some servers, it passes fenced transactions.
+    Other,
+}
+
+impl<D: Dialect> Rows<D> {
+    /// Decides an attempt of `claim` with the record of its key.
+    pub(super) async fn attempt_on_record(
+        &self,
+        claim: &Claim,
+        position: u64,
+    ) -> Result<Attempt, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let stored = self.read_row(claim.key(), ConnectionUse::Acquire).await?;
+            let before = stored.record::<D>()?;
+            let mut record = before.clone();
+            let mut grant = None;
+            let attempt = record.acquire(claim, stored.now(), || {
+                let token = stored.next_token::<D>()?;
+                grant = Some((token, claim.token_block()));
+                Ok::<_, BackendError>(token)
+            })?;
+            let is_granted = matches!(attempt, Attempt::Granted(_));
+            if !is_granted && is_unchanged(&before, &record, claim, stored.now()) {
+                let mark = stored.columns.as_ref();
+                return Ok(self.with_mark(claim, attempt, position, mark));
+            }
+            if record == before {
+                return Ok(attempt);
+            }
+            let kind = match is_granted && !joins_readers(claim, &before) {
+                true => ChangeKind::Grant,
+                false => ChangeKind::Other,
+            };
+            let had_entry = before.entries().iter().any(|entry| entry.id == claim.id());
+            let change = Change {
+                grant,
+                block_used: None,
+                kind,
+                // A weaker mode lets others in, and so does the end of a place before theirs.
+                lets_others_in: is_granted && had_entry,
+                may_be_lost: false,
+                record,
+            };
+            match self.write_row(claim.key(), &stored, &change, ConnectionUse::Acquire).await {
+                Ok(Some(written)) => {
+                    return Ok(self.with_mark(claim, attempt, position, Some(&written)));
+                }
+                Ok(None) => {}
+                Err(error) => match attempt {
+                    // The claim is busy without a place.
+                    Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
+                        busy.is_queued = false;
+                        let attempt = Attempt::Busy(busy);
+                        return Ok(self.with_mark(
+                            claim,
+                            attempt,
+                            position,
+                            stored.columns.as_ref(),
+                        ));
+                    }
+                    _ => return Err(error),
+                },
+            }
+        }
+        Err(self.interfered().await)
+    }
+
+    /// Adds the mark for a later wait to a busy attempt that has found or written `row`.
+    fn with_mark(
+        &self,
+        claim: &Claim,
+        attempt: Attempt,
+        position: u64,
+        row: Option<&Columns>,
+    ) -> Attempt {
+        match attempt {
+            Attempt::Busy(busy) => {
+                self.rows_with_records.insert(self.row_id(claim.key()));
+                let version =
+                    row.map_or(0, |row| if row.has_record() { row.since } else { row.token });
+                let version = FencingToken::try_from(version).unwrap_or(FencingToken::MAX);
+                Attempt::Busy(busy.with_mark(self.wakeups.busy_mark(position, version)))
+            }
+            attempt => attempt,
+        }
+    }
+
+    /// Renews claims that the statement for exclusive grants did not find. Returns the results in
+    /// their order.
+    pub(super) async fn renew_in_records(
+        &self,
+        claims: &[&Claim],
+    ) -> Vec<Result<Renewal, BackendError>> {
+        let mut order: Vec<usize> = (0..claims.len()).collect();
+        order.sort_by_key(|&index| claims[index].key());
+        let same_key = |&one: &usize, &other: &usize| claims[one].key() == claims[other].key();
+        let keys: Vec<Vec<usize>> = order.chunk_by(same_key).map(<[usize]>::to_vec).collect();
+        let renewals = keys.into_iter().map(|indices| async move {
+            let of_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
+            let renewed = self.renew_in_record(&of_key).await;
+            (indices, renewed)
+        });
+        let mut renewals = stream::iter(renewals).buffer_unordered(RENEWALS_CONCURRENT);
+        let mut answers = vec![Ok(Renewal::Gone); claims.len()];
+        while let Some((indices, renewed)) = renewals.next().await {
+            for (n, index) in indices.into_iter().enumerate() {
+                answers[index] = match &renewed {
+                    Ok(renewed) => Ok(renewed[n]),
+                    Err(error) => Err(error.clone()),
+                };
+            }
+        }
+        answers
+    }
+
+    /// Renews claims of one key.
+    async fn renew_in_record(&self, claims: &[&Claim]) -> Result<Vec<Renewal>, BackendError> {
+        let key = claims[0].key();
+        let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
+        let mut pauses = LOCKED_ROW_PAUSES.into_iter();
+        let mut read_before: Option<Columns> = None;
+        for _ in 0..CHANGES_MAX {
+            let stored = self.read_row(key, ConnectionUse::Renew(shortest)).await?;
+            if read_before.is_some() && read_before == stored.columns {
+                // The write has skipped a locked row.
+                sleep(pauses.next().ok_or_else(|| error::row_locked(D::STORE))?).await;
+            }
+            let before = stored.record::<D>()?;
+            let mut record = before.clone();
+            let renew = |claim: &&Claim| match record.renew(claim, stored.now()) {
+                Renewal::Renewed(left) => Renewal::Renewed(left.min(claim.lease())),
+                Renewal::Gone => Renewal::Gone,
+            };
+            let renewed = claims.iter().map(renew).collect();
+            if record == before {
+                return Ok(renewed);
+            }
+            let change = Change { kind: ChangeKind::Renewal, ..Change::minor(record) };
+            let connection_use = ConnectionUse::Renew(shortest);
+            if self.write_row(key, &stored, &change, connection_use).await?.is_some() {
+                return Ok(renewed);
+            }
+            read_before = stored.columns;
+        }
+        Err(self.interfered().await)
+    }
+
+    /// Removes the entry of `claim`.
+    pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let stored = self.read_row(claim.key(), ConnectionUse::Release).await?;
+            let mut record = stored.record::<D>()?;
+            let Some(entry) = record.release(claim) else { return Ok(Release::NotHeld) };
+            let newest = stored.columns.as_ref().map(|row| row.token);
+            let is_newest = entry.token.map(i64::from) == newest;
+            let change = Change {
+                block_used: is_newest.then(|| i64::from(claim.token_block())),
+                lets_others_in: true,
+                may_be_lost: true,
+                ..Change::minor(record)
+            };
+            let written = self.write_row(claim.key(), &stored, &change, ConnectionUse::Release);
+            if let Some(written) = written.await? {
+                if written.claim.is_none() {
+                    self.recently_released.insert(self.row_id(claim.key()));
+                }
+                return Ok(LockRecord::release_of(Some(&entry), stored.now()));
+            }
+        }
+        Err(self.interfered().await)
+    }
+
+    /// Ends all grants in the record of `key`. Returns `None` if the key has no valid record.
+    pub(super) async fn force_release_in_record(
+        &self,
+        key: &Key,
+    ) -> Result<Option<Release>, BackendError> {
+        for _ in 0..CHANGES_MAX {
+            let stored = self.read_row(key, ConnectionUse::Release).await?;
+            if !stored.columns.as_ref().is_some_and(Columns::has_record) {
+                return Ok(None);
+            }
+            let Ok(mut record) = stored.record::<D>() else { return Ok(None) };
+            if record.force_release(stored.now()) == Release::NotHeld {
+                return Ok(Some(Release::NotHeld));
+            }
+            let change = Change { lets_others_in: true, ..Change::minor(record) };
+            if self.write_row(key, &stored, &change, ConnectionUse::Release).await?.is_some() {
+                return Ok(Some(Release::Freed));
+            }
+        }
+        Err(self.interfered().await)
+    }
+
+    /// Returns whether `claim` has a live grant or place.
+    #[cfg(feature = "mysql")]
+    pub(crate) async fn has_entry(
+        &self,
+        claim: &Claim,
+        connection_use: ConnectionUse,
+    ) -> Result<bool, BackendError> {
+        let record = self.read_row(claim.key(), connection_use).await?.record::<D>()?;
+        Ok(record.entries().iter().any(|entry| entry.id == claim.id()))
+    }
+
+    async fn read_row(
+        &self,
+        key: &Key,
+        connection_use: ConnectionUse,
+    ) -> Result<StoredRow, BackendError> {
+        let statement = Statement::new(&self.statements().read_row, [self.id(key)]);
+        let rows = self.store.client.query(connection_use, &statement).await?;
+        let row = rows.first().ok_or_else(|| corrupt::<D>("the meta table has no row"))?;
+        StoredRow::parse::<D>(row)
+    }
+
+    /// Writes `change` if the row is still as it was read. Returns the written columns, or `None`
+    /// if another request has changed the row.
+    async fn write_row(
+        &self,
+        key: &Key,
+        stored: &StoredRow,
+        change: &Change,
+        connection_use: ConnectionUse,
+    ) -> Result<Option<Columns>, BackendError> {
+        let columns = stored.after::<D>(change)?;
+        let texts = self.statements();
+        let mut values = vec![
+            self.id(key),
+            Value::MaybeBytes(columns.claim.clone()),
+            Value::Number(columns.token),
+            Value::Number(columns.block),
+            Value::MaybeBytes(columns.label.clone()),
+            Value::Number(columns.since),
+            Value::Number(columns.until),
+        ];
+        let text = match &stored.columns {
+            None => {
+                values.extend([self.namespace_value(), Value::key(key)]);
+                &texts.insert_record
+            }
+            Some(seen) => {
+                values.extend([
+                    Value::MaybeBytes(seen.claim.clone()),
+                    Value::Number(seen.token),
+                    Value::Number(seen.since),
+                    Value::Number(seen.until),
+                    Value::Number(i64::from(change.lets_others_in)),
+                    Value::Number(i64::from(change.may_be_lost)),
+                ]);
+                values.extend(self.wakeups.notification(self.row_id(key)));
+                match change.kind {
+                    ChangeKind::Grant => &texts.write_grant,
+                    ChangeKind::Renewal => &texts.write_renewal,
+                    ChangeKind::Other => &texts.write_record,
+                }
+            }
+        };
+        let statement = Statement::new(text, values).with_at_most_one_row();
+        let answer = self.store.client.send(connection_use, Resend::Never, &statement).await?;
+        let is_written = answer.release_outcome() == Release::Freed;
+        if is_written && change.lets_others_in {
+            self.wakeups.on_release(key);
+        }
+        Ok(is_written.then_some(columns))
+    }
+
+    /// Returns the error after too many changes by other clients. No request has changed anything.
+    async fn interfered(&self) -> BackendError {
+        if let Err(error) = self.store.check_meta().await {
+            return error;
+        }
+        let message =
+            format!("{}: {CHANGES_MAX} other changes of the key interfered; retry", D::STORE);
+        BackendError::transient(message).as_refused()
+    }
+}
+
+impl Change {
+    /// A change that grants nothing.
+    fn minor(record: LockRecord) -> Self {
+        Self {
+            record,
+            grant: None,
+            block_used: None,
+            kind: ChangeKind::Other,
+            lets_others_in: false,
+            may_be_lost: false,
+        }
+    }
+}
+
+/// Returns the holders in a row of [`HolderStatements`](super::HolderStatements).
+pub(super) fn decode_holders<D: Dialect>(
+    key: Key,
+    row: &D::Row,
+) -> Result<Vec<Holder>, BackendError> {
+    if bytes::<D>(row, 5)?.as_deref() != Some(&RECORD_MARKER) {
+        return Ok(vec![decode_holder::<D>(Holder::new(key), row, 1)?]);
+    }
+    let now = u64::try_from(number::<D>(row, 6)?).unwrap_or(0);
+    Ok(parse_record::<D>(bytes::<D>(row, 2)?.as_deref())?.holders(&key, now))
+}
+
+/// Returns the beginning of the text of a granted entry of `claim`. No other part of a record's
+/// text contains it, because a mode's letter is no hexadecimal digit.
+pub(super) fn entry_prefix(claim: &Claim) -> Value {
+    let mut record = LockRecord::new();
+    record.insert(LockRecord::granted_entry(claim, FencingToken::MAX, 0, 0));
+    let mut text = record.to_text();
+    text.truncate(ENTRY_PREFIX);
+    Value::bytes(text.as_bytes())
+}
+
+/// Returns whether a new grant of `claim` joins readers. Open fenced transactions of their key are
+/// those of readers too: the first reader's grant has waited for all earlier ones.
+fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
+    let is_reader = |entry: &RecordEntry| {
+        entry.is_granted() && matches!(entry.mode, ClaimMode::Shared | ClaimMode::Upgradable)
+    };
+    claim.mode() == ClaimMode::Shared
+        && !claim.is_conversion()
+        && before.entries().iter().any(is_reader)
+}
+
+/// Returns whether a busy attempt need not be written: nothing has changed, or only the end of the
+/// claim's place, which an attempt has set recently.
+fn is_unchanged(before: &LockRecord, after: &LockRecord, claim: &Claim, now: u64) -> bool {
+    let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
+    let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
+    let is_same = |(before, after): (&RecordEntry, &RecordEntry)| {
+        let mut extended = before.clone();
+        (extended.until, extended.upgrade_until) = (after.until, after.upgrade_until);
+        before == after
+            || before.id == claim.id()
+                && extended == *after
+                && (before.until == after.until || before.until > recent)
+                && (before.upgrade_until == after.upgrade_until || before.upgrade_until > recent)
+    };
+    before.entries().len() == after.entries().len()
+        && before.entries().iter().zip(after.entries()).all(is_same)
+}
+
+/// The number of changes by other clients after which a request fails.
+const CHANGES_MAX: u32 = 50;
+
+/// A busy attempt extends its place when a part of the lease that this divides has passed.
+const PLACE_AGE_DIVISOR: u64 = 8;
+
+/// The pauses between attempts to renew claims in a row that another transaction has locked. Changes
+/// by other clients usually lock it for less than their sum.
+const LOCKED_ROW_PAUSES: [Duration; 3] =
+    [Duration::from_millis(1), Duration::from_millis(4), Duration::from_millis(16)];
+
+/// The number of keys whose records are renewed at the same time.
+const RENEWALS_CONCURRENT: usize = 4;
+
+/// The length of an entry's id and mode.
+const ENTRY_PREFIX: usize = 33;

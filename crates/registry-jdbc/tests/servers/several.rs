@@ -1,0 +1,309 @@
+//! Keys that several claims hold: concurrent changes of one row, large records, and fences.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, Claim, ClaimMode, LockAdmin, LockBackend, LockOptions, LockRegistryExt as _, Queueing,
+    Release, Renewal,
+};
+use registry_jdbc::sqlx::{Connection as _, Executor as _};
+use registry_jdbc::{Fence, FenceError, LockIn, SqlMode};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+use super::common::{
+    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry, run,
+    server,
+};
+use super::fence::{sales, sell, start_server};
+use crate::server::{BEGIN_READ_COMMITTED, Backend, KEY_COLUMN, KNOWS_TRANSACTIONS, SELL, Server};
+
+fn reader(text: &str) -> Claim {
+    claim(text).with_mode(ClaimMode::Shared)
+}
+
+/// Acquires and releases claims of this mode again and again. Returns the tokens.
+async fn hammer(backend: Backend, mode: ClaimMode) -> Vec<u64> {
+    let mut tokens = Vec::new();
+    while tokens.len() < 8 {
+        let claim = claim("k").with_mode(mode).with_queueing(Queueing::Join);
+        loop {
+            match backend.try_acquire(&claim).await {
+                Ok(Attempt::Granted(grant)) => break tokens.push(grant.token.get()),
+                Ok(Attempt::Busy(busy)) => {
+                    let wait = backend.wait(&claim, &busy);
+                    let _ = timeout(Duration::from_millis(50), wait).await;
+                }
+                other => panic!("{mode}: {other:?}"),
+            }
+        }
+        let renewed = backend.renew(std::slice::from_ref(&claim)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{mode}: {renewed:?}");
+        let released = backend.release(&claim).await;
+        assert_eq!(released.unwrap_or_else(|e| panic!("{}", error_chain(&e))), Release::Freed);
+    }
+    tokens
+}
+
+#[tokio::test]
+async fn concurrent_changes_of_one_record_are_not_lost() {
+    let server = server().await;
+    let modes = [ClaimMode::Shared, ClaimMode::Shared, ClaimMode::Upgradable, ClaimMode::Exclusive];
+    let mut clients = JoinSet::new();
+    for n in 0..16 {
+        let config = config(&server).with_connections(2);
+        clients.spawn(hammer(backend(config).await, modes[n % modes.len()]));
+    }
+    let mut tokens: Vec<u64> = clients.join_all().await.concat();
+    tokens.sort_unstable();
+    let count = tokens.len();
+    tokens.dedup();
+    assert_eq!((count, tokens.len()), (16 * 8, 16 * 8), "a token was granted twice");
+    let free = "SELECT count(*) FROM lock_registry_locks WHERE claim IS NULL AND label IS NULL";
+    assert_eq!(server.sql(free).await.unwrap(), "1");
+}
+
+#[tokio::test]
+async fn a_record_may_be_larger_than_a_label() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let label: Arc<str> = "x".repeat(1024).into();
+    let readers: Vec<_> =
+        (0..80).map(|_| reader("k").with_label(Some(Arc::clone(&label)))).collect();
+    for reader in &readers {
+        grant(&backend, reader).await;
+    }
+    grant(&backend, &claim("other")).await;
+    let holders = backend.inspect(&key("k")).await.unwrap();
+    assert_eq!(holders.len(), readers.len());
+    assert!(holders.iter().all(|holder| holder.label.as_deref() == Some(&*label)));
+    assert_eq!(backend.list().await.unwrap().len(), readers.len() + 1);
+    for renewal in backend.renew(&readers).await {
+        assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
+    }
+    for reader in &readers {
+        assert_eq!(backend.release(reader).await.unwrap(), Release::Freed);
+    }
+    assert_eq!(backend.inspect(&key("k")).await.unwrap(), []);
+}
+
+#[tokio::test]
+async fn a_locked_row_is_no_loss_of_its_readers_and_delays_no_others() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let readers: Vec<_> = (0..12).map(|n| reader(&format!("k{n}"))).collect();
+    for reader in &readers {
+        grant(&backend, reader).await;
+    }
+    let mut data = data(&server).await;
+    let lock = format!("SELECT * FROM lock_registry_locks WHERE {KEY_COLUMN} <> 'k11' FOR UPDATE");
+    run(&mut data, &format!("{BEGIN_READ_COMMITTED}; {lock}")).await;
+    let began = Instant::now();
+    let renewals = backend.renew(&readers).await;
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    for renewal in &renewals[..11] {
+        let error = renewal.as_ref().unwrap_err();
+        assert!(error.is_retryable() && error.refused(), "{}", error_chain(error));
+    }
+    assert!(matches!(renewals[11], Ok(Renewal::Renewed(_))), "{:?}", renewals[11]);
+    run(&mut data, "ROLLBACK").await;
+    for renewal in backend.renew(&readers).await {
+        assert!(matches!(renewal, Ok(Renewal::Renewed(_))), "{renewal:?}");
+    }
+}
+
+/// A grant in columns of its own moves to a record when a claim joins its queue.
+#[tokio::test]
+async fn a_grant_keeps_its_lease_and_token_when_a_claim_queues_behind_it() {
+    let server = server().await;
+    let (a, b) = (backend(config(&server)).await, backend(config(&server)).await);
+    let holder = claim("k").with_token_block(5);
+    let token = grant(&a, &holder).await.token;
+    let waiter = claim("k").with_queueing(Queueing::Join);
+    assert!(busy(&b, &waiter).await.is_queued);
+    assert_eq!(grant(&a, &holder).await.token, token);
+    let holders = b.inspect(&key("k")).await.unwrap();
+    assert_eq!(holders.iter().map(|holder| holder.token).collect::<Vec<_>>(), [Some(token)]);
+    assert!(matches!(a.renew(std::slice::from_ref(&holder)).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(a.release(&holder.clone().with_token_block(2)).await.unwrap(), Release::Freed);
+    assert!(grant(&b, &waiter).await.token > token);
+    assert_eq!(a.release(&holder).await.unwrap(), Release::NotHeld);
+    assert_eq!(b.release(&waiter).await.unwrap(), Release::Freed);
+}
+
+/// Row locks and transactions of callers exclude readers.
+#[tokio::test]
+async fn locks_of_other_modes_find_a_key_of_readers_held() {
+    let server = start_server().await;
+    let registry = registry(config(&server)).await;
+    let rows = Backend::open_mode(config(&server), SqlMode::Row).await.unwrap();
+    let readers = [registry.obtain("k").read().await.unwrap()];
+    busy(&rows, &claim("k")).await;
+    let mut data = data(&server).await;
+    let mut transaction = data.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut transaction, "k").await.unwrap(), None);
+    transaction.rollback().await.unwrap();
+    for reader in readers {
+        reader.unlock().await.unwrap();
+    }
+    grant(&rows, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_fence_accepts_each_live_entry_and_no_ended_one() {
+    let server = start_server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let admin = backend(config(&server)).await;
+    let (mut data, mut other) = (data(&server).await, data(&server).await);
+    let ended = a.obtain("coupon/7").read().await.unwrap();
+    let reader = b.obtain("coupon/7").read().await.unwrap();
+    for guard in [&ended, &reader] {
+        sell(guard, &mut data).await.unwrap();
+    }
+    assert_eq!(admin.release(ended.claim()).await.unwrap(), Release::Freed);
+    let error = sell(&ended, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+    sell(&reader, &mut data).await.unwrap();
+    reader.unlock().await.unwrap();
+
+    // A grant that was upgraded, and one that has waited in the queue, are in a record too.
+    let upgradable = b.obtain("coupon/7").upgradable().await.unwrap();
+    sell(&upgradable, &mut data).await.unwrap();
+    let upgraded = upgradable.upgrade().await.unwrap();
+    sell(&upgraded, &mut data).await.unwrap();
+    let waiting = a.obtain("coupon/8");
+    let held = b.obtain("coupon/8").lock().await.unwrap();
+    let (waited, ()) = tokio::join!(
+        async { waiting.lock_with(LockOptions::new().fair(true)).await.unwrap() },
+        async {
+            tokio::time::sleep(Duration::from_millis(300)).await;
+            sell(&held, &mut other).await.unwrap();
+            held.unlock().await.unwrap();
+        }
+    );
+    sell(&waited, &mut data).await.unwrap();
+    let permit = b.semaphore("coupon/9", 3).acquire().await.unwrap();
+    sell(&permit, &mut data).await.unwrap();
+    assert_eq!(sales(&server).await, "8");
+}
+
+/// Readers do not wait for each other's transactions, but a writer waits for all of them.
+#[tokio::test]
+async fn a_writer_waits_for_the_fenced_transactions_of_ended_readers() {
+    let server = start_server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let (mut first, mut second) = (data(&server).await, data(&server).await);
+    let readers =
+        [a.obtain("coupon/7").read().await.unwrap(), b.obtain("coupon/7").read().await.unwrap()];
+    let mut transaction = first.begin().await.unwrap();
+    readers[0].fence(&mut transaction).await.unwrap();
+    timeout(TEST_TIMEOUT, sell(&readers[1], &mut second)).await.unwrap().unwrap();
+    transaction.execute(SELL).await.unwrap();
+    // On some servers, a fence of one reader delays the grants of others.
+    assert_eq!(joins(&server).await, KNOWS_TRANSACTIONS);
+
+    let lock = b.obtain("coupon/7");
+    let commit = async {
+        tokio::time::sleep(Duration::from_millis(500)).await;
+        transaction.commit().await.unwrap();
+    };
+    let take_over = async {
+        let [one, other] = readers;
+        // On some servers the release of a fenced claim fails, and is repeated later.
+        let (_, _) = tokio::join!(one.unlock(), other.unlock());
+        let writer = timeout(TEST_TIMEOUT, lock.lock()).await.unwrap().unwrap();
+        assert_eq!(sales(&server).await, "2", "the sales existed before the writer was");
+        writer
+    };
+    let (writer, ()) = tokio::join!(take_over, commit);
+    sell(&writer, &mut second).await.unwrap();
+}
+
+/// Returns whether another reader joins while a transaction of a reader is open.
+async fn joins(server: &Server) -> bool {
+    let backend = backend(config(server)).await;
+    let reader = reader("coupon/7");
+    match backend.try_acquire(&reader).await {
+        Ok(Attempt::Granted(_)) => {
+            assert_eq!(backend.release(&reader).await.unwrap(), Release::Freed);
+            true
+        }
+        Ok(other) => panic!("{other:?}"),
+        Err(error) => {
+            assert!(error.is_retryable() && error.refused(), "{}", error_chain(&error));
+            false
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tmp_fair_loop() {
+    let server = server().await;
+    *URL.lock().unwrap() = server.url();
+    let mut tasks = JoinSet::new();
+    for worker in 0..8 {
+        let config = config(&server).with_namespace(format!("w{worker}"));
+        tasks.spawn(async move {
+            for n in 0..40 {
+                let key = format!("k{n}");
+                let (a, b) = (registry(config.clone()).await, registry(config.clone()).await);
+                let fair = || LockOptions::new().fair(true);
+                let guard = a.obtain(&key).lock_with(fair()).await.unwrap();
+                let spawn = |registry: &registry_core::Registry, name: &'static str| {
+                    let lock = registry.obtain(&key);
+                    tokio::spawn(async move {
+                        let began = Instant::now();
+                        let guard = lock.lock_with(fair()).await.unwrap();
+                        (name, began.elapsed(), guard)
+                    })
+                };
+                let l0 = spawn(&a, "l0");
+                let l1 = spawn(&a, "l1");
+                let c = spawn(&b, "c");
+                let probe = backend(config.clone()).await;
+                let mut waited = 0;
+                loop {
+                    let read = format!(
+                        "SELECT count(*) FROM lock_registry_locks WHERE convert_from(namespace,'utf8') = 'w{worker}' AND convert_from(key,'utf8') = '{key}' AND claim = '++++++++++++++++'"
+                    );
+                    let found = probe_sql(&config, &read).await;
+                    if found == 1 { break; }
+                    waited += 1;
+                    assert!(waited < 1000);
+                    tokio::time::sleep(Duration::from_millis(5)).await;
+                }
+                drop(probe);
+                guard.unlock().await.unwrap();
+                let mut c = c;
+                match timeout(Duration::from_secs(10), &mut c).await {
+                    Ok(done) => { let (_, t, g) = done.unwrap(); if t > Duration::from_secs(2) { eprintln!("slow {worker} {n} {t:?}"); } g.unlock().await.unwrap(); }
+                    Err(_) => {
+                        let read = format!("SELECT convert_from(label,'utf8') || ' until ' || until || ' since ' || since FROM lock_registry_locks WHERE convert_from(namespace,'utf8') = 'w{worker}' AND convert_from(key,'utf8') = '{key}'");
+                        panic!("stuck {worker} {n}: l0 {} l1 {} row {}", l0.is_finished(), l1.is_finished(), probe_text(&config, &read).await);
+                    }
+                }
+let un = async |l: tokio::task::JoinHandle<(&'static str, Duration, registry_core::LockGuard)>| { let (_, _, g) = timeout(Duration::from_secs(20), l).await.unwrap().unwrap(); g.unlock().await.unwrap(); }; tokio::join!(un(l0), un(l1));
+            }
+        });
+    }
+    while let Some(done) = tasks.join_next().await { done.unwrap(); }
+}
+
+async fn probe_text(config: &crate::server::Config, sql: &str) -> String {
+    use registry_jdbc::sqlx::{ConnectOptions as _, Row as _};
+    let url = URL.lock().unwrap().clone();
+    let _ = config;
+    let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    row.get::<String, _>(0)
+}
+async fn probe_sql(config: &crate::server::Config, sql: &str) -> i64 {
+    use registry_jdbc::sqlx::{ConnectOptions as _, Row as _};
+    let _ = config;
+    let url = URL.lock().unwrap().clone();
+    let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    row.get::<i64, _>(0)
+}
+static URL: std::sync::Mutex<String> = std::sync::Mutex::new(String::new());
