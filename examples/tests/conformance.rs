@@ -36,8 +36,21 @@ impl Store for TableStore {
 
 registry_conformance::conformance! {
     harness = TableHarness,
-    runs = 198,
-    skips = 34,
-    without = [fair, reports_invalidations, labels, inspect, namespaces, restart, wipe, remote],
+    runs = 200,
+    skips = 170,
+    without = [
+        fair,
+        fair_on_request,
+        shared,
+        upgradable,
+        permits,
+        reports_invalidations,
+        labels,
+        inspect,
+        namespaces,
+        restart,
+        wipe,
+        remote,
+    ],
 }
 // ANCHOR_END: suite

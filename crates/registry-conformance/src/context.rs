@@ -3,11 +3,13 @@
 
 use std::panic::Location;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockAdmin, LockBackend,
-    LockError, LockGuard, LostReason, Registry, RegistryBuilder, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimMode, Grant, Key, LockAdmin,
+    LockBackend, LockError, LockEvent, LockGuard, LostReason, Observer, Registry, RegistryBuilder,
+    Release, Renewal,
 };
 use tokio::time::{Instant, sleep, timeout};
 
@@ -82,6 +84,38 @@ impl TestContext {
     pub(crate) fn registry_over(&self, faulty: &Arc<FaultyBackend>, lease: Duration) -> Registry {
         let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(faulty);
         self.builder(client).lease(lease).build().expect("the registry is built")
+    }
+
+    /// Returns a registry over a client of its own, and the count of its busy responses.
+    pub(crate) async fn counting_registry(&self) -> (Registry, Arc<BusyCount>) {
+        let count = Arc::new(BusyCount::default());
+        let builder = self.builder(self.client().await).observer(Arc::clone(&count) as _);
+        (builder.build().expect("the registry is built"), count)
+    }
+
+    /// Returns a new claim of `orders:42` in this mode, with a lease that never expires while a
+    /// clause runs.
+    pub(crate) fn claim(&self, mode: ClaimMode) -> Claim {
+        Claim::new(key("orders:42"), self.long_lease()).with_mode(mode)
+    }
+
+    /// Returns a new claim of `orders:42` in this mode, which `client` was granted.
+    pub(crate) async fn held_in(&self, client: &dyn LockBackend, mode: ClaimMode) -> Claim {
+        let claim = self.claim(mode);
+        granted(client, &claim).await;
+        claim
+    }
+
+    /// Waits until a waiting or converting claim blocks new readers of `orders:42`. `registry` must
+    /// have no shared grant that its readers could join.
+    pub(crate) async fn wait_until_readers_are_blocked(&self, registry: &Registry) {
+        self.eventually("new readers are blocked", async || !enters_as_reader(registry).await)
+            .await;
+    }
+
+    /// Waits until readers of `registry` can acquire `orders:42`.
+    pub(crate) async fn wait_until_readers_enter(&self, registry: &Registry) {
+        self.eventually("readers can enter", async || enters_as_reader(registry).await).await;
     }
 
     /// Returns a new claim of `orders:42` with this lease, which `client` was granted.
@@ -213,6 +247,17 @@ impl TestContext {
     /// Waits until the grant of `claim` has expired on the store's clock, without writing to the
     /// key.
     pub(crate) async fn wait_until_expired(&self, client: &dyn LockBackend, claim: &Claim) {
+        self.wait_until_expired_beside(client, claim, 0).await;
+    }
+
+    /// As [`wait_until_expired`](Self::wait_until_expired), while `others` other claims hold the
+    /// key.
+    pub(crate) async fn wait_until_expired_beside(
+        &self,
+        client: &dyn LockBackend,
+        claim: &Claim,
+        others: usize,
+    ) {
         if !self.capabilities.inspect {
             // Only an attempt could show the expiry, and it would change what the clause tests.
             sleep(claim.lease() * 3 / 2 + Duration::from_millis(50)).await;
@@ -220,7 +265,7 @@ impl TestContext {
         }
         let limit = claim.lease() * 4 + self.max_wait();
         self.within(limit, "an unrenewed grant ends with its lease", async || {
-            admin(client).inspect(claim.key()).await.expect("inspect answers").is_empty()
+            admin(client).inspect(claim.key()).await.expect("inspect answers").len() <= others
         })
         .await;
     }
@@ -242,6 +287,61 @@ impl TestContext {
             }
             sleep(Duration::from_millis(10)).await;
         }
+    }
+}
+
+/// Counts the busy responses of one registry, so that a clause knows when a caller waits in the
+/// store.
+#[derive(Debug, Default)]
+pub(crate) struct BusyCount(AtomicUsize);
+
+impl BusyCount {
+    pub(crate) fn get(&self) -> usize {
+        self.0.load(Ordering::Acquire)
+    }
+}
+
+impl Observer for BusyCount {
+    fn on(&self, event: &LockEvent<'_>) {
+        if matches!(event, LockEvent::Busy { .. }) {
+            self.0.fetch_add(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Counts the holders in a critical section, and panics if a new one may not be in it.
+#[derive(Debug, Default)]
+pub(crate) struct Section(AtomicUsize);
+
+impl Section {
+    const WRITER: usize = 1 << 16;
+
+    /// Runs `work` as the only holder.
+    pub(crate) async fn write(&self, work: impl Future<Output = ()>) {
+        let before = self.0.fetch_add(Self::WRITER, Ordering::AcqRel);
+        assert_eq!(before, 0, "a writer holds next to others");
+        work.await;
+        self.0.fetch_sub(Self::WRITER, Ordering::AcqRel);
+    }
+
+    /// Runs `work` with `units`, next to others that have at most `of` units together.
+    pub(crate) async fn share(&self, units: usize, of: usize, work: impl Future<Output = ()>) {
+        let before = self.0.fetch_add(units, Ordering::AcqRel);
+        assert!(before < Self::WRITER, "a reader or permit holds next to a writer");
+        assert!(before + units <= of, "{units} units next to {before}, of {of}");
+        work.await;
+        self.0.fetch_sub(units, Ordering::AcqRel);
+    }
+}
+
+/// Returns whether a new reader acquires `orders:42`, and releases it again.
+async fn enters_as_reader(registry: &Registry) -> bool {
+    match registry.obtain("orders:42").try_read().await.expect("the store answers") {
+        Some(guard) => {
+            unlock(guard).await;
+            true
+        }
+        None => false,
     }
 }
 

@@ -21,6 +21,14 @@ pub enum Need {
     Fair,
     /// Not [`Capabilities::fair`]: only then are claims handed over inside the process.
     Handoff,
+    /// [`Capabilities::fair_on_request`].
+    FairOnRequest,
+    /// [`Capabilities::shared`].
+    Shared,
+    /// [`Capabilities::upgradable`].
+    Upgradable,
+    /// [`Capabilities::permits`].
+    Permits,
     /// [`Capabilities::wakes`].
     Wakes,
     /// [`Capabilities::reports_invalidations`].
@@ -43,11 +51,15 @@ pub enum Need {
 
 impl Need {
     /// All needs, in the order of their declaration.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 17] = [
         Self::Faithful,
         Self::Fencing,
         Self::Fair,
         Self::Handoff,
+        Self::FairOnRequest,
+        Self::Shared,
+        Self::Upgradable,
+        Self::Permits,
         Self::Wakes,
         Self::ReportsInvalidations,
         Self::Labels,
@@ -67,6 +79,10 @@ impl Need {
             Self::Fencing => "fencing",
             Self::Fair => "fair",
             Self::Handoff => "handoff",
+            Self::FairOnRequest => "fair_on_request",
+            Self::Shared => "shared",
+            Self::Upgradable => "upgradable",
+            Self::Permits => "permits",
             Self::Wakes => "wakes",
             Self::ReportsInvalidations => "reports_invalidations",
             Self::Labels => "labels",
@@ -92,6 +108,10 @@ impl Need {
             Self::Fencing => Some(capabilities.fencing),
             Self::Fair => Some(capabilities.fair),
             Self::Handoff => Some(!capabilities.fair),
+            Self::FairOnRequest => Some(capabilities.fair_on_request),
+            Self::Shared => Some(capabilities.shared),
+            Self::Upgradable => Some(capabilities.upgradable),
+            Self::Permits => Some(capabilities.permits),
             Self::Wakes => Some(capabilities.wakes),
             Self::ReportsInvalidations => Some(capabilities.reports_invalidations),
             Self::Labels => Some(capabilities.labels),

@@ -31,7 +31,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 220,
+///     runs = 358,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }
@@ -136,6 +136,26 @@ macro_rules! __ignored {
     (handoff $test:item) => {
         #[test]
         #[ignore = "the store has a queue, so claims are not handed over locally"]
+        $test
+    };
+    (fair_on_request $test:item) => {
+        #[test]
+        #[ignore = "waiters cannot queue in the store"]
+        $test
+    };
+    (shared $test:item) => {
+        #[test]
+        #[ignore = "the store has no shared locks"]
+        $test
+    };
+    (upgradable $test:item) => {
+        #[test]
+        #[ignore = "the store has no upgradable locks"]
+        $test
+    };
+    (permits $test:item) => {
+        #[test]
+        #[ignore = "the store has no permits"]
         $test
     };
     (wakes $test:item) => {

@@ -235,6 +235,7 @@ pub struct Claim {
     mode: ClaimMode,
     queueing: Queueing,
     conversion: bool,
+    converted_token: Option<FencingToken>,
     fenced: bool,
     token_block: u32,
     label: Option<Arc<str>>,
@@ -252,6 +253,7 @@ impl Claim {
             mode: ClaimMode::Exclusive,
             queueing: Queueing::Skip,
             conversion: false,
+            converted_token: None,
             fenced: false,
             token_block: 1,
             label: None,
@@ -291,6 +293,14 @@ impl Claim {
     pub fn converted_to(mut self, mode: ClaimMode) -> Self {
         self.mode = mode;
         self.conversion = true;
+        self
+    }
+
+    /// Returns the same conversion, of the grant with this first token. A conversion with another
+    /// token is late: the grant was upgraded since it was sent.
+    #[must_use]
+    pub fn of_grant(mut self, token: FencingToken) -> Self {
+        self.converted_token = Some(token);
         self
     }
 
@@ -337,6 +347,14 @@ impl Claim {
     #[must_use]
     pub fn is_conversion(&self) -> bool {
         self.conversion
+    }
+
+    /// Returns the first token of the grant that the conversion is [of](Self::of_grant). A store
+    /// changes nothing if the grant has another token and another mode than the requested one:
+    /// after a later upgrade, a late request must not weaken it.
+    #[must_use]
+    pub fn converted_token(&self) -> Option<FencingToken> {
+        self.converted_token
     }
 
     /// Returns the same claim, which records whether a fenced write was begun under it.

@@ -131,7 +131,7 @@ impl Conversion {
     ) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
         let engine = Arc::clone(grant.engine());
-        let claim = grant.claim_to_renew().converted_to(self.to);
+        let claim = grant.claim_to_renew().converted_to(self.to).of_grant(grant.first_token());
         let key = claim.key().clone();
         let mut failures = 0;
         let waits_since = Moment::now();
@@ -149,8 +149,10 @@ impl Conversion {
                     let converted = grant.convert(claim, granted, sent_at, epoch);
                     let converted = converted.map_err(|reason| lost_error(&key, reason))?;
                     let before = self.hold.take().expect("the hold is here until now");
-                    let guard =
-                        Hold::first_guard(converted, granted.token, before.owner().cloned());
+                    // After a hand-over, the token of the hold is not the first of its grant.
+                    let is_same = granted.token == grant.first_token();
+                    let token = if is_same { before.token() } else { granted.token };
+                    let guard = Hold::first_guard(converted, token, before.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
                     before.succeed_by(guard.hold());
                     return Ok(Ok(guard));
@@ -196,7 +198,7 @@ impl Conversion {
         let grant = Arc::clone(self.hold().grant());
         let engine = grant.engine();
         let claim = grant.claim_to_renew();
-        let same_mode = claim.clone().converted_to(claim.mode());
+        let same_mode = claim.clone().converted_to(claim.mode()).of_grant(grant.first_token());
         let limit = engine.defaults.operation_timeout;
         // Without a response, the request for the upgrade lapses in the store.
         let call = engine.try_acquire(same_mode);

@@ -58,6 +58,9 @@ struct Started {
     unknown_attempts: u32,
     /// The invalidation epoch of the key when the request was sent.
     epoch_at_send: Epoch,
+    /// The number of tokens used, after the first.
+    hand_overs: u32,
+    fenced: bool,
 }
 
 struct GrantState {
@@ -111,6 +114,8 @@ impl ActiveGrant {
             contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
             unknown_attempts,
             epoch_at_send,
+            hand_overs: 0,
+            fenced: false,
         };
         Ok(Self::begin(started, Some(permit), claim, options, granted.token, lease))
     }
@@ -128,7 +133,7 @@ impl ActiveGrant {
         if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
-        let (permit, lease_length) = {
+        let (permit, lease_length, hand_overs, fenced) = {
             let mut state = self.state();
             match state.phase {
                 GrantPhase::Held => state.phase = GrantPhase::Ending,
@@ -136,7 +141,7 @@ impl ActiveGrant {
                 GrantPhase::Ending => return Err(LostReason::Gone),
             }
             self.cancel_timer(&mut state);
-            (state.permit.take(), state.lease.length())
+            (state.permit.take(), state.lease.length(), state.hand_overs, state.fenced)
         };
         let mut options = ClaimOptions::clone(&self.options);
         options.mode = claim.mode();
@@ -154,6 +159,9 @@ impl ActiveGrant {
             contended: self.contended,
             unknown_attempts: self.unknown_attempts,
             epoch_at_send,
+            // A weaker mode keeps the block of tokens, of which some may have been used.
+            hand_overs: if granted.token == self.first_token { hand_overs } else { 0 },
+            fenced,
         };
         let grant = Self::begin(started, permit, claim, Arc::new(options), granted.token, lease);
         self.engine().active_grants.leave();
@@ -169,8 +177,15 @@ impl ActiveGrant {
         first_token: FencingToken,
         lease: Lease,
     ) -> Arc<Self> {
-        let Started { local_lock, granted_at, contended, unknown_attempts, epoch_at_send } =
-            started;
+        let Started {
+            local_lock,
+            granted_at,
+            contended,
+            unknown_attempts,
+            epoch_at_send,
+            hand_overs,
+            fenced,
+        } = started;
         let now = Moment::now_coarse();
         let grant = Arc::new(Self {
             claim,
@@ -187,9 +202,9 @@ impl ActiveGrant {
                 lease,
                 permit,
                 timer: None,
-                hand_overs: 0,
+                hand_overs,
                 holds: 1,
-                fenced: false,
+                fenced,
                 gone_while_ending: false,
             }),
             local_lock,
@@ -252,6 +267,11 @@ impl ActiveGrant {
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         self.local_lock.engine()
+    }
+
+    /// Returns the token under which the store knows this grant.
+    pub(crate) fn first_token(&self) -> FencingToken {
+        self.first_token
     }
 
     pub(crate) fn granted_at(&self) -> Moment {
@@ -449,7 +469,9 @@ impl ActiveGrant {
     fn may_pass_on(&self, now: Moment, state: &GrantState) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
+        // The block of a converted claim may be smaller than that of a new one.
         !state.gone_while_ending
+            && state.hand_overs.saturating_add(1) < self.claim.token_block()
             && !state.fenced
             && !state.lease.is_suspect()
             && engine.defaults.hand_over_limits.allow_another(state.hand_overs, held_for, self.contended)

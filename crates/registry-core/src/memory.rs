@@ -369,6 +369,9 @@ impl Records {
                         let left = grant.until.since(now);
                         return Ok(Attempt::Granted(Grant::new(grant.token, left)));
                     }
+                    if grant.claim != claim.id() && claim.is_conversion() {
+                        return Ok(Attempt::Gone);
+                    }
                     if grant.claim != claim.id() && !claim.joins_queue() {
                         let busy = Busy::new()
                             .with_retry_after(grant.until.since(now))

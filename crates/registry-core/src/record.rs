@@ -354,8 +354,11 @@ impl LockRecord {
         let until = after(now, claim.lease());
         let Some(entry) = own.map(|own| &mut self.entries[own]) else { return Ok(Attempt::Gone) };
         let Some(mut token) = entry.token else { return Ok(Attempt::Gone) };
+        let is_late = claim.converted_token().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
+            // An upgrade came first, and its holder relies on the mode that it was granted.
+            _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
             (ClaimMode::Upgradable, ClaimMode::Exclusive) if !has_other_grant => {

@@ -20,7 +20,7 @@ impl Harness for SqliteHarness {
 
 registry_conformance::conformance! {
     harness = SqliteHarness,
-    runs = 221,
-    skips = 11,
-    without = [fair, reports_invalidations, remote],
+    runs = 223,
+    skips = 147,
+    without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations, remote],
 }

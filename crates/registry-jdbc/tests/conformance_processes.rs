@@ -87,7 +87,7 @@ impl Store for SqliteProcessesStore {
 
 registry_conformance::conformance! {
     harness = SqliteProcessesHarness,
-    runs = 227,
-    skips = 5,
-    without = [fair, reports_invalidations],
+    runs = 229,
+    skips = 141,
+    without = [fair, fair_on_request, shared, upgradable, permits, reports_invalidations],
 }

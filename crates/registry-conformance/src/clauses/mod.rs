@@ -29,6 +29,11 @@ pub mod keys;
 // Options and re-entry.
 pub mod options;
 pub mod reentry;
+// Modes and the queue on request.
+pub mod fair_queue;
+pub mod permits;
+pub mod shared;
+pub mod upgradable;
 // Notification of losses.
 pub mod loss;
 // Hand-over inside a process.

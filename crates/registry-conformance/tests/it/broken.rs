@@ -11,9 +11,19 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(StoreBug::None),
-        runs = 220,
-        skips = 12,
-        without = [fair, namespaces, restart, wipe, remote],
+        runs = 222,
+        skips = 148,
+        without = [
+        fair,
+        fair_on_request,
+        shared,
+        upgradable,
+        permits,
+        namespaces,
+        restart,
+        wipe,
+        remote,
+    ],
     }
 }
 

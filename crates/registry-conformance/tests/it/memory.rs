@@ -33,7 +33,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 220,
+    runs = 358,
     skips = 12,
     without = [fair, namespaces, restart, wipe, remote],
 }

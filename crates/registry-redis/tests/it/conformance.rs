@@ -73,7 +73,7 @@ impl ServerSet for RedisServer {
 
 #[test]
 fn a_server_passes_all_clauses() {
-    run_all_clauses::<RedisServer>(224, 8);
+    run_all_clauses::<RedisServer>(226, 144);
 }
 
 #[async_trait]
@@ -99,7 +99,7 @@ impl ServerSet for SentinelSetup {
 
 #[test]
 fn a_sentinel_master_passes_all_clauses() {
-    run_all_clauses::<SentinelSetup>(224, 8);
+    run_all_clauses::<SentinelSetup>(226, 144);
 }
 
 #[async_trait]
@@ -131,7 +131,7 @@ impl ServerSet for RedisCluster {
 
 #[test]
 fn a_cluster_passes_all_clauses() {
-    run_all_clauses::<RedisCluster>(224, 8);
+    run_all_clauses::<RedisCluster>(226, 144);
 }
 
 #[async_trait]
@@ -159,7 +159,7 @@ impl ServerSet for RedisQuorum {
 
 #[test]
 fn a_quorum_passes_all_clauses() {
-    run_all_clauses::<RedisQuorum>(224, 8);
+    run_all_clauses::<RedisQuorum>(226, 144);
 }
 
 /// A server that requires TLS and a login.
@@ -199,7 +199,7 @@ impl ServerSet for TlsServer {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_passes_all_clauses() {
-    run_all_clauses::<TlsServer>(224, 8);
+    run_all_clauses::<TlsServer>(226, 144);
 }
 
 /// A server with locks in the Spring Integration layout.
@@ -238,10 +238,10 @@ layout!(RedissonLayout, Layout::Redisson);
 
 #[test]
 fn the_spring_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<SpringLayout>(222, 10);
+    run_all_clauses::<SpringLayout>(224, 146);
 }
 
 #[test]
 fn the_redisson_layout_passes_all_clauses_except_labels() {
-    run_all_clauses::<RedissonLayout>(222, 10);
+    run_all_clauses::<RedissonLayout>(224, 146);
 }

@@ -1,0 +1,413 @@
+//! The queue of a store whose waiters queue on request: the order of arrival, places that lapse, and
+//! callers of several processes that are served in turn.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join;
+use registry_core::{
+    Claim, ClaimMode, LockBackend, LockError, LockOptions, LockRegistryExt as _, Queueing,
+    Registry, Release,
+};
+use tokio::sync::Mutex;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use crate::context::{TestContext, admin, busy, freed, granted, is_free, key, release, unlock};
+use crate::faulty::Faults;
+
+/// Exclusive claims of several clients that join the queue are granted in the order of their first
+/// attempts, in whichever order they repeat them.
+pub async fn claims_that_join_are_granted_in_the_order_of_arrival(context: &TestContext) {
+    let clients = [context.client().await, context.client().await, context.client().await];
+    let claims: Vec<_> = (0..6).map(|_| joining(context, ClaimMode::Exclusive)).collect();
+    granted(&*clients[0], &claims[0]).await;
+    for (n, claim) in claims.iter().enumerate().skip(1) {
+        assert!(busy(&*clients[n % 3], claim).await.is_queued, "the waiter has no place");
+    }
+    for first in 0..claims.len() {
+        for (n, claim) in claims.iter().enumerate().skip(first + 1).rev() {
+            busy(&*clients[n % 3], claim).await;
+        }
+        granted(&*clients[first % 3], &claims[first]).await;
+        freed(&*clients[first % 3], &claims[first]).await;
+    }
+    assert!(is_free(&*clients[0], claims[0].key()).await, "a released claim holds the key");
+}
+
+/// A claim that skips the queue is busy while another one waits, even when the key is held by none.
+pub async fn a_claim_that_skips_the_queue_does_not_overtake(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let waiter = joining(context, ClaimMode::Exclusive);
+    busy(&*second, &waiter).await;
+    freed(&*first, &holder).await;
+    for client in [&first, &second] {
+        for queueing in [Queueing::Skip, Queueing::ExclusiveIntent] {
+            let other = context.claim(ClaimMode::Exclusive).with_queueing(queueing);
+            busy(&**client, &other).await;
+            assert_eq!(release(&**client, &other).await, Release::NotHeld);
+        }
+    }
+    granted(&*second, &waiter).await;
+    freed(&*second, &waiter).await;
+}
+
+/// The place of a waiter lapses when it does not repeat its attempt within its lease. The next
+/// waiter is then first.
+pub async fn the_place_of_a_waiter_lapses_with_its_lease(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let dead = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    busy(&*second, &dead).await;
+    let next = joining(context, ClaimMode::Exclusive);
+    busy(&*second, &next).await;
+    freed(&*first, &holder).await;
+    busy(&*second, &next).await;
+    sleep(context.renewed_lease()).await;
+    context.wait_until_granted(&*second, &next).await;
+    freed(&*second, &next).await;
+    assert_eq!(release(&*second, &dead).await, Release::NotHeld);
+    assert!(is_free(&*first, next.key()).await, "a lapsed place holds the key");
+}
+
+/// A waiter that repeats its attempt within its lease keeps its place for more than two leases.
+pub async fn a_waiter_that_repeats_its_attempt_keeps_its_place(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let waiter = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    busy(&*second, &waiter).await;
+    let behind = joining(context, ClaimMode::Exclusive);
+    busy(&*first, &behind).await;
+    for _ in 0..9 {
+        sleep(context.renewed_lease() / 4).await;
+        busy(&*second, &waiter).await;
+    }
+    freed(&*first, &holder).await;
+    busy(&*first, &behind).await;
+    granted(&*second, &waiter).await;
+    freed(&*second, &waiter).await;
+    granted(&*first, &behind).await;
+    freed(&*first, &behind).await;
+}
+
+/// A released waiter leaves the queue, wherever it is, and the others keep their order. It can join
+/// again, at the end.
+pub async fn a_released_waiter_leaves_the_queue(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let waiters: Vec<_> = (0..4).map(|_| joining(context, ClaimMode::Exclusive)).collect();
+    for waiter in &waiters {
+        busy(&*second, waiter).await;
+    }
+    assert_eq!(release(&*second, &waiters[0]).await, Release::NotHeld);
+    assert_eq!(release(&*second, &waiters[2]).await, Release::NotHeld);
+    busy(&*second, &waiters[0]).await;
+    freed(&*first, &holder).await;
+    for n in [1, 3, 0] {
+        for other in [1, 3, 0].into_iter().skip_while(|other| *other != n).skip(1) {
+            busy(&*second, &waiters[other]).await;
+        }
+        granted(&*second, &waiters[n]).await;
+        freed(&*second, &waiters[n]).await;
+    }
+    assert!(is_free(&*first, holder.key()).await, "a released waiter has a place");
+}
+
+/// After the holder has expired, the first waiter is granted, and no other claim before it.
+pub async fn the_first_waiter_follows_an_expired_holder(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.claim(ClaimMode::Exclusive).with_lease(context.short_lease());
+    granted(&*first, &holder).await;
+    let waiters = [(); 2].map(|()| joining(context, ClaimMode::Exclusive));
+    for waiter in &waiters {
+        busy(&*second, waiter).await;
+    }
+    context.wait_until_expired(&*first, &holder).await;
+    busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
+    busy(&*second, &waiters[1]).await;
+    context.wait_until_granted(&*second, &waiters[0]).await;
+    freed(&*second, &waiters[0]).await;
+    granted(&*second, &waiters[1]).await;
+    freed(&*second, &waiters[1]).await;
+}
+
+/// A forced release ends the grant and leaves the queue as it is. `inspect` returns no waiters.
+pub async fn a_forced_release_leaves_the_queue(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    context.held_in(&*first, ClaimMode::Exclusive).await;
+    let waiters = [(); 2].map(|()| joining(context, ClaimMode::Exclusive));
+    for waiter in &waiters {
+        busy(&*second, waiter).await;
+    }
+    let inspect = async || admin(&*first).inspect(&key("orders:42")).await.expect("it answers");
+    assert_eq!(inspect().await.len(), 1, "a waiter is returned as a holder");
+    let released = admin(&*first).force_release(&key("orders:42")).await.expect("it answers");
+    assert_eq!(released, Release::Freed);
+    assert_eq!(inspect().await, []);
+    busy(&*first, &context.claim(ClaimMode::Exclusive)).await;
+    for waiter in &waiters {
+        granted(&*second, waiter).await;
+        freed(&*second, waiter).await;
+    }
+}
+
+/// In a store with wake-ups, a release ends the `wait` of the first waiter, and the end of a waiter
+/// that is first ends the `wait` of the next one.
+pub async fn the_next_waiter_is_woken(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let waiters = [(); 3].map(|()| joining(context, ClaimMode::Exclusive));
+    for waiter in &waiters {
+        busy(&*second, waiter).await;
+    }
+    assert_woken(context, &*second, &waiters[0], async { freed(&*first, &holder).await }).await;
+    granted(&*second, &waiters[0]).await;
+    freed(&*second, &waiters[0]).await;
+    assert_woken(context, &*second, &waiters[2], async {
+        assert_eq!(release(&*second, &waiters[1]).await, Release::NotHeld);
+    })
+    .await;
+    granted(&*second, &waiters[2]).await;
+    freed(&*second, &waiters[2]).await;
+}
+
+/// A reader that joins behind a waiting writer is granted after it. A reader that joined before the
+/// writer is granted before it, and readers next to each other are granted together.
+pub async fn readers_and_writers_are_granted_in_the_order_of_arrival(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, ClaimMode::Exclusive).await;
+    let early = [(); 2].map(|()| joining(context, ClaimMode::Shared));
+    let writer = joining(context, ClaimMode::Exclusive);
+    let late = [(); 2].map(|()| joining(context, ClaimMode::Shared));
+    for claim in early.iter().chain([&writer]).chain(&late) {
+        busy(&*second, claim).await;
+    }
+    freed(&*first, &holder).await;
+    busy(&*second, &late[0]).await;
+    busy(&*second, &writer).await;
+    granted(&*second, &early[1]).await;
+    granted(&*second, &early[0]).await;
+    busy(&*second, &late[1]).await;
+    freed(&*second, &early[0]).await;
+    busy(&*second, &writer).await;
+    freed(&*second, &early[1]).await;
+    busy(&*second, &late[0]).await;
+    granted(&*second, &writer).await;
+    busy(&*second, &late[0]).await;
+    freed(&*second, &writer).await;
+    granted(&*second, &late[1]).await;
+    granted(&*second, &late[0]).await;
+    freed(&*second, &late[1]).await;
+    freed(&*second, &late[0]).await;
+}
+
+/// Permits that join are granted in the order of arrival: a claim of one unit waits behind a claim
+/// of three, although one unit is free.
+pub async fn permits_are_granted_in_the_order_of_arrival(context: &TestContext) {
+    let permit = |take| ClaimMode::Permits { take, of: 3 };
+    let (first, second) = (context.client().await, context.client().await);
+    let holder = context.held_in(&*first, permit(2)).await;
+    let three = joining(context, permit(3));
+    assert!(busy(&*second, &three).await.is_queued, "the waiter has no place");
+    let one = joining(context, permit(1));
+    busy(&*first, &one).await;
+    busy(&*first, &context.claim(permit(1))).await;
+    freed(&*first, &holder).await;
+    busy(&*first, &one).await;
+    granted(&*second, &three).await;
+    freed(&*second, &three).await;
+    granted(&*first, &one).await;
+    let last = context.held_in(&*second, permit(2)).await;
+    freed(&*second, &last).await;
+    freed(&*first, &one).await;
+}
+
+/// A claim that joins a free key is granted at once, and one that repeats its acquire has one grant.
+pub async fn a_claim_that_joins_a_free_key_is_granted_at_once(context: &TestContext) {
+    let client = context.client().await;
+    for _ in 0..3 {
+        let claim = joining(context, ClaimMode::Exclusive);
+        let token = granted(&*client, &claim).await.token;
+        let again = granted(&*client, &claim).await;
+        assert!(!context.capabilities().fencing || again.token == token, "{again:?}");
+        freed(&*client, &claim).await;
+        assert!(is_free(&*client, claim.key()).await, "a granted claim keeps its place");
+    }
+}
+
+/// `fair` in a store without a queue returns `InvalidOption` before any request. In a store with
+/// one, the lock is acquired.
+pub async fn fair_is_refused_before_any_request_by_a_store_without_a_queue(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let lock = registry.obtain("orders:42");
+    let result = lock.lock_with(fair()).await;
+    if context.capabilities().fair || context.capabilities().fair_on_request {
+        unlock(result.expect("the store queues")).await;
+        return;
+    }
+    assert!(matches!(result, Err(LockError::InvalidOption(_))), "{result:?}");
+    let result = lock.try_lock_with(fair()).await;
+    assert!(matches!(result, Err(LockError::InvalidOption(_))), "{result:?}");
+    assert_eq!(faulty.requests(), 0, "a request was sent");
+    let unfair = LockOptions::new().fair(false);
+    unlock(lock.lock_with(unfair).await.expect("it is not needed")).await;
+}
+
+/// Fair callers of several processes acquire the lock in the order in which they asked for it.
+pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestContext) {
+    let holding = context.registry().await;
+    let guard = holding.obtain("orders:42").lock_with(fair()).await.expect("the lock is free");
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let mut callers = Vec::new();
+    // Kept until the end: a registry that is dropped would not be another process.
+    let mut registries = Vec::new();
+    for n in 0..4 {
+        let (registry, count) = context.counting_registry().await;
+        let (lock, order) = (registry.obtain("orders:42"), Arc::clone(&order));
+        callers.push(tokio::spawn(async move {
+            let guard = lock.lock_with(fair()).await.expect("the lock is acquired");
+            order.lock().await.push(n);
+            unlock(guard).await;
+        }));
+        context.eventually("the caller waits in the store", async || count.get() > 0).await;
+        registries.push(registry);
+    }
+    unlock(guard).await;
+    for caller in callers {
+        finished(context, caller).await;
+    }
+    assert_eq!(*order.lock().await, [0, 1, 2, 3]);
+}
+
+/// `try_lock` and `lock` without `fair` do not overtake a fair caller of another process that
+/// waits.
+pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &TestContext) {
+    let (holding, other) = (context.registry().await, context.registry().await);
+    let (waiting, count) = context.counting_registry().await;
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let caller = waits_fairly(&waiting);
+    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    unlock(guard).await;
+    // `None` because of the waiter's place, or of its lock.
+    for registry in [&holding, &other] {
+        let none = registry.obtain("orders:42").try_lock().await.expect("busy is no error");
+        assert!(none.is_none(), "a call overtook the fair one");
+    }
+    let guard = finished(context, caller).await;
+    unlock(guard).await;
+    context.assert_becomes_free(&other, "orders:42").await;
+}
+
+/// Dropping a fair caller that waits, or the end of its wait, removes its place.
+pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &TestContext) {
+    let holding = context.registry().await;
+    let (waiting, count) = context.counting_registry().await;
+    let (next, count_of_next) = context.counting_registry().await;
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    let wait = Duration::from_millis(300);
+    let none = waiting.obtain("orders:42").try_lock_with(fair().wait(wait)).await;
+    assert!(none.expect("busy is no error").is_none());
+    let before = count.get();
+    let dropped = waits_fairly(&waiting);
+    context.eventually("the caller waits in the store", async || count.get() > before).await;
+    let caller = waits_fairly(&next);
+    context.eventually("the caller waits in the store", async || count_of_next.get() > 0).await;
+    dropped.abort();
+    unlock(guard).await;
+    unlock(finished(context, caller).await).await;
+    context.assert_becomes_free(&holding, "orders:42").await;
+}
+
+/// A fair caller acquires the lock when a waiter before it has died: the place of the dead one
+/// lapses.
+pub async fn a_fair_caller_acquires_the_lock_after_a_dead_waiter(context: &TestContext) {
+    let (dead, waiting) = (context.client().await, context.registry().await);
+    let holder = context.held_in(&*dead, ClaimMode::Exclusive).await;
+    let dead_waiter = joining(context, ClaimMode::Exclusive).with_lease(context.renewed_lease());
+    busy(&*dead, &dead_waiter).await;
+    let caller = waits_fairly(&waiting);
+    freed(&*dead, &holder).await;
+    let limit = context.renewed_lease() + context.max_wait();
+    let guard = timeout(limit, caller).await.expect("the place of the dead waiter lapses");
+    unlock(guard.expect("no panic")).await;
+}
+
+/// A fair caller of another process acquires the lock although callers of the holder's process ask
+/// for it again and again: a fair lock is not handed over.
+pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContext) {
+    let busy_process = context.registry().await;
+    let (waiting, count) = context.counting_registry().await;
+    let guard = busy_process.obtain("orders:42").lock_with(fair()).await.expect("it is free");
+    let local = [waits_fairly(&busy_process), waits_fairly(&busy_process)];
+    let caller = waits_fairly(&waiting);
+    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    unlock(guard).await;
+    // A local caller that overtook it would keep its guard until its task is awaited.
+    unlock(finished(context, caller).await).await;
+    for caller in local {
+        unlock(finished(context, caller).await).await;
+    }
+}
+
+/// Fair readers, writers and permit takers of two processes all get the key.
+pub async fn fair_callers_of_all_modes_get_the_key(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
+    let mut callers = Vec::new();
+    for n in 0..6 {
+        let registry = registries[n % 2].clone();
+        callers.push(tokio::spawn(async move {
+            for round in 0..3 {
+                let guard = match (n / 2 + round) % 3 {
+                    0 => registry.obtain("orders:42").read_with(fair()).await,
+                    1 => registry.obtain("orders:42").lock_with(fair()).await,
+                    _ => registry.semaphore("orders:42", 3).acquire_with(2, fair()).await,
+                };
+                unlock(guard.expect("the key is acquired")).await;
+            }
+        }));
+    }
+    for caller in callers {
+        finished(context, caller).await;
+    }
+    context.assert_becomes_free(&registries[0], "orders:42").await;
+}
+
+/// Returns a claim that joins the store's queue.
+fn joining(context: &TestContext, mode: ClaimMode) -> Claim {
+    context.claim(mode).with_queueing(Queueing::Join)
+}
+
+fn fair() -> LockOptions {
+    LockOptions::new().fair(true)
+}
+
+/// Starts a fair `lock` call.
+fn waits_fairly(registry: &Registry) -> JoinHandle<registry_core::LockGuard> {
+    let lock = registry.obtain("orders:42");
+    tokio::spawn(async move { lock.lock_with(fair()).await.expect("the lock is acquired") })
+}
+
+/// Returns the output of `task`. Panics unless it ends soon.
+async fn finished<T>(context: &TestContext, task: JoinHandle<T>) -> T {
+    let output = timeout(context.max_wait(), task).await.expect("the call ends");
+    output.expect("no panic")
+}
+
+/// Asserts that `change` ends the `wait` of `claim`, which is busy.
+async fn assert_woken(
+    context: &TestContext,
+    client: &dyn LockBackend,
+    claim: &Claim,
+    change: impl Future<Output = ()>,
+) {
+    let refusal = busy(client, claim).await;
+    let wait = timeout(context.max_wait(), client.wait(claim, &refusal));
+    let later = async {
+        sleep(Duration::from_millis(50)).await;
+        change.await;
+    };
+    let (woken, ()) = join(wait, later).await;
+    woken.expect("the change ends the wait");
+}

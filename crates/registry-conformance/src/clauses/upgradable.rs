@@ -1,0 +1,907 @@
+//! Upgradable locks and conversions: a held lock becomes stronger or weaker without a release in
+//! between.
+#![expect(
+    clippy::async_yields_async,
+    reason = "the sweep polls the created future; creating it must not"
+)]
+
+use std::collections::HashSet;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join;
+use futures_util::poll;
+use registry_core::{
+    Attempt, Busy, Claim, ClaimMode, Grant, LockBackend, LockError, LockGuard, LockOptions,
+    LostReason, Queueing, Registry, Release, Renewal,
+};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{sleep, timeout};
+
+use crate::context::{
+    Section, TestContext, admin, attempt, busy, freed, granted, is_free, key, release, renew,
+    renewed, unlock,
+};
+use crate::faulty::{Fault, Faults, Operation};
+use crate::sweep::{SweepOutcome, sweep};
+
+/// One upgradable claim holds a key next to readers of its own and of other clients, whichever of
+/// them came first.
+pub async fn an_upgradable_claim_holds_next_to_readers(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let before = context.held_in(&*first, ClaimMode::Shared).await;
+    let upgradable = context.held_in(&*second, ClaimMode::Upgradable).await;
+    let after = context.held_in(&*first, ClaimMode::Shared).await;
+    let own = context.held_in(&*second, ClaimMode::Shared).await;
+    for (client, claim) in
+        [(&first, before), (&second, upgradable.clone()), (&first, after), (&second, own)]
+    {
+        freed(&**client, &claim).await;
+    }
+    assert!(is_free(&*first, upgradable.key()).await, "a released claim holds the key");
+}
+
+/// While an upgradable claim holds a key, a second upgradable claim and exclusive claims are busy.
+/// An exclusive claim excludes an upgradable one.
+pub async fn an_upgradable_claim_excludes_writers_and_a_second_one(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let upgradable = context.held_in(&*first, ClaimMode::Upgradable).await;
+    for mode in [ClaimMode::Upgradable, ClaimMode::Exclusive] {
+        for client in [&first, &second] {
+            busy(&**client, &context.claim(mode)).await;
+        }
+    }
+    freed(&*first, &upgradable).await;
+    let writer = context.held_in(&*second, ClaimMode::Exclusive).await;
+    busy(&*first, &context.claim(ClaimMode::Upgradable)).await;
+    freed(&*second, &writer).await;
+    let next = context.held_in(&*first, ClaimMode::Upgradable).await;
+    freed(&*first, &next).await;
+}
+
+/// Of many concurrent upgradable claims of three clients, the store grants exactly one.
+pub async fn of_many_concurrent_upgradable_claims_exactly_one_is_granted(context: &TestContext) {
+    let clients = [context.client().await, context.client().await, context.client().await];
+    for round in 0..5 {
+        let mut tasks = JoinSet::new();
+        for n in 0..12 {
+            let client = Arc::clone(&clients[n % 3]);
+            let claim = context.claim(ClaimMode::Upgradable);
+            tasks.spawn(async move {
+                let is_granted = matches!(attempt(&*client, &claim).await, Attempt::Granted(_));
+                is_granted.then_some((client, claim))
+            });
+        }
+        let winners: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
+        assert_eq!(winners.len(), 1, "winners of round {round}: {winners:?}");
+        freed(&*winners[0].0, &winners[0].1).await;
+    }
+}
+
+/// An upgrade is busy while readers hold the key, and blocks new readers. It is granted when the
+/// last reader released the key, and then excludes all other claims.
+pub async fn an_upgrade_waits_for_readers_and_blocks_new_ones(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let next = context.held_in(&*second, ClaimMode::Shared).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    busy(&*first, &upgrade).await;
+    for client in [&first, &second] {
+        busy(&**client, &context.claim(ClaimMode::Shared)).await;
+    }
+    freed(&*second, &next).await;
+    busy(&*first, &upgrade).await;
+    granted(&*second, &reader).await;
+    freed(&*second, &reader).await;
+    busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    granted(&*first, &upgrade).await;
+    for mode in [ClaimMode::Shared, ClaimMode::Upgradable, ClaimMode::Exclusive] {
+        busy(&*second, &context.claim(mode)).await;
+    }
+    freed(&*first, &claim).await;
+    assert!(is_free(&*second, claim.key()).await, "a released claim holds the key");
+}
+
+/// The upgrade of an upgradable claim without readers is granted at once.
+pub async fn an_upgrade_without_readers_is_granted_at_once(context: &TestContext) {
+    let client = context.client().await;
+    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    granted(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+    renewed(&*client, &claim).await;
+    freed(&*client, &claim).await;
+    assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
+}
+
+/// An upgrade is granted although another exclusive claim waits for the key, which would otherwise
+/// wait for it in turn.
+pub async fn an_upgrade_does_not_wait_for_a_waiting_writer(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
+    busy(&*second, &writer).await;
+    granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    busy(&*second, &writer).await;
+    freed(&*first, &claim).await;
+    granted(&*second, &writer).await;
+    freed(&*second, &writer).await;
+}
+
+/// The token of an upgrade is larger than those of the claim and of all readers before it. A later
+/// claim has a larger token than all that the upgrade reserved.
+pub async fn an_upgraded_claim_has_a_larger_token(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let reader = context.claim(ClaimMode::Shared).with_token_block(5);
+    let of_reader = granted(&*second, &reader).await.token;
+    assert!(of_reader > grant.token, "{of_reader:?} after {grant:?}");
+    freed(&*second, &reader).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive).with_token_block(5);
+    let upgraded = granted(&*first, &upgrade).await;
+    assert!(upgraded.token.get() > of_reader.get() + 4, "{upgraded:?} after {of_reader:?}");
+    freed(&*first, &upgrade).await;
+    let next = granted(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    assert!(next.token.get() > upgraded.token.get() + 4, "{next:?} after {upgraded:?}");
+}
+
+/// A repeated upgrade is granted again with the same token, and one release frees the key. The
+/// reply to the first one may have been lost.
+pub async fn a_repeated_upgrade_is_one_conversion(context: &TestContext) {
+    let client = context.client().await;
+    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    let first = granted(&*client, &upgrade).await;
+    for _ in 0..2 {
+        let again = granted(&*client, &upgrade).await;
+        assert!(!context.capabilities().fencing || again.token == first.token, "{again:?}");
+    }
+    freed(&*client, &claim).await;
+    assert_eq!(release(&*client, &claim).await, Release::NotHeld);
+    assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
+}
+
+/// A repeated downgrade is granted again with the same token, and one release frees the key.
+pub async fn a_repeated_downgrade_is_one_conversion(context: &TestContext) {
+    let client = context.client().await;
+    for to in [ClaimMode::Upgradable, ClaimMode::Shared] {
+        let claim = context.claim(ClaimMode::Exclusive);
+        let grant = granted(&*client, &claim).await;
+        for _ in 0..3 {
+            let again = granted(&*client, &conversion(&claim, grant, to)).await;
+            assert!(!context.capabilities().fencing || again.token == grant.token, "{again:?}");
+        }
+        busy(&*client, &context.claim(ClaimMode::Exclusive)).await;
+        freed(&*client, &claim).await;
+        assert_eq!(release(&*client, &claim).await, Release::NotHeld);
+        assert!(is_free(&*client, claim.key()).await, "a released claim holds the key");
+    }
+}
+
+/// A conversion of a claim that was released, has expired, or was never granted returns `Gone` and
+/// grants nothing.
+pub async fn a_conversion_of_an_ended_claim_grants_nothing(context: &TestContext) {
+    let client = context.client().await;
+    let (released, of_released) = upgradable(context, &*client, context.long_lease()).await;
+    freed(&*client, &released).await;
+    let (expired, of_expired) = upgradable(context, &*client, context.short_lease()).await;
+    context.wait_until_expired(&*client, &expired).await;
+    let never = context.claim(ClaimMode::Upgradable);
+    for (claim, grant) in [(released, of_released), (expired, of_expired), (never, of_expired)] {
+        for to in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
+            assert_gone(&*client, &conversion(&claim, grant, to)).await;
+        }
+        assert!(is_free(&*client, claim.key()).await, "a conversion of nothing holds the key");
+    }
+}
+
+/// A conversion of a claim that waits for the key returns `Gone`.
+pub async fn a_conversion_of_a_waiting_claim_grants_nothing(context: &TestContext) {
+    let client = context.client().await;
+    let reader = context.claim(ClaimMode::Shared);
+    let grant = granted(&*client, &reader).await;
+    let writer = context.claim(ClaimMode::Exclusive).with_queueing(Queueing::ExclusiveIntent);
+    busy(&*client, &writer).await;
+    assert_gone(&*client, &conversion(&writer, grant, ClaimMode::Shared)).await;
+    assert_eq!(release(&*client, &writer).await, Release::NotHeld);
+    freed(&*client, &reader).await;
+    assert!(is_free(&*client, reader.key()).await, "a waiting claim holds the key");
+}
+
+/// A downgrade of an exclusive claim to shared keeps its token, lets readers in, and still excludes
+/// writers.
+pub async fn a_downgrade_lets_readers_in_and_keeps_the_token(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let claim = context.claim(ClaimMode::Exclusive);
+    let grant = granted(&*first, &claim).await;
+    busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    let weaker = granted(&*first, &conversion(&claim, grant, ClaimMode::Shared)).await;
+    assert!(!context.capabilities().fencing || weaker.token == grant.token, "{weaker:?}");
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let other = context.held_in(&*second, ClaimMode::Upgradable).await;
+    busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    freed(&*second, &other).await;
+    freed(&*second, &reader).await;
+    busy(&*second, &context.claim(ClaimMode::Exclusive)).await;
+    freed(&*first, &claim).await;
+    assert!(is_free(&*second, claim.key()).await, "a released claim holds the key");
+}
+
+/// A downgrade of an exclusive claim to upgradable keeps its token, lets readers in, and excludes a
+/// second upgradable claim. The claim can be upgraded again, with a larger token.
+pub async fn a_claim_is_upgraded_and_downgraded_again(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, mut grant) = upgradable(context, &*first, context.long_lease()).await;
+    for _ in 0..3 {
+        let upgraded = granted(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+        assert!(!context.capabilities().fencing || upgraded.token > grant.token, "{upgraded:?}");
+        busy(&*second, &context.claim(ClaimMode::Shared)).await;
+        grant = granted(&*first, &conversion(&claim, upgraded, ClaimMode::Upgradable)).await;
+        assert!(!context.capabilities().fencing || upgraded.token == grant.token, "{grant:?}");
+        let reader = context.held_in(&*second, ClaimMode::Shared).await;
+        busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
+        freed(&*second, &reader).await;
+    }
+    freed(&*first, &claim).await;
+}
+
+/// A request to downgrade that arrives late, after the claim was upgraded again, does not weaken
+/// it: readers stay out.
+pub async fn a_late_downgrade_does_not_weaken_a_later_upgrade(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
+    let withdrawal = conversion(&claim, before, ClaimMode::Upgradable);
+    let upgraded = granted(&*first, &conversion(&claim, before, ClaimMode::Exclusive)).await;
+    let downgrade = conversion(&claim, upgraded, ClaimMode::Upgradable);
+    let weaker = granted(&*first, &downgrade).await;
+    granted(&*first, &conversion(&claim, weaker, ClaimMode::Exclusive)).await;
+    for late in [withdrawal, downgrade] {
+        drop(attempt(&*first, &late).await);
+        busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    }
+    renewed(&*first, &claim).await;
+    freed(&*first, &claim).await;
+}
+
+/// A request to upgrade that arrives late, after the claim was downgraded to shared, does not make
+/// it stronger and blocks no readers.
+pub async fn a_late_upgrade_does_not_strengthen_a_downgraded_claim(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, before) = upgradable(context, &*first, context.long_lease()).await;
+    let upgrade = conversion(&claim, before, ClaimMode::Exclusive);
+    let upgraded = granted(&*first, &upgrade).await;
+    granted(&*first, &conversion(&claim, upgraded, ClaimMode::Shared)).await;
+    assert!(!matches!(attempt(&*first, &upgrade).await, Attempt::Granted(_)));
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    freed(&*second, &reader).await;
+    freed(&*first, &claim).await;
+}
+
+/// A conversion to the mode that the claim has withdraws a waiting upgrade: new readers are granted
+/// at once, and the claim is still upgradable.
+pub async fn a_withdrawn_upgrade_lets_readers_in(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    busy(&*first, &upgrade).await;
+    let next = context.claim(ClaimMode::Shared);
+    busy(&*second, &next).await;
+    granted(&*first, &conversion(&claim, grant, ClaimMode::Upgradable)).await;
+    granted(&*second, &next).await;
+    freed(&*second, &next).await;
+    freed(&*second, &reader).await;
+    granted(&*first, &upgrade).await;
+    freed(&*first, &claim).await;
+}
+
+/// A waiting upgrade that is not repeated stops blocking new readers when the lease of its last
+/// attempt is over. The claim keeps the key.
+pub async fn a_waiting_upgrade_lapses_with_its_lease(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    busy(&*first, &upgrade.with_lease(context.renewed_lease())).await;
+    let next = context.claim(ClaimMode::Shared);
+    busy(&*second, &next).await;
+    sleep(context.renewed_lease()).await;
+    context.wait_until_granted(&*second, &next).await;
+    renewed(&*first, &claim).await;
+    busy(&*second, &context.claim(ClaimMode::Upgradable)).await;
+    for (client, claim) in [(&second, next), (&second, reader), (&first, claim)] {
+        freed(&**client, &claim).await;
+    }
+}
+
+/// Releasing a claim whose upgrade waits ends the grant and the upgrade.
+pub async fn a_release_during_an_upgrade_lets_readers_in(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    freed(&*first, &claim).await;
+    let next = context.held_in(&*second, ClaimMode::Shared).await;
+    freed(&*second, &next).await;
+    freed(&*second, &reader).await;
+    assert!(is_free(&*first, claim.key()).await, "a released claim holds the key");
+}
+
+/// An upgrade is granted after the last reader has expired.
+pub async fn an_upgrade_is_granted_after_the_readers_expire(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let reader = context.claim(ClaimMode::Shared).with_lease(context.short_lease());
+    granted(&*second, &reader).await;
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    context.wait_until_granted(&*first, &upgrade).await;
+    assert_eq!(renew(&*second, &reader).await, Renewal::Gone);
+    busy(&*second, &context.claim(ClaimMode::Shared)).await;
+    freed(&*first, &claim).await;
+}
+
+/// A conversion extends the lease of its claim to at least its own lease, and never shortens it.
+pub async fn a_conversion_extends_the_lease_and_never_shortens_it(context: &TestContext) {
+    let client = context.client().await;
+    let modes = [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared];
+    let claims = modes.map(|mode| {
+        let name = key(&format!("orders:{mode}"));
+        Claim::new(name, context.renewed_lease()).with_mode(ClaimMode::Upgradable)
+    });
+    let mut grants = Vec::new();
+    for (claim, to) in claims.iter().zip(modes) {
+        let grant = granted(&*client, claim).await;
+        let longer = conversion(claim, grant, to).with_lease(context.long_lease());
+        let converted = granted(&*client, &longer).await;
+        assert!(converted.lease > context.renewed_lease(), "{converted:?}");
+        grants.push(converted);
+        let shorter = conversion(claim, converted, to).with_lease(context.short_lease());
+        let again = granted(&*client, &shorter).await;
+        assert!(again.lease > context.renewed_lease(), "{again:?}");
+    }
+    sleep(context.renewed_lease() * 3 / 2).await;
+    for claim in &claims {
+        busy(&*client, &Claim::new(claim.key().clone(), context.long_lease())).await;
+        renewed(&*client, claim).await;
+        freed(&*client, claim).await;
+    }
+}
+
+/// In a store with wake-ups, the release of the last reader ends the `wait` of an upgrade.
+pub async fn the_last_reader_wakes_a_waiting_upgrade(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    let (claim, grant) = upgradable(context, &*first, context.long_lease()).await;
+    let upgrade = conversion(&claim, grant, ClaimMode::Exclusive);
+    let reader = context.held_in(&*second, ClaimMode::Shared).await;
+    let refusal = busy(&*first, &upgrade).await;
+    assert_woken(context, &*first, &upgrade, &refusal, async {
+        freed(&*second, &reader).await;
+    })
+    .await;
+    granted(&*first, &upgrade).await;
+    freed(&*first, &claim).await;
+}
+
+/// In a store with wake-ups, a downgrade and a withdrawn upgrade end the `wait` of a reader.
+pub async fn a_weaker_mode_wakes_waiting_readers(context: &TestContext) {
+    let (first, second) = (context.client().await, context.client().await);
+    for to in [ClaimMode::Upgradable, ClaimMode::Shared] {
+        let claim = context.claim(ClaimMode::Exclusive);
+        let grant = granted(&*first, &claim).await;
+        let reader = context.claim(ClaimMode::Shared);
+        let refusal = busy(&*second, &reader).await;
+        assert_woken(context, &*second, &reader, &refusal, async {
+            granted(&*first, &conversion(&claim, grant, to)).await;
+        })
+        .await;
+        granted(&*second, &reader).await;
+        if to == ClaimMode::Upgradable {
+            busy(&*first, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+            let next = context.claim(ClaimMode::Shared);
+            let refusal = busy(&*second, &next).await;
+            assert_woken(context, &*second, &next, &refusal, async {
+                granted(&*first, &conversion(&claim, grant, to)).await;
+            })
+            .await;
+        }
+        freed(&*second, &reader).await;
+        freed(&*first, &claim).await;
+    }
+}
+
+/// `inspect` returns the mode and the token after each conversion, and the label as before.
+pub async fn inspect_returns_the_mode_after_a_conversion(context: &TestContext) {
+    let client = context.client().await;
+    let claim = context.claim(ClaimMode::Upgradable).with_label(Some("host:1".into()));
+    let mut grant = granted(&*client, &claim).await;
+    for to in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
+        grant = granted(&*client, &conversion(&claim, grant, to)).await;
+        let holders = admin(&*client).inspect(claim.key()).await.expect("inspect answers");
+        let [holder] = holders.as_slice() else { panic!("one holder: {holders:?}") };
+        assert_eq!(holder.mode, to);
+        assert!(!context.capabilities().fencing || holder.token == Some(grant.token), "{holder:?}");
+        if context.capabilities().labels {
+            assert_eq!(holder.label.as_deref(), Some("host:1"));
+        }
+    }
+    freed(&*client, &claim).await;
+}
+
+/// After a forced release, a conversion of the claim returns `Gone`.
+pub async fn a_claim_that_was_released_by_force_cannot_be_converted(context: &TestContext) {
+    let client = context.client().await;
+    let (claim, grant) = upgradable(context, &*client, context.long_lease()).await;
+    let released = admin(&*client).force_release(claim.key()).await.expect("it answers");
+    assert_eq!(released, Release::Freed);
+    assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    let next = context.held_in(&*client, ClaimMode::Exclusive).await;
+    assert_gone(&*client, &conversion(&claim, grant, ClaimMode::Exclusive)).await;
+    freed(&*client, &next).await;
+}
+
+/// `upgrade` waits for the readers of other processes, blocks new ones, and returns an exclusive
+/// guard with a larger token. `downgrade` lets readers in and keeps the token.
+pub async fn a_guard_is_upgraded_after_the_readers_and_downgraded(context: &TestContext) {
+    let (local, reading) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let guard = acquire_upgradable(&local).await;
+    let before = guard.fencing_token();
+    let mut upgrade = tokio::spawn(guard.upgrade());
+    context.wait_until_readers_are_blocked(&third).await;
+    assert!(poll!(&mut upgrade).is_pending(), "a writer next to a reader");
+    unlock(reader).await;
+    let guard = finished(context, upgrade).await.expect("the lock is upgraded");
+    assert_eq!(guard.mode(), ClaimMode::Exclusive);
+    assert!(!context.capabilities().fencing || guard.fencing_token() > before, "{guard:?}");
+    assert!(third.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
+    let token = guard.fencing_token();
+    let guard = guard.downgrade().await.expect("the lock is downgraded");
+    assert_eq!((guard.mode(), guard.fencing_token()), (ClaimMode::Shared, token));
+    context.wait_until_readers_enter(&third).await;
+    assert!(third.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    unlock(guard).await;
+    context.assert_becomes_free(&third, "orders:42").await;
+}
+
+/// An exclusive guard becomes upgradable and exclusive again, in turn. It excludes other upgradable
+/// callers throughout.
+pub async fn a_guard_is_converted_repeatedly(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let mut guard = local.obtain("orders:42").lock().await.expect("a free lock is acquired");
+    for _ in 0..3 {
+        let token = guard.fencing_token();
+        guard = guard.downgrade_to_upgradable().await.expect("the lock is downgraded");
+        assert_eq!((guard.mode(), guard.fencing_token()), (ClaimMode::Upgradable, token));
+        context.wait_until_readers_enter(&remote).await;
+        for registry in [&local, &remote] {
+            let lock = registry.obtain("orders:42");
+            let second = lock.try_upgradable_with(LockOptions::new()).await;
+            assert!(second.expect("busy is no error").is_none(), "two upgradable guards");
+            assert!(lock.try_lock().await.expect("busy is no error").is_none());
+        }
+        guard = guard.upgrade().await.expect("the lock is upgraded");
+        assert!(!context.capabilities().fencing || guard.fencing_token() > token, "{guard:?}");
+        assert!(remote.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
+    }
+    unlock(guard).await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+    assert_eq!(local.held(), 0, "a converted lock is counted twice");
+}
+
+/// `try_upgrade_for` returns the unchanged guard at its deadline if a reader stays. Readers can then
+/// enter, and a later upgrade succeeds.
+pub async fn an_upgrade_that_times_out_leaves_the_guard_held(context: &TestContext) {
+    let (local, reading) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let mut guard = acquire_upgradable(&local).await;
+    let token = guard.fencing_token();
+    for wait in [Duration::ZERO, Duration::from_millis(300)] {
+        let unchanged = guard.try_upgrade_for(wait).await.expect("the store answers");
+        guard = unchanged.expect_err("a writer next to a reader");
+        assert_eq!((guard.mode(), guard.fencing_token()), (ClaimMode::Upgradable, token));
+        assert!(guard.is_held());
+        // Long before the lease is over.
+        context.wait_until_readers_enter(&third).await;
+    }
+    assert!(third.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    unlock(reader).await;
+    let upgraded = guard.try_upgrade_for(context.max_wait()).await.expect("the store answers");
+    unlock(upgraded.expect("no reader is left")).await;
+    context.assert_becomes_free(&third, "orders:42").await;
+}
+
+/// Dropping an `upgrade` future releases the lock: readers enter, and the key is free after the
+/// last reader.
+pub async fn a_dropped_upgrade_frees_the_key(context: &TestContext) {
+    let (local, reading) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let upgrade = tokio::spawn(acquire_upgradable(&local).await.upgrade());
+    context.wait_until_readers_are_blocked(&third).await;
+    upgrade.abort();
+    context.wait_until_readers_enter(&third).await;
+    unlock(reader).await;
+    context.assert_becomes_free(&third, "orders:42").await;
+    context.assert_becomes_free(&local, "orders:42").await;
+}
+
+/// If the lock is lost while `upgrade` waits, it returns `LockError::Lost`, and readers can enter.
+pub async fn a_loss_during_an_upgrade_ends_it(context: &TestContext) {
+    let (local, reading) =
+        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let guard = acquire_upgradable(&local).await;
+    let (claim, lost) = (guard.claim().clone(), guard.lost());
+    let upgrade = tokio::spawn(guard.upgrade());
+    context.wait_until_readers_are_blocked(&third).await;
+    context.break_claim(&claim).await;
+    match finished(context, upgrade).await {
+        Err(LockError::Lost { reason: LostReason::Gone, .. }) => {}
+        other => panic!("a lost lock is upgraded: {other:?}"),
+    }
+    assert_eq!(timeout(context.max_wait(), lost).await.expect("it is lost"), LostReason::Gone);
+    context.wait_until_readers_enter(&third).await;
+    unlock(reader).await;
+    context.assert_becomes_free(&third, "orders:42").await;
+}
+
+/// A `lost` future that was obtained before a conversion reports a loss after it, and no earlier.
+pub async fn lost_of_an_earlier_guard_reports_a_loss_after_the_conversion(context: &TestContext) {
+    let registry = context.registry_of(context.renewed_lease()).await;
+    let guard = acquire_upgradable(&registry).await;
+    let mut of_first = pin!(guard.lost());
+    assert!(poll!(of_first.as_mut()).is_pending());
+    let guard = guard.upgrade().await.expect("the lock is upgraded");
+    let mut of_second = pin!(guard.lost());
+    assert!(poll!(of_second.as_mut()).is_pending());
+    let guard = guard.downgrade().await.expect("the lock is downgraded");
+    sleep(context.renewed_lease() / 2).await;
+    assert!(poll!(of_first.as_mut()).is_pending(), "a conversion is reported as a loss");
+    assert!(poll!(of_second.as_mut()).is_pending(), "a conversion is reported as a loss");
+    context.break_claim(guard.claim()).await;
+    let limit = context.renewed_lease() + context.max_wait();
+    for lost in [of_first, of_second] {
+        let reason = timeout(limit, lost).await.expect("the loss is reported");
+        assert_eq!(reason, LostReason::Gone);
+    }
+    assert!(!guard.is_held());
+}
+
+/// A converted lock is renewed beyond its lease, in each mode.
+pub async fn a_converted_lock_is_renewed_beyond_its_lease(context: &TestContext) {
+    let (local, remote) =
+        (context.registry_of(context.renewed_lease()).await, context.registry().await);
+    let mut guard = acquire_upgradable(&local).await;
+    sleep(context.renewed_lease() * 3 / 2).await;
+    guard = guard.upgrade().await.expect("the lock is held");
+    sleep(context.renewed_lease() * 3 / 2).await;
+    assert!(remote.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
+    guard = guard.downgrade().await.expect("the lock is held");
+    sleep(context.renewed_lease() * 3 / 2).await;
+    assert!(guard.is_held());
+    assert!(remote.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    unlock(guard).await;
+}
+
+/// A conversion that is not possible returns `LockError::InvalidConversion` and sends no attempt: a
+/// shared lock does not become stronger, and a lock with other guards is not converted. The lock is
+/// released afterwards.
+pub async fn an_invalid_conversion_is_refused_before_any_request(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let registry = context.registry_over(&faulty, context.long_lease());
+    let lock = registry.obtain("orders:42");
+    let shared = || async { lock.read().await.expect("the lock is acquired") };
+    let exclusive = || async { lock.lock().await.expect("the lock is acquired") };
+    let attempts = || faulty.calls(Operation::Acquire);
+
+    let (guard, before) = (shared().await, attempts());
+    assert_invalid(guard.upgrade().await, ClaimMode::Shared, ClaimMode::Exclusive);
+    assert_eq!(attempts(), before, "an attempt was sent");
+    context.assert_becomes_free(&registry, "orders:42").await;
+
+    let (guard, before) = (shared().await, attempts());
+    assert_invalid(guard.downgrade().await, ClaimMode::Shared, ClaimMode::Shared);
+    assert_eq!(attempts(), before, "an attempt was sent");
+    context.assert_becomes_free(&registry, "orders:42").await;
+
+    let (guard, before) = (exclusive().await, attempts());
+    let inner = guard.reenter().expect("the lock is held");
+    assert_invalid(guard.downgrade().await, ClaimMode::Exclusive, ClaimMode::Shared);
+    assert_eq!(attempts(), before, "an attempt was sent");
+    assert!(inner.is_held(), "the other guard lost its lock");
+    let guard = inner.downgrade().await.expect("the other guard is gone");
+    unlock(guard).await;
+}
+
+/// A downgrade after a hand-over keeps the token of the guard. Readers that join, and later
+/// holders, have larger tokens than all guards before.
+pub async fn a_downgrade_after_a_hand_over_keeps_the_token(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let lock = local.obtain("orders:42");
+    let mut guard = lock.lock().await.expect("a free lock is acquired");
+    for _ in 0..3 {
+        let mut waiting = Box::pin(lock.lock());
+        assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
+        unlock(guard).await;
+        guard = waiting.await.expect("the lock is acquired");
+    }
+    let token = guard.fencing_token();
+    let guard = guard.downgrade().await.expect("the lock is downgraded");
+    assert_eq!(guard.fencing_token(), token, "a downgrade changed the token");
+    let reader = lock.read().await.expect("readers share the lock");
+    assert!(reader.fencing_token() > token, "{reader:?} after {token:?}");
+    let last = reader.fencing_token();
+    unlock(guard).await;
+    unlock(reader).await;
+    let next = remote.obtain("orders:42").lock().await.expect("the lock is acquired");
+    assert!(next.fencing_token() > last, "{next:?} after {last:?}");
+    unlock(next).await;
+}
+
+/// Readers that share a converted grant have tokens that no other grant has.
+pub async fn readers_of_a_converted_grant_have_tokens_of_their_own(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = acquire_upgradable(&local).await.upgrade().await.expect("no reader is left");
+    let mut guards = vec![guard.downgrade().await.expect("the lock is downgraded")];
+    for registry in [&local, &local, &remote, &remote, &local] {
+        guards.push(registry.obtain("orders:42").read().await.expect("readers share the lock"));
+    }
+    let tokens: HashSet<_> = guards.iter().map(LockGuard::fencing_token).collect();
+    assert_eq!(tokens.len(), guards.len(), "two guards with one token: {guards:?}");
+    for guard in guards {
+        unlock(guard).await;
+    }
+    let writer = remote.obtain("orders:42").lock().await.expect("the lock is acquired");
+    assert!(tokens.iter().all(|token| *token < writer.fencing_token()), "{writer:?}, {tokens:?}");
+    unlock(writer).await;
+}
+
+/// A waiting caller, upgradable or exclusive, acquires the lock when the upgradable holder unlocks
+/// it, in this process and in another.
+pub async fn waiters_acquire_the_lock_after_an_upgradable_holder(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let guard = acquire_upgradable(&local).await;
+    let mut tasks = JoinSet::new();
+    for registry in [&local, &remote] {
+        let (lock, wait) = (registry.obtain("orders:42"), context.max_wait());
+        tasks.spawn(async move { lock.try_upgradable_with(LockOptions::new().wait(wait)).await });
+        let (lock, wait) = (registry.obtain("orders:42"), context.max_wait());
+        tasks.spawn(async move { lock.try_lock_for(wait).await });
+    }
+    sleep(Duration::from_millis(50)).await;
+    unlock(guard).await;
+    while let Some(next) = tasks.join_next().await {
+        let next = next.expect("no panic").expect("the store answers");
+        unlock(next.expect("the holder before has unlocked")).await;
+    }
+}
+
+/// An upgrade does not wait for a writer of its own or another process that waits for the lock. The
+/// writer acquires it afterwards.
+pub async fn a_guard_is_upgraded_before_a_waiting_writer(context: &TestContext) {
+    let local = context.registry().await;
+    let (remote, count) = context.counting_registry().await;
+    let guard = acquire_upgradable(&local).await;
+    let writers = [&local, &remote].map(|registry| {
+        let lock = registry.obtain("orders:42");
+        tokio::spawn(async move {
+            unlock(lock.lock().await.expect("the lock is acquired")).await;
+        })
+    });
+    context.eventually("the writer waits in the store", async || count.get() > 0).await;
+    let upgraded = guard.try_upgrade_for(context.max_wait()).await.expect("the store answers");
+    let guard = upgraded.expect("the upgrade waits for the writer");
+    assert!(writers.iter().all(|writer| !writer.is_finished()), "two exclusive guards");
+    unlock(guard).await;
+    for writer in writers {
+        finished(context, writer).await;
+    }
+}
+
+/// An upgrade whose requests and replies are lost is repeated, and is one conversion.
+pub async fn a_conversion_is_repeated_after_lost_requests_and_replies(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    let guard = acquire_upgradable(&local).await;
+    let lost = |fault| {
+        Faults::none()
+            .at(Operation::Acquire, 1, Fault::Refuse)
+            .at(Operation::Acquire, 2, Fault::LoseRequest)
+            .at(Operation::Acquire, 3, fault)
+            .at(Operation::Acquire, 4, Fault::LoseReply)
+    };
+    faulty.apply(lost(Fault::LoseReply));
+    let guard = guard.upgrade().await.expect("the conversion is repeated");
+    assert!(remote.obtain("orders:42").try_read().await.expect("busy is no error").is_none());
+    faulty.apply(lost(Fault::Repeat));
+    let guard = guard.downgrade().await.expect("the conversion is repeated");
+    assert_eq!(guard.mode(), ClaimMode::Shared);
+    context.wait_until_readers_enter(&remote).await;
+    unlock(guard).await;
+    context.assert_becomes_free(&remote, "orders:42").await;
+}
+
+/// A store that denies a conversion makes it return `LockError::Backend` at once, and the lock is
+/// released.
+pub async fn a_denied_conversion_is_an_error_and_releases_the_lock(context: &TestContext) {
+    let faulty = context.faulty(Faults::none()).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    let guard = acquire_upgradable(&local).await;
+    faulty.apply(Faults::none().always(Operation::Acquire, Fault::Deny));
+    let denied = timeout(context.max_wait(), guard.upgrade()).await;
+    match denied.expect("a permanent error is not retried") {
+        Err(LockError::Backend { .. }) => {}
+        other => panic!("a store that denies is reported as {other:?}"),
+    }
+    context.assert_becomes_free(&remote, "orders:42").await;
+}
+
+/// `close` ends a waiting upgrade with an error, and releases its lock.
+pub async fn close_ends_a_waiting_upgrade(context: &TestContext) {
+    let (local, reading) = (context.registry().await, context.registry().await);
+    let third = context.registry().await;
+    let reader = reading.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let upgrade = tokio::spawn(acquire_upgradable(&local).await.upgrade());
+    context.wait_until_readers_are_blocked(&third).await;
+    let report = local.close(context.max_wait()).await;
+    assert_eq!(report.abandoned, 0, "{report:?}");
+    match finished(context, upgrade).await {
+        Err(LockError::Closed | LockError::Lost { .. }) => {}
+        other => panic!("a closed registry upgrades: {other:?}"),
+    }
+    context.wait_until_readers_enter(&third).await;
+    unlock(reader).await;
+    context.assert_becomes_free(&third, "orders:42").await;
+}
+
+/// Callers of two processes that read, upgrade if they can, and downgrade again never hold the lock
+/// exclusively next to others.
+pub async fn upgraded_sections_never_overlap_with_others(context: &TestContext) {
+    let registries = [context.registry().await, context.registry().await];
+    let section = Arc::new(Section::default());
+    let mut tasks = JoinSet::new();
+    for n in 0..6 {
+        let (lock, section) = (registries[n % 2].obtain("orders:42"), Arc::clone(&section));
+        tasks.spawn(async move {
+            let work = || sleep(Duration::from_millis(1));
+            for round in 0..3 {
+                if (n / 2 + round) % 3 == 0 {
+                    let guard = lock.upgradable().await.expect("the lock is acquired");
+                    section.share(1, usize::MAX, work()).await;
+                    let guard = guard.upgrade().await.expect("the lock is upgraded");
+                    section.write(work()).await;
+                    let guard = guard.downgrade().await.expect("the lock is downgraded");
+                    section.share(1, usize::MAX, work()).await;
+                    unlock(guard).await;
+                } else {
+                    let guard = lock.read().await.expect("the lock is acquired");
+                    section.share(1, usize::MAX, work()).await;
+                    unlock(guard).await;
+                }
+            }
+        });
+    }
+    assert_eq!(tasks.join_all().await.len(), 6, "all callers acquire the lock");
+}
+
+/// An `upgrade` future may be dropped at every poll while a reader holds the lock and then unlocks
+/// it. The key is soon free.
+pub async fn upgrade_may_be_dropped_at_every_poll(context: &TestContext) {
+    let (local, remote) = (context.registry().await, context.registry().await);
+    let make = async || {
+        let reader = remote.obtain("orders:42").read().await.expect("the lock is acquired");
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(20)).await;
+            unlock(reader).await;
+        });
+        acquire_upgradable(&local).await.upgrade()
+    };
+    sweep_conversion(context, make, [&remote, &local]).await;
+}
+
+/// A `try_upgrade_for` future that gives up, and a `downgrade` future, may be dropped at every poll.
+/// The key is soon free.
+pub async fn a_withdrawal_and_a_downgrade_may_be_dropped_at_every_poll(context: &TestContext) {
+    let slow = Fault::DelayReply(Duration::from_millis(15));
+    let faulty = context.faulty(Faults::none().always(Operation::Acquire, slow)).await;
+    let (local, remote) =
+        (context.registry_over(&faulty, context.long_lease()), context.registry().await);
+    let make = async || {
+        let guard = local.obtain("orders:42").lock().await.expect("the lock is acquired");
+        guard.downgrade()
+    };
+    sweep_conversion(context, make, [&remote, &local]).await;
+    let reader = remote.obtain("orders:42").read().await.expect("a free lock is acquired");
+    let make = async || acquire_upgradable(&local).await.try_upgrade_for(Duration::ZERO);
+    let third = context.registry().await;
+    sweep(make, 1_000, async |end| {
+        drop(end);
+        local.idle().await;
+        context.wait_until_readers_enter(&third).await;
+    })
+    .await;
+    unlock(reader).await;
+    context.assert_becomes_free(&local, "orders:42").await;
+}
+
+async fn sweep_conversion<F>(
+    context: &TestContext,
+    make: impl AsyncFnMut() -> F,
+    registries: [&Registry; 2],
+) where
+    F: Future<Output = Result<LockGuard, LockError>>,
+{
+    sweep(make, 1_000, async |end| {
+        if let SweepOutcome::Completed { output, .. } = end {
+            unlock(output.expect("the lock is converted")).await;
+        }
+        for registry in registries {
+            context.assert_becomes_free(registry, "orders:42").await;
+        }
+    })
+    .await;
+}
+
+/// Returns an upgradable claim with this lease, and its grant.
+async fn upgradable(
+    context: &TestContext,
+    client: &dyn LockBackend,
+    lease: Duration,
+) -> (Claim, Grant) {
+    let claim = context.claim(ClaimMode::Upgradable).with_lease(lease);
+    let grant = granted(client, &claim).await;
+    (claim, grant)
+}
+
+/// Returns the request that changes the mode of `grant`, as the engine sends it.
+fn conversion(claim: &Claim, grant: Grant, to: ClaimMode) -> Claim {
+    claim.clone().converted_to(to).of_grant(grant.token)
+}
+
+/// Asserts that the grant of `conversion` has ended.
+async fn assert_gone(client: &dyn LockBackend, conversion: &Claim) {
+    let answer = attempt(client, conversion).await;
+    assert_eq!(answer, Attempt::Gone, "{conversion:?}");
+}
+
+/// Asserts that `change` ends the `wait` of `claim`.
+async fn assert_woken(
+    context: &TestContext,
+    client: &dyn LockBackend,
+    claim: &Claim,
+    refusal: &Busy,
+    change: impl Future<Output = ()>,
+) {
+    let wait = timeout(context.max_wait(), client.wait(claim, refusal));
+    let later = async {
+        sleep(Duration::from_millis(50)).await;
+        change.await;
+    };
+    let (woken, ()) = join(wait, later).await;
+    woken.expect("the change ends the wait");
+}
+
+async fn acquire_upgradable(registry: &Registry) -> LockGuard {
+    registry.obtain("orders:42").upgradable().await.expect("the lock is acquired")
+}
+
+/// Returns the output of `task`. Panics unless it ends soon.
+async fn finished<T>(context: &TestContext, task: JoinHandle<T>) -> T {
+    let output = timeout(context.max_wait(), task).await.expect("the call ends");
+    output.expect("no panic")
+}
+
+fn assert_invalid(result: Result<LockGuard, LockError>, from: ClaimMode, to: ClaimMode) {
+    match result {
+        Err(LockError::InvalidConversion { from: stated, to: wanted, .. }) => {
+            assert_eq!((stated, wanted), (from, to));
+        }
+        other => panic!("{from} to {to}: {other:?}"),
+    }
+}
