@@ -301,7 +301,7 @@ macro_rules! __for_all_clauses {
                 a_process_holds_several_permits [permits],
                 units_out_of_range_are_refused_before_any_request [permits],
                 another_number_of_units_is_an_error [permits],
-                a_released_unit_goes_to_a_caller_that_takes_one [permits],
+                a_released_unit_goes_to_a_caller_that_takes_one [permits handoff],
                 a_lost_permit_is_reported_to_its_guard_only [permits],
                 the_units_of_a_dead_holder_return_after_its_lease [permits],
                 permits_are_renewed_beyond_their_leases [permits],

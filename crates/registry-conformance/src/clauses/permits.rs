@@ -466,8 +466,9 @@ pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     unlock(other).await;
 }
 
-/// A released unit goes to a waiting caller that takes one, although a caller of another process
-/// has waited longer for three. The other one gets its units when they are released.
+/// In a store whose callers do not queue, a released unit goes to a waiting caller that takes one,
+/// although a caller of another process has waited longer for three. The other one gets its units
+/// when they are released.
 pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestContext) {
     let holding = semaphore(&context.registry().await, 3);
     let (of_three, count_of_three) = context.counting_registry().await;
