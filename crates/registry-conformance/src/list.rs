@@ -304,7 +304,7 @@ macro_rules! __for_all_clauses {
                 a_process_holds_several_permits [permits],
                 units_out_of_range_are_refused_before_any_request [permits],
                 another_number_of_units_is_an_error [permits],
-                a_released_unit_goes_to_a_caller_that_takes_one [permits],
+                a_released_unit_goes_to_a_caller_that_takes_one [permits handoff],
                 a_lost_permit_is_reported_to_its_guard_only [permits],
                 a_forced_release_is_reported_to_all_permits_at_once [permits inspect reports_invalidations],
                 the_units_of_a_dead_holder_return_after_its_lease [permits],

@@ -65,6 +65,7 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
+mod queue_modes;
 mod record;
 mod waiters;
 // Configuration of backends.
@@ -98,6 +99,9 @@ pub use mutant::{Mutant, switch_mutant};
 pub use options::LockOptions;
 pub use owner::Owner;
 pub use pass_through::PassThroughBackend;
+pub use queue_modes::{
+    QueuePosition, QueuedEntry, UpgradePosition, granted_entries, queue_position, upgrade_position,
+};
 pub use record::{InvalidRecord, LockRecord, NewGrant, RecordChange, RecordEntry};
 pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
 pub use routing::RoutingRegistry;

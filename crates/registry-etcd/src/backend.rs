@@ -17,6 +17,7 @@ use crate::client::EtcdClient;
 use crate::config::EtcdConfig;
 use crate::error::CallError;
 use crate::keep_alive::KeepAlive;
+use crate::modes;
 use crate::names::{KeyNames, prefix_end};
 use crate::pool::LeasePool;
 use crate::proto::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
@@ -27,10 +28,12 @@ use crate::watcher::Watcher;
 
 /// A lock store on an etcd cluster of version 3.4 or later.
 ///
-/// Each lock has a queue in the cluster, with at most one claim per process and key. The first
-/// claim in the queue holds the lock. A release, or the end of the holder's lease, wakes only the
-/// next claim. Fencing tokens are the revisions in which the keys were created. They increase
-/// across every failure that a majority of the members survives.
+/// Each lock has a queue in the cluster. The first claim in the queue holds the lock, and so do the
+/// next ones if they are compatible with all claims before them: readers, one upgradable claim, or
+/// permits. A release, or the end of the holder's lease, wakes only the next claim; the end of a
+/// permit wakes all claims that wait for units. Fencing tokens are the revisions in which the keys
+/// were created, or in which an upgrade was requested. They increase across every failure that a
+/// majority of the members survives.
 ///
 /// Each claim has its own lease. A lock that is no longer renewed therefore expires independently
 /// of the other locks of its process. A later claim reuses the lease of a released claim, which
@@ -118,21 +121,25 @@ impl EtcdBackend {
         self.client.call(range).await.map_err(|failure| self.with_address(failure.into_error()))
     }
 
-    async fn first_entry(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
-        Ok(self
-            .range(txn::first_entry(&self.names.queue_prefix(key)))
-            .await?
-            .kvs
-            .into_iter()
-            .next())
-    }
-
-    /// Returns the holder of `key`, given the first entry of its queue.
-    async fn holder_of(&self, key: Key, first_entry: &KeyValue) -> Result<Holder, BackendError> {
-        let request = LeaseTimeToLiveRequest { id: first_entry.lease };
+    /// Returns the holder of `key`, given its entry.
+    async fn holder_of(&self, key: Key, entry: &KeyValue) -> Result<Holder, BackendError> {
+        let request = LeaseTimeToLiveRequest { id: entry.lease };
         let response = self.client.call(request).await.map_err(CallError::into_error)?;
         let remaining = u64::try_from(response.ttl).ok().map(Duration::from_secs);
-        Ok(record::decode_holder(key, first_entry, remaining))
+        Ok(record::decode_holder(key, entry, remaining))
+    }
+
+    /// Returns the holders among these entries of queues.
+    async fn holders_of(&self, granted: &[(Key, KeyValue)]) -> Result<Vec<Holder>, BackendError> {
+        let mut holders = Vec::with_capacity(granted.len());
+        for batch in granted.chunks(BATCH_MAX) {
+            let batch = batch.iter().map(|(key, entry)| self.holder_of(key.clone(), entry));
+            for holder in join_all(batch).await {
+                holders.push(holder?);
+            }
+        }
+        holders.sort_by_key(|holder| holder.token);
+        Ok(holders)
     }
 
     /// Returns a range request for the keys of this namespace from `start_key` on. An empty
@@ -203,16 +210,16 @@ impl LockBackend for EtcdBackend {
 #[async_trait]
 impl LockAdmin for EtcdBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        match self.first_entry(key).await? {
-            Some(first_entry) => Ok(vec![self.holder_of(key.clone(), &first_entry).await?]),
-            None => Ok(Vec::new()),
-        }
+        let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
+        let granted: Vec<_> =
+            modes::granted(entries).into_iter().map(|entry| (key.clone(), entry)).collect();
+        self.holders_of(&granted).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        // The keys of a queue are contiguous, so one pass over the pages finds the first entry of
-        // each queue.
-        let mut first_entries: Vec<(Key, KeyValue)> = Vec::new();
+        // The keys of a queue are contiguous, so one pass over the pages finds all entries of each
+        // queue.
+        let mut queues: Vec<(Key, Vec<KeyValue>)> = Vec::new();
         let mut start_key = Vec::new();
         loop {
             // Each page reads the current revision. The members may have compacted the revision of
@@ -227,39 +234,41 @@ impl LockAdmin for EtcdBackend {
                 else {
                     continue;
                 };
-                match first_entries.last_mut() {
-                    Some((last, first)) if *last == key => {
-                        if found.create_revision < first.create_revision {
-                            *first = found;
-                        }
-                    }
-                    _ => first_entries.push((key, found)),
+                match queues.last_mut() {
+                    Some((last, entries)) if *last == key => entries.push(found),
+                    _ => queues.push((key, vec![found])),
                 }
             }
             if !has_more {
                 break;
             }
         }
-        let mut holders = Vec::with_capacity(first_entries.len());
-        for batch in first_entries.chunks(BATCH_MAX) {
-            let holders_in_batch =
-                batch.iter().map(|(key, first)| self.holder_of(key.clone(), first));
-            for holder in join_all(holders_in_batch).await {
-                holders.push(holder?);
-            }
-        }
-        Ok(holders)
+        let granted = queues.into_iter().flat_map(|(key, mut entries)| {
+            entries.sort_by_key(|entry| entry.create_revision);
+            modes::granted(entries).into_iter().map(move |entry| (key.clone(), entry))
+        });
+        self.holders_of(&granted.collect::<Vec<_>>()).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..ATTEMPTS_MAX {
-            let Some(first_entry) = self.first_entry(key).await? else {
+            let entries = self.range(txn::entries(&self.names.queue_prefix(key))).await?.kvs;
+            let ended = modes::granted_or_upgrading(entries);
+            if ended.is_empty() {
                 return Ok(Release::NotHeld);
-            };
-            // This call does not revoke the lease, because a peer may hold other locks by the same
-            // lease.
-            let delete = txn::delete(&first_entry.key, first_entry.create_revision);
-            if self.execute(delete).await.map_err(CallError::into_error)?.succeeded {
+            }
+            let mut freed = false;
+            for batch in ended.chunks(BATCH_MAX) {
+                // This call does not revoke the leases, because a peer may hold other locks by the
+                // same lease.
+                let deletions = batch
+                    .iter()
+                    .map(|entry| self.execute(txn::delete(&entry.key, entry.create_revision)));
+                for deletion in join_all(deletions).await {
+                    freed |= deletion.map_err(CallError::into_error)?.succeeded;
+                }
+            }
+            if freed {
                 return Ok(Release::Freed);
             }
         }

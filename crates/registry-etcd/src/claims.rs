@@ -11,7 +11,8 @@ use tokio::sync::OwnedMutexGuard;
 use crate::lease::EtcdLease;
 use crate::names::KeyNames;
 use crate::proto::KeyValue;
-use crate::watcher::KeyWatch;
+use crate::record::EntryRecord;
+use crate::watcher::{KeyWatch, WatchScope, Watcher};
 
 /// A claim's entry in a queue.
 #[derive(Debug)]
@@ -25,8 +26,10 @@ pub(crate) struct ClaimEntry {
     /// The revision in which the key was created. `None` while the revision is unknown, or while
     /// the key may not exist.
     pub(crate) create_revision: Option<i64>,
-    /// The entry was first in the queue at some time. It stays first until it is deleted.
+    /// The claim held the lock at some time. It holds the lock until its entry is deleted.
     pub(crate) is_granted: bool,
+    /// The token of the grant, if it is not `create_revision`.
+    pub(crate) upgrade_token: Option<i64>,
     /// The start of the grant delay. Set when the entry becomes first after a holder that may not
     /// have detected its loss.
     pub(crate) delayed_since: Option<Moment>,
@@ -38,6 +41,31 @@ pub(crate) struct ClaimEntry {
     pub(crate) own_watch: Option<KeyWatch>,
     /// The lease of the entry's tombstone, if known.
     pub(crate) tombstone_lease: Option<i64>,
+    /// The request to upgrade the claim, while its upgrade waits.
+    pub(crate) upgrade: Option<UpgradeRequest>,
+}
+
+/// A key behind a held claim that blocks new readers while the claim's upgrade waits.
+#[derive(Debug)]
+pub(crate) struct UpgradeRequest {
+    pub(crate) name: Vec<u8>,
+    /// The lease of this key only, so that the request lapses without the claim.
+    pub(crate) lease: EtcdLease,
+    /// The last reader that holds the key, if the last read found one.
+    pub(crate) reader: Option<Predecessor>,
+    /// The start of the delay after the loss of a reader.
+    pub(crate) delayed_since: Option<Moment>,
+}
+
+impl UpgradeRequest {
+    pub(crate) fn new(name: Vec<u8>, lease: EtcdLease) -> Self {
+        Self { name, lease, reader: None, delayed_since: None }
+    }
+
+    /// Creates the request for a key that was found in the queue.
+    pub(crate) fn from_key_value(key: KeyValue) -> Self {
+        Self::new(key.key, EtcdLease::new(key.lease, Duration::ZERO, Moment::now()))
+    }
 }
 
 impl ClaimEntry {
@@ -49,12 +77,23 @@ impl ClaimEntry {
             ttl_seconds: Some(ttl_seconds),
             create_revision: None,
             is_granted: false,
+            upgrade_token: None,
             delayed_since: None,
             has_unresolved_request: false,
             predecessor: None,
             own_watch: None,
             tombstone_lease: None,
+            upgrade: None,
         }
+    }
+
+    /// Returns the entry that `claim` waits for, and the lease that must not end meanwhile.
+    pub(crate) fn waiting(&mut self, claim: &Claim) -> Option<(&mut Predecessor, &mut EtcdLease)> {
+        if claim.is_conversion() {
+            let upgrade = self.upgrade.as_mut()?;
+            return Some((upgrade.reader.as_mut()?, &mut upgrade.lease));
+        }
+        Some((self.predecessor.as_mut()?, &mut self.lease))
     }
 
     /// Returns the last `Busy` if it is valid without another request. The predecessor must be
@@ -80,7 +119,9 @@ impl ClaimEntry {
     /// Creates the entry for a key that was found in the queue. Its position and the remaining time
     /// of its lease are unknown.
     pub(crate) fn from_key_value(key: KeyValue) -> Self {
+        let token = EntryRecord::of(&key).token;
         Self {
+            upgrade_token: Some(token).filter(|token| *token != key.create_revision),
             name: key.key,
             lease: EtcdLease::new(key.lease, Duration::ZERO, Moment::now()),
             ttl_seconds: None,
@@ -91,6 +132,7 @@ impl ClaimEntry {
             predecessor: None,
             own_watch: None,
             tombstone_lease: None,
+            upgrade: None,
         }
     }
 }
@@ -110,13 +152,15 @@ pub(crate) struct Predecessor {
     pub(crate) last_busy: Option<(Busy, Moment)>,
     /// The key has a record, so this library created the key. Peers write no record.
     pub(crate) has_record: bool,
+    /// The events that may let the claim be granted.
+    pub(crate) scope: WatchScope,
     /// The watch on the predecessor's key. The first wait creates it.
     pub(crate) watch: Option<KeyWatch>,
 }
 
 impl Predecessor {
     pub(crate) fn new(found: KeyValue, last_seen_revision: i64) -> Self {
-        let KeyValue { key: name, create_revision, value, lease } = found;
+        let KeyValue { key: name, create_revision, value, lease, .. } = found;
         Self {
             name,
             create_revision,
@@ -125,14 +169,31 @@ impl Predecessor {
             is_deleted: false,
             last_busy: None,
             has_record: !value.is_empty(),
+            scope: WatchScope::Deletion,
             watch: None,
         }
+    }
+
+    pub(crate) fn with_scope(mut self, scope: WatchScope) -> Self {
+        self.scope = scope;
+        self
+    }
+
+    /// Creates the watch for the entry of this name in `queue`, after the last seen revision.
+    pub(crate) fn create_watch(&self, watcher: &Watcher, queue: Vec<u8>) -> KeyWatch {
+        let name = match self.scope {
+            WatchScope::DeletionInQueue => queue,
+            _ => self.name.clone(),
+        };
+        watcher.watch_predecessor(name, self.scope, self.last_seen_revision.saturating_add(1))
     }
 
     /// Takes the watch of `earlier` if both have the same key.
     pub(crate) fn with_watch_from(mut self, earlier: Option<&mut Self>) -> Self {
         let is_same = |earlier: &&mut Self| {
-            earlier.create_revision == self.create_revision && earlier.name == self.name
+            earlier.create_revision == self.create_revision
+                && earlier.name == self.name
+                && earlier.scope == self.scope
         };
         self.watch = earlier.filter(is_same).and_then(|earlier| earlier.watch.take());
         self

@@ -343,7 +343,12 @@ impl BackendConfig for EtcdConfig {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network)
+        let capabilities = Capabilities::new("etcd", GuaranteeClass::Durable, Reach::Network);
+        let capabilities = match self.layout {
+            Layout::Native => capabilities.with_shared().with_upgradable().with_permits(),
+            Layout::Etcdctl => capabilities,
+        };
+        capabilities
             .with_fencing()
             .with_fair()
             .with_wakes()

@@ -12,8 +12,8 @@ use crate::txn::{self, TxnResults};
 
 /// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
-    /// Starts a transaction that is executed only if this guard still holds the lock. The cluster
-    /// compares the creation revision of the lock's key with the guard's token.
+    /// Starts a transaction that is executed only if this guard still holds the lock, in any mode.
+    /// The cluster compares the creation revision of the guard's own key.
     ///
     /// A lease does not protect a write of a process that is suspended and resumes after the lease
     /// has ended. The cluster does not execute a transaction of such a former holder.
@@ -132,14 +132,14 @@ impl FencedTxn<'_> {
         if !self.guard.is_held() {
             return Err(FenceError::Lost { key });
         }
-        let create_revision = i64::from(self.guard.fencing_token());
+        let token = i64::from(self.guard.fencing_token());
         let Some(backend) = self.guard.backend::<EtcdBackend>() else {
             return Err(FenceError::Unsupported { key });
         };
         let Ok(claim) = self.guard.claim_for_fence() else {
             return Err(FenceError::Lost { key });
         };
-        let result = execute(backend, claim, create_revision, self.operations).await;
+        let result = execute(backend, claim, token, self.operations).await;
         match result {
             Ok(Some(committed)) => Ok(committed),
             Ok(None) => Err(FenceError::Lost { key }),
@@ -152,10 +152,10 @@ impl FencedTxn<'_> {
 async fn execute(
     backend: &EtcdBackend,
     claim: &Claim,
-    create_revision: i64,
+    token: i64,
     operations: Vec<OpRequest>,
 ) -> Result<Option<Committed>, BackendError> {
-    let Some(name) = backend.find_entry_name(claim, create_revision).await? else {
+    let Some((name, create_revision)) = backend.find_grant(claim, token).await? else {
         return Ok(None);
     };
     let reads: Vec<bool> = operations.iter().map(|op| matches!(op, OpRequest::Range(_))).collect();

@@ -31,6 +31,7 @@
 mod config;
 mod backend;
 mod queue;
+mod modes;
 mod renew;
 mod unary;
 mod claims;

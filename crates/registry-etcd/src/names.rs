@@ -58,6 +58,11 @@ impl KeyNames {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
+    /// Returns whether claims may be shared. Peers of the etcdctl layout know exclusive claims only.
+    pub(crate) fn has_modes(&self) -> bool {
+        self.layout == Layout::Native
+    }
+
     /// Returns whether entries have tombstones. The etcdctl layout has no tombstones: peers write
     /// none, and users may have permissions for the queue only.
     pub(crate) fn has_tombstones(&self) -> bool {

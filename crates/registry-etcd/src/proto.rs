@@ -51,6 +51,8 @@ pub(crate) struct KeyValue {
     pub(crate) key: Vec<u8>,
     #[prost(int64, tag = "2")]
     pub(crate) create_revision: i64,
+    #[prost(int64, tag = "3")]
+    pub(crate) mod_revision: i64,
     #[prost(bytes = "vec", tag = "5")]
     pub(crate) value: Vec<u8>,
     #[prost(int64, tag = "6")]
@@ -105,6 +107,8 @@ pub(crate) struct PutRequest {
     pub(crate) lease: i64,
     #[prost(bool, tag = "5")]
     pub(crate) ignore_value: bool,
+    #[prost(bool, tag = "6")]
+    pub(crate) ignore_lease: bool,
 }
 
 /// The response to a put. Locks need none of its fields.
@@ -189,8 +193,16 @@ pub(crate) enum TargetUnion {
 
 /// `result`: equal.
 pub(crate) const EQUAL: i32 = 0;
+/// `result`: the key's field is greater than the given value.
+pub(crate) const GREATER: i32 = 1;
+/// `result`: the key's field is less than the given value.
+pub(crate) const LESS: i32 = 2;
 /// `target`: the creation revision, which is zero for a missing key.
 pub(crate) const CREATE: i32 = 1;
+/// `target`: the revision of the last change, which is zero for a missing key.
+pub(crate) const MODIFICATION: i32 = 2;
+/// `target`: the value. The comparison with a missing key is false.
+pub(crate) const VALUE: i32 = 3;
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct TxnRequest {
@@ -289,6 +301,9 @@ pub(crate) enum WatchUnion {
 pub(crate) struct WatchCreateRequest {
     #[prost(bytes = "vec", tag = "1")]
     pub(crate) key: Vec<u8>,
+    /// Empty for a single key. Otherwise the first key after the range.
+    #[prost(bytes = "vec", tag = "2")]
+    pub(crate) range_end: Vec<u8>,
     #[prost(int64, tag = "3")]
     pub(crate) start_revision: i64,
     #[prost(int32, repeated, tag = "5")]

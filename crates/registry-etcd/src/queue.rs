@@ -6,23 +6,25 @@ use std::time::Duration;
 
 use futures_util::future::join;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Claim, FencingToken, Grant, Moment, Release,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimMode, FencingToken, Grant, Moment,
+    Queueing, Release,
 };
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
-use crate::claims::{ClaimEntry, EntryGuard, Predecessor};
+use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
 use crate::client::RequestLimits;
 use crate::error::{CallError, protocol_error};
 use crate::keep_alive::LeaseStatus;
 use crate::lease::{EtcdLease, ttl_seconds};
+use crate::modes::is_granted;
 use crate::proto::{KeyValue, LeaseTimeToLiveRequest};
-use crate::record;
+use crate::record::{self, EntryRecord};
 use crate::txn;
 use crate::watcher::WatchOutcome;
 
 /// The result of one attempt to enqueue a claim or to read its position.
-enum QueueStep {
+pub(crate) enum QueueStep {
     Done(Attempt),
     /// The queue has changed or the entry is lost. The caller tries again.
     Retry,
@@ -39,6 +41,9 @@ enum PredecessorCheck {
 impl EtcdBackend {
     /// Adds the claim to the queue unless it has an entry. Returns `Granted` if its entry is first.
     pub(crate) async fn enqueue(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if claim.is_conversion() {
+            return self.convert(claim).await;
+        }
         let mut entry_guard = self.claims.lock_entry(claim).await;
         for _ in 0..ATTEMPTS_MAX {
             let step = match &mut *entry_guard {
@@ -54,6 +59,17 @@ impl EtcdBackend {
         Err(BackendError::transient(format!(
             "etcd: in {ATTEMPTS_MAX} attempts, the leases expired before they were used; use longer leases or check the members' load"
         )))
+    }
+
+    /// Returns whether a claim that is not granted stays in the queue.
+    fn keeps_place(&self, claim: &Claim) -> bool {
+        match claim.queueing() {
+            Queueing::Join => true,
+            Queueing::ExclusiveIntent => {
+                self.names.has_modes() && claim.mode() == ClaimMode::Exclusive
+            }
+            _ => false,
+        }
     }
 
     /// Creates the claim's entry in the queue. A claim that does not wait joins only an empty
@@ -90,9 +106,13 @@ impl EtcdBackend {
                 return Err(self.on_failed_request(entry_guard, entry, error.as_refused()));
             }
         };
+        if claim.mode() != ClaimMode::Exclusive {
+            return self.append_entry(claim, entry_guard, entry, tombstone).await;
+        }
         let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
         let record = record::encode(claim, &self.host);
-        let enqueue = if claim.joins_queue() { txn::enqueue } else { txn::enqueue_if_empty };
+        let joins_queue = self.keeps_place(claim);
+        let enqueue = if joins_queue { txn::enqueue } else { txn::enqueue_if_empty };
         let enqueue = enqueue(&queue, &entry.name, record, entry.lease.id, tombstone);
         let mut results = match self.execute(enqueue).await {
             Ok(results) => results,
@@ -115,7 +135,7 @@ impl EtcdBackend {
             entry.create_revision = Some(revision);
             entry.tombstone_lease = tombstone_lease;
             results.skip()?;
-            if claim.joins_queue() {
+            if joins_queue {
                 let predecessor =
                     results.next_keys()?.into_iter().find(|other| other.key != entry.name);
                 entry.predecessor =
@@ -130,7 +150,7 @@ impl EtcdBackend {
         }
         let (own_entry, first_entry) = (results.next_key()?, results.next_key()?);
         if let Some(own_entry) = own_entry {
-            if !record::belongs_to(&own_entry.value, claim.id()) {
+            if !record::belongs_to(&own_entry, claim.id()) {
                 // Another client has chosen the same lease id, so the key is its entry.
                 self.abandon(entry);
                 return Ok(QueueStep::Retry);
@@ -141,7 +161,7 @@ impl EtcdBackend {
         }
         let Some(first_entry) = first_entry else { return Err(protocol_error()) };
         self.recycle_unused_entry(entry_guard, entry);
-        if record::belongs_to(&first_entry.value, claim.id()) {
+        if record::belongs_to(&first_entry, claim.id()) {
             return self.adopt_entry(claim, entry_guard, first_entry).await;
         }
         Ok(QueueStep::Done(Attempt::Busy(
@@ -177,6 +197,9 @@ impl EtcdBackend {
                 **entry_guard = Some(entry);
                 return Err(error.as_unknown());
             }
+        }
+        if claim.mode() != ClaimMode::Exclusive {
+            return self.read_position_in_mode(claim, entry_guard, entry).await;
         }
         let mut old_predecessor = match entry.predecessor.take() {
             Some(predecessor) => match self.check_predecessor(&mut entry, predecessor).await {
@@ -339,7 +362,7 @@ impl EtcdBackend {
     /// predecessor was deleted without a release. Its holder needs time to detect the loss. A
     /// holder whose lease has expired detects the loss earlier, but the cluster does not show which
     /// case applies.
-    async fn delay_grant(
+    pub(crate) async fn delay_grant(
         &self,
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
@@ -387,20 +410,15 @@ impl EtcdBackend {
         let attempt = match &mut entry.predecessor {
             None => {
                 entry.is_granted = true;
-                let revision = entry.create_revision.unwrap_or(-1);
-                let token = FencingToken::try_from(revision).map_err(|_| {
-                    let message = format!(
-                        "etcd: the member returned the revision {revision}, which is not a valid fencing token"
-                    );
-                    BackendError::new(BackendErrorKind::Protocol, message)
-                });
                 let lease = entry.lease.remaining().min(claim.lease());
+                let token = fencing_token(entry.create_revision.unwrap_or(-1));
                 token.map(|token| Attempt::Granted(Grant::new(token, lease)))
             }
             Some(predecessor) => {
                 let busy = first_entry
                     .map_or_else(Busy::new, |first_entry| busy_with_holder(claim, first_entry));
-                let busy = busy.with_mark(u64::try_from(predecessor.create_revision).unwrap_or(0));
+                let mark = u64::try_from(predecessor.create_revision).unwrap_or(0);
+                let busy = busy.with_place().with_mark(mark);
                 predecessor.last_busy = first_entry.map(|_| (busy.clone(), Moment::now()));
                 Ok(Attempt::Busy(busy))
             }
@@ -422,7 +440,7 @@ impl EtcdBackend {
     }
 
     /// Extends the etcd lease if its remaining time is shorter than the claim's lease.
-    async fn ensure_lease(
+    pub(crate) async fn ensure_lease(
         &self,
         claim: &Claim,
         lease: &mut EtcdLease,
@@ -437,6 +455,9 @@ impl EtcdBackend {
 
     /// Revokes an entry's lease and deletes its tombstone in the background.
     pub(crate) fn abandon(&self, entry: ClaimEntry) {
+        if let Some(upgrade) = &entry.upgrade {
+            self.pool.revoke_later(upgrade.lease.id);
+        }
         if entry.ttl_seconds.is_some() {
             self.pool.revoke_later(entry.lease.id);
         }
@@ -455,7 +476,7 @@ impl EtcdBackend {
 
     /// Handles a failed request. Caches the entry if a request for it may have taken effect.
     /// Otherwise reuses the entry's lease.
-    fn on_failed_request(
+    pub(crate) fn on_failed_request(
         &self,
         entry_guard: &mut EntryGuard<'_>,
         mut entry: ClaimEntry,
@@ -474,7 +495,7 @@ impl EtcdBackend {
 
     /// Returns the lease of an entry that was not created to the pool. Caches the entry instead if
     /// an earlier request may still create it.
-    fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
+    pub(crate) fn recycle_unused_entry(&self, entry_guard: &mut EntryGuard<'_>, entry: ClaimEntry) {
         if entry.has_unresolved_request {
             **entry_guard = Some(entry);
         } else {
@@ -484,7 +505,10 @@ impl EtcdBackend {
 
     /// Returns an entry's lease to the pool. Abandons the entry instead if an earlier request for
     /// it may still take effect.
-    fn recycle_lease(&self, entry: ClaimEntry) {
+    pub(crate) fn recycle_lease(&self, entry: ClaimEntry) {
+        if let Some(upgrade) = &entry.upgrade {
+            self.pool.revoke_later(upgrade.lease.id);
+        }
         match entry.ttl_seconds {
             Some(ttl_seconds) if !entry.has_unresolved_request => {
                 self.pool.release(ttl_seconds, entry.lease)
@@ -506,17 +530,31 @@ impl EtcdBackend {
         let (create_revision, queue) =
             (entry.create_revision.unwrap_or_default(), self.names.queue_prefix(claim.key()));
         let tombstone = self.names.tombstone_name(&entry.name);
+        let is_exclusive = claim.mode() == ClaimMode::Exclusive;
+        let (name, tombstone) = (&entry.name, tombstone.as_deref());
         let dequeue = if entry.is_granted {
-            txn::delete_with_tombstone(&entry.name, create_revision, tombstone.as_deref())
+            txn::delete_with_tombstone(name, create_revision, tombstone)
+        } else if is_exclusive {
+            txn::dequeue(&queue, name, create_revision, tombstone)
         } else {
-            txn::dequeue(&queue, &entry.name, create_revision, tombstone.as_deref())
+            txn::dequeue_in_mode(&queue, name, create_revision, tombstone)
+        };
+        let dequeue = match &entry.upgrade {
+            Some(upgrade) => txn::with_deletion(dequeue, &upgrade.name),
+            None => dequeue,
         };
         let mut results = self.execute(dequeue).await.map_err(CallError::into_error)?;
-        let was_first = results.succeeded && (entry.is_granted || results.next_key()?.is_none());
+        let was_granted = results.succeeded
+            && (entry.is_granted
+                || if is_exclusive {
+                    results.next_key()?.is_none()
+                } else {
+                    is_granted(&results.next_keys()?, name)
+                });
         if let Some(entry) = entry_guard.take() {
             self.recycle_lease(entry);
         }
-        Ok(if was_first { Release::Freed } else { Release::NotHeld })
+        Ok(if was_granted { Release::Freed } else { Release::NotHeld })
     }
 
     /// Removes the claim's entry from the queue if the cache does not contain its creation
@@ -532,6 +570,10 @@ impl EtcdBackend {
                 let tombstone = self.names.tombstone_name(&found.name);
                 let deletion =
                     txn::delete_with_tombstone(&found.name, create_revision, tombstone.as_deref());
+                let deletion = match &found.upgrade {
+                    Some(upgrade) => txn::with_deletion(deletion, &upgrade.name),
+                    None => deletion,
+                };
                 let deletion = self.execute(deletion).await;
                 deletion.map_err(CallError::into_error)?.succeeded && found.is_granted
             }
@@ -554,31 +596,32 @@ impl EtcdBackend {
         claim: &Claim,
     ) -> Result<Option<ClaimEntry>, BackendError> {
         let all = self.range(txn::entries(&self.names.queue_prefix(claim.key()))).await?.kvs;
-        let position = all.iter().position(|entry| record::belongs_to(&entry.value, claim.id()));
-        Ok(position.and_then(|position| {
-            let found = all.into_iter().nth(position)?;
-            Some(ClaimEntry { is_granted: position == 0, ..ClaimEntry::from_key_value(found) })
-        }))
+        let Some(found) = all.iter().find(|entry| record::belongs_to(entry, claim.id())) else {
+            return Ok(None);
+        };
+        let is_granted = is_granted(&all, &found.key);
+        let is_request = |entry: &&KeyValue| EntryRecord::of(entry).is_request_of(claim.id());
+        let upgrade = all.iter().find(is_request).cloned().map(UpgradeRequest::from_key_value);
+        Ok(Some(ClaimEntry { is_granted, upgrade, ..ClaimEntry::from_key_value(found.clone()) }))
     }
 
-    /// Returns the key of the claim's entry that was created in the revision `create_revision`.
-    /// Returns `None` if the key does not exist.
-    pub(crate) async fn find_entry_name(
+    /// Returns the key of the claim's entry and its creation revision, if the claim is granted with
+    /// this token.
+    pub(crate) async fn find_grant(
         &self,
         claim: &Claim,
-        create_revision: i64,
-    ) -> Result<Option<Vec<u8>>, BackendError> {
-        let cached = {
-            let entry_guard = self.claims.lock_entry(claim).await;
-            let entry =
-                entry_guard.as_ref().filter(|entry| entry.create_revision == Some(create_revision));
-            entry.map(|entry| entry.name.clone())
+        token: i64,
+    ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
+        let grant = |entry: &ClaimEntry| {
+            let create_revision = entry.create_revision?;
+            let is_granted = entry.upgrade_token.unwrap_or(create_revision) == token;
+            is_granted.then(|| (entry.name.clone(), create_revision))
         };
+        let cached = self.claims.lock_entry(claim).await.as_ref().and_then(grant);
         if cached.is_some() {
             return Ok(cached);
         }
-        let create_revision = u64::try_from(create_revision).unwrap_or(0);
-        Ok(self.entry_created_in(claim, create_revision).await?.map(|(name, _)| name))
+        Ok(self.find_entry(claim).await?.as_ref().and_then(grant))
     }
 
     /// Waits until the claim's predecessor is deleted or its watch ends. Keeps the claim's lease
@@ -587,19 +630,15 @@ impl EtcdBackend {
         let cached = {
             let mut entry_guard = self.claims.lock_entry(claim).await;
             entry_guard.as_mut().and_then(|entry| {
-                let predecessor = entry.predecessor.as_mut()?;
+                let (predecessor, lease) = entry.waiting(claim)?;
                 // The predecessor keeps its watch, so the next wait does not create another watch.
                 let watch =
                     predecessor.watch.take_if(|watch| watch.is_active() || watch.is_deleted());
-                let watch = watch.unwrap_or_else(|| {
-                    self.watcher.watch_predecessor(
-                        predecessor.name.clone(),
-                        predecessor.last_seen_revision.saturating_add(1),
-                    )
-                });
+                let queue = self.names.queue_prefix(claim.key());
+                let watch = watch.unwrap_or_else(|| predecessor.create_watch(&self.watcher, queue));
                 let outcome = predecessor.watch.insert(watch).wait_for_outcome();
-                let interval = extension_interval(entry.lease.ttl());
-                let since = Moment::now().since(entry.lease.last_extended());
+                let interval = extension_interval(lease.ttl());
+                let since = Moment::now().since(lease.last_extended());
                 Some((outcome, interval, interval.saturating_sub(since)))
             })
         };
@@ -607,10 +646,10 @@ impl EtcdBackend {
             Some((outcome, interval, first_delay)) => {
                 (outcome, None, Some(interval), Some(Instant::now() + first_delay))
             }
-            None => match self.entry_created_in(claim, predecessor_revision).await {
-                Ok(Some((name, last_seen_revision))) => {
-                    let watch =
-                        self.watcher.watch_predecessor(name, last_seen_revision.saturating_add(1));
+            None => match self.find_predecessor(claim, predecessor_revision).await {
+                Ok(Some(predecessor)) => {
+                    let queue = self.names.queue_prefix(claim.key());
+                    let watch = predecessor.create_watch(&self.watcher, queue);
                     (watch.wait_for_outcome(), Some(watch), None, None)
                 }
                 Ok(None) => return,
@@ -627,13 +666,16 @@ impl EtcdBackend {
             };
             tokio::select! {
                 outcome = &mut outcome => {
+                    if outcome == WatchOutcome::Changed {
+                        return;
+                    }
                     if outcome != WatchOutcome::Deleted {
                         // The caller then reads the queue again. The pause limits the rate of
                         // reads.
                         return sleep(RETRY_PAUSE).await;
                     }
                     if let Some(entry) = &mut *self.claims.lock_entry(claim).await
-                        && let Some(predecessor) = &mut entry.predecessor
+                        && let Some((predecessor, _)) = entry.waiting(claim)
                     {
                         predecessor.is_deleted = true;
                     }
@@ -652,19 +694,22 @@ impl EtcdBackend {
         }
     }
 
-    /// Returns the name of the entry that was created in the revision `create_revision`, and a
-    /// revision in which the entry existed.
-    async fn entry_created_in(
+    /// Returns the entry that a claim without an entry waits for: the one that was created in the
+    /// revision `create_revision`, or in other modes than exclusive the one that blocks it now.
+    async fn find_predecessor(
         &self,
         claim: &Claim,
         create_revision: u64,
-    ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
+    ) -> Result<Option<Predecessor>, BackendError> {
+        if claim.mode() != ClaimMode::Exclusive {
+            return self.find_blocking_entry(claim).await;
+        }
         let create_revision = i64::try_from(create_revision).unwrap_or(0);
         let found = self
             .range(txn::entry_created_in(&self.names.queue_prefix(claim.key()), create_revision))
             .await?;
         let revision = found.header.ok_or_else(protocol_error)?.revision;
-        Ok(found.kvs.into_iter().next().map(|found| (found.key, revision)))
+        Ok(found.kvs.into_iter().next().map(|found| Predecessor::new(found, revision)))
     }
 
     /// Extends the lease of a waiter.
@@ -678,10 +723,11 @@ impl EtcdBackend {
         let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
         self.extend_tombstone_lease_if_due(entry.ttl_seconds);
         let limits = RequestLimits { idle_timeout: limit, total: limit };
-        let status = self.keep_alive.extend(&mut entry.lease, limits).await?;
-        if status == LeaseStatus::NotFound
-            && let Some(predecessor) = &mut entry.predecessor
-        {
+        let Some((predecessor, lease)) = entry.waiting(claim) else {
+            return Ok(LeaseStatus::NotFound);
+        };
+        let status = self.keep_alive.extend(lease, limits).await?;
+        if status == LeaseStatus::NotFound {
             // The next attempt must not return the cached `Busy`.
             predecessor.last_busy = None;
         }
@@ -698,7 +744,17 @@ impl EtcdBackend {
     }
 }
 
-fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
+/// Returns the token that this revision becomes.
+pub(crate) fn fencing_token(revision: i64) -> Result<FencingToken, BackendError> {
+    FencingToken::try_from(revision).map_err(|_| {
+        let message = format!(
+            "etcd: the member returned the revision {revision}, which is not a valid fencing token"
+        );
+        BackendError::new(BackendErrorKind::Protocol, message)
+    })
+}
+
+pub(crate) fn busy_with_holder(claim: &Claim, first_entry: &KeyValue) -> Busy {
     Busy::new().with_holder(record::decode_holder(claim.key().clone(), first_entry, None))
 }
 
@@ -727,7 +783,7 @@ const EXTENSION_INTERVAL_MAX: Duration = Duration::from_secs(60 * 60);
 /// detects the loss in this time. The backend watches each lock that is held for 25 ms. The delay
 /// is ten times longer, because a busy machine responds slowly. A released lock is granted without
 /// this delay.
-const GRANT_DELAY: Duration = Duration::from_millis(250);
+pub(crate) const GRANT_DELAY: Duration = Duration::from_millis(250);
 /// The interval at which a waiter reads the whole queue. The read only updates the holder that
 /// `Busy` reports.
 const QUEUE_READ_INTERVAL: Duration = Duration::from_secs(10);

@@ -1,54 +1,144 @@
 //! The value of a queue entry: the readable text `CLAIM SINCE HOST LABEL`. Peers write an empty
 //! value.
+//!
+//! An exclusive claim has this text only. Before it, all others have one word and a space: `s`
+//! (shared), `u` (upgradable), `pTAKE/OF` (permits), `x` (exclusive after an upgrade) or `q` (the
+//! request to upgrade the claim). `:TOKEN` follows the word if the token of the claim is not the
+//! revision that created the key. The conditions of `txn` depend on the order of these letters.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
-use registry_core::{Claim, ClaimId, FencingToken, Holder, Key};
+use registry_core::{Claim, ClaimId, ClaimMode, FencingToken, Holder, Key, QueuedEntry};
 
 use crate::proto::KeyValue;
 
 /// Returns the record of a claim that is enqueued now.
 pub(crate) fn encode(claim: &Claim, host: &str) -> Vec<u8> {
-    let label = claim.label().unwrap_or_default();
-    format!("{} {} {host} {label}", claim.id(), now_ms()).into_bytes()
+    encode_as(QueuedEntry::Claim(claim.mode()), claim, host)
 }
 
-/// Returns whether the record belongs to the claim `id`.
-pub(crate) fn belongs_to(record: &[u8], id: ClaimId) -> bool {
-    record.get(..ID_LENGTH).is_some_and(|written| written == id.to_string().as_bytes())
-        && record.get(ID_LENGTH) == Some(&b' ')
+/// Returns the record of the request to upgrade a claim.
+pub(crate) fn encode_request(claim: &Claim, host: &str) -> Vec<u8> {
+    encode_as(QueuedEntry::UpgradeRequest, claim, host)
 }
 
-/// Returns the holder of `key`, given the first entry of its queue. A record of another program
-/// contains no label and no time.
-pub(crate) fn decode_holder(
-    key: Key,
-    first_entry: &KeyValue,
-    remaining: Option<Duration>,
-) -> Holder {
-    let fields = decode(&first_entry.value);
+fn encode_as(entry: QueuedEntry, claim: &Claim, host: &str) -> Vec<u8> {
+    let (word, label) = (mode_word(entry, None), claim.label().unwrap_or_default());
+    format!("{word}{} {} {host} {label}", claim.id(), now_ms()).into_bytes()
+}
+
+/// Returns the record of an entry whose claim is converted to `mode` and has this token.
+pub(crate) fn convert(entry: &KeyValue, mode: ClaimMode, token: i64) -> Vec<u8> {
+    let token = Some(token).filter(|token| *token != entry.create_revision);
+    let text = EntryRecord::of(entry).text;
+    [mode_word(QueuedEntry::Claim(mode), token).as_bytes(), text.as_bytes()].concat()
+}
+
+/// Returns the first word of a record and a space. Empty for an exclusive claim that was never
+/// upgraded.
+fn mode_word(entry: QueuedEntry, token: Option<i64>) -> String {
+    let word = match entry {
+        QueuedEntry::Claim(ClaimMode::Shared) => "s".to_owned(),
+        QueuedEntry::Claim(ClaimMode::Upgradable) => "u".to_owned(),
+        QueuedEntry::Claim(ClaimMode::Permits { take, of }) => format!("p{take}/{of}"),
+        QueuedEntry::UpgradeRequest => "q".to_owned(),
+        QueuedEntry::Claim(_) if token.is_none() => return String::new(),
+        QueuedEntry::Claim(_) => "x".to_owned(),
+    };
+    match token {
+        Some(token) => format!("{word}:{token} "),
+        None => word + " ",
+    }
+}
+
+/// The record of a queue entry.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EntryRecord<'a> {
+    pub(crate) entry: QueuedEntry,
+    /// The claim. `None` for an entry of another program.
+    pub(crate) id: Option<ClaimId>,
+    /// The token of the claim, if it is granted.
+    pub(crate) token: i64,
+    /// The record without the first word. Empty for an entry of another program.
+    text: &'a str,
+}
+
+impl<'a> EntryRecord<'a> {
+    /// Decodes an entry. An entry of another program is exclusive.
+    pub(crate) fn of(entry: &'a KeyValue) -> Self {
+        let created = entry.create_revision;
+        let exclusive = QueuedEntry::Claim(ClaimMode::Exclusive);
+        let unknown = Self { entry: exclusive, id: None, token: created, text: "" };
+        let Ok(value) = std::str::from_utf8(&entry.value) else { return unknown };
+        if let Some(id) = claim_of(value) {
+            return Self { id: Some(id), text: value, ..unknown };
+        }
+        let decode = || {
+            let (word, text) = value.split_once(' ')?;
+            let (word, token) = match word.split_once(':') {
+                Some((word, token)) => (word, token.parse().ok()?),
+                None => (word, created),
+            };
+            let entry = match word {
+                "s" => QueuedEntry::Claim(ClaimMode::Shared),
+                "u" => QueuedEntry::Claim(ClaimMode::Upgradable),
+                "x" => exclusive,
+                "q" => QueuedEntry::UpgradeRequest,
+                _ => {
+                    let (take, of) = word.strip_prefix('p')?.split_once('/')?;
+                    let (take, of) = (take.parse().ok()?, of.parse().ok()?);
+                    QueuedEntry::Claim(ClaimMode::Permits { take, of })
+                }
+            };
+            Some(Self { entry, id: Some(claim_of(text)?), token, text })
+        };
+        decode().unwrap_or(unknown)
+    }
+
+    /// Returns whether this is the entry of the claim `id`. The request to upgrade it is not.
+    pub(crate) fn is_claim(&self, id: ClaimId) -> bool {
+        self.id == Some(id) && self.entry != QueuedEntry::UpgradeRequest
+    }
+
+    /// Returns whether this is the request to upgrade the claim `id`.
+    pub(crate) fn is_request_of(&self, id: ClaimId) -> bool {
+        self.id == Some(id) && self.entry == QueuedEntry::UpgradeRequest
+    }
+}
+
+/// Returns whether the entry belongs to the claim `id`.
+pub(crate) fn belongs_to(entry: &KeyValue, id: ClaimId) -> bool {
+    EntryRecord::of(entry).is_claim(id)
+}
+
+/// Returns the claim whose id is the first word of `text`.
+fn claim_of(text: &str) -> Option<ClaimId> {
+    text.split_once(' ')?.0.parse().ok()
+}
+
+/// Returns the holder of `key`, given its entry. A record of another program contains no label and
+/// no time.
+pub(crate) fn decode_holder(key: Key, entry: &KeyValue, remaining: Option<Duration>) -> Holder {
+    let record = EntryRecord::of(entry);
+    let fields = decode(record.text);
+    let mode = match record.entry {
+        QueuedEntry::Claim(mode) => mode,
+        QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
+    };
     // The result depends on the wall clocks of two hosts, so it is only displayed.
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
+        .with_mode(mode)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
-        .with_token(fencing_token(first_entry))
+        .with_token(FencingToken::try_from(record.token).ok())
         .with_times(held_for.map(Duration::from_millis), remaining)
 }
 
-/// Returns a holder's fencing token: the creation revision of its key.
-pub(crate) fn fencing_token(first_entry: &KeyValue) -> Option<FencingToken> {
-    FencingToken::try_from(first_entry.create_revision).ok()
-}
-
 /// Returns the time at which the claim was enqueued, and the label.
-fn decode(record: &[u8]) -> Option<(u64, Option<&str>)> {
-    let mut fields = std::str::from_utf8(record).ok()?.splitn(4, ' ');
-    let id = fields.next()?;
-    if id.len() != ID_LENGTH || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
-        return None;
-    }
-    let since = fields.next()?.parse().ok()?;
+fn decode(text: &str) -> Option<(u64, Option<&str>)> {
+    let mut fields = text.splitn(4, ' ');
+    let since = fields.nth(1)?.parse().ok()?;
     Some((since, fields.nth(1).filter(|label| !label.is_empty())))
 }
 
@@ -67,9 +157,14 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// The lower limit of the records of shared claims, which are the next ones up.
+pub(crate) const SHARED_FROM: &[u8] = b"s";
+/// The lower limit of the records of upgradable claims, and the upper one of shared ones.
+pub(crate) const UPGRADABLE_FROM: &[u8] = b"u";
+/// The upper limit of the records of upgradable claims.
+pub(crate) const UPGRADABLE_END: &[u8] = b"v";
 /// The escaped characters: all characters that do not occur in host names.
 const HOST_ESCAPED: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
-const ID_LENGTH: usize = 32;
 
 #[cfg(test)]
 mod tests {
@@ -80,12 +175,63 @@ mod tests {
         let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
         let claim = claim.with_label(Some("a label of three\n\0".into()));
         let record = encode(&claim, "host-1");
-        assert!(belongs_to(&record, claim.id()) && !belongs_to(&record, ClaimId::random()));
+        assert!(record.starts_with(claim.id().to_string().as_bytes()));
         let first_entry = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
+        let belongs_to = |id| belongs_to(&first_entry, id);
+        assert!(belongs_to(claim.id()) && !belongs_to(ClaimId::random()));
         let holder = decode_holder(claim.key().clone(), &first_entry, None);
         assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
         assert_eq!(holder.token, FencingToken::new(7));
         assert!(holder.held_for.is_some());
+    }
+
+    #[test]
+    fn a_record_keeps_its_fields_through_conversions() {
+        let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
+        let claim = claim.with_label(Some("p1/2 of x".into()));
+        for mode in [
+            ClaimMode::Exclusive,
+            ClaimMode::Shared,
+            ClaimMode::Upgradable,
+            ClaimMode::Permits { take: 2, of: 10 },
+        ] {
+            let value = encode(&claim.clone().with_mode(mode), "host");
+            let mut entry = KeyValue { create_revision: 7, value, ..KeyValue::default() };
+            for (to, token) in [(mode, 7), (ClaimMode::Exclusive, 9), (ClaimMode::Shared, 9)] {
+                entry.value = convert(&entry, to, token);
+                let record = EntryRecord::of(&entry);
+                assert_eq!((record.entry, record.token), (QueuedEntry::Claim(to), token));
+                assert!(record.is_claim(claim.id()) && !record.is_request_of(claim.id()));
+                let holder = decode_holder(claim.key().clone(), &entry, None);
+                assert_eq!((holder.mode, holder.label.as_deref()), (to, claim.label()));
+            }
+        }
+        let value = encode_request(&claim, "host");
+        let request = KeyValue { value, ..KeyValue::default() };
+        assert!(EntryRecord::of(&request).is_request_of(claim.id()));
+        assert!(!belongs_to(&request, claim.id()));
+    }
+
+    #[test]
+    fn the_letters_of_shared_modes_are_between_those_of_all_others() {
+        let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
+        let is_shared = |value: &[u8]| (SHARED_FROM..UPGRADABLE_FROM).contains(&value);
+        let is_readable = |value: &[u8]| (SHARED_FROM..UPGRADABLE_END).contains(&value);
+        for (mode, shared, readable) in [
+            (ClaimMode::Exclusive, false, false),
+            (ClaimMode::Shared, true, true),
+            (ClaimMode::Upgradable, false, true),
+            (ClaimMode::Permits { take: 1, of: 1 }, false, false),
+        ] {
+            let value = encode(&claim.clone().with_mode(mode), "host");
+            assert_eq!((is_shared(&value), is_readable(&value)), (shared, readable));
+            let entry = KeyValue { value, ..KeyValue::default() };
+            let upgraded = convert(&entry, ClaimMode::Exclusive, 9);
+            assert!(!is_readable(&upgraded) && !is_shared(&upgraded));
+        }
+        for value in [encode_request(&claim, "host"), Vec::new()] {
+            assert!(!is_readable(&value) && !is_shared(&value));
+        }
     }
 
     #[test]
@@ -96,7 +242,7 @@ mod tests {
             let holder = decode_holder(Key::new("k").unwrap(), &first_entry, None);
             assert_eq!((holder.label, holder.held_for), (None, None));
             assert!(!belongs_to(
-                record,
+                &first_entry,
                 ClaimId::from_bits(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f)
             ));
         }

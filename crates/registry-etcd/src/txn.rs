@@ -6,12 +6,14 @@ use registry_core::BackendError;
 use crate::error::protocol_error;
 use crate::names::prefix_end;
 use crate::proto::{
-    ASCENDING, BY_CREATION, CREATE, Compare, DESCENDING, DeleteRangeRequest, EQUAL, KeyValue,
-    OpRequest, OpResponse, PutRequest, RangeRequest, RequestOp, ResponseHeader, TargetUnion,
-    TxnRequest, TxnResponse,
+    ASCENDING, BY_CREATION, CREATE, Compare, DESCENDING, DeleteRangeRequest, EQUAL, GREATER,
+    KeyValue, LESS, MODIFICATION, OpRequest, OpResponse, PutRequest, RangeRequest, RequestOp,
+    ResponseHeader, TargetUnion, TxnRequest, TxnResponse, VALUE,
 };
+use crate::record::{SHARED_FROM, UPGRADABLE_END, UPGRADABLE_FROM};
 
 /// The tombstone of a claim that joins a queue.
+#[derive(Debug, Clone)]
 pub(crate) struct TombstonePut {
     pub(crate) name: Vec<u8>,
     pub(crate) lease: i64,
@@ -57,6 +59,129 @@ pub(crate) fn enqueue_if_empty(
         compare: vec![is_empty],
         success,
         failure: ops([OpRequest::Range(get(name)), OpRequest::Range(first_entry(queue))]),
+    }
+}
+
+/// The state of a queue to which an entry is appended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AppendIf {
+    Always,
+    Empty,
+    /// The queue is not empty, and all entries are shared.
+    Shared,
+    /// The queue is not empty, and all entries are shared or upgradable.
+    SharedOrUpgradable,
+    /// The queue has no entry that was created or changed after this revision.
+    UnchangedSince(i64),
+}
+
+impl AppendIf {
+    fn compares(self, queue: &[u8]) -> Vec<Compare> {
+        let all = |result, target, target_union| Compare {
+            result,
+            target,
+            key: queue.to_vec(),
+            target_union: Some(target_union),
+            range_end: prefix_end(queue),
+        };
+        let value = |result, value: &[u8]| all(result, VALUE, TargetUnion::Value(value.to_vec()));
+        match self {
+            Self::Always => Vec::new(),
+            Self::Empty => vec![all(EQUAL, CREATE, TargetUnion::CreateRevision(0))],
+            // Every record is longer than the limits, so none is equal to one.
+            Self::Shared => vec![value(GREATER, SHARED_FROM), value(LESS, UPGRADABLE_FROM)],
+            Self::SharedOrUpgradable => {
+                vec![value(GREATER, SHARED_FROM), value(LESS, UPGRADABLE_END)]
+            }
+            Self::UnchangedSince(revision) => {
+                let next = TargetUnion::ModRevision(revision.saturating_add(1));
+                vec![all(LESS, MODIFICATION, next)]
+            }
+        }
+    }
+}
+
+/// Appends the entry `name` to `queue` unless the key exists or the condition fails. On success,
+/// the response contains the result of the put, all entries, and all earlier tombstones. Otherwise
+/// it contains the key `name` and all entries.
+pub(crate) fn append(
+    queue: &[u8],
+    name: &[u8],
+    record: Vec<u8>,
+    lease: i64,
+    tombstone: Option<TombstonePut>,
+    condition: AppendIf,
+) -> TxnRequest {
+    let mut compare = vec![compare_create_revision(name, 0)];
+    compare.extend(condition.compares(queue));
+    let mut success = ops([put_op(name, record, lease), OpRequest::Range(entries(queue))]);
+    success.extend(tombstone.into_iter().flat_map(|tombstone| {
+        [
+            op(OpRequest::Range(all_tombstones(&tombstone.prefix))),
+            op(put_op(&tombstone.name, Vec::new(), tombstone.lease)),
+        ]
+    }));
+    let failure = ops([OpRequest::Range(get(name)), OpRequest::Range(entries(queue))]);
+    TxnRequest { compare, success, failure }
+}
+
+/// Reads all entries and all tombstones of a queue.
+pub(crate) fn read_entries(queue: &[u8], tombstone_prefix: Option<&[u8]>) -> TxnRequest {
+    let mut success = ops([OpRequest::Range(entries(queue))]);
+    success.extend(tombstone_prefix.map(|prefix| op(OpRequest::Range(all_tombstones(prefix)))));
+    TxnRequest { success, ..TxnRequest::default() }
+}
+
+fn all_tombstones(prefix: &[u8]) -> RangeRequest {
+    RangeRequest { limit: 0, ..existing_tombstones(prefix) }
+}
+
+/// Puts the request `name` to upgrade the claim of the entry `own`, if `own` has not changed. On
+/// success, the response contains the result of the put, then the parts of [`read_entries`].
+pub(crate) fn request_upgrade(
+    queue: &[u8],
+    own: &KeyValue,
+    name: &[u8],
+    record: Vec<u8>,
+    lease: i64,
+    tombstone_prefix: Option<&[u8]>,
+) -> TxnRequest {
+    let mut txn = read_entries(queue, tombstone_prefix);
+    txn.success.insert(0, op(put_op(name, record, lease)));
+    txn.compare = vec![compare_mod_revision(own), compare_create_revision(name, 0)];
+    txn
+}
+
+/// Replaces the record of the entry `own` if it has not changed and all `guards` exist. Deletes the
+/// request to upgrade it, if any.
+pub(crate) fn convert(
+    own: &KeyValue,
+    record: Vec<u8>,
+    guards: &[&KeyValue],
+    request: Option<&KeyValue>,
+) -> TxnRequest {
+    let mut compare = vec![compare_mod_revision(own)];
+    let exists = |guard: &&KeyValue| compare_create_revision(&guard.key, guard.create_revision);
+    compare.extend(guards.iter().map(exists));
+    let put = PutRequest {
+        key: own.key.clone(),
+        value: record,
+        ignore_lease: true,
+        ..PutRequest::default()
+    };
+    let mut success = ops([OpRequest::Put(put)]);
+    success.extend(request.map(|request| op(delete_op(&request.key))));
+    TxnRequest { compare, success, failure: Vec::new() }
+}
+
+/// Compares the revision in which `entry` was last changed.
+fn compare_mod_revision(entry: &KeyValue) -> Compare {
+    Compare {
+        result: EQUAL,
+        target: MODIFICATION,
+        key: entry.key.clone(),
+        target_union: Some(TargetUnion::ModRevision(entry.mod_revision)),
+        range_end: Vec::new(),
     }
 }
 
@@ -136,6 +261,26 @@ pub(crate) fn delete_with_tombstone(
     for branch in [&mut txn.success, &mut txn.failure] {
         branch.extend(tombstone.map(|tombstone| op(delete_op(tombstone))));
     }
+    txn
+}
+
+/// Like [`delete_with_tombstone`], but first reads the entries up to this one.
+pub(crate) fn dequeue_in_mode(
+    queue: &[u8],
+    name: &[u8],
+    create_revision: i64,
+    tombstone: Option<&[u8]>,
+) -> TxnRequest {
+    let mut txn = delete_with_tombstone(name, create_revision, tombstone);
+    let before = RangeRequest { max_create_revision: create_revision, ..entries(queue) };
+    txn.success.insert(0, op(OpRequest::Range(before)));
+    txn
+}
+
+/// Also deletes the key `name` with `txn`.
+pub(crate) fn with_deletion(mut txn: TxnRequest, name: &[u8]) -> TxnRequest {
+    txn.success.push(op(delete_op(name)));
+    txn.failure.push(op(delete_op(name)));
     txn
 }
 
@@ -247,7 +392,7 @@ pub(crate) fn entry_created_in(queue: &[u8], create_revision: i64) -> RangeReque
 }
 
 fn put_op(name: &[u8], value: Vec<u8>, lease: i64) -> OpRequest {
-    OpRequest::Put(PutRequest { key: name.to_vec(), value, lease, ignore_value: false })
+    OpRequest::Put(PutRequest { key: name.to_vec(), value, lease, ..PutRequest::default() })
 }
 
 fn delete_op(name: &[u8]) -> OpRequest {

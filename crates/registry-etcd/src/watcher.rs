@@ -1,5 +1,5 @@
-//! Watches keys for deletion over one stream. Wakes waiters, and requests the verification of held
-//! locks from the registries.
+//! Watches keys for deletion or changes over one stream. Wakes waiters, and requests the
+//! verification of held locks from the registries.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,9 +14,10 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 use crate::client::{EtcdClient, Reconnect};
+use crate::names::prefix_end;
 use crate::proto::{
-    NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
-    WatchResponse, WatchUnion,
+    NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchEvent, WatchProgressRequest,
+    WatchRequest, WatchResponse, WatchUnion,
 };
 
 /// The handle of the task that owns the stream. Dropping the handle ends the task.
@@ -34,6 +35,7 @@ enum WatchCommand {
     Create {
         id: i64,
         key: Vec<u8>,
+        scope: WatchScope,
         start_revision: i64,
         recipient: WatchRecipient,
         state: Arc<WatchState>,
@@ -49,11 +51,24 @@ enum WatchRecipient {
     Holder(Key),
 }
 
+/// The events that end a watch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum WatchScope {
+    /// The deletion of the key.
+    Deletion,
+    /// The deletion of the key, or a new value.
+    Change,
+    /// The deletion of any key with this prefix.
+    DeletionInQueue,
+}
+
 /// The result of a watch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WatchOutcome {
     /// The key was deleted.
     Deleted,
+    /// The key has a new value, or another key of the queue was deleted.
+    Changed,
     /// The watch ended without a deletion.
     Ended,
 }
@@ -73,6 +88,7 @@ struct WatchState {
     is_established: AtomicBool,
     has_ended: AtomicBool,
     is_deleted: AtomicBool,
+    is_changed: AtomicBool,
     /// Notified when the watch ends.
     end_notify: Notify,
 }
@@ -97,8 +113,13 @@ impl KeyWatch {
                 let mut notified = pin!(state.end_notify.notified());
                 notified.as_mut().enable();
                 if state.has_ended.load(Ordering::Acquire) {
-                    let is_deleted = state.is_deleted.load(Ordering::Acquire);
-                    return if is_deleted { WatchOutcome::Deleted } else { WatchOutcome::Ended };
+                    return if state.is_deleted.load(Ordering::Acquire) {
+                        WatchOutcome::Deleted
+                    } else if state.is_changed.load(Ordering::Acquire) {
+                        WatchOutcome::Changed
+                    } else {
+                        WatchOutcome::Ended
+                    };
                 }
                 notified.await;
             }
@@ -129,20 +150,27 @@ impl Watcher {
         Self { commands, next_id: 1.into(), registries, task }
     }
 
-    /// Watches `name` for deletion from the revision `start_revision` on. Notifies only the caller.
-    pub(crate) fn watch_predecessor(&self, name: Vec<u8>, start_revision: i64) -> KeyWatch {
-        self.create_watch(name, start_revision, WatchRecipient::Waiter)
+    /// Watches `name` from the revision `start_revision` on. Notifies only the caller.
+    pub(crate) fn watch_predecessor(
+        &self,
+        name: Vec<u8>,
+        scope: WatchScope,
+        start_revision: i64,
+    ) -> KeyWatch {
+        self.create_watch(name, scope, start_revision, WatchRecipient::Waiter)
     }
 
     /// Watches the entry `name`, by which this process holds `key`, for deletion from the revision
     /// `start_revision` on. Requests a verification of the lock when the watch ends.
     pub(crate) fn watch_held_key(&self, key: &Key, name: Vec<u8>, start_revision: i64) -> KeyWatch {
-        self.create_watch(name, start_revision, WatchRecipient::Holder(key.clone()))
+        let recipient = WatchRecipient::Holder(key.clone());
+        self.create_watch(name, WatchScope::Deletion, start_revision, recipient)
     }
 
     fn create_watch(
         &self,
         key: Vec<u8>,
+        scope: WatchScope,
         start_revision: i64,
         recipient: WatchRecipient,
     ) -> KeyWatch {
@@ -151,6 +179,7 @@ impl Watcher {
         _ = self.commands.send(WatchCommand::Create {
             id,
             key,
+            scope,
             start_revision,
             recipient,
             state: Arc::clone(&state),
@@ -178,13 +207,14 @@ impl fmt::Debug for Watcher {
 
 /// All watches of the stream.
 #[derive(Default)]
-struct Watches(HashMap<i64, (WatchRecipient, Arc<WatchState>)>);
+struct Watches(HashMap<i64, (WatchRecipient, WatchScope, Arc<WatchState>)>);
 
 impl Watches {
     /// Ends a watch and reports its result. Returns false if the watch has ended already.
     fn end(&mut self, id: i64, outcome: WatchOutcome, registries: &InvalidationSet) -> bool {
-        let Some((recipient, state)) = self.0.remove(&id) else { return false };
+        let Some((recipient, _, state)) = self.0.remove(&id) else { return false };
         state.is_deleted.store(outcome == WatchOutcome::Deleted, Ordering::Release);
+        state.is_changed.store(outcome == WatchOutcome::Changed, Ordering::Release);
         state.has_ended.store(true, Ordering::Release);
         state.end_notify.notify_waiters();
         match recipient {
@@ -197,8 +227,20 @@ impl Watches {
     }
 
     fn mark_established(&self, id: i64) {
-        if let Some((_, state)) = self.0.get(&id) {
+        if let Some((.., state)) = self.0.get(&id) {
             state.is_established.store(true, Ordering::Release);
+        }
+    }
+
+    /// Returns the outcome that these events have for a watch, if any.
+    fn outcome_of(&self, id: i64, events: &[WatchEvent]) -> Option<WatchOutcome> {
+        let (_, scope, _) = self.0.get(&id)?;
+        let is_deletion = events.iter().any(|event| event.kind == DELETED);
+        match scope {
+            WatchScope::Deletion | WatchScope::Change if is_deletion => Some(WatchOutcome::Deleted),
+            WatchScope::DeletionInQueue if is_deletion => Some(WatchOutcome::Changed),
+            WatchScope::Change if !events.is_empty() => Some(WatchOutcome::Changed),
+            _ => None,
         }
     }
 
@@ -232,10 +274,15 @@ async fn serve_stream(
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let apply = |command: WatchCommand, watches: &mut Watches| match command {
-        WatchCommand::Create { id, key, start_revision, recipient, state } => {
-            watches.0.insert(id, (recipient, state));
-            let filters = vec![NO_PUTS];
-            let create = WatchCreateRequest { key, start_revision, filters, watch_id: id };
+        WatchCommand::Create { id, key, scope, start_revision, recipient, state } => {
+            watches.0.insert(id, (recipient, scope, state));
+            let (range_end, filters) = match scope {
+                WatchScope::Deletion => (Vec::new(), vec![NO_PUTS]),
+                WatchScope::Change => (Vec::new(), Vec::new()),
+                WatchScope::DeletionInQueue => (prefix_end(&key), vec![NO_PUTS]),
+            };
+            let watch_id = id;
+            let create = WatchCreateRequest { key, range_end, start_revision, filters, watch_id };
             requests.send(WatchRequest { request: Some(WatchUnion::Create(create)) }).is_ok()
         }
         WatchCommand::Cancel(id) => {
@@ -284,8 +331,8 @@ async fn serve_stream(
                 }
                 if canceled {
                     watches.end(watch_id, WatchOutcome::Ended, registries);
-                } else if events.iter().any(|event| event.kind == DELETED)
-                    && watches.end(watch_id, WatchOutcome::Deleted, registries)
+                } else if let Some(outcome) = watches.outcome_of(watch_id, &events)
+                    && watches.end(watch_id, outcome, registries)
                 {
                     _ = requests.send(cancel_request(watch_id));
                 }

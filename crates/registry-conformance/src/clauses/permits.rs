@@ -275,6 +275,7 @@ pub async fn tokens_of_permits_are_unique_and_increase(context: &TestContext) {
     let clients = [context.client().await, context.client().await];
     let mut last = 0;
     for round in 0..3_u32 {
+        let round = if context.capabilities().fair { 0 } else { round };
         let mut permits = Vec::new();
         for n in 0..3 {
             let client = &clients[n % 2];
@@ -465,8 +466,9 @@ pub async fn another_number_of_units_is_an_error(context: &TestContext) {
     unlock(other).await;
 }
 
-/// A released unit goes to a waiting caller that takes one, although a caller of another process
-/// has waited longer for three. The other one gets its units when they are released.
+/// In a store whose callers do not queue, a released unit goes to a waiting caller that takes one,
+/// although a caller of another process has waited longer for three. The other one gets its units
+/// when they are released.
 pub async fn a_released_unit_goes_to_a_caller_that_takes_one(context: &TestContext) {
     let holding = semaphore(&context.registry().await, 3);
     let (of_three, count_of_three) = context.counting_registry().await;

@@ -307,7 +307,8 @@ pub async fn a_release_of_another_claim_ends_no_reader(context: &TestContext) {
 pub async fn tokens_of_readers_and_writers_increase(context: &TestContext) {
     let (first, second) = (context.client().await, context.client().await);
     let mut last = 0;
-    let block = 5;
+    // A store with a queue grants tokens one at a time: none is handed over inside a process.
+    let block = if context.capabilities().fair { 1 } else { 5 };
     for _ in 0..3 {
         let mut readers = Vec::new();
         for client in [&first, &second, &first] {

@@ -23,13 +23,13 @@ use servers::conformance::run_conformance;
 
 #[test]
 fn a_server_passes_the_conformance_suite() {
-    run_conformance(&MariaDbOptions::new(), &SqlMode::Lease, 359, 11);
+    run_conformance(&MariaDbOptions::new(), &SqlMode::Lease, 361, 13);
 }
 
 /// One node of a cluster, which all clients use.
 #[test]
 fn a_node_of_a_galera_cluster_passes_the_conformance_suite() {
-    run_conformance(&MariaDbOptions::new().galera_node(), &SqlMode::Lease, 359, 11);
+    run_conformance(&MariaDbOptions::new().galera_node(), &SqlMode::Lease, 361, 13);
 }
 
 #[test]

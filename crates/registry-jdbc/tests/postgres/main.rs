@@ -24,12 +24,12 @@ use servers::conformance::run_conformance;
 
 #[test]
 fn a_server_passes_the_conformance_suite() {
-    run_conformance(&ServerKind::Direct, &SqlMode::Lease, 359, 11);
+    run_conformance(&ServerKind::Direct, &SqlMode::Lease, 361, 13);
 }
 
 #[test]
 fn a_server_behind_pgbouncer_passes_the_conformance_suite() {
-    run_conformance(&ServerKind::PgBouncer, &SqlMode::Lease, 359, 11);
+    run_conformance(&ServerKind::PgBouncer, &SqlMode::Lease, 361, 13);
 }
 
 #[test]

@@ -287,7 +287,9 @@ let un = async |l: tokio::task::JoinHandle<(&'static str, Duration, registry_cor
             }
         });
     }
-    while let Some(done) = tasks.join_next().await { done.unwrap(); }
+    while let Some(done) = tasks.join_next().await {
+        done.unwrap();
+    }
 }
 
 async fn probe_text(config: &crate::server::Config, sql: &str) -> String {
@@ -295,7 +297,10 @@ async fn probe_text(config: &crate::server::Config, sql: &str) -> String {
     let url = URL.lock().unwrap().clone();
     let _ = config;
     let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
-    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned()))
+        .fetch_one(&mut c)
+        .await
+        .unwrap();
     row.get::<String, _>(0)
 }
 async fn probe_sql(config: &crate::server::Config, sql: &str) -> i64 {
@@ -303,7 +308,10 @@ async fn probe_sql(config: &crate::server::Config, sql: &str) -> i64 {
     let _ = config;
     let url = URL.lock().unwrap().clone();
     let mut c = url.parse::<crate::server::DataOptions>().unwrap().connect().await.unwrap();
-    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned())).fetch_one(&mut c).await.unwrap();
+    let row = registry_jdbc::sqlx::query(registry_jdbc::sqlx::AssertSqlSafe(sql.to_owned()))
+        .fetch_one(&mut c)
+        .await
+        .unwrap();
     row.get::<i64, _>(0)
 }
 static URL: std::sync::Mutex<String> = std::sync::Mutex::new(String::new());

@@ -1,0 +1,298 @@
+//! Grants in a queue whose claims have several modes. For stores with a queue of their own.
+//!
+//! A claim is granted by its position: it holds the key if it is compatible with all entries before
+//! it, whether they are granted or wait. Entries are only appended, so a granted claim stays
+//! granted until its entry is removed or changes its mode. No clock and no I/O.
+//!
+//! An upgrade has an entry of its own at the end of the queue, the request. It blocks claims that
+//! come later. The store then makes the upgradable claim exclusive, in one atomic step with a check
+//! that the entry from [`upgrade_position`] still exists.
+
+use crate::backend::ClaimMode;
+
+/// An entry in the queue of one key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "an entry is a claim or asks to upgrade one")]
+pub enum QueuedEntry {
+    /// A claim that holds the key or waits for it, in its present mode.
+    Claim(ClaimMode),
+    /// The request to upgrade a claim that holds the key. Blocks all entries behind it.
+    UpgradeRequest,
+}
+
+/// The position of a claim in a queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "a backend must handle every position")]
+pub enum QueuePosition {
+    /// The claim holds the key.
+    Granted,
+    /// The claim waits. The entry with this index is the nearest one that blocks it, and blocks it
+    /// until it is removed or changes its mode.
+    Behind(usize),
+    /// The claim waits for units. The end of any entry before it may free enough.
+    TooFewUnits,
+    /// The key has this number of units according to the permits that are held, and the claim
+    /// states another one. The claim must leave the queue.
+    OtherUnits(u32),
+}
+
+/// The position of an upgrade.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::exhaustive_enums, reason = "an upgrade waits or does not")]
+pub enum UpgradePosition {
+    /// No other claim holds the key, and none will while the entry with this index exists.
+    Free(usize),
+    /// The claim with this index holds the key too. It is the last one that does.
+    Behind(usize),
+    /// The queue contains no entry that blocks new readers. The request must be added first.
+    NoRequest,
+}
+
+/// Returns the position of a claim of this mode behind the entries `before`, first entry first.
+#[must_use]
+pub fn queue_position(before: &[QueuedEntry], mode: ClaimMode) -> QueuePosition {
+    let mut summary = Summary::default();
+    for entry in before {
+        if let (
+            QueuedEntry::Claim(held @ ClaimMode::Permits { of, .. }),
+            ClaimMode::Permits { of: own, .. },
+        ) = (*entry, mode)
+            && of != own
+            && summary.grants(held)
+        {
+            return QueuePosition::OtherUnits(of);
+        }
+        summary.add(*entry);
+    }
+    match before.iter().rposition(|entry| entry.blocks(mode)) {
+        Some(nearest) => QueuePosition::Behind(nearest),
+        None if summary.grants(mode) => QueuePosition::Granted,
+        None => QueuePosition::TooFewUnits,
+    }
+}
+
+/// Returns for each entry, first entry first, whether it holds the key.
+#[must_use]
+pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
+    let mut summary = Summary::default();
+    let is_granted = |entry: &QueuedEntry| {
+        let granted = match *entry {
+            QueuedEntry::Claim(mode) => summary.grants(mode),
+            QueuedEntry::UpgradeRequest => false,
+        };
+        summary.add(*entry);
+        granted
+    };
+    entries.iter().map(is_granted).collect()
+}
+
+/// Returns the position of an upgrade of the upgradable claim with the index `own`, which holds the
+/// key.
+///
+/// A reader that waits behind another claim does not delay the upgrade: it waits for the upgraded
+/// claim in turn.
+#[must_use]
+pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition {
+    let granted = granted_entries(entries);
+    if let Some(other) = (0..entries.len()).rfind(|&index| index != own && granted[index]) {
+        return UpgradePosition::Behind(other);
+    }
+    let blocks_readers = |index: &usize| *index != own && entries[*index].blocks(ClaimMode::Shared);
+    match (0..entries.len()).find(blocks_readers) {
+        Some(guard) => UpgradePosition::Free(guard),
+        None => UpgradePosition::NoRequest,
+    }
+}
+
+impl QueuedEntry {
+    /// Returns whether no claim of this mode is granted behind this entry, however many units are
+    /// free.
+    fn blocks(self, mode: ClaimMode) -> bool {
+        match (self, mode) {
+            (Self::Claim(ClaimMode::Permits { of, .. }), ClaimMode::Permits { of: own, .. }) => {
+                of != own
+            }
+            (Self::Claim(earlier), _) => !earlier.is_compatible(mode),
+            (Self::UpgradeRequest, _) => true,
+        }
+    }
+}
+
+/// What matters about the entries before a claim.
+#[derive(Default)]
+struct Summary {
+    exclusive: bool,
+    shared: bool,
+    upgradable: bool,
+    /// The number of all units that the first permit stated.
+    of: Option<u32>,
+    has_other_of: bool,
+    taken: u64,
+}
+
+impl Summary {
+    fn grants(&self, mode: ClaimMode) -> bool {
+        match mode {
+            _ if self.exclusive => false,
+            ClaimMode::Exclusive => !self.shared && !self.upgradable && self.of.is_none(),
+            ClaimMode::Shared => self.of.is_none(),
+            ClaimMode::Upgradable => !self.upgradable && self.of.is_none(),
+            ClaimMode::Permits { take, of } => {
+                !self.shared
+                    && !self.upgradable
+                    && !self.has_other_of
+                    && self.of.is_none_or(|other| other == of)
+                    && self.taken + u64::from(take) <= u64::from(of)
+            }
+        }
+    }
+
+    fn add(&mut self, entry: QueuedEntry) {
+        match entry {
+            QueuedEntry::UpgradeRequest | QueuedEntry::Claim(ClaimMode::Exclusive) => {
+                self.exclusive = true;
+            }
+            QueuedEntry::Claim(ClaimMode::Shared) => self.shared = true,
+            QueuedEntry::Claim(ClaimMode::Upgradable) => self.upgradable = true,
+            QueuedEntry::Claim(ClaimMode::Permits { take, of }) => {
+                self.has_other_of |= *self.of.get_or_insert(of) != of;
+                self.taken += u64::from(take);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const X: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
+    const S: QueuedEntry = QueuedEntry::Claim(ClaimMode::Shared);
+    const U: QueuedEntry = QueuedEntry::Claim(ClaimMode::Upgradable);
+    const R: QueuedEntry = QueuedEntry::UpgradeRequest;
+
+    fn p(take: u32, of: u32) -> QueuedEntry {
+        QueuedEntry::Claim(ClaimMode::Permits { take, of })
+    }
+
+    fn position(before: &[QueuedEntry], own: QueuedEntry) -> QueuePosition {
+        let QueuedEntry::Claim(mode) = own else { panic!("a request has no position") };
+        queue_position(before, mode)
+    }
+
+    #[test]
+    fn a_claim_is_granted_if_all_before_it_are_compatible() {
+        use QueuePosition::{Behind, Granted};
+        for (before, own, expected) in [
+            (&[][..], X, Granted),
+            (&[S][..], X, Behind(0)),
+            (&[S, S, U], X, Behind(2)),
+            (&[S, S, U], S, Granted),
+            (&[S, S], U, Granted),
+            (&[S, U, S], U, Behind(1)),
+            (&[S, X, S], S, Behind(1)),
+            (&[S, X, X, S], S, Behind(2)),
+            (&[U, R], S, Behind(1)),
+            (&[X, S], p(1, 3), Behind(1)),
+            (&[p(1, 3)], S, Behind(0)),
+            (&[p(1, 3)], X, Behind(0)),
+        ] {
+            assert_eq!(position(before, own), expected, "{own:?} behind {before:?}");
+        }
+    }
+
+    #[test]
+    fn permits_are_granted_in_order_while_their_units_fit() {
+        use QueuePosition::{Behind, Granted, OtherUnits, TooFewUnits};
+        for (before, own, expected) in [
+            (&[p(2, 5)][..], p(3, 5), Granted),
+            (&[p(2, 5)], p(4, 5), TooFewUnits),
+            // The second one waits, and the third one does not overtake it.
+            (&[p(2, 5), p(4, 5)], p(1, 5), TooFewUnits),
+            (&[p(2, 5)], p(1, 4), OtherUnits(5)),
+            (&[X, p(2, 5)], p(1, 4), Behind(1)),
+            (&[p(u32::MAX, u32::MAX), p(u32::MAX, u32::MAX)], p(1, u32::MAX), TooFewUnits),
+        ] {
+            assert_eq!(position(before, own), expected, "{own:?} behind {before:?}");
+        }
+    }
+
+    #[test]
+    fn an_upgrade_waits_for_readers_that_hold_and_for_no_others() {
+        use UpgradePosition::{Behind, Free, NoRequest};
+        for (entries, own, expected) in [
+            (&[U][..], 0, NoRequest),
+            (&[U, R][..], 0, Free(1)),
+            (&[S, U, R], 1, Behind(0)),
+            (&[U, S, R], 0, Behind(1)),
+            (&[U, R, S], 0, Free(1)),
+            // The reader waits for the exclusive claim, and that one for the upgradable one.
+            (&[U, X, S, R], 0, Free(1)),
+            (&[U, S, X, S, R], 0, Behind(1)),
+            (&[U, U, S, R], 0, Behind(2)),
+        ] {
+            assert_eq!(upgrade_position(entries, own), expected, "{entries:?}");
+        }
+    }
+
+    /// Returns all queues of at most five entries.
+    fn all_queues() -> Vec<Vec<QueuedEntry>> {
+        let kinds = [X, S, U, R, p(1, 4), p(2, 4), p(1, 5)];
+        let mut queues = vec![Vec::new()];
+        let mut last = queues.clone();
+        for _ in 0..5 {
+            let longer = last.iter().flat_map(|queue: &Vec<_>| {
+                kinds.iter().map(move |kind| queue.iter().copied().chain([*kind]).collect())
+            });
+            last = longer.collect::<Vec<Vec<_>>>();
+            queues.extend_from_slice(&last);
+        }
+        queues
+    }
+
+    #[test]
+    fn all_claims_that_hold_are_compatible() {
+        for queue in all_queues() {
+            let granted = granted_entries(&queue);
+            let mut held = Vec::new();
+            for (index, entry) in queue.iter().enumerate() {
+                let QueuedEntry::Claim(mode) = *entry else {
+                    assert!(!granted[index], "{queue:?}");
+                    continue;
+                };
+                let position = queue_position(&queue[..index], mode);
+                assert_eq!(position == QueuePosition::Granted, granted[index], "{queue:?}");
+                if granted[index] {
+                    assert!(held.iter().all(|other| mode.is_compatible(*other)), "{queue:?}");
+                    held.push(mode);
+                }
+            }
+            assert!(held.iter().map(|mode| mode.units()).sum::<u32>() <= 5, "{queue:?}");
+            assert_eq!(held.is_empty(), queue.first().is_none_or(|first| *first == R));
+        }
+    }
+
+    #[test]
+    fn an_upgraded_claim_holds_alone_whichever_others_leave() {
+        for queue in all_queues() {
+            let granted = granted_entries(&queue);
+            for own in (0..queue.len()).filter(|own| queue[*own] == U && granted[*own]) {
+                let UpgradePosition::Free(guard) = upgrade_position(&queue, own) else { continue };
+                for leaving in 0..1_u32 << queue.len() {
+                    let stays = |index: usize| leaving & (1 << index) == 0;
+                    if !stays(own) || !stays(guard) {
+                        continue;
+                    }
+                    // Before and after the claim becomes exclusive.
+                    for mode in [U, X] {
+                        let left = (0..queue.len()).filter(|index| stays(*index));
+                        let left = left.map(|index| if index == own { mode } else { queue[index] });
+                        let left: Vec<_> = left.collect();
+                        let holders = granted_entries(&left).into_iter().filter(|it| *it).count();
+                        assert_eq!(holders, 1, "{left:?} of {queue:?}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,541 @@
+//! Shared claims, upgradable claims and permits: appends them to a queue, reads their position, and
+//! converts their modes. `queue` calls this module for all claims that are not exclusive.
+//!
+//! Every decision is made for one snapshot of the whole queue, by the rules of
+//! [`registry_core::queue_position`].
+
+use registry_core::{
+    Attempt, BackendError, Busy, Claim, ClaimMode, Grant, Moment, QueuePosition, QueuedEntry,
+    Renewal, UpgradePosition, granted_entries, queue_position, upgrade_position,
+};
+use tokio::time::sleep;
+
+use crate::backend::{ATTEMPTS_MAX, EtcdBackend};
+use crate::claims::{ClaimEntry, EntryGuard, Predecessor, UpgradeRequest};
+use crate::error::CallError;
+use crate::keep_alive::LeaseStatus;
+use crate::lease::ttl_seconds;
+use crate::names::KeyNames;
+use crate::proto::KeyValue;
+use crate::queue::{GRANT_DELAY, QueueStep, busy_with_holder, fencing_token};
+use crate::record::{self, EntryRecord};
+use crate::txn::{self, AppendIf, TxnResults};
+use crate::watcher::WatchScope;
+
+/// The state of a queue in one revision.
+struct QueueSnapshot {
+    entries: Vec<KeyValue>,
+    tombstones: Vec<KeyValue>,
+    revision: i64,
+}
+
+impl QueueSnapshot {
+    /// Decodes the parts of [`txn::read_entries`].
+    fn decode(results: &mut TxnResults) -> Result<Self, BackendError> {
+        let (entries, tombstones) = (results.next_keys()?, results.next_keys_if_any()?);
+        Ok(Self { entries, tombstones, revision: results.header.revision })
+    }
+
+    /// Returns the index of the entry with this name and creation revision.
+    fn position(&self, name: &[u8], create_revision: Option<i64>) -> Option<usize> {
+        let is_entry =
+            |entry: &KeyValue| entry.key == name && Some(entry.create_revision) == create_revision;
+        self.entries.iter().position(is_entry)
+    }
+
+    /// Returns the tombstones whose entries were deleted without a release, except that of `own`.
+    fn lost_tombstones(&self, names: &KeyNames, own: &[u8]) -> Vec<KeyValue> {
+        let is_present = |tombstone: &&KeyValue| {
+            let has_tombstone =
+                |name: &[u8]| names.tombstone_name(name).as_ref() == Some(&tombstone.key);
+            has_tombstone(own) || self.entries.iter().any(|entry| has_tombstone(&entry.key))
+        };
+        self.tombstones.iter().filter(|it| !is_present(it)).cloned().collect()
+    }
+}
+
+impl EtcdBackend {
+    /// Appends the entry of a claim that is not exclusive. A claim that does not wait is appended
+    /// only to a queue in which it is granted.
+    pub(crate) async fn append_entry(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+        tombstone: Option<txn::TombstonePut>,
+    ) -> Result<QueueStep, BackendError> {
+        let queue = self.names.queue_prefix(claim.key());
+        let tombstone_lease = tombstone.as_ref().map(|tombstone| tombstone.lease);
+        let mut condition = if claim.joins_queue() { AppendIf::Always } else { AppendIf::Empty };
+        for _ in 0..CONFLICTS_MAX {
+            let record = record::encode(claim, &self.host);
+            let (name, lease) = (&entry.name, entry.lease.id);
+            let append = txn::append(&queue, name, record, lease, tombstone.clone(), condition);
+            let mut results = match self.execute(append).await {
+                Ok(results) => results,
+                Err(CallError::LeaseNotFound) => {
+                    self.abandon(entry);
+                    self.pool.clear();
+                    tombstone_lease.into_iter().for_each(|lease| self.tombstones.remove(lease));
+                    return Ok(QueueStep::Retry);
+                }
+                Err(failure) => {
+                    return Err(self.on_failed_request(entry_guard, entry, failure.into_error()));
+                }
+            };
+            entry.lease.record_majority_response(results.header.raft_term);
+            if results.succeeded {
+                entry.create_revision = Some(results.header.revision);
+                entry.tombstone_lease = tombstone_lease;
+                results.skip()?;
+                let snapshot = QueueSnapshot::decode(&mut results)?;
+                return self.decide(claim, entry_guard, entry, snapshot).await;
+            }
+            let (own_entry, entries) = (results.next_key()?, results.next_keys()?);
+            if let Some(own_entry) = own_entry {
+                if record::belongs_to(&own_entry, claim.id()) {
+                    entry.create_revision = Some(own_entry.create_revision);
+                    **entry_guard = Some(entry);
+                } else {
+                    // Another client has chosen the same lease id, so the key is its entry.
+                    self.abandon(entry);
+                }
+                return Ok(QueueStep::Retry);
+            }
+            if let Some(found) = entries.iter().find(|it| record::belongs_to(it, claim.id())) {
+                // Another client has created an entry for the same claim.
+                self.recycle_unused_entry(entry_guard, entry);
+                **entry_guard = Some(ClaimEntry::from_key_value(found.clone()));
+                return Ok(QueueStep::Retry);
+            }
+            let position = queue_position(&modes(&entries), claim.mode());
+            if position != QueuePosition::Granted {
+                self.recycle_unused_entry(entry_guard, entry);
+                let busy = busy_in(claim, &entries, position);
+                return Ok(QueueStep::Done(Attempt::Busy(busy)));
+            }
+            condition = match claim.mode() {
+                _ if entries.is_empty() => AppendIf::Empty,
+                ClaimMode::Shared => AppendIf::SharedOrUpgradable,
+                ClaimMode::Upgradable => AppendIf::Shared,
+                _ => AppendIf::UnchangedSince(results.header.revision),
+            };
+        }
+        // The queue changed between each read and the next append. Other claims were granted.
+        self.recycle_unused_entry(entry_guard, entry);
+        Ok(QueueStep::Done(Attempt::Busy(Busy::new())))
+    }
+
+    /// Reads the position of an existing entry of a claim that is not exclusive.
+    pub(crate) async fn read_position_in_mode(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+    ) -> Result<QueueStep, BackendError> {
+        let snapshot = match self.read_snapshot(claim, &mut entry).await {
+            Ok(snapshot) => snapshot,
+            Err(error) => {
+                **entry_guard = Some(entry);
+                return Err(error.as_unknown());
+            }
+        };
+        self.decide(claim, entry_guard, entry, snapshot).await
+    }
+
+    async fn read_snapshot(
+        &self,
+        claim: &Claim,
+        entry: &mut ClaimEntry,
+    ) -> Result<QueueSnapshot, BackendError> {
+        let queue = self.names.queue_prefix(claim.key());
+        let read = txn::read_entries(&queue, self.names.tombstone_prefix(&queue).as_deref());
+        let mut results = self.execute(read).await.map_err(CallError::into_error)?;
+        entry.lease.record_majority_response(results.header.raft_term);
+        QueueSnapshot::decode(&mut results)
+    }
+
+    /// Grants the claim or not, according to the queue.
+    async fn decide(
+        &self,
+        claim: &Claim,
+        entry_guard: &mut EntryGuard<'_>,
+        mut entry: ClaimEntry,
+        snapshot: QueueSnapshot,
+    ) -> Result<QueueStep, BackendError> {
+        let Some(own) = snapshot.position(&entry.name, entry.create_revision) else {
+            self.abandon(entry);
+            return Ok(QueueStep::Retry);
+        };
+        let own_record = EntryRecord::of(&snapshot.entries[own]);
+        let QueuedEntry::Claim(mode) = own_record.entry else {
+            self.abandon(entry);
+            return Ok(QueueStep::Retry);
+        };
+        let before = &snapshot.entries[..own];
+        let position = queue_position(&modes(before), mode);
+        let mut old_predecessor = entry.predecessor.take();
+        let predecessor = match position {
+            QueuePosition::Granted => None,
+            QueuePosition::OtherUnits(_) => {
+                let busy = busy_in(claim, before, position);
+                return self.withdraw(entry_guard, entry, busy).await;
+            }
+            QueuePosition::Behind(nearest) => {
+                // A downgrade of the predecessor lets readers in.
+                let is_reader = matches!(mode, ClaimMode::Shared | ClaimMode::Upgradable);
+                let scope = if is_reader { WatchScope::Change } else { WatchScope::Deletion };
+                Some((nearest, scope))
+            }
+            QueuePosition::TooFewUnits => {
+                Some((own.saturating_sub(1), WatchScope::DeletionInQueue))
+            }
+        };
+        if let Some((index, scope)) = predecessor {
+            let mut predecessor = Predecessor::new(before[index].clone(), snapshot.revision)
+                .with_scope(scope)
+                .with_watch_from(old_predecessor.as_mut());
+            let busy = busy_in(claim, before, position).with_place();
+            predecessor.last_busy = Some((busy.clone(), Moment::now()));
+            entry.predecessor = Some(predecessor);
+            **entry_guard = Some(entry);
+            return Ok(QueueStep::Done(Attempt::Busy(busy)));
+        }
+        if entry.lease.remaining() < claim.lease() / 2 {
+            // The leader has just changed. No majority has confirmed the extension of the lease.
+            **entry_guard = Some(entry);
+            return Ok(QueueStep::Retry);
+        }
+        if !entry.is_granted {
+            let needs_delay = |since: Moment| Moment::now().since(since) < GRANT_DELAY;
+            let lost = snapshot.lost_tombstones(&self.names, &entry.name);
+            if entry.delayed_since.map_or(!lost.is_empty(), needs_delay) {
+                return Ok(self.delay_grant(entry_guard, entry, lost).await);
+            }
+        }
+        entry.is_granted = true;
+        let lease = entry.lease.remaining().min(claim.lease());
+        let token = fencing_token(own_record.token);
+        **entry_guard = Some(entry);
+        token.map(|token| QueueStep::Done(Attempt::Granted(Grant::new(token, lease))))
+    }
+
+    /// Removes the entry of a claim that cannot wait, and returns `busy`.
+    async fn withdraw(
+        &self,
+        entry_guard: &mut EntryGuard<'_>,
+        entry: ClaimEntry,
+        busy: Busy,
+    ) -> Result<QueueStep, BackendError> {
+        let tombstone = self.names.tombstone_name(&entry.name);
+        let create_revision = entry.create_revision.unwrap_or_default();
+        let deletion =
+            txn::delete_with_tombstone(&entry.name, create_revision, tombstone.as_deref());
+        match self.execute(deletion).await {
+            Ok(_) => {
+                self.recycle_lease(entry);
+                Ok(QueueStep::Done(Attempt::Busy(busy)))
+            }
+            Err(failure) => {
+                **entry_guard = Some(entry);
+                Err(failure.into_error().as_unknown())
+            }
+        }
+    }
+
+    /// Returns the entry that blocks a claim without an entry. Returns `None` if none does.
+    pub(crate) async fn find_blocking_entry(
+        &self,
+        claim: &Claim,
+    ) -> Result<Option<Predecessor>, BackendError> {
+        let found = self.execute(txn::read_entries(&self.names.queue_prefix(claim.key()), None));
+        let mut results = found.await.map_err(CallError::into_error)?;
+        let QueueSnapshot { entries, revision, .. } = QueueSnapshot::decode(&mut results)?;
+        let blocking = match queue_position(&modes(&entries), claim.mode()) {
+            QueuePosition::Behind(nearest) => Some((nearest, WatchScope::Change)),
+            QueuePosition::TooFewUnits | QueuePosition::OtherUnits(_) => {
+                Some((entries.len().saturating_sub(1), WatchScope::DeletionInQueue))
+            }
+            QueuePosition::Granted => None,
+        };
+        let predecessor = |(index, scope): (usize, WatchScope)| {
+            let entry = entries.get(index)?.clone();
+            Some(Predecessor::new(entry, revision).with_scope(scope))
+        };
+        Ok(blocking.and_then(predecessor))
+    }
+
+    /// Changes the mode of the grant that the claim has.
+    pub(crate) async fn convert(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let mut entry_guard = self.claims.lock_entry(claim).await;
+        if entry_guard.is_none() {
+            let Some(found) = self.find_entry(claim).await? else { return Ok(Attempt::Gone) };
+            *entry_guard = Some(found);
+        }
+        let mut snapshot = None;
+        for _ in 0..CONFLICTS_MAX {
+            let Some(entry) = &mut *entry_guard else { return Ok(Attempt::Gone) };
+            let current = match snapshot.take() {
+                Some(snapshot) => snapshot,
+                None => self.read_snapshot(claim, entry).await.map_err(BackendError::as_unknown)?,
+            };
+            match self.convert_in(claim, entry, current).await? {
+                Conversion::Done(token) => {
+                    entry.is_granted = true;
+                    entry.upgrade_token =
+                        Some(token).filter(|token| Some(*token) != entry.create_revision);
+                    if let Some(upgrade) = entry.upgrade.take() {
+                        self.pool.revoke_later(upgrade.lease.id);
+                    }
+                    drop(entry_guard);
+                    return self.grant_converted(claim, token).await;
+                }
+                Conversion::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                Conversion::Gone => return Ok(Attempt::Gone),
+                Conversion::Lost => {
+                    if let Some(entry) = entry_guard.take() {
+                        self.abandon(entry);
+                    }
+                    return Ok(Attempt::Gone);
+                }
+                Conversion::Retry(next) => snapshot = next,
+            }
+        }
+        Err(BackendError::transient(format!(
+            "etcd: in {CONFLICTS_MAX} attempts, the queue changed before the lock was converted; retry"
+        )))
+    }
+
+    /// Tries once to change the mode of the claim of `entry`.
+    async fn convert_in(
+        &self,
+        claim: &Claim,
+        entry: &mut ClaimEntry,
+        snapshot: QueueSnapshot,
+    ) -> Result<Conversion, BackendError> {
+        let Some(own) = snapshot.position(&entry.name, entry.create_revision) else {
+            return Ok(Conversion::Lost);
+        };
+        let entries = modes(&snapshot.entries);
+        let own_entry = &snapshot.entries[own];
+        let EntryRecord { token, .. } = EntryRecord::of(own_entry);
+        let (QueuedEntry::Claim(mode), true) = (entries[own], granted_entries(&entries)[own])
+        else {
+            return Ok(Conversion::Gone);
+        };
+        let is_request = |it: &&KeyValue| EntryRecord::of(it).is_request_of(claim.id());
+        let request = snapshot.entries.iter().find(is_request);
+        let converted = claim.converted_token().map(|token| token.get());
+        let is_late = converted.is_some_and(|converted| u64::try_from(token) != Ok(converted));
+        let record = match (mode, claim.mode()) {
+            (ours, wanted) if ours == wanted && request.is_none() => {
+                return Ok(Conversion::Done(token));
+            }
+            (ours, wanted) if ours == wanted => own_entry.value.clone(),
+            // An upgrade came first, and its holder relies on the mode that it was granted.
+            _ if is_late => return Ok(Conversion::Gone),
+            (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
+            | (ClaimMode::Upgradable, ClaimMode::Shared) => {
+                record::convert(own_entry, claim.mode(), token)
+            }
+            (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
+                return match request {
+                    Some(request) => self.upgrade(claim, entry, &snapshot, own, request).await,
+                    None => self.request_upgrade(claim, entry, own_entry).await,
+                };
+            }
+            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            _ => return Ok(Conversion::Gone),
+        };
+        let convert = txn::convert(own_entry, record, &[], request);
+        let results = self.execute(convert).await.map_err(CallError::into_error)?;
+        Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
+    }
+
+    /// Appends the request to upgrade the claim. Its creation revision becomes the token of the
+    /// upgrade.
+    async fn request_upgrade(
+        &self,
+        claim: &Claim,
+        entry: &mut ClaimEntry,
+        own_entry: &KeyValue,
+    ) -> Result<Conversion, BackendError> {
+        if let Some(lapsed) = entry.upgrade.take() {
+            self.pool.revoke_later(lapsed.lease.id);
+        }
+        let lease = self.pool.acquire(ttl_seconds(claim.lease())).await?;
+        let queue = self.names.queue_prefix(claim.key());
+        let name = KeyNames::entry_name(&queue, lease.id);
+        let request = txn::request_upgrade(
+            &queue,
+            own_entry,
+            &name,
+            record::encode_request(claim, &self.host),
+            lease.id,
+            self.names.tombstone_prefix(&queue).as_deref(),
+        );
+        let lease_id = lease.id;
+        let upgrade = UpgradeRequest::new(name, lease);
+        let mut results = match self.execute(request).await {
+            Ok(results) => results,
+            Err(CallError::LeaseNotFound) => {
+                self.pool.clear();
+                return Ok(Conversion::Retry(None));
+            }
+            Err(failure) => {
+                // The revocation also fails a request that arrives late.
+                self.pool.revoke_later(lease_id);
+                return Err(failure.into_error());
+            }
+        };
+        entry.lease.record_majority_response(results.header.raft_term);
+        if !results.succeeded {
+            self.pool.revoke_later(lease_id);
+            return Ok(Conversion::Retry(None));
+        }
+        entry.upgrade = Some(upgrade);
+        results.skip()?;
+        Ok(Conversion::Retry(Some(QueueSnapshot::decode(&mut results)?)))
+    }
+
+    /// Makes an upgradable claim exclusive if no other claim holds the key.
+    async fn upgrade(
+        &self,
+        claim: &Claim,
+        entry: &mut ClaimEntry,
+        snapshot: &QueueSnapshot,
+        own: usize,
+        request: &KeyValue,
+    ) -> Result<Conversion, BackendError> {
+        let mut upgrade = match entry.upgrade.take() {
+            Some(upgrade) if upgrade.name == request.key => upgrade,
+            other => {
+                if let Some(other) = other {
+                    self.pool.revoke_later(other.lease.id);
+                }
+                UpgradeRequest::from_key_value(request.clone())
+            }
+        };
+        let mut old_reader = upgrade.reader.take();
+        // The request blocks new readers for one lease after this attempt.
+        let status = self.ensure_lease(claim, &mut upgrade.lease).await;
+        let upgrade = entry.upgrade.insert(upgrade);
+        if status? == LeaseStatus::NotFound {
+            entry.upgrade = None;
+            self.pool.clear();
+            return Ok(Conversion::Retry(None));
+        }
+        let guard = match upgrade_position(&modes(&snapshot.entries), own) {
+            UpgradePosition::Free(guard) => &snapshot.entries[guard],
+            UpgradePosition::NoRequest => return Ok(Conversion::Retry(None)),
+            UpgradePosition::Behind(reader) => {
+                let reader = &snapshot.entries[reader];
+                let predecessor = Predecessor::new(reader.clone(), snapshot.revision);
+                upgrade.reader = Some(predecessor.with_watch_from(old_reader.as_mut()));
+                let busy = busy_with_holder(claim, reader).with_place();
+                return Ok(Conversion::Busy(busy.with_mark(mark_of(reader))));
+            }
+        };
+        let lost = snapshot.lost_tombstones(&self.names, &entry.name);
+        if upgrade.delayed_since.is_none() && !lost.is_empty() {
+            // A reader was lost. Its holder needs time to detect the loss.
+            upgrade.delayed_since = Some(Moment::now());
+            sleep(GRANT_DELAY).await;
+            for tombstone in lost {
+                self.pool.delete_tombstone_later(tombstone.key, tombstone.create_revision);
+            }
+            return Ok(Conversion::Retry(None));
+        }
+        let token = request.create_revision;
+        let record = record::convert(&snapshot.entries[own], ClaimMode::Exclusive, token);
+        let convert =
+            txn::convert(&snapshot.entries[own], record, &[request, guard], Some(request));
+        let results = self.execute(convert).await.map_err(CallError::into_error)?;
+        Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
+    }
+
+    /// Returns the grant of a converted claim, with a lease of at least the claim's.
+    async fn grant_converted(&self, claim: &Claim, token: i64) -> Result<Attempt, BackendError> {
+        let token = fencing_token(token)?;
+        for _ in 0..ATTEMPTS_MAX {
+            let remaining = {
+                let entry_guard = self.claims.lock_entry(claim).await;
+                entry_guard.as_ref().map(|entry| entry.lease.remaining())
+            };
+            match remaining {
+                Some(remaining) if remaining >= claim.lease() => {
+                    return Ok(Attempt::Granted(Grant::new(token, remaining)));
+                }
+                _ => {}
+            }
+            let renewal = self.renew_batch(std::slice::from_ref(claim)).await.pop();
+            match renewal.transpose()? {
+                Some(Renewal::Renewed(lease)) => {
+                    return Ok(Attempt::Granted(Grant::new(token, lease)));
+                }
+                Some(Renewal::Gone) => return Ok(Attempt::Gone),
+                None => {}
+            }
+        }
+        Err(BackendError::transient(
+            "etcd: the lease of the converted lock was not extended; retry",
+        ))
+    }
+}
+
+/// The result of one attempt to convert a claim.
+enum Conversion {
+    /// The claim has the mode, and this token.
+    Done(i64),
+    Busy(Busy),
+    /// The claim is not granted, or has been converted otherwise.
+    Gone,
+    /// The entry does not exist.
+    Lost,
+    /// The queue has changed. Contains the new state if it was read.
+    Retry(Option<QueueSnapshot>),
+}
+
+/// Returns the entries without their records.
+pub(crate) fn modes(entries: &[KeyValue]) -> Vec<QueuedEntry> {
+    entries.iter().map(|entry| EntryRecord::of(entry).entry).collect()
+}
+
+/// Returns the granted ones of all entries of a queue, which are in the order of their creation.
+pub(crate) fn granted(entries: Vec<KeyValue>) -> Vec<KeyValue> {
+    let granted = granted_entries(&modes(&entries));
+    entries.into_iter().zip(granted).filter_map(|(entry, is)| is.then_some(entry)).collect()
+}
+
+/// Returns the granted entries of a queue and all requests to upgrade one.
+pub(crate) fn granted_or_upgrading(entries: Vec<KeyValue>) -> Vec<KeyValue> {
+    let is_request = |entry: &KeyValue| EntryRecord::of(entry).entry == QueuedEntry::UpgradeRequest;
+    let requests: Vec<_> = entries.iter().filter(|entry| is_request(entry)).cloned().collect();
+    granted(entries).into_iter().chain(requests).collect()
+}
+
+/// Returns whether the entry `name` is granted, given all entries up to it or more.
+pub(crate) fn is_granted(entries: &[KeyValue], name: &[u8]) -> bool {
+    let granted = granted_entries(&modes(entries));
+    entries.iter().zip(granted).any(|(entry, granted)| granted && entry.key == name)
+}
+
+/// Returns the response for a claim with this position behind `before`.
+fn busy_in(claim: &Claim, before: &[KeyValue], position: QueuePosition) -> Busy {
+    let busy = match before.first() {
+        Some(first) => busy_with_holder(claim, first),
+        None => Busy::new(),
+    };
+    match position {
+        QueuePosition::OtherUnits(of) => busy.with_other_units(of),
+        QueuePosition::Behind(nearest) => busy.with_mark(mark_of(&before[nearest])),
+        _ => busy.with_mark(before.last().map_or(0, mark_of)),
+    }
+}
+
+fn mark_of(entry: &KeyValue) -> u64 {
+    u64::try_from(entry.create_revision).unwrap_or(0)
+}
+
+/// The maximum number of attempts while other clients change the queue between a read and a write.
+const CONFLICTS_MAX: usize = 32;
