@@ -8,7 +8,7 @@
 //! come later. The store then makes the upgradable claim exclusive, in one atomic step with a check
 //! that the entry from [`upgrade_position`] still exists.
 
-use crate::backend::ClaimMode;
+use crate::mode::ClaimMode;
 
 /// An entry in the queue of one key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
