@@ -234,9 +234,9 @@ impl<D: Dialect> Rows<D> {
                 }
                 Ok(None) => {}
                 Err(error) => match attempt {
-                    // The claim is busy without a place.
+                    // The claim is busy, and keeps the place that it has, if any.
                     Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
-                        busy.is_queued = false;
+                        busy.is_queued = had_entry;
                         let attempt = Attempt::Busy(busy);
                         return Ok(self.with_mark(
                             claim,
@@ -311,6 +311,8 @@ impl<D: Dialect> Rows<D> {
             if read_before.is_some() && read_before == stored.columns {
                 // The write has skipped a locked row.
                 sleep(pauses.next().ok_or_else(|| error::row_locked(D::STORE))?).await;
+            } else {
+                pauses = LOCKED_ROW_PAUSES.into_iter();
             }
             let before = stored.record::<D>()?;
             let mut record = before.clone();
@@ -536,8 +538,12 @@ const PLACE_AGE_DIVISOR: u64 = 8;
 
 /// The pauses between attempts to renew claims in a row that another transaction has locked. Changes
 /// by other clients usually lock it for less than their sum.
-const LOCKED_ROW_PAUSES: [Duration; 3] =
-    [Duration::from_millis(1), Duration::from_millis(4), Duration::from_millis(16)];
+const LOCKED_ROW_PAUSES: [Duration; 4] = [
+    Duration::from_millis(1),
+    Duration::from_millis(4),
+    Duration::from_millis(16),
+    Duration::from_millis(64),
+];
 
 /// The number of keys whose records are renewed at the same time.
 const RENEWALS_CONCURRENT: usize = 4;
