@@ -58,7 +58,8 @@ impl KeyNames {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
-    /// Returns whether claims may be shared. Peers of the etcdctl layout know exclusive claims only.
+    /// Returns whether claims may be shared. Peers of the etcdctl layout know exclusive claims
+    /// only.
     pub(crate) fn has_modes(&self) -> bool {
         self.layout == Layout::Native
     }

@@ -71,8 +71,8 @@ pub trait Fence<DB: Database> {
     /// reads anything. Otherwise the server may report a conflict with a later renewal, or the
     /// transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
-    /// The guard of a reader or a permit can fence too. Claims that the transaction must not overlap
-    /// with then wait for its end, including an upgrade of the same guard.
+    /// The guard of a reader or a permit can fence too. Claims that the transaction must not
+    /// overlap with then wait for its end, including an upgrade of the same guard.
     ///
     /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`, or `LOCK IN SHARE MODE` for
     /// readers and permits. If several claims hold the key, an open transaction blocks the grants,

@@ -56,6 +56,11 @@ impl RedisKeyNames {
         Self { layout, prefix, common_channel, channel_prefix, is_cluster }
     }
 
+    /// Returns whether the layout has records of several claims.
+    pub(crate) fn has_records(&self) -> bool {
+        self.layout == Layout::Native
+    }
+
     /// Returns the Redis key that stores the lock of `key`.
     pub(crate) fn lock_name(&self, key: &Key) -> String {
         match self.layout {

@@ -112,7 +112,8 @@ impl RedisStore {
         if is_simple {
             match self.try_acquire(claim, None).await? {
                 Err(value) => stored = Some(value),
-                Ok(AcquireResult::Busy { .. }) if claim.joins_queue() => {}
+                Ok(AcquireResult::Busy { .. })
+                    if claim.joins_queue() && self.names.has_records() => {}
                 Ok(result) => return Ok(ModeResult::Exclusive(result)),
             }
         }

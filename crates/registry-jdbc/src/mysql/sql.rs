@@ -382,7 +382,8 @@ const INSERT_RECORD: &str = "\
 /// Writes a row, if it is as it was read. In a row with a record, each write changes `since` or
 /// `until`.
 ///
-/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and until.
+/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and
+/// until.
 const WRITE_RECORD: &str = "\
     UPDATE {locks} SET claim = $2, token = $3, block = $4, label = $5, since = $6, until = $7 \
     WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";

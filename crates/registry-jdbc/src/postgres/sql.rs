@@ -334,7 +334,8 @@ const READ_ROW: &str = "\
     SELECT l.claim, l.token, l.block, l.label, l.since, l.until, {now}, meta.floor \
     FROM {meta} AS meta LEFT JOIN {locks} AS l ON l.id = $1::bytea WHERE meta.id = 1";
 
-/// Whether the row is as it was read. In a row with a record, each write changes `since` or `until`.
+/// Whether the row is as it was read. In a row with a record, each write changes `since` or
+/// `until`.
 const IS_AS_READ: &str = "\
     id = $1::bytea AND claim IS NOT DISTINCT FROM $8::bytea AND token = $9::bigint AND since = $10::bigint AND until = $11::bigint";
 
@@ -351,8 +352,8 @@ const INSERT_RECORD: &str = "\
 /// Writes a row, if it is as it was read. Notifies the listeners if the change may let others in,
 /// and there are any.
 ///
-/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and until,
-/// whether to notify, whether a crash may undo the change, channel, message, presence lock
+/// Parameters: id, claim, token, block, label, since, until, the read claim, token, since and
+/// until, whether to notify, whether a crash may undo the change, channel, message, presence lock
 const WRITE_RECORD: &str = "\
     UPDATE {locks} SET \
         claim = $2::bytea, token = $3::bigint, block = $4::bigint, label = $5::bytea, since = $6::bigint, until = $7::bigint \

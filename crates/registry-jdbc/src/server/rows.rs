@@ -1,5 +1,5 @@
-//! Leases in the native tables: the operations on a lock's row. All times are the server's. The rows
-//! of keys that several claims hold are in [`several`](super::several).
+//! Leases in the native tables: the operations on a lock's row. All times are the server's. The
+//! rows of keys that several claims hold are in [`several`](super::several).
 
 use std::fmt;
 

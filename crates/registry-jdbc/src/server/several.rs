@@ -536,8 +536,8 @@ const CHANGES_MAX: u32 = 50;
 /// A busy attempt extends its place when a part of the lease that this divides has passed.
 const PLACE_AGE_DIVISOR: u64 = 8;
 
-/// The pauses between attempts to renew claims in a row that another transaction has locked. Changes
-/// by other clients usually lock it for less than their sum.
+/// The pauses between attempts to renew claims in a row that another transaction has locked.
+/// Changes by other clients usually lock it for less than their sum.
 const LOCKED_ROW_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),

@@ -1,8 +1,8 @@
 -- Adds a grant to the record of several claims. KEYS: the lock, its token key. ARGV: the expected
 -- value, the text before the new entry, its first fields, its last fields, the text after it, lease
--- in ms, number of tokens, retention of the token key in ms, end of the other entries in us. Returns {1, token,
--- lease in ms}, or {2, the value, the remaining time of the key in ms, time in us} if the value has
--- changed.
+-- in ms, number of tokens, retention of the token key in ms, end of the other entries in us.
+-- Returns {1, token, lease in ms}, or {2, the value, the remaining time of the key in ms, time in
+-- us} if the value has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
 local now = now_text()
 if value ~= ARGV[1] then

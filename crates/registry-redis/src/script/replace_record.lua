@@ -1,7 +1,7 @@
--- KEYS: the lock. ARGV: the expected value, the new value (empty if the key is free), the time until
--- its end in ms, and, for a change that may let others in, publish command, message, channels.
--- Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the value has
--- changed.
+-- KEYS: the lock. ARGV: the expected value, the new value (empty if the key is free), the time
+-- until its end in ms, and, for a change that may let others in, publish command, message,
+-- channels. Returns {1}, or {2, the value, the remaining time of the key in ms, time in us} if the
+-- value has changed.
 local value = redis.call('GETEX', KEYS[1]) or ''
 if value ~= ARGV[1] then
   return {2, value, redis.call('PTTL', KEYS[1]), now_text()}
