@@ -1,4 +1,9 @@
 //! Readers, upgrades, permits and fair queues over the in-process store.
+#![expect(
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "test helpers may panic, and a test awaits the tasks that it spawns"
+)]
 
 use std::sync::Arc;
 use std::time::Duration;

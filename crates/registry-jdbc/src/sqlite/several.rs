@@ -59,7 +59,7 @@ impl SqliteBackend {
     /// Tries to acquire the key in the mode of `claim`.
     pub(super) async fn try_acquire_several(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let row = self.read_row(claim.key()).await?;
+            let row = self.read_row(claim.key()).await?.ok_or_else(|| self.other_boot_error())?;
             let now = self.now();
             let mut record = self.record(claim.key(), &row.state, now)?;
             record.remove_expired(now);
@@ -91,7 +91,9 @@ impl SqliteBackend {
     /// Ends the grant or the wait of `claim`.
     pub(super) async fn release_several(&self, claim: &Claim) -> Result<Release, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let row = self.read_row(claim.key()).await?.state;
+            let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
+                return Ok(Release::NotHeld);
+            };
             let now = self.now();
             let mut record = self.record(claim.key(), &row, now)?;
             let Some(entry) = record.release(claim).filter(|_| row.is_several()) else {
@@ -113,7 +115,9 @@ impl SqliteBackend {
     /// Ends all grants of the key. Claims that wait keep their places.
     pub(super) async fn force_release_several(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let row = self.read_row(key).await?.state;
+            let Some(ReadRow { state: row, .. }) = self.read_row(key).await? else {
+                return Ok(Release::NotHeld);
+            };
             let now = self.now();
             let mut record = self.record(key, &row, now)?;
             if !row.is_several() || record.force_release(now) == Release::NotHeld {
@@ -131,7 +135,9 @@ impl SqliteBackend {
     /// Extends the lease of `claim`.
     pub(super) async fn renew_several(&self, claim: &Claim) -> Result<Renewal, BackendError> {
         for _ in 0..CHANGES_MAX {
-            let row = self.read_row(claim.key()).await?.state;
+            let Some(ReadRow { state: row, .. }) = self.read_row(claim.key()).await? else {
+                return Ok(Renewal::Gone);
+            };
             let now = self.now();
             let mut record = self.record(claim.key(), &row, now)?;
             let renewal = record.renew(claim, now);
@@ -159,7 +165,9 @@ impl SqliteBackend {
         Ok(self.parse_record(text)?.holders(key, self.now()))
     }
 
-    async fn read_row(&self, key: &Key) -> Result<ReadRow, BackendError> {
+    /// Returns the row of a key. Returns `None` if a process of another boot has opened the file:
+    /// all grants of this boot have ended.
+    async fn read_row(&self, key: &Key) -> Result<Option<ReadRow>, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
         // The writer's connection: a reader may return the row as it was before the last change by
         // this process.
@@ -167,11 +175,11 @@ impl SqliteBackend {
         let row = rows.first().ok_or_else(|| open::corrupt_meta(self.path()))?;
         let boot: Vec<u8> = self.column(row, 0)?;
         if boot != *self.statements.boot {
-            return Err(self.other_boot_error());
+            return Ok(None);
         }
         let floor = self.column(row, 1)?;
         let Some(token) = self.column::<Option<i64>>(row, 3)? else {
-            return Ok(ReadRow { state: SqliteRowState::default(), floor });
+            return Ok(Some(ReadRow { state: SqliteRowState::default(), floor }));
         };
         let state = SqliteRowState {
             claim: self.column(row, 2)?,
@@ -181,7 +189,7 @@ impl SqliteBackend {
             since: self.column(row, 6)?,
             until: self.column(row, 7)?,
         };
-        Ok(ReadRow { state, floor })
+        Ok(Some(ReadRow { state, floor }))
     }
 
     /// Returns the record of a row. A grant of an earlier boot has ended.
