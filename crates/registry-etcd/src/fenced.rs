@@ -125,7 +125,8 @@ impl FencedTxn<'_> {
     /// Returns [`FenceError::Unsupported`] if the lock is not in etcd, and [`FenceError::Backend`]
     /// for a store error.
     ///
-    /// # Cancel safety If the future is dropped, the transaction may or may not be executed. The
+    /// # Cancel safety
+    /// If the future is dropped, the transaction may or may not be executed. The
     /// cluster executes it only while the lock is held.
     pub async fn commit(self) -> Result<Committed, FenceError> {
         let key = self.guard.key().to_owned();

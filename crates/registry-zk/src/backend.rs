@@ -46,7 +46,8 @@ pub struct ZkBackend {
 impl ZkBackend {
     /// Opens a session.
     ///
-    /// # Errors [`BackendError`] with a message that contains a hint:
+    /// # Errors
+    /// [`BackendError`] with a message that contains a hint:
     /// - `Misconfigured` if the configuration is invalid or the chroot does not exist,
     /// - `Denied` if the servers reject the login,
     /// - `Transient` if no server can be reached.

@@ -358,7 +358,8 @@ impl ZkConfig {
 
     /// Sends this certificate to servers that request one. Both arguments are PEM text.
     ///
-    /// # Errors [`BackendError`] if an argument is not valid PEM text.
+    /// # Errors
+    /// [`BackendError`] if an argument is not valid PEM text.
     #[cfg(feature = "tls")]
     pub fn with_client_certificate(
         mut self,

@@ -20,9 +20,9 @@ use crate::path::is_valid_path;
 /// use registry_core::LockGuard;
 /// use registry_zk::{FenceError, Multi};
 ///
-/// # async fn example(guard: LockGuard) -> Result<(), FenceError> { // The servers execute both
-/// writes or none, and only if the guard still holds the lock. guard.multi()?.set("/balance",
-/// "17.50", None).create("/journal/7", "-2.50").commit().await?;
+/// # async fn example(guard: LockGuard) -> Result<(), FenceError> {
+/// // The servers execute both writes or none, and only if the guard still holds the lock.
+/// guard.multi()?.set("/balance", "17.50", None).create("/journal/7", "-2.50").commit().await?;
 /// # Ok(())
 /// # }
 /// ```
@@ -32,7 +32,8 @@ pub trait Multi {
     ///
     /// Paths are relative to the chroot. Nothing is sent before [`commit`](FencedMulti::commit).
     ///
-    /// # Errors [`FenceError::Lost`] if the lock is known to be lost. [`FenceError::Unsupported`]
+    /// # Errors
+    /// [`FenceError::Lost`] if the lock is known to be lost. [`FenceError::Unsupported`]
     /// if the lock is in another kind of store.
     fn multi(&self) -> Result<FencedMulti<'_>, FenceError>;
 }
@@ -198,7 +199,8 @@ impl FencedMulti<'_> {
     ///
     /// After [`FenceError::Store`], the writes may have been executed.
     ///
-    /// # Cancel safety If the future is dropped, the writes may or may not be executed.
+    /// # Cancel safety
+    /// If the future is dropped, the writes may or may not be executed.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let backend = self.backend;
         self.send().await.map_err(|error| match error {
