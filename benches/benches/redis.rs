@@ -10,7 +10,12 @@ use registry_core::Registry;
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 
-const LAYOUT: &str = include_str!("../../crates/registry-redis/src/script/layout/native.lua");
+/// The functions that the store puts before each script.
+const FUNCTIONS: [&str; 3] = [
+    include_str!("../../crates/registry-redis/src/script/layout/native.lua"),
+    include_str!("../../crates/registry-redis/src/script/tokens.lua"),
+    include_str!("../../crates/registry-redis/src/script/entries.lua"),
+];
 const ACQUIRE: &str = include_str!("../../crates/registry-redis/src/script/acquire.lua");
 const RELEASE: &str = include_str!("../../crates/registry-redis/src/script/release.lua");
 
@@ -22,7 +27,7 @@ fn main() {
         // Disk writes would dominate the time.
         let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
         let connection = connection(&server).await;
-        let script = |body: &str| Script::new(&format!("{LAYOUT}\n{body}"));
+        let script = |body: &str| Script::new(&format!("{}\n{body}", FUNCTIONS.join("\n")));
         let (acquire, release) = (script(ACQUIRE), script(RELEASE));
         let pair = async |key: &str| {
             let mut connection = connection.clone();
