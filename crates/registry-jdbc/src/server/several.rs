@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream};
 use registry_core::{
-    Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Holder, Key, LockRecord,
-    RecordEntry, Release, Renewal,
+    Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Grant, Holder, Key, LockRecord,
+    RecordChange, RecordEntry, Release, Renewal,
 };
 use tokio::time::sleep;
 
@@ -230,6 +230,9 @@ impl<D: Dialect> Rows<D> {
             };
             match self.write_row(claim.key(), &stored, &change, ConnectionUse::Acquire).await {
                 Ok(Some(written)) => {
+                    if is_granted && before.is_empty() {
+                        self.granted_alone.insert(self.row_id(claim.key()));
+                    }
                     return Ok(self.with_mark(claim, attempt, position, Some(&written)));
                 }
                 Ok(None) => {}
@@ -237,6 +240,10 @@ impl<D: Dialect> Rows<D> {
                     // The claim is busy, and keeps the place that it has, if any.
                     Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
                         busy.is_queued = had_entry;
+                        if claim.joins_queue() && !had_entry {
+                            // The next attempt requests the place.
+                            busy.retry_after = Some(RETRY_FOR_PLACE);
+                        }
                         let attempt = Attempt::Busy(busy);
                         return Ok(self.with_mark(
                             claim,
@@ -250,6 +257,31 @@ impl<D: Dialect> Rows<D> {
             }
         }
         Err(self.interfered().await)
+    }
+
+    /// Grants a key whose row is probably free to `claim`, which is then alone in the record. Returns
+    /// `None` if the row is missing or not free.
+    pub(super) async fn reacquire_alone(
+        &self,
+        claim: &Claim,
+    ) -> Result<Option<Grant>, BackendError> {
+        let RecordChange::Grant(entry) = LockRecord::new().attempt(claim, 0) else {
+            return Ok(None);
+        };
+        let values = [
+            self.id(claim.key()),
+            Value::token_block(claim),
+            Value::lease(claim),
+            Value::bytes(entry.id_and_mode.as_bytes()),
+            Value::bytes(entry.rest.as_bytes()),
+        ];
+        let statement =
+            Statement::new(&self.statements().reacquire_alone, values).with_at_most_one_row();
+        let answer =
+            self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
+        let Some(token) = D::granted_token(&answer)? else { return Ok(None) };
+        self.granted_alone.insert(self.row_id(claim.key()));
+        Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
     }
 
     /// Adds the mark for a later wait to a busy attempt that has found or written `row`.
@@ -336,6 +368,12 @@ impl<D: Dialect> Rows<D> {
 
     /// Removes the entry of `claim`.
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let row = self.row_id(claim.key());
+        if self.granted_alone.remove(row) && self.release_alone(claim).await? == Release::Freed {
+            self.recently_released.insert(row);
+            self.wakeups.on_release(claim.key());
+            return Ok(Release::Freed);
+        }
         for _ in 0..CHANGES_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Release).await?;
             let mut record = stored.record::<D>()?;
@@ -357,6 +395,15 @@ impl<D: Dialect> Rows<D> {
             }
         }
         Err(self.interfered().await)
+    }
+
+    /// Ends the grant of `claim` if it is alone in its record.
+    async fn release_alone(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let mut values = vec![self.id(claim.key()), entry_prefix(claim), Value::token_block(claim)];
+        values.extend(self.wakeups.notification(self.row_id(claim.key())));
+        let statement =
+            Statement::new(&self.statements().release_alone, values).with_at_most_one_row();
+        Ok(self.store.release(&statement).await?.release_outcome())
     }
 
     /// Ends all grants in the record of `key`. Returns `None` if the key has no valid record.
@@ -535,6 +582,10 @@ const CHANGES_MAX: u32 = 50;
 
 /// A busy attempt extends its place when a part of the lease that this divides has passed.
 const PLACE_AGE_DIVISOR: u64 = 8;
+
+/// The time after which a claim that joins the queue repeats an attempt whose place could not be
+/// written.
+const RETRY_FOR_PLACE: Duration = Duration::from_millis(10);
 
 /// The pauses between attempts to renew claims in a row that another transaction has locked.
 /// Changes by other clients usually lock it for less than their sum.
