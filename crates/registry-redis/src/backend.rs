@@ -16,7 +16,7 @@ use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
 use crate::several::ModeResult;
-use crate::store::{AcquireResult, RedisStore, key_names};
+use crate::store::{AcquireResult, RedisStore, Released, key_names};
 
 /// A lock store on Redis or Valkey servers.
 ///
@@ -91,6 +91,14 @@ impl RedisBackend {
         error.with_address(Arc::clone(&self.addresses))
     }
 
+    /// Makes the registries verify their grants of `key`. A write ends the tracking of a key, and
+    /// the server does not notify the connection that wrote.
+    fn verify_other_grants(&self, key: &Key) {
+        if self.invalidations.is_tracking() {
+            self.invalidations.registries().notify(key);
+        }
+    }
+
     /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
@@ -162,6 +170,9 @@ impl LockBackend for RedisBackend {
             // returns to its length when the clock is corrected.
             match renewal {
                 Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
+                // Other grants of the key may have ended with this one, while a write of this
+                // process had ended the tracking of the key.
+                Ok(Renewal::Gone) => self.verify_other_grants(claim.key()),
                 Ok(_) => {}
                 Err(error) => *error = self.with_address(error.clone()),
             }
@@ -170,11 +181,19 @@ impl LockBackend for RedisBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        match &*self.storage {
+        let released = match &*self.storage {
             Storage::Single(store) => store.release(claim).await,
-            Storage::Quorum(quorum) => quorum.release(claim).await,
+            Storage::Quorum(quorum) => quorum
+                .release(claim)
+                .await
+                .map(|outcome| Released { outcome, others_remain: false }),
+        };
+        let released = released.map_err(|error| self.with_address(error))?;
+        if released.others_remain {
+            // The verification of other grants of this process starts the tracking of the key again.
+            self.verify_other_grants(claim.key());
         }
-        .map_err(|error| self.with_address(error))
+        Ok(released.outcome)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

@@ -606,7 +606,7 @@ impl QuorumMaster {
         let mut retry_permit = None;
         loop {
             let is_grant_possible = may_still_grant();
-            let response = self.store.release(claim).await;
+            let response = self.store.release(claim).await.map(|released| released.outcome);
             let must_retry = match &response {
                 Ok(outcome) => *outcome == Release::NotHeld && is_grant_possible,
                 Err(_) => true,

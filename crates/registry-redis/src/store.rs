@@ -264,12 +264,14 @@ impl RedisStore {
         }
     }
 
-    pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+    /// Ends the claim's grant or place.
+    pub(crate) async fn release(&self, claim: &Claim) -> Result<Released, BackendError> {
         let lock = self.names.lock_name(claim.key());
         let keys = [lock.as_str(), &self.names.token_key(&lock)];
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
-        self.run_release(&lock, call).await
+        let bits = self.run_release(&lock, call).await?;
+        Ok(Released { outcome: release_outcome(bits & 1), others_remain: bits & 2 != 0 })
     }
 
     /// Releases the claim's grant if the round `round_id` wrote it.
@@ -281,17 +283,17 @@ impl RedisStore {
         let lock = self.names.lock_name(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
         let call = call.arg(self.names.holder_id(claim.id())).arg(round_id);
-        self.run_release(&lock, call).await
+        self.run_release(&lock, call).await.map(release_outcome)
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock_name(key);
         let call = self.scripts.force_release.call([lock.as_str()]);
-        self.run_release(&lock, call).await
+        self.run_release(&lock, call).await.map(release_outcome)
     }
 
-    /// Runs a script that deletes `lock` and publishes its release.
-    async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<Release, BackendError> {
+    /// Runs a script that ends grants of `lock` and publishes their release.
+    async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<i64, BackendError> {
         let mut call = call
             .arg(self.publish_command)
             .arg(self.names.message(lock))
@@ -299,8 +301,7 @@ impl RedisStore {
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
-        let freed: i64 = parse_response(self.connections.run(self.slot(lock), &call).await?)?;
-        Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
+        parse_response(self.connections.run(self.slot(lock), &call).await?)
     }
 
     /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
@@ -537,6 +538,18 @@ pub(crate) fn parse_integer(value: &Value) -> Option<i64> {
         Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),
         _ => None,
     }
+}
+
+/// The response to a release.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Released {
+    pub(crate) outcome: Release,
+    /// Other claims hold the key or wait for it.
+    pub(crate) others_remain: bool,
+}
+
+fn release_outcome(freed: i64) -> Release {
+    if freed > 0 { Release::Freed } else { Release::NotHeld }
 }
 
 pub(crate) fn parse_response<T: FromRedisValue>(response: Value) -> Result<T, BackendError> {
