@@ -30,8 +30,8 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 ///
 /// - When a process dies, the server frees the process's locks at once. If the server cannot notice
 ///   the end (host lost, process stopped), it ends the connection after
-///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). A lease is never longer than this time, so the
-///   holder has given up before.
+///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). No lease is longer than this time, so the holder's
+///   lease has run out before the server frees its locks.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
 ///   firewall that cuts connections), the lock is free at once. The backend notifies the holder up
 ///   to a third of a second later, or at the end of the lease if no answer arrives. During that
@@ -58,11 +58,11 @@ pub enum SqlMode {
     ///
     /// **PostgreSQL**: an advisory lock, `pg_try_advisory_lock(N)`. N is the first eight bytes of a
     /// SHA-256 hash, as a signed number in network byte order. The hash covers the length of the
-    /// namespace in eight bytes, the namespace, and the key. Two of ten thousand keys that are held
-    /// at once share a number with a probability of 3 in 10^12. The only effect is that these two
-    /// keys exclude each other. The lock also excludes every other program in this database that
-    /// locks the same number, in any language. [`LockIn`](crate::LockIn) acquires both the row and
-    /// the advisory lock.
+    /// namespace in eight bytes, the namespace, and the key. If ten thousand keys are held at once,
+    /// the probability that any two of them share a number is about 3 in 10^12. The only effect is
+    /// that these two keys exclude each other. The lock also excludes every other program in this
+    /// database that locks the same number, in any language. [`LockIn`](crate::LockIn) acquires
+    /// both the row and the advisory lock.
     ///
     /// **MariaDB and MySQL**: a named lock, `GET_LOCK(NAME, 0)`. NAME is the same hash in 64
     /// lowercase hexadecimal digits, the longest name that MySQL accepts. Named locks belong to the
@@ -82,16 +82,18 @@ pub enum SqlMode {
     ///    MariaDB and MySQL `LOCK IN SHARE MODE`. The lock is compatible only with the check of a
     ///    [`Fence`](crate::Fence).
     ///
-    /// A transaction can release its rows only all together. So each held lock has its own
-    /// connection, which belongs neither to the application nor to a pool. `with_row_locks` of the
-    /// configuration limits the number of these connections. An attempt beyond the limit fails with
-    /// [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
+    /// A transaction releases all its row locks at once, when it ends. So each held lock has its
+    /// own transaction and its own connection, which belongs neither to the application nor to a
+    /// pool. `with_row_locks` of the configuration limits the number of these connections. An
+    /// attempt beyond the limit fails with [`RowLocksExhausted`](crate::RowLocksExhausted). A
+    /// waiting caller uses no connection.
     ///
-    /// The holder is listed like the holder of a lease, without the time left. If a caller's
-    /// transaction holds a key, only the key is listed. [Breaking](LockAdmin::force_release) a lock
-    /// ends the connection that holds it, but never a caller's transaction. To break a lock, the
-    /// database user must be the holder's user, or have the role `pg_signal_backend`, or the
-    /// privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL).
+    /// Listings show the holder as in the mode `Lease`, but without the time left. If an
+    /// application's transaction holds a key through [`LockIn`](crate::LockIn), listings show only
+    /// the key. [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but
+    /// never an application's transaction. To break a lock, the database user must be the holder's
+    /// user, or have the role `pg_signal_backend`, or the privilege `CONNECTION ADMIN`
+    /// (`CONNECTION_ADMIN` in MySQL).
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
     /// of the database. So hold these locks for seconds or minutes only. Row locks work through a
@@ -100,7 +102,7 @@ pub enum SqlMode {
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
     /// retryable error after `busy_timeout`. The server does not report why a row is locked. Galera
-    /// nodes lock no rows for each other: use the same node for all clients.
+    /// does not share row locks between nodes, so all clients must use the same node.
     Row,
     /// A lock is a row in the table of a Spring Integration `JdbcLockRegistry`. This program and
     /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.
@@ -162,7 +164,8 @@ impl<D: SpringDialect> SqlBackend<D> {
     ///
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
-    /// changes connections between transactions, and for a table of another generation of Spring.
+    /// changes connections between transactions, and for a table that an incompatible version of
+    /// Spring Integration has created.
     ///
     /// # Cancel safety
     /// As for [`open`](Self::open).
