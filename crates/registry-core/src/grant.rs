@@ -288,7 +288,7 @@ impl ActiveGrant {
 
     /// Returns `unknown_attempts + 1` if any attempt has an unknown outcome. Returns 0 otherwise,
     /// because one release suffices.
-    pub(crate) fn grants_to_reap(&self) -> u32 {
+    pub(crate) fn possible_grants(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -374,14 +374,14 @@ impl ActiveGrant {
         };
         drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let grants_to_reap = self.grants_to_reap();
-        if reason != LostReason::Gone || grants_to_reap > 0 {
+        let possible_grants = self.possible_grants();
+        if reason != LostReason::Gone || possible_grants > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
                 permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                grants_to_reap,
+                possible_grants,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
@@ -635,7 +635,7 @@ impl Renewable for ActiveGrant {
                 self.set_timer(&mut state, now);
                 RenewerAction::Nothing
             }
-            due @ (Due::Renew(requested) | Due::Verify(requested)) => {
+            due @ (Due::Renew(requested_lease) | Due::Verify(requested_lease)) => {
                 // Short enough for several tries between the first renewal and the end of the
                 // lease.
                 let operation_timeout =
@@ -647,9 +647,9 @@ impl Renewable for ActiveGrant {
                 };
                 self.set_timer(&mut state, now);
                 RenewerAction::Renew {
-                    requested,
+                    requested_lease,
                     is_verification: matches!(due, Due::Verify(_)),
-                    unanswered: previous_unanswered,
+                    previous_unanswered,
                 }
             }
         }
@@ -660,13 +660,13 @@ impl Renewable for ActiveGrant {
         if state.phase != GrantPhase::Held {
             return None;
         }
-        let requested = state.lease.batch_renewal_lease(now, whole_shard)?;
+        let requested_lease = state.lease.batch_renewal_lease(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
         state.lease.on_renewal_sent(now, operation_timeout);
         self.cancel_timer(&mut state);
         self.set_timer(&mut state, now);
-        Some(requested)
+        Some(requested_lease)
     }
 
     fn on_confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
@@ -760,7 +760,7 @@ impl EndingGrant {
         self.has_outcome = true;
     }
 
-    /// Records a failed release. The caller must also call [`Engine::leave_to_lease`]; the claim
+    /// Records a failed release. The caller must also call [`Engine::record_left_to_lease`]; the claim
     /// then ends with its lease.
     pub(crate) fn record_failure(&mut self) {
         self.has_outcome = true;
@@ -782,7 +782,7 @@ impl Drop for EndingGrant {
             let engine = grant.engine();
             if !self.has_outcome {
                 // The backend has panicked, or no runtime runs the release.
-                engine.leave_to_lease(grant.claim.key());
+                engine.record_left_to_lease(grant.claim.key());
                 engine.failed_releases.fetch_add(1, Ordering::AcqRel);
             }
             engine.active_grants.leave();
