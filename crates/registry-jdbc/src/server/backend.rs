@@ -13,9 +13,9 @@ use registry_core::{
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use super::spring::PEER_POLL;
-use super::spring_rows::SpringRows;
+use super::spring_rows::SpringLeaseTable;
 use super::store::Store;
 use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 
@@ -131,10 +131,17 @@ pub struct SqlBackend<D: SpringDialect> {
 
 /// The locks of a backend, by mode.
 pub(crate) enum Locks<D: SpringDialect> {
-    Lease(Rows<D>),
-    Session { rows: Arc<Rows<D>>, session: SqlSession<D::Session> },
-    Row { rows: Arc<Rows<D>>, sessions: SqlSessions<D::RowLock> },
-    Spring(SpringRows<D>),
+    Lease(LeaseTable<D>),
+    Session { rows: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
+    Row { rows: Arc<LeaseTable<D>>, sessions: SqlSessions<D::RowLock> },
+    Spring(SpringLeaseTable<D>),
+}
+
+/// The table with the locks of a backend.
+pub(crate) enum BackendTable<'a, D: SpringDialect> {
+    /// The tables of this library.
+    Native(&'a LeaseTable<D>),
+    Spring(&'a SpringLeaseTable<D>),
 }
 
 #[expect(private_bounds, reason = "only this crate implements dialects")]
@@ -180,18 +187,18 @@ impl<D: SpringDialect> SqlBackend<D> {
 
     async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
         Ok(match mode {
-            SqlMode::Lease => Locks::Lease(Rows::open(config).await?),
+            SqlMode::Lease => Locks::Lease(LeaseTable::open(config).await?),
             SqlMode::Session => {
-                let rows = Arc::new(Rows::open(config).await?);
+                let rows = Arc::new(LeaseTable::open(config).await?);
                 let protocol = D::Session::open(Arc::clone(&rows)).await?;
                 Locks::Session { rows, session: SqlSession::new(protocol) }
             }
             SqlMode::Row => {
-                let rows = Arc::new(Rows::open(config).await?);
+                let rows = Arc::new(LeaseTable::open(config).await?);
                 let sessions = SqlSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
                 Locks::Row { rows, sessions }
             }
-            SqlMode::Spring(table) => Locks::Spring(SpringRows::open(config, table).await?),
+            SqlMode::Spring(table) => Locks::Spring(SpringLeaseTable::open(config, table).await?),
         })
     }
 
@@ -216,24 +223,32 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// Returns the namespace of this backend's locks, or the region in Spring's table.
     #[must_use]
     pub fn namespace(&self) -> &str {
-        self.rows().map_or_else(|spring| spring.namespace(), LeaseStore::namespace)
+        match self.table() {
+            BackendTable::Native(table) => table.namespace(),
+            BackendTable::Spring(table) => table.namespace(),
+        }
     }
 
-    /// Returns the native tables, or `Err` with Spring's table.
-    pub(crate) fn rows(&self) -> Result<&Rows<D>, &SpringRows<D>> {
+    pub(crate) fn table(&self) -> BackendTable<'_, D> {
         match &self.locks {
-            Locks::Lease(rows) => Ok(rows),
-            Locks::Session { rows, .. } | Locks::Row { rows, .. } => Ok(rows),
-            Locks::Spring(spring) => Err(spring),
+            Locks::Lease(rows) => BackendTable::Native(rows),
+            Locks::Session { rows, .. } | Locks::Row { rows, .. } => BackendTable::Native(rows),
+            Locks::Spring(spring) => BackendTable::Spring(spring),
         }
     }
 
     fn wakeups(&self) -> &D::Wakeups {
-        self.rows().map_or_else(LeaseStore::wakeups, LeaseStore::wakeups)
+        match self.table() {
+            BackendTable::Native(table) => table.wakeups(),
+            BackendTable::Spring(table) => table.wakeups(),
+        }
     }
 
     pub(crate) fn store(&self) -> &Store<D> {
-        self.rows().map_or_else(LeaseStore::store, LeaseStore::store)
+        match self.table() {
+            BackendTable::Native(table) => table.store(),
+            BackendTable::Spring(table) => table.store(),
+        }
     }
 
     /// Adds the address of the server to an error.
@@ -281,7 +296,7 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
         SqlMode::Lease => {
             let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
             let capabilities = capabilities.with_labels().with_inspect().with_renewal(renewal);
-            if D::HAS_MODES {
+            if D::SUPPORTS_SHARED_CLAIMS {
                 capabilities.with_shared().with_upgradable().with_permits().with_fair_on_request()
             } else {
                 capabilities
@@ -366,33 +381,33 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 #[async_trait]
 impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
-            Ok(rows) => self.result_with_address(rows.inspect(key).await),
-            Err(spring) => self.result_with_address(spring.inspect(key).await),
+            BackendTable::Native(table) => self.result_with_address(table.inspect(key).await),
+            BackendTable::Spring(table) => self.result_with_address(table.inspect(key).await),
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
-            Ok(rows) => self.result_with_address(rows.list().await),
-            Err(spring) => self.result_with_address(spring.list().await),
+            BackendTable::Native(table) => self.result_with_address(table.list().await),
+            BackendTable::Spring(table) => self.result_with_address(table.list().await),
         }
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Release::NotHeld),
-            Ok(rows) => self.result_with_address(rows.force_release(key).await),
-            Err(spring) => self.result_with_address(spring.force_release(key).await),
+            BackendTable::Native(table) => self.result_with_address(table.force_release(key).await),
+            BackendTable::Spring(table) => self.result_with_address(table.force_release(key).await),
         }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = match self.rows() {
-            Ok(rows) => self.result_with_address(rows.diagnose().await)?,
-            Err(spring) => self.result_with_address(spring.diagnose().await)?,
+        let mut findings = match self.table() {
+            BackendTable::Native(table) => self.result_with_address(table.diagnose().await)?,
+            BackendTable::Spring(table) => self.result_with_address(table.diagnose().await)?,
         };
         match &self.locks {
             Locks::Row { rows, .. } => {

@@ -15,7 +15,7 @@ use registry_core::{
 use tokio::time::sleep;
 
 use super::dialect::{Dialect, WakeupSource as _};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use super::statement::{bytes, corrupt, decode_holder, fencing_token, maybe_number, number};
 use super::{ConnectionUse, Resend, Statement, Value, error};
 
@@ -189,7 +189,7 @@ enum ChangeKind {
     Other,
 }
 
-impl<D: Dialect> Rows<D> {
+impl<D: Dialect> LeaseTable<D> {
     /// Decides an attempt of `claim` with the record of its key.
     pub(super) async fn attempt_on_record(
         &self,
