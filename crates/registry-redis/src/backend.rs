@@ -15,7 +15,7 @@ use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
-use crate::several::ModeResult;
+use crate::several::AttemptResult;
 use crate::store::{AcquireResult, RedisStore, Released, key_names};
 
 /// A lock store on Redis or Valkey servers.
@@ -134,15 +134,17 @@ impl LockBackend for RedisBackend {
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let outcome = match &*self.storage {
             Storage::Single(store) => store.try_acquire_in_mode(claim).await,
-            Storage::Quorum(quorum) => quorum.try_acquire(claim).await.map(ModeResult::Exclusive),
+            Storage::Quorum(quorum) => {
+                quorum.try_acquire(claim).await.map(AttemptResult::Exclusive)
+            }
         };
         Ok(match outcome.map_err(|error| self.with_address(error))? {
-            ModeResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
+            AttemptResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
                 // The engine must not rely on a longer lease than the requested lease.
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
-            ModeResult::Exclusive(AcquireResult::Busy { remaining, holder, position }) => {
-                let mut busy = Busy::new().with_mark(position).with_holder(holder);
+            AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
+                let mut busy = Busy::new().with_mark(event_seq).with_holder(holder);
                 // A Spring peer with a spin lock publishes no release, so the engine must keep
                 // polling.
                 if self.config.layout != Layout::Spring {
@@ -153,10 +155,10 @@ impl LockBackend for RedisBackend {
                     None => busy,
                 })
             }
-            ModeResult::Decided(Attempt::Busy(busy), position) => Attempt::Busy(
-                busy.with_mark(position).with_wake_check(Arc::clone(&self.storage) as _),
+            AttemptResult::FromRecord(Attempt::Busy(busy), event_seq) => Attempt::Busy(
+                busy.with_mark(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
             ),
-            ModeResult::Decided(attempt, _) => attempt,
+            AttemptResult::FromRecord(attempt, _) => attempt,
         })
     }
 

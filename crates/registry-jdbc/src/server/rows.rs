@@ -60,8 +60,8 @@ impl HolderStatements {
     }
 }
 
-/// The leases of one namespace.
-pub(crate) struct Rows<D: Dialect> {
+/// The leases of one namespace, in the native tables.
+pub(crate) struct LeaseTable<D: Dialect> {
     pub(crate) store: Store<D>,
     pub(crate) wakeups: D::Wakeups,
     pub(super) recently_released: RecentRows,
@@ -75,7 +75,7 @@ pub(crate) struct Rows<D: Dialect> {
     rows_waited_without_wakeup: RecentRows,
 }
 
-impl<D: Dialect> Rows<D> {
+impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
         let wakeups = D::wakeups(&store, &store.settings().namespace);
@@ -243,7 +243,7 @@ impl<D: Dialect> Rows<D> {
     }
 }
 
-impl<D: Dialect> LeaseStore for Rows<D> {
+impl<D: Dialect> LeaseStore for LeaseTable<D> {
     type Database = D;
 
     fn store(&self) -> &Store<D> {
@@ -376,7 +376,7 @@ fn is_exclusive_grant(claim: &Claim) -> bool {
     claim.mode() == ClaimMode::Exclusive && !claim.is_conversion()
 }
 
-impl<D: Dialect> fmt::Debug for Rows<D> {
+impl<D: Dialect> fmt::Debug for LeaseTable<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct(D::BACKEND).field("config", &self.store.config).finish_non_exhaustive()
     }
