@@ -262,8 +262,8 @@ impl<D: Dialect> LeaseTable<D> {
         Err(self.conflict_error().await)
     }
 
-    /// Grants a key whose row is probably free to `claim`, which is then alone in the record. Returns
-    /// `None` if the row is missing or not free.
+    /// Grants a key whose row is probably free to `claim`, which is then alone in the record.
+    /// Returns `None` if the row is missing or not free.
     pub(super) async fn reacquire_alone(
         &self,
         claim: &Claim,
