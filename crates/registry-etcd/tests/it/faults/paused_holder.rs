@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
-use registry_core::{LockGuard, Registry};
+use registry_core::{ClaimMode, LockGuard, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig, Fence as _, FenceError};
 use registry_testkit::etcd::{CTL_VARIABLE, EtcdServer};
 use registry_testkit::holder::{
@@ -87,13 +87,27 @@ fn a_holder_process() {
 
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Exclusive).await;
+}
+
+#[tokio::test]
+async fn a_paused_reader_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Shared).await;
+}
+
+#[tokio::test]
+async fn a_paused_permit_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let server = EtcdServer::start().await.unwrap();
     let url = format!("etcd://{}", server.addr());
     let read = async || {
         server.ctl(&["get", "stock", "--print-value-only"]).await.unwrap().trim().to_owned()
     };
     let test = "faults::paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &url, LONG, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, &url, mode, LONG, read).await.unwrap();
 }
 
 /// The guard's own check has passed when the transaction is delayed on its way.
