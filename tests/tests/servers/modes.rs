@@ -28,8 +28,10 @@ use tokio::time::Instant;
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = secs(120);
-/// The lease of processes that are killed, paused, or compete.
+/// The lease of a process that is killed or paused.
 const LEASE: Duration = secs(3);
+/// The lease of processes that compete.
+const COMPETITION_LEASE: Duration = secs(5);
 /// The lease of the other processes: a loaded machine does not end it.
 const LONG_LEASE: Duration = secs(60);
 
@@ -56,7 +58,7 @@ impl Store {
     }
 
     async fn processes(&self, number: u32) -> Vec<LockHolder> {
-        join_all((0..number).map(|_| self.process(LEASE))).await
+        join_all((0..number).map(|_| self.process(COMPETITION_LEASE))).await
     }
 }
 
@@ -351,9 +353,12 @@ async fn no_reader_and_no_writer_starves(store: &Store, span: Duration) {
     println!("  writers: {writers:?}");
     println!("  readers: {readers:?}");
     assert_eq!((writers.clients, readers.clients), (2, 4 * READERS as usize));
-    let bound = shares.longest_section * 3 + LEASE;
-    assert!(writers.longest_wait <= bound, "a writer beyond {bound:?}: {writers:?}");
-    assert!(readers.longest_wait <= bound, "a reader beyond {bound:?}: {readers:?}");
+    let bound = shares.longest_section * 3 + COMPETITION_LEASE;
+    for share in [writers, readers] {
+        assert!(share.longest_wait <= bound, "beyond {bound:?}: {share:?}");
+        // Also over a time that is shorter than the lease.
+        assert!(share.fewest_grants * 4 * share.clients >= share.grants, "{share:?}");
+    }
 }
 
 /// Eight processes take three of six keys.
@@ -377,7 +382,9 @@ async fn several_keys_in_any_order_do_not_deadlock(store: &Store, span: Duration
         println!("{}: {all:?}", store.url);
         rates.push(all.grants);
     }
-    assert!(rates[1] * 2 >= rates[0], "{rates:?}");
+    // Over a short time, the load of the machine may differ between the two.
+    let times = if span >= secs(60) { 2 } else { 4 };
+    assert!(rates[1] * times >= rates[0], "{rates:?}");
 }
 
 /// The client numbers of a process begin with a multiple of this number.

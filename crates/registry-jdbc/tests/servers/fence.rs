@@ -108,6 +108,25 @@ async fn a_takeover_waits_for_the_end_of_a_transaction_of_a_permit() {
     assert_takeover_waits(PERMITS).await;
 }
 
+/// Tokens say nothing between readers that hold the key together.
+#[tokio::test]
+async fn readers_that_hold_the_key_together_commit_in_any_order() {
+    let server = start_server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let (mut data_a, mut data_b) = (data(&server).await, data(&server).await);
+    let older = acquire(&a, ClaimMode::Shared, LockOptions::new()).await;
+    let newer = acquire(&b, ClaimMode::Shared, LockOptions::new()).await;
+    assert!(newer.fencing_token() > older.fencing_token());
+    let mut transaction = data_b.begin().await.unwrap();
+    newer.fence(&mut transaction).await.unwrap();
+    transaction.execute(SELL).await.unwrap();
+    // Neither waits for the other.
+    timeout(TEST_TIMEOUT, sell(&older, &mut data_a)).await.unwrap().unwrap();
+    transaction.commit().await.unwrap();
+    sell(&older, &mut data_a).await.unwrap();
+    assert_eq!(sales(&server).await, "3");
+}
+
 async fn assert_takeover_waits([mode, next_mode]: [ClaimMode; 2]) {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);

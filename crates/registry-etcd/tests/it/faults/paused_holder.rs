@@ -110,6 +110,24 @@ async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     assert_a_paused_holder_cannot_write(test, &url, mode, LONG, read).await.unwrap();
 }
 
+/// Tokens say nothing between readers that hold the key together.
+#[tokio::test]
+async fn readers_that_hold_the_key_together_write_in_any_order() {
+    let server = EtcdServer::start().await.unwrap();
+    let config = EtcdConfig::from_url(&format!("etcd://{}", server.addr())).unwrap();
+    let (a, b) = (registry(&config, secs(10)).await, registry(&config, secs(10)).await);
+    let older = a.obtain("stock/42").read().await.unwrap();
+    let newer = b.obtain("stock/42").read().await.unwrap();
+    assert!(newer.fencing_token() > older.fencing_token());
+    for (guard, value) in [(&older, "1"), (&newer, "2"), (&older, "3")] {
+        guard.txn().put("stock", value).commit().await.unwrap();
+        let stock = server.ctl(&["get", "stock", "--print-value-only"]).await.unwrap();
+        assert_eq!(stock.trim(), value);
+    }
+    older.unlock().await.unwrap();
+    newer.unlock().await.unwrap();
+}
+
 /// The guard's own check has passed when the transaction is delayed on its way.
 #[tokio::test]
 async fn a_transaction_that_arrives_after_the_loss_is_refused() {
