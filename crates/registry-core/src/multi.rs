@@ -14,6 +14,9 @@ use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
 use crate::options::LockOptions;
 
+/// How often the pause between two rounds is doubled.
+const PAUSE_DOUBLINGS_MAX: u32 = 2;
+
 /// A lock of several keys, which are acquired together.
 ///
 /// The keys are sorted and de-duplicated. An acquisition holds all keys or none: if one of them is
@@ -163,7 +166,9 @@ impl MultiLock {
             };
             if rounds > 0 {
                 // Two callers that made each other's attempts fail then retry at different times.
-                sleep(backoff(rounds - 1).min(left.unwrap_or(Duration::MAX))).await;
+                // A longer pause would let other callers overtake this one again and again.
+                let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
+                sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
             rounds += 1;
             let mut wait_options = options.clone();

@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::{LockBackend, LockError, LockGuard, LockOptions, Registry};
+use registry_core::{
+    ClaimMode, LockBackend, LockError, LockGuard, LockOptions, LockRegistryExt as _, Registry,
+};
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
@@ -195,17 +197,27 @@ async fn a_holder_that_does_not_know_of_its_loss_cannot_commit() {
     let (a, b) = (shop.process().await, shop.process().await);
     let (mut data_a, mut data_b) = (shop.data().await, shop.data().await);
 
-    let stale = lock(&a).await;
-    assert!(b.force_release("coupon/7").await.unwrap());
-    assert!(stale.is_held(), "it cannot know yet");
-    let error = sell(&stale, &mut data_a).await.unwrap_err();
-    assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
+    for (successors, mode) in (1..).zip(["exclusive", "shared", "permits"]) {
+        let acquire = async |registry: &Registry, units| match mode {
+            "shared" => registry.obtain("coupon/7").read().await.unwrap(),
+            "permits" => registry.semaphore("coupon/7", 2).acquire_many(units).await.unwrap(),
+            _ => lock(registry).await,
+        };
+        let stale = acquire(&a, 2).await;
+        assert!(b.force_release("coupon/7").await.unwrap());
+        assert!(stale.is_held(), "{mode}: it cannot know yet");
+        let error = sell(&stale, &mut data_a).await.unwrap_err();
+        assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
 
-    let successor = lock(&b).await;
-    let error = sell(&stale, &mut data_a).await.unwrap_err();
-    assert!(matches!(error, FenceError::Lost { .. }) && !error.is_retryable());
-    sell(&successor, &mut data_b).await.unwrap();
-    assert_eq!(shop.sales().await, 1);
+        let successor = acquire(&b, 1).await;
+        let error = sell(&stale, &mut data_a).await.unwrap_err();
+        assert!(matches!(error, FenceError::Lost { .. }) && !error.is_retryable(), "{mode}");
+        sell(&successor, &mut data_b).await.unwrap();
+        assert_eq!(shop.sales().await, successors);
+        drop(stale);
+        successor.unlock().await.unwrap();
+        a.idle().await;
+    }
 }
 
 #[tokio::test]
@@ -391,6 +403,20 @@ fn a_holder_process() {
 
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Exclusive).await;
+}
+
+#[tokio::test]
+async fn a_paused_reader_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Shared).await;
+}
+
+#[tokio::test]
+async fn a_paused_permit_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let shop = SqliteShop::new().await;
     let mut data = shop.data().await;
     data.execute("CREATE TABLE stock (value TEXT, token INTEGER)").await.unwrap();
@@ -401,5 +427,5 @@ async fn a_paused_holder_cannot_write() {
         sqlx::query("SELECT value FROM stock").fetch_one(&mut data).await.unwrap().get(0)
     };
     let test = "a_holder_process";
-    assert_a_paused_holder_cannot_write(test, path, TIMEOUT * 3, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, path, mode, TIMEOUT * 3, read).await.unwrap();
 }

@@ -8,6 +8,7 @@
 
 // The promises.
 mod order;
+mod writer_order;
 mod validity;
 mod writes;
 
@@ -29,6 +30,7 @@ pub use order::token_order;
 pub use search::{SearchResult, search};
 pub use validity::validity;
 pub use violation::{Promise, Violation};
+pub use writer_order::writer_order;
 pub use writes::{fenced_writes, guarded_writes};
 
 /// The number of operations that a check judged. A test can fail if the numbers are too small.
@@ -63,6 +65,16 @@ pub fn check(history: &History) -> Result<Checked, Violation> {
 /// Returns the first [`Violation`].
 pub fn check_queued(history: &History) -> Result<Checked, Violation> {
     check_with(history, busy_answers_queued)
+}
+
+/// Runs all checks of a history with locks in several modes: [`writer_order`] and [`validity`].
+/// Returns the number of judged grants.
+///
+/// # Errors
+/// Returns the first [`Violation`].
+pub fn check_modes(history: &History) -> Result<usize, Violation> {
+    writer_order(history)?;
+    validity(history)
 }
 
 fn check_with(

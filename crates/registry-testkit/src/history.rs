@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use registry_core::FencingToken;
+use registry_core::{ClaimMode, FencingToken};
 
 pub use event::{HistoryEvent, HistoryEventKind, with_ranked_tokens};
 pub use record::{
@@ -108,8 +108,17 @@ impl Recorder {
     ///
     /// Do not record a re-entry: it is not a separate acquisition.
     pub fn acquire(&self, client: u32, key: impl Into<Arc<str>>) -> AcquireRecord {
-        let op = self.begin(client, HistoryEventKind::AcquireCalled { key: key.into() });
-        AcquireRecord(op)
+        self.acquire_in_mode(client, key, ClaimMode::Exclusive)
+    }
+
+    /// Records an acquisition in a mode. Otherwise as [`acquire`](Self::acquire).
+    pub fn acquire_in_mode(
+        &self,
+        client: u32,
+        key: impl Into<Arc<str>>,
+        mode: ClaimMode,
+    ) -> AcquireRecord {
+        AcquireRecord(self.begin(client, HistoryEventKind::AcquireCalled { key: key.into(), mode }))
     }
 
     /// Records a fenced write to a resource that the lock of `key` protects. Call it before the
@@ -255,6 +264,13 @@ impl HoldRecord {
     /// Records that the guard is no longer held.
     pub fn lost(&self) {
         self.0.record(HistoryEventKind::Lost);
+    }
+
+    /// Records the conversion of the lock of `key` to `mode`. Call it before the conversion. This
+    /// hold ends, and the converted lock is a grant of its own.
+    pub fn convert(self, key: impl Into<Arc<str>>, mode: ClaimMode) -> AcquireRecord {
+        self.0.record(HistoryEventKind::ReleaseCalled);
+        self.0.recorder.acquire_in_mode(self.0.client, key, mode)
     }
 
     /// Records a release. Call it before the release, or before dropping the guard.

@@ -4,6 +4,7 @@
 //! [`run_child_process`] and [`serve`]. [`LockHolder`] is the handle in the test. The two use the
 //! [`protocol`] of the conformance suite's helper processes.
 
+mod compete;
 mod paused;
 mod remote;
 mod serve;
@@ -15,13 +16,15 @@ use std::process::Command;
 use std::time::Duration;
 
 use registry_conformance::remote::protocol::{self, Message, READY, Reply};
-use registry_core::{FencingToken, LockGuard, LostReason};
+use registry_core::observe::Observer;
+use registry_core::{ClaimMode, FencingToken, LockEvent, LockGuard, LostReason};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::history::HistoryEvent;
 use crate::process::HelperProcess;
 
+pub use compete::{CompetedLocks, Competition};
 pub use paused::{assert_a_paused_holder_cannot_write, refused_by_server};
 pub use serve::{FencedWriter, serve, serve_with_writer};
 
@@ -75,8 +78,17 @@ pub enum HolderRequest {
     Lock {
         /// The lock's key.
         key: String,
+        /// The mode.
+        mode: ClaimMode,
+        /// Whether the request has a place in the store's queue.
+        fair: bool,
         /// The maximum wait; unlimited if `None`.
         wait: Option<Duration>,
+    },
+    /// Make an upgradable lock exclusive. Returns the [`HolderLock`].
+    Upgrade {
+        /// The lock's key.
+        key: String,
     },
     /// Release the lock and wait for the store's answer.
     Unlock {
@@ -126,13 +138,27 @@ pub enum HolderRequest {
         /// towards the longest wait.
         span: Duration,
     },
+    /// Acquire and release locks repeatedly, in several tasks. Returns after all tasks have ended.
+    Compete(Competition),
 }
 
 impl HolderRequest {
     /// Creates a request to lock `key`, without a limit to the wait.
     #[must_use]
     pub fn lock(key: &str) -> Self {
-        Self::Lock { key: key.into(), wait: None }
+        Self::lock_in(key, ClaimMode::Exclusive)
+    }
+
+    /// Creates a request to lock `key` in a mode, without a limit to the wait.
+    #[must_use]
+    pub fn lock_in(key: &str, mode: ClaimMode) -> Self {
+        Self::Lock { key: key.into(), mode, fair: false, wait: None }
+    }
+
+    /// Creates a request to lock `key` in the order of arrival, without a limit to the wait.
+    #[must_use]
+    pub fn lock_fair(key: &str) -> Self {
+        Self::Lock { key: key.into(), mode: ClaimMode::Exclusive, fair: true, wait: None }
     }
 }
 
@@ -160,6 +186,24 @@ impl HolderLock {
     fn of(guard: &LockGuard) -> Self {
         Self { token: guard.fencing_token(), valid_for: guard.valid_for() }
     }
+}
+
+/// Reports busy responses to [`LockHolder::wait_until_busy`].
+#[derive(Debug)]
+#[expect(clippy::exhaustive_structs, reason = "it has no state")]
+pub struct BusyPrinter;
+
+impl Observer for BusyPrinter {
+    fn on(&self, event: &LockEvent<'_>) {
+        if let LockEvent::Busy { key, .. } = event {
+            protocol::print(&BusyNotice { busy_key: (*key).to_owned() });
+        }
+    }
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct BusyNotice {
+    busy_key: String,
 }
 
 /// A request that was sent. The process executes it even if this value is dropped.
@@ -271,8 +315,9 @@ impl LockHolder {
 
     /// Tries once to acquire the lock of `key`. Returns `None` if another client holds the lock.
     pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<HolderLock>> {
-        let wait = Some(Duration::ZERO);
-        self.request(HolderRequest::Lock { key: key.into(), wait }, limit).await
+        let (mode, wait) = (ClaimMode::Exclusive, Some(Duration::ZERO));
+        let request = HolderRequest::Lock { key: key.into(), mode, fair: false, wait };
+        self.request(request, limit).await
     }
 
     /// Waits until a lock that was requested earlier is held.
@@ -285,6 +330,27 @@ impl LockHolder {
     pub async fn held(&self, pending: PendingReply, limit: Duration) -> io::Result<HolderLock> {
         let held: Option<HolderLock> = self.reply(pending, limit).await?;
         held.ok_or_else(|| io::Error::other("the lock is busy"))
+    }
+
+    /// Acquires the lock of `key` in a mode.
+    pub async fn lock_in(
+        &mut self,
+        key: &str,
+        mode: ClaimMode,
+        limit: Duration,
+    ) -> io::Result<HolderLock> {
+        let pending = self.send(&HolderRequest::lock_in(key, mode))?;
+        self.held(pending, limit).await
+    }
+
+    /// Waits until the store has responded that another claim holds `key`. The registry must have
+    /// the [`BusyPrinter`].
+    pub async fn wait_until_busy(&self, key: &str, limit: Duration) -> io::Result<()> {
+        let is_busy = |line: &str| {
+            let notice: BusyNotice = serde_json::from_str(line).ok()?;
+            (notice.busy_key == key).then_some(())
+        };
+        self.process.find_line(&mut 0, is_busy, limit).await.map_err(timed_out)
     }
 
     /// Releases the lock of `key`.

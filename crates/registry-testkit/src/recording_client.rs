@@ -3,9 +3,12 @@
 use std::fmt;
 use std::ops::Deref;
 
-use registry_core::{DistributedLock, LockError, LockGuard, LockOptions};
+use registry_core::{
+    ClaimMode, DistributedLock, LockError, LockGuard, LockOptions, LockRegistry,
+    LockRegistryExt as _, MultiGuard,
+};
 
-use crate::history::{HoldRecord, Recorder};
+use crate::history::{AcquireRecord, HoldRecord, Recorder, ReleaseRecord};
 
 /// Acquires locks for one client and records the operations.
 #[derive(Debug, Clone)]
@@ -39,20 +42,102 @@ impl RecordingClient {
         options: LockOptions,
     ) -> Result<Option<RecordedGuard>, LockError> {
         let acquire_record = self.recorder.acquire(self.client, lock.key());
-        match lock.lock_with(options).await {
-            Ok(guard) => {
-                let token = Some(guard.fencing_token());
-                let hold_record = acquire_record.granted(token, || guard.valid_for());
-                Ok(Some(RecordedGuard { recorded: Some((guard, hold_record)) }))
+        record_answer(acquire_record, lock.lock_with(options).await)
+    }
+
+    /// Acquires the lock of `key` in a mode. Otherwise as [`lock_with`](Self::lock_with).
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with).
+    ///
+    /// # Cancel safety
+    /// As [`lock_with`](Self::lock_with).
+    pub async fn acquire(
+        &self,
+        registry: &dyn LockRegistry,
+        key: &str,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<Option<RecordedGuard>, LockError> {
+        let acquire_record = self.recorder.acquire_in_mode(self.client, key, mode);
+        let lock = registry.obtain(key);
+        let acquired = match mode {
+            ClaimMode::Shared => lock.read_with(options).await,
+            ClaimMode::Upgradable => lock.upgradable_with(options).await,
+            ClaimMode::Permits { take, of } => {
+                registry.semaphore(key, of).acquire_with(take, options).await
             }
-            Err(LockError::WaitElapsed { .. }) => {
-                acquire_record.busy();
-                Ok(None)
-            }
-            Err(error) => {
-                acquire_record.failed();
-                Err(error)
-            }
+            _ => lock.lock_with(options).await,
+        };
+        record_answer(acquire_record, acquired)
+    }
+
+    /// Acquires the locks of all `keys` together, without a limit to the wait.
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with).
+    ///
+    /// # Cancel safety
+    /// As [`lock_with`](Self::lock_with).
+    pub async fn lock_all(
+        &self,
+        registry: &dyn LockRegistry,
+        keys: &[String],
+    ) -> Result<RecordedMultiGuard, LockError> {
+        let lock = registry.obtain_all(keys);
+        let acquire_records: Vec<_> =
+            lock.keys().map(|key| self.recorder.acquire(self.client, key)).collect();
+        let guard = lock.lock().await?;
+        // Both are sorted by key.
+        let hold_records =
+            acquire_records.into_iter().zip(guard.guards()).map(|(record, guard)| {
+                record.granted(Some(guard.fencing_token()), || guard.valid_for())
+            });
+        Ok(RecordedMultiGuard { hold_records: hold_records.collect(), guard })
+    }
+}
+
+/// The recorded guard of several keys.
+#[derive(Debug)]
+pub struct RecordedMultiGuard {
+    hold_records: Vec<HoldRecord>,
+    guard: MultiGuard,
+}
+
+impl RecordedMultiGuard {
+    /// Releases all locks. An error leaves all outcomes unknown.
+    ///
+    /// # Errors
+    /// As [`MultiGuard::unlock`].
+    ///
+    /// # Cancel safety
+    /// As [`MultiGuard::unlock`]. A dropped release is recorded as unknown.
+    pub async fn unlock(self) -> Result<(), LockError> {
+        let release_records: Vec<_> =
+            self.hold_records.into_iter().map(HoldRecord::release).collect();
+        self.guard.unlock().await?;
+        release_records.into_iter().for_each(ReleaseRecord::freed);
+        Ok(())
+    }
+}
+
+fn record_answer(
+    acquire_record: AcquireRecord,
+    acquired: Result<LockGuard, LockError>,
+) -> Result<Option<RecordedGuard>, LockError> {
+    match acquired {
+        Ok(guard) => {
+            let token = Some(guard.fencing_token());
+            let hold_record = acquire_record.granted(token, || guard.valid_for());
+            Ok(Some(RecordedGuard { recorded: Some((guard, hold_record)) }))
+        }
+        Err(LockError::WaitElapsed { .. }) => {
+            acquire_record.busy();
+            Ok(None)
+        }
+        Err(error) => {
+            acquire_record.failed();
+            Err(error)
         }
     }
 }
@@ -89,6 +174,19 @@ impl RecordedGuard {
             Err(_) => release_record.failed(),
         }
         outcome
+    }
+
+    /// Makes an upgradable lock exclusive as [`LockGuard::upgrade`] does.
+    ///
+    /// # Errors
+    /// As [`LockGuard::upgrade`]. The upgrade is then recorded as an unknown outcome.
+    ///
+    /// # Cancel safety
+    /// As the guard's. A dropped upgrade is recorded as unknown.
+    pub async fn upgrade(mut self) -> Result<Option<Self>, LockError> {
+        let Some((guard, hold_record)) = self.recorded.take() else { return Ok(None) };
+        let acquire_record = hold_record.convert(guard.key(), ClaimMode::Exclusive);
+        record_answer(acquire_record, guard.upgrade().await)
     }
 
     fn recorded(&self) -> &(LockGuard, HoldRecord) {

@@ -3,6 +3,7 @@
 
 mod fairness;
 mod many_callers;
+mod modes;
 mod peers;
 mod rights;
 mod secrets;

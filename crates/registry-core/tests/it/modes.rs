@@ -218,3 +218,28 @@ async fn callers_of_keys_in_any_order_do_not_wait_for_each_other() {
         task.await.unwrap();
     }
 }
+
+/// A pause that grows with each lost round would let callers without one overtake it each time.
+#[tokio::test(start_paused = true)]
+async fn a_caller_of_several_keys_that_lost_many_rounds_soon_tries_again() {
+    let (a, b) = pair();
+    let keys = [b.obtain("0"), b.obtain("1")];
+    let mut held = keys[0].lock().await.unwrap();
+    let all = a.obtain_all(["0", "1"]);
+    let waiting = tokio::spawn(async move { all.lock().await });
+    for round in 1..=12 {
+        // Long enough for any pause, so that the caller waits for the key that is held.
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        let next = keys[round % 2].lock().await.unwrap();
+        held.unlock().await.unwrap();
+        held = next;
+    }
+    // The caller has lost another round, and pauses.
+    tokio::time::sleep(Duration::from_millis(1)).await;
+    held.unlock().await.unwrap();
+    let unlocked_at = tokio::time::Instant::now();
+    let guard = waiting.await.unwrap().unwrap();
+    let waited = unlocked_at.elapsed();
+    drop(guard);
+    assert!(waited < Duration::from_millis(100), "{waited:?}");
+}

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::LockGuard;
+use registry_core::{ClaimMode, LockGuard};
 use registry_testkit::holder::{
     FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
     serve_with_writer,
@@ -62,14 +62,30 @@ fn a_holder_process() {
 }
 
 async fn a_paused_holder_cannot_write(kind: ServerKind) {
+    assert_refuses_a_paused_holder(kind, ClaimMode::Exclusive).await;
+}
+
+async fn a_paused_reader_cannot_write(kind: ServerKind) {
+    assert_refuses_a_paused_holder(kind, ClaimMode::Shared).await;
+}
+
+async fn a_paused_permit_holder_cannot_write(kind: ServerKind) {
+    assert_refuses_a_paused_holder(kind, ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(kind: ServerKind, mode: ClaimMode) {
     let server = kind.start().await;
     server.sql("CREATE TABLE stock (value varchar(40), token bigint)").await.unwrap();
     server.sql("INSERT INTO stock VALUES ('', 0)").await.unwrap();
     let read = async || server.sql("SELECT value FROM stock").await.unwrap().trim().to_owned();
     let test = "paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &server.url(), TEST_TIMEOUT, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, &server.url(), mode, TEST_TIMEOUT, read)
+        .await
+        .unwrap();
 }
 
 on_both_servers! {
     a_paused_holder_cannot_write,
+    a_paused_reader_cannot_write,
+    a_paused_permit_holder_cannot_write,
 }

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockGuard, LockOptions, Registry, Renewal};
+use registry_core::{
+    ClaimMode, LockBackend, LockGuard, LockOptions, LockRegistryExt as _, Registry, Renewal,
+};
 use registry_jdbc::sqlx::{Connection as _, Executor};
 use registry_jdbc::{Fence, FenceError};
 use tokio::time::timeout;
@@ -52,30 +54,86 @@ async fn a_holder_commits_with_every_token_of_its_block() {
     assert_eq!(sales(&server).await, "3");
 }
 
+/// The modes of a holder and its successor.
+const EXCLUSIVE: [ClaimMode; 2] = [ClaimMode::Exclusive; 2];
+const SHARED: [ClaimMode; 2] = [ClaimMode::Shared, ClaimMode::Exclusive];
+const PERMITS: [ClaimMode; 2] =
+    [ClaimMode::Permits { take: 2, of: 2 }, ClaimMode::Permits { take: 1, of: 2 }];
+
+async fn acquire(registry: &Registry, mode: ClaimMode, options: LockOptions) -> LockGuard {
+    let lock = registry.obtain("coupon/7");
+    match mode {
+        ClaimMode::Shared => lock.read_with(options).await.unwrap(),
+        ClaimMode::Permits { take, of } => {
+            registry.semaphore("coupon/7", of).acquire_with(take, options).await.unwrap()
+        }
+        _ => lock.lock_with(options).await.unwrap(),
+    }
+}
+
 #[tokio::test]
 async fn a_holder_without_a_loss_notification_cannot_commit() {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
-    let stale = lock(&a, "coupon/7").await;
-    assert!(b.force_release("coupon/7").await.unwrap());
-    assert!(stale.is_held(), "it has received no notification yet");
-    let error = sell(&stale, &mut data).await.unwrap_err();
-    assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
-    let successor = lock(&b, "coupon/7").await;
-    assert!(matches!(sell(&stale, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
-    sell(&successor, &mut data).await.unwrap();
-    assert_eq!(sales(&server).await, "1");
+    for (successors, [mode, next_mode]) in (1..).zip([EXCLUSIVE, SHARED, PERMITS]) {
+        let stale = acquire(&a, mode, LockOptions::new()).await;
+        assert!(b.force_release("coupon/7").await.unwrap());
+        assert!(stale.is_held(), "{mode}: it has received no notification yet");
+        let error = sell(&stale, &mut data).await.unwrap_err();
+        assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
+        let successor = acquire(&b, next_mode, LockOptions::new()).await;
+        let error = sell(&stale, &mut data).await.unwrap_err();
+        assert!(matches!(error, FenceError::Lost { .. }), "{mode}: {error:?}");
+        sell(&successor, &mut data).await.unwrap();
+        assert_eq!(sales(&server).await, successors.to_string());
+        drop(stale);
+        successor.unlock().await.unwrap();
+        a.idle().await;
+    }
 }
 
 #[tokio::test]
 async fn a_takeover_waits_for_the_end_of_a_fenced_transaction() {
+    assert_takeover_waits(EXCLUSIVE).await;
+}
+
+#[tokio::test]
+async fn a_takeover_waits_for_the_end_of_a_transaction_of_a_reader() {
+    assert_takeover_waits(SHARED).await;
+}
+
+#[tokio::test]
+async fn a_takeover_waits_for_the_end_of_a_transaction_of_a_permit() {
+    assert_takeover_waits(PERMITS).await;
+}
+
+/// Tokens say nothing between readers that hold the key together.
+#[tokio::test]
+async fn readers_that_hold_the_key_together_commit_in_any_order() {
+    let server = start_server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let (mut data_a, mut data_b) = (data(&server).await, data(&server).await);
+    let older = acquire(&a, ClaimMode::Shared, LockOptions::new()).await;
+    let newer = acquire(&b, ClaimMode::Shared, LockOptions::new()).await;
+    assert!(newer.fencing_token() > older.fencing_token());
+    let mut transaction = data_b.begin().await.unwrap();
+    newer.fence(&mut transaction).await.unwrap();
+    transaction.execute(SELL).await.unwrap();
+    // Neither waits for the other.
+    timeout(TEST_TIMEOUT, sell(&older, &mut data_a)).await.unwrap().unwrap();
+    transaction.commit().await.unwrap();
+    sell(&older, &mut data_a).await.unwrap();
+    assert_eq!(sales(&server).await, "3");
+}
+
+async fn assert_takeover_waits([mode, next_mode]: [ClaimMode; 2]) {
     let server = start_server().await;
     let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
     let mut data = data(&server).await;
 
     let options = LockOptions::new().lease(Duration::from_secs(2)).auto_renew(false);
-    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap();
+    let guard = acquire(&a, mode, options).await;
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute(SELL).await.unwrap();
@@ -83,8 +141,7 @@ async fn a_takeover_waits_for_the_end_of_a_fenced_transaction() {
     // The lease expires while the transaction is open. The lock is free, but no client can be
     // granted it yet.
     timeout(TEST_TIMEOUT, guard.lost()).await.unwrap();
-    let successor = b.obtain("coupon/7");
-    let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
+    let mut takeover = Box::pin(acquire(&b, next_mode, LockOptions::new()));
     assert!(timeout(Duration::from_millis(2_500), &mut takeover).await.is_err());
     transaction.commit().await.unwrap();
     let successor = timeout(TEST_TIMEOUT, takeover).await.unwrap();

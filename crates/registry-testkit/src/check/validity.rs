@@ -1,15 +1,17 @@
-//! Checks that two guards of a key are never valid at the same time. It ignores tokens, so it
-//! applies to every store.
+//! Checks that guards of a key are valid at the same time only if their modes allow it. It ignores
+//! tokens, so it applies to every store.
 
 use std::sync::Arc;
+
+use registry_core::ClaimMode;
 
 use crate::history::{History, RecordedGrant, Window};
 
 use super::by_key;
 use super::violation::{Describer, Promise, Violation};
 
-/// Checks that the validity periods of the guards of one key never overlap. Returns the number of
-/// judged guards.
+/// Checks that the validity periods of the guards of one key overlap only if their modes are
+/// compatible and the units of all permits fit. Returns the number of judged guards.
 ///
 /// A guard is valid from the time its caller receives it until its release, its loss or its expiry.
 /// This is what the holder believes. The check is stricter than the token order: it does not accept
@@ -24,20 +26,31 @@ use super::violation::{Describer, Promise, Violation};
 pub fn validity(history: &History) -> Result<usize, Violation> {
     for mut guards in by_key(&history.grants, |grant| &grant.key).into_values() {
         guards.sort_by_key(|guard| valid(guard).from);
-        let mut longest: Option<&RecordedGrant> = None;
+        let mut others: Vec<&RecordedGrant> = Vec::new();
         for guard in guards {
             let window = valid(guard);
             if window.from >= window.to {
                 continue;
             }
-            if let Some(other) = longest.filter(|other| valid(other).to > window.from) {
+            others.retain(|other| valid(other).to > window.from);
+            if let Some(other) = conflict(&others, guard) {
                 return Err(violation(history, other, guard));
             }
-            // Among guards that do not overlap, the last to begin is the last to end.
-            longest = Some(guard);
+            others.push(guard);
         }
     }
     Ok(history.grants.len())
+}
+
+/// Returns one of `others` that must not be valid together with `guard`.
+fn conflict<'a>(others: &[&'a RecordedGrant], guard: &RecordedGrant) -> Option<&'a RecordedGrant> {
+    if let ClaimMode::Permits { take, of } = guard.mode {
+        let taken: u32 = others.iter().map(|other| other.mode.units()).sum();
+        if taken + take > of {
+            return others.last().copied();
+        }
+    }
+    others.iter().copied().find(|other| !other.mode.is_compatible(guard.mode))
 }
 
 /// Returns the period during which the holder could believe that it holds the lock. The end is

@@ -15,8 +15,10 @@ pub enum Promise {
     TokensAreUnique,
     /// The holders of a key follow each other in the order of their tokens.
     HoldersFollowTokens,
-    /// Two guards of a key are never valid at the same time.
+    /// Two guards of a key are never valid at the same time, unless their modes allow it.
     OneValidGuard,
+    /// A writer's token is larger than all tokens before it, and smaller than all after it.
+    WritersFollowTokens,
     /// A resource never accepts a token older than one that it has already accepted.
     WritesNeverGoBack,
     /// A replaced holder cannot write, even before its successor has written.
@@ -33,6 +35,9 @@ impl fmt::Display for Promise {
                 "the holders of a key follow each other in the order of their tokens"
             }
             Self::OneValidGuard => "two guards of a key are never valid at the same time",
+            Self::WritersFollowTokens => {
+                "a writer's token is larger than all tokens before it, and smaller than all after it"
+            }
             Self::WritesNeverGoBack => "a resource never accepts an older token than before",
             Self::ReplacedHoldersCannotWrite => "a holder that was replaced cannot write",
             Self::BusyMeansHeld => "\"busy\" means that another client holds the lock",

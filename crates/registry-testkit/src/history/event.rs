@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use registry_core::ClaimMode;
 use serde::{Deserialize, Serialize};
 
 /// A step of an operation on a lock or a resource.
@@ -57,6 +58,8 @@ pub enum HistoryEventKind {
     AcquireCalled {
         /// The lock's key.
         key: Arc<str>,
+        /// The mode.
+        mode: ClaimMode,
     },
     /// The lock was granted.
     AcquireGranted {

@@ -5,6 +5,8 @@ use std::collections::hash_map::Entry;
 use std::fmt;
 use std::sync::Arc;
 
+use registry_core::ClaimMode;
+
 use super::event::{HistoryEvent, HistoryEventKind};
 
 /// The time span within which an operation took effect.
@@ -36,6 +38,8 @@ impl Window {
 pub struct RecordedGrant {
     /// The lock's key.
     pub key: Arc<str>,
+    /// The mode in which it was acquired.
+    pub mode: ClaimMode,
     /// The client that acquired the lock.
     pub client: u32,
     /// The times of the call and of the answer.
@@ -150,7 +154,7 @@ impl History {
             match (operations.entry(event.op), &event.what) {
                 (
                     Entry::Vacant(entry),
-                    HistoryEventKind::AcquireCalled { key }
+                    HistoryEventKind::AcquireCalled { key, .. }
                     | HistoryEventKind::WriteCalled { key, .. },
                 ) => {
                     entry.insert(partial.len());
@@ -181,6 +185,7 @@ impl History {
 struct PartialOperation {
     key: Arc<str>,
     client: u32,
+    mode: ClaimMode,
     write_token: Option<u64>,
     called: u64,
     answer: Option<(u64, HistoryEventKind)>,
@@ -192,12 +197,14 @@ struct PartialOperation {
 
 impl PartialOperation {
     fn new(key: Arc<str>, called: &HistoryEvent) -> Self {
-        let write_token = match called.what {
-            HistoryEventKind::WriteCalled { token, .. } => Some(token),
-            _ => None,
+        let (mode, write_token) = match called.what {
+            HistoryEventKind::AcquireCalled { mode, .. } => (mode, None),
+            HistoryEventKind::WriteCalled { token, .. } => (ClaimMode::Exclusive, Some(token)),
+            _ => (ClaimMode::Exclusive, None),
         };
         Self {
             key,
+            mode,
             client: called.client,
             write_token,
             called: called.at,
@@ -257,7 +264,7 @@ impl PartialOperation {
     }
 
     fn add_to(self, history: &mut History) {
-        let Self { key, client, .. } = self;
+        let Self { key, mode, client, .. } = self;
         let answered = self.answer.as_ref().map_or(u64::MAX, |(at, _)| *at);
         let window = Window::new(self.called, answered);
         let answer = self.answer.map(|(_, what)| what);
@@ -274,6 +281,7 @@ impl PartialOperation {
             Some(HistoryEventKind::AcquireGranted { token, .. }) => {
                 history.grants.push(RecordedGrant {
                     key,
+                    mode,
                     client,
                     acquire: window,
                     token,

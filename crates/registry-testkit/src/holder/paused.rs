@@ -5,6 +5,8 @@ use std::fmt::Display;
 use std::io;
 use std::time::Duration;
 
+use registry_core::ClaimMode;
+
 use super::LockHolder;
 
 const KEY: &str = "stock/42";
@@ -19,7 +21,8 @@ pub fn refused_by_server(reply: impl Display) -> Box<dyn Error + Send + Sync> {
     format!("{REFUSED_BY_SERVER}: {reply}").into()
 }
 
-/// Proves that a holder that is paused for longer than its lease cannot write afterwards.
+/// Proves that a holder that is paused for longer than its lease cannot write afterwards. Both
+/// holders have `mode`.
 ///
 /// Starts two processes with [`LockHolder::spawn_test`], which must have a
 /// [`FencedWriter`](super::FencedWriter). The first one locks and writes, and is stopped with
@@ -34,17 +37,21 @@ pub fn refused_by_server(reply: impl Display) -> Box<dyn Error + Send + Sync> {
 pub async fn assert_a_paused_holder_cannot_write(
     test: &str,
     url: &str,
+    mode: ClaimMode,
     limit: Duration,
     read: impl AsyncFn() -> String,
 ) -> io::Result<()> {
     let mut paused = LockHolder::spawn_test(test, url).await?;
     let mut successor = LockHolder::spawn_test(test, url).await?;
-    let first = paused.lock(KEY, limit).await?;
+    let first = paused.lock_in(KEY, mode, limit).await?;
     paused.write(KEY, "by the first holder", limit).await?;
     assert_eq!(read().await, "by the first holder");
 
     paused.process().pause().await?;
-    let next = successor.lock(KEY, limit).await?;
+    // Only an exclusive lock waits for the end of the lease.
+    successor.lock(KEY, limit).await?;
+    successor.unlock(KEY, limit).await?;
+    let next = successor.lock_in(KEY, mode, limit).await?;
     assert!(next.token > first.token, "{next:?} after {first:?}");
     successor.write(KEY, "by the successor", limit).await?;
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::{RemoteHolder, RemoteLock};
+use registry_core::ClaimMode;
 
 use super::{HolderLock, HolderRequest, LockHolder};
 
@@ -15,7 +16,8 @@ const REPLIES: &str = "the process replies";
 #[async_trait]
 impl RemoteHolder for LockHolder {
     async fn lock(&mut self, key: &str, wait: Duration) -> RemoteLock {
-        let request = HolderRequest::Lock { key: key.into(), wait: Some(wait) };
+        let (mode, fair) = (ClaimMode::Exclusive, false);
+        let request = HolderRequest::Lock { key: key.into(), mode, fair, wait: Some(wait) };
         let held: Option<HolderLock> = self.request(request, wait + LIMIT).await.expect(REPLIES);
         held.map_or(RemoteLock::Busy, |held| RemoteLock::Held { token: Some(held.token) })
     }

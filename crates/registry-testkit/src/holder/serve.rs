@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_conformance::remote::protocol::{Reply, execute_messages, print, value};
-use registry_core::{DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, LostReason};
+use registry_core::{
+    ClaimMode, DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, LostReason,
+};
 use serde_json::Value;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
@@ -59,7 +61,7 @@ async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dy
     let recorder = Recorder::forwarding(host_clock(), process::id(), print);
     let client = RecordingClient::new(&recorder, process::id());
     let server =
-        Arc::new(HolderServer { registry, client, writer, locks: Mutex::new(HashMap::new()) });
+        Arc::new(HolderServer { registry, recorder, client, writer, locks: Mutex::default() });
     let executing = Arc::clone(&server);
     let (close, mut tasks) = execute_messages(move |request| {
         let server = Arc::clone(&executing);
@@ -77,6 +79,7 @@ async fn execute_requests(registry: Arc<dyn LockRegistry>, writer: Option<Arc<dy
 #[derive(Debug)]
 struct HolderServer {
     registry: Arc<dyn LockRegistry>,
+    recorder: Recorder,
     client: RecordingClient,
     writer: Option<Arc<dyn FencedWriter>>,
     locks: Mutex<HashMap<String, Arc<RequestedLock>>>,
@@ -93,9 +96,18 @@ struct RequestedLock {
 impl HolderServer {
     async fn execute(&self, request: HolderRequest) -> Result<Value, String> {
         match request {
-            HolderRequest::Lock { key, wait } => {
-                value(self.lock(&key, wait).await.map_err(|error| failure("acquire", &error)))
+            HolderRequest::Lock { key, mode, fair, wait } => {
+                let mut options = LockOptions::new();
+                if fair {
+                    options = options.fair(true);
+                }
+                if let Some(wait) = wait {
+                    options = options.wait(wait);
+                }
+                let locked = self.lock(&key, mode, options).await;
+                value(locked.map_err(|error| failure("acquire", &error)))
             }
+            HolderRequest::Upgrade { key } => value(self.upgrade(&key).await),
             HolderRequest::Unlock { key } => value(self.unlock(&key).await),
             HolderRequest::Drop { key } => value(self.remove(&key).map(drop)),
             HolderRequest::Status { key } => value(Ok(self.status(&key).await)),
@@ -108,6 +120,10 @@ impl HolderServer {
             HolderRequest::Contend { key, tasks, hold, span } => {
                 let contended = contend(&self.registry.obtain(&key), tasks, hold, span).await;
                 value(contended.map_err(|error| failure("contend", &error)))
+            }
+            HolderRequest::Compete(competition) => {
+                let competed = competition.run(&self.registry, &self.recorder).await;
+                value(competed.map_err(|error| failure("compete", &error)))
             }
         }
     }
@@ -127,13 +143,23 @@ impl HolderServer {
     async fn lock(
         &self,
         key: &str,
-        wait: Option<Duration>,
+        mode: ClaimMode,
+        options: LockOptions,
     ) -> Result<Option<HolderLock>, LockError> {
         // Releases the lock of an earlier request.
         _ = self.remove(key);
-        let options = wait.map_or_else(LockOptions::new, |wait| LockOptions::new().wait(wait));
-        let acquired = self.client.lock_with(&self.registry.obtain(key), options).await?;
-        let Some(guard) = acquired else { return Ok(None) };
+        let acquired = self.client.acquire(&*self.registry, key, mode, options).await?;
+        Ok(acquired.map(|guard| self.hold(key, guard)))
+    }
+
+    async fn upgrade(&self, key: &str) -> Result<Option<HolderLock>, String> {
+        let lock = self.remove(key)?;
+        let guard = lock.guard.lock().await.take().ok_or_else(not_requested)?;
+        let upgraded = guard.upgrade().await.map_err(|error| failure("upgrade", &error))?;
+        Ok(upgraded.map(|guard| self.hold(key, guard)))
+    }
+
+    fn hold(&self, key: &str, guard: RecordedGuard) -> HolderLock {
         let (held, lost) = (HolderLock::of(&guard), guard.lost());
         let lock = Arc::new_cyclic(|lock: &Weak<RequestedLock>| {
             let lock = Weak::clone(lock);
@@ -148,7 +174,7 @@ impl HolderServer {
             RequestedLock { guard: Some(guard).into(), _loss_recorder: loss_recorder }
         });
         self.locks().insert(key.into(), lock);
-        Ok(Some(held))
+        held
     }
 
     async fn unlock(&self, key: &str) -> Result<(), String> {

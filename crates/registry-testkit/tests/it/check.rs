@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use registry_core::FencingToken;
+use registry_core::{ClaimMode, FencingToken};
 use registry_testkit::check::{
-    Promise, SearchResult, Violation, busy_answers, check, fenced_writes, guarded_writes, search,
-    token_order, validity,
+    Promise, SearchResult, Violation, busy_answers, check, check_modes, fenced_writes,
+    guarded_writes, search, token_order, validity,
 };
 use registry_testkit::history::{
     AcquireRecord, History, HistoryEvent, HistoryEventKind, HoldRecord, Recorder, WriteRecord,
@@ -321,8 +321,12 @@ fn querying_an_expired_guard_does_not_extend_it() {
 fn the_end_of_a_guard_is_not_part_of_it() {
     let guard = |op, from, until| {
         let granted = HistoryEventKind::AcquireGranted { token: None, valid_until: Some(until) };
-        let called =
-            HistoryEvent::new(from, op, 1, HistoryEventKind::AcquireCalled { key: KEY.into() });
+        let called = HistoryEvent::new(
+            from,
+            op,
+            1,
+            HistoryEventKind::AcquireCalled { key: KEY.into(), mode: ClaimMode::Exclusive },
+        );
         [called, HistoryEvent::new(from, op, 1, granted)]
     };
     let touching = [guard(1, 0, 100), guard(2, 100, 200)].into_iter().flatten();
@@ -338,6 +342,79 @@ fn a_guard_without_an_end_of_its_own_is_valid_until_it_is_released() {
     let second = tape.at(1_000_000).acquire(2).granted_without_lease(None);
     validity(&tape.history()).unwrap_err();
     drop((first, second));
+}
+
+// ---- modes
+
+const SHARED: ClaimMode = ClaimMode::Shared;
+const UPGRADABLE: ClaimMode = ClaimMode::Upgradable;
+const EXCLUSIVE: ClaimMode = ClaimMode::Exclusive;
+
+const fn permits(take: u32) -> ClaimMode {
+    ClaimMode::Permits { take, of: 3 }
+}
+
+impl TestHistory {
+    fn hold(&self, mode: ClaimMode, token: u64) -> HoldRecord {
+        grant(self.recorder.acquire_in_mode(1, KEY, mode), token)
+    }
+}
+
+#[test]
+fn guards_are_valid_at_once_only_in_modes_that_allow_it() {
+    for (modes, is_allowed) in [
+        (&[SHARED, SHARED, UPGRADABLE, SHARED][..], true),
+        (&[permits(1), permits(1), permits(1)], true),
+        (&[SHARED, SHARED, EXCLUSIVE], false),
+        (&[EXCLUSIVE, SHARED], false),
+        (&[UPGRADABLE, SHARED, UPGRADABLE], false),
+        (&[permits(1), permits(1), permits(2)], false),
+        (&[permits(3), SHARED], false),
+    ] {
+        let tape = TestHistory::new();
+        let held: Vec<_> =
+            modes.iter().zip(1..).map(|(mode, at)| tape.at(at).hold(*mode, at)).collect();
+        let checked = check_modes(&tape.history());
+        match (checked, is_allowed) {
+            (Ok(grants), true) => assert_eq!(grants, modes.len()),
+            (Err(found), false) => assert_message(&found, Promise::OneValidGuard, &[]),
+            (checked, _) => panic!("{modes:?}: {checked:?}"),
+        }
+        drop(held);
+    }
+}
+
+#[test]
+fn a_reader_that_ended_does_not_exclude_a_writer() {
+    let tape = TestHistory::new();
+    let (first, second) = (tape.at(0).hold(SHARED, 1), tape.at(1).hold(SHARED, 2));
+    tape.at(2).on(second).release().freed();
+    tape.at(3).on(first).release().freed();
+    drop(tape.at(4).hold(EXCLUSIVE, 3));
+    assert_eq!(check_modes(&tape.history()), Ok(3));
+}
+
+#[test]
+fn only_tokens_of_readers_may_be_in_any_order() {
+    for (modes, is_ordered) in [
+        ([SHARED, SHARED], true),
+        ([permits(1), permits(1)], true),
+        ([SHARED, EXCLUSIVE], false),
+        ([EXCLUSIVE, SHARED], false),
+        ([EXCLUSIVE, EXCLUSIVE], false),
+    ] {
+        let tape = TestHistory::new();
+        for (at, (mode, token)) in modes.into_iter().zip([7, 6]).enumerate() {
+            tape.at(at as u64).hold(mode, token).release().freed();
+        }
+        match (check_modes(&tape.history()), is_ordered) {
+            (Ok(_), true) => {}
+            (Err(found), false) => {
+                assert_message(&found, Promise::WritersFollowTokens, &["token 6", "token 7"]);
+            }
+            (checked, _) => panic!("{modes:?}: {checked:?}"),
+        }
+    }
 }
 
 // ---- writes
@@ -455,7 +532,10 @@ fn events_travel_as_lines_of_json() {
     let events = tape.recorder.events();
     let lines: Vec<String> =
         events.iter().map(|event| serde_json::to_string(event).unwrap()).collect();
-    assert_eq!(lines[0], r#"{"at":0,"op":0,"client":1,"what":"acquire_called","key":"orders/42"}"#);
+    assert_eq!(
+        lines[0],
+        r#"{"at":0,"op":0,"client":1,"what":"acquire_called","key":"orders/42","mode":"exclusive"}"#
+    );
     let back: Vec<HistoryEvent> =
         lines.iter().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(back, events);

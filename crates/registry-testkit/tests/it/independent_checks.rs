@@ -8,6 +8,7 @@ mod simulated;
 use std::time::Duration;
 
 use proptest::prelude::*;
+use registry_core::ClaimMode;
 use registry_testkit::check::{
     Promise, SearchResult, busy_answers, check, fenced_writes, guarded_writes, search, token_order,
     validity,
@@ -164,7 +165,10 @@ fn any_history(holds: &[AnyHold]) -> History {
     let mut events = Vec::new();
     for (op, hold) in holds.iter().enumerate() {
         let mut record = |at, what| events.push(HistoryEvent::new(at, op as u64, op as u32, what));
-        record(hold.called, HistoryEventKind::AcquireCalled { key: "any".into() });
+        record(
+            hold.called,
+            HistoryEventKind::AcquireCalled { key: "any".into(), mode: ClaimMode::Exclusive },
+        );
         if hold.kind == 0 {
             continue;
         }

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
-use registry_core::{LockGuard, Registry};
+use registry_core::{ClaimMode, LockGuard, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig, Fence as _, FenceError};
 use registry_testkit::etcd::{CTL_VARIABLE, EtcdServer};
 use registry_testkit::holder::{
@@ -87,13 +87,45 @@ fn a_holder_process() {
 
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Exclusive).await;
+}
+
+#[tokio::test]
+async fn a_paused_reader_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Shared).await;
+}
+
+#[tokio::test]
+async fn a_paused_permit_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let server = EtcdServer::start().await.unwrap();
     let url = format!("etcd://{}", server.addr());
     let read = async || {
         server.ctl(&["get", "stock", "--print-value-only"]).await.unwrap().trim().to_owned()
     };
     let test = "faults::paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &url, LONG, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, &url, mode, LONG, read).await.unwrap();
+}
+
+/// Tokens say nothing between readers that hold the key together.
+#[tokio::test]
+async fn readers_that_hold_the_key_together_write_in_any_order() {
+    let server = EtcdServer::start().await.unwrap();
+    let config = EtcdConfig::from_url(&format!("etcd://{}", server.addr())).unwrap();
+    let (a, b) = (registry(&config, secs(10)).await, registry(&config, secs(10)).await);
+    let older = a.obtain("stock/42").read().await.unwrap();
+    let newer = b.obtain("stock/42").read().await.unwrap();
+    assert!(newer.fencing_token() > older.fencing_token());
+    for (guard, value) in [(&older, "1"), (&newer, "2"), (&older, "3")] {
+        guard.txn().put("stock", value).commit().await.unwrap();
+        let stock = server.ctl(&["get", "stock", "--print-value-only"]).await.unwrap();
+        assert_eq!(stock.trim(), value);
+    }
+    older.unlock().await.unwrap();
+    newer.unlock().await.unwrap();
 }
 
 /// The guard's own check has passed when the transaction is delayed on its way.

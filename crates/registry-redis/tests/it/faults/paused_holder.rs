@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::LockGuard;
+use registry_core::{ClaimMode, LockGuard};
 use registry_redis::{Fenced, FencedWrites, RedisConfig};
 use registry_testkit::holder::{
     FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
@@ -48,6 +48,20 @@ fn a_holder_process() {
 
 #[tokio::test]
 async fn a_paused_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Exclusive).await;
+}
+
+#[tokio::test]
+async fn a_paused_reader_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Shared).await;
+}
+
+#[tokio::test]
+async fn a_paused_permit_holder_cannot_write() {
+    assert_refuses_a_paused_holder(ClaimMode::Permits { take: 1, of: 2 }).await;
+}
+
+async fn assert_refuses_a_paused_holder(mode: ClaimMode) {
     let server = RedisServer::start(&[]).await.unwrap();
     let read = async || {
         // A bulk string: its length in bytes, then its text.
@@ -55,5 +69,5 @@ async fn a_paused_holder_cannot_write() {
         reply.split_once("\r\n").map_or("", |(_length, text)| text).trim().to_owned()
     };
     let test = "faults::paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &server.url(), LONG, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, &server.url(), mode, LONG, read).await.unwrap();
 }

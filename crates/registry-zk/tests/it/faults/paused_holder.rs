@@ -4,7 +4,7 @@ use std::error::Error;
 use std::sync::{Arc, OnceLock};
 
 use async_trait::async_trait;
-use registry_core::LockGuard;
+use registry_core::{ClaimMode, LockGuard};
 use registry_testkit::holder::{
     FencedWriter, assert_a_paused_holder_cannot_write, refused_by_server, run_child_process,
     serve_with_writer,
@@ -82,5 +82,7 @@ async fn a_paused_holder_cannot_write() {
     operator.create(STOCK, b"", &persistent).await.unwrap();
     let read = async || String::from_utf8(operator.get_data(STOCK).await.unwrap().0).unwrap();
     let test = "faults::paused_holder::a_holder_process";
-    assert_a_paused_holder_cannot_write(test, &server.url(), LONG, read).await.unwrap();
+    assert_a_paused_holder_cannot_write(test, &server.url(), ClaimMode::Exclusive, LONG, read)
+        .await
+        .unwrap();
 }
