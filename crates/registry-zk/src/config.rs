@@ -399,6 +399,19 @@ impl ZkConfig {
         Paths::new(base, self.layout)
     }
 
+    /// Returns whether claims may have other modes than exclusive.
+    pub(crate) fn has_modes(&self) -> bool {
+        self.layout == Layout::Native
+    }
+
+    /// Returns whether this client may write the data of the nodes that it creates.
+    fn may_write(&self) -> bool {
+        match &self.acl {
+            Acl::Open | Acl::Creator => true,
+            Acl::List(list) => list.iter().any(|acl| acl.permission().has(Permission::WRITE)),
+        }
+    }
+
     pub(crate) fn has_login(&self) -> bool {
         !self.auth.is_empty() || self.auth_option.is_some()
     }
@@ -639,7 +652,17 @@ impl BackendConfig for ZkConfig {
             .with_batch_max(RENEWALS_MAX)
             .with_whole_shard()
             .with_verify_after(VERIFY_AFTER);
-        Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network)
+        let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
+        let capabilities = match self.layout {
+            Layout::Native => capabilities.with_shared().with_permits(),
+            Layout::Curator => capabilities,
+        };
+        let capabilities = if self.has_modes() && self.may_write() {
+            capabilities.with_upgradable()
+        } else {
+            capabilities
+        };
+        capabilities
             .with_renewal(renewal)
             .with_fencing()
             .with_fair()

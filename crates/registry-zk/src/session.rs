@@ -410,9 +410,23 @@ impl SessionEntries {
     fn remove_entry(&mut self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
-            self.bytes -= entry.node_bytes;
+            self.bytes -= entry.node_bytes + entry.request_bytes.load(Ordering::Acquire);
             self.last_removal_at = Moment::now();
         }
+    }
+
+    /// Adds the bytes of the request to upgrade the claim of `entry`. They count until the entry is
+    /// removed. Returns false if they exceed `bytes_max` in total.
+    fn add_request(&mut self, entry: &QueueEntry, bytes: usize, bytes_max: usize) -> bool {
+        if entry.request_bytes.load(Ordering::Acquire) > 0 {
+            return true;
+        }
+        if !self.has_capacity(bytes, bytes_max) {
+            return false;
+        }
+        entry.request_bytes.store(bytes, Ordering::Release);
+        self.bytes += bytes;
+        true
     }
 
     fn unused_for(&self, now: Moment) -> Duration {
@@ -756,6 +770,25 @@ impl ZkSession {
     pub(crate) fn entries(&self) -> Vec<(ClaimId, Arc<QueueEntry>)> {
         let entries = lock(&self.entries);
         entries.by_claim.iter().map(|(claim, entry)| (*claim, Arc::clone(entry))).collect()
+    }
+
+    /// Reserves capacity for the request to upgrade the claim of `entry`.
+    pub(crate) fn reserve_request(
+        &self,
+        entry: &QueueEntry,
+        bytes: usize,
+    ) -> Result<(), BackendError> {
+        let mut entries = lock(&self.entries);
+        if entries.add_request(entry, bytes, ZkConfig::NODE_BYTES_MAX) {
+            return Ok(());
+        }
+        Err(SessionsExhausted {
+            key: entry.key.as_str().to_owned(),
+            bytes: entries.bytes,
+            bytes_max: ZkConfig::NODE_BYTES_MAX,
+            sessions_max: self.config.sessions_max,
+        }
+        .into_backend_error())
     }
 
     /// Removes `entry` unless `claim` has a different queue entry now.

@@ -86,7 +86,7 @@ impl Servers for ZooKeeperServer {
 
 #[test]
 fn a_server_fulfils_all_clauses() {
-    assert_conformance::<ZooKeeperServer>(216, 158);
+    assert_conformance::<ZooKeeperServer>(335, 39);
 }
 
 #[async_trait]
@@ -117,7 +117,7 @@ impl Servers for ZooKeeperEnsemble {
 
 #[test]
 fn an_ensemble_fulfils_all_clauses() {
-    assert_conformance::<ZooKeeperEnsemble>(216, 158);
+    assert_conformance::<ZooKeeperEnsemble>(335, 39);
 }
 
 /// Nodes with Curator's layout and kazoo's names.
