@@ -14,8 +14,11 @@ import java.util.concurrent.ThreadLocalRandom;
 import java.util.concurrent.TimeUnit;
 import org.apache.curator.framework.CuratorFramework;
 import org.apache.curator.framework.CuratorFrameworkFactory;
+import org.apache.curator.framework.recipes.locks.InterProcessLock;
 import org.apache.curator.framework.recipes.locks.InterProcessMutex;
+import org.apache.curator.framework.recipes.locks.InterProcessReadWriteLock;
 import org.apache.curator.retry.ExponentialBackoffRetry;
+import org.apache.zookeeper.data.Stat;
 
 /**
  * Another program that uses our locks: acquires a lock in ZooKeeper with Curator itself, many times, as Spring Integration's registry does.
@@ -29,17 +32,33 @@ import org.apache.curator.retry.ExponentialBackoffRetry;
  * … --path /locks/orders --bench 2000
  * </pre>
  *
+ * <p>With {@code --recipe read} or {@code --recipe write}, the lock is that half of an {@code InterProcessReadWriteLock}.
+ *
  * Each error ends the program with a status other than zero and the reason on its standard error.
  */
 public class Curator {
-    /** The lock, with the path of its node. */
-    private static class Mutex extends InterProcessMutex {
-        Mutex(CuratorFramework client, String path) {
-            super(client, path);
+    /** The node of this process's lock among the contenders. This process has at most one. */
+    private static String ownNode(CuratorFramework client, String path) throws Exception {
+        long session = client.getZookeeperClient().getZooKeeper().getSessionId();
+        for (String child : client.getChildren().forPath(path)) {
+            Stat stat = client.checkExists().forPath(path + "/" + child);
+            if (stat != null && stat.getEphemeralOwner() == session) {
+                return path + "/" + child;
+            }
         }
+        throw new IllegalStateException("this process has no node below " + path);
+    }
 
-        String node() {
-            return getLockPath();
+    private static InterProcessLock lock(CuratorFramework client, String path, String recipe) {
+        switch (recipe) {
+            case "mutex":
+                return new InterProcessMutex(client, path);
+            case "read":
+                return new InterProcessReadWriteLock(client, path).readLock();
+            case "write":
+                return new InterProcessReadWriteLock(client, path).writeLock();
+            default:
+                throw new IllegalArgumentException("Curator.java: unknown recipe " + recipe);
         }
     }
 
@@ -53,7 +72,7 @@ public class Curator {
             CuratorFramework client = CuratorFrameworkFactory.newClient(
                     hosts, session, CONNECTION_MS, new ExponentialBackoffRetry(100, 10));
             client.start();
-            Mutex mutex = new Mutex(client, required(options, "path"));
+            InterProcessLock mutex = lock(client, required(options, "path"), options.getOrDefault("recipe", "mutex"));
             if (options.containsKey("once")) {
                 once(client, mutex, options);
             } else if (options.containsKey("bench")) {
@@ -70,9 +89,10 @@ public class Curator {
         }
     }
 
-    private static void runSections(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
+    private static void runSections(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
         long offset = clockOffset();
         Path counter = Path.of(required(options, "counter"));
+        String path = required(options, "path");
         int sections = number(options, "sections", 0);
         int holdMs = number(options, "hold-ms", 1);
         int pauseMs = number(options, "pause-ms", 4);
@@ -91,7 +111,7 @@ public class Curator {
                 long count = Long.parseLong(Files.readString(counter).strip());
                 Thread.sleep(holdMs);
                 overwriteNumber(counter, count + 1);
-                long token = client.checkExists().forPath(mutex.node()).getCzxid();
+                long token = client.checkExists().forPath(ownNode(client, path)).getCzxid();
                 long leaving = System.nanoTime() + offset;
                 mutex.release();
                 long left = System.nanoTime() + offset;
@@ -113,7 +133,7 @@ public class Curator {
     }
 
     /** For each line of input, runs that number of pairs of acquire and release, and prints their duration in nanoseconds. */
-    private static void bench(Mutex mutex, Map<String, String> options) throws Exception {
+    private static void bench(InterProcessLock mutex, Map<String, String> options) throws Exception {
         pairs(mutex, number(options, "bench", 0));
         printLine("ready");
         BufferedReader input = new BufferedReader(new InputStreamReader(System.in));
@@ -122,7 +142,7 @@ public class Curator {
         }
     }
 
-    private static long pairs(Mutex mutex, int count) throws Exception {
+    private static long pairs(InterProcessLock mutex, int count) throws Exception {
         long began = System.nanoTime();
         for (int pair = 0; pair < count; pair++) {
             mutex.acquire();
@@ -131,7 +151,7 @@ public class Curator {
         return System.nanoTime() - began;
     }
 
-    private static void once(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
+    private static void once(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
         String[] what = options.get("once").split(" ");
         if (what[0].equals("try")) {
             if (!mutex.acquire(0, TimeUnit.MILLISECONDS)) {
@@ -205,7 +225,7 @@ public class Curator {
         Map<String, String> options = new HashMap<>();
         List<String> flags = List.of("on-cue");
         List<String> known = List.of(
-                "url", "path", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
+                "url", "path", "recipe", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
         for (int at = 0; at < arguments.length; at++) {
             String name = arguments[at].replaceFirst("^--", "");
             if (flags.contains(name)) {

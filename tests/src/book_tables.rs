@@ -44,6 +44,7 @@ const STORES: &[&str] = &[
     "redis+quorum://a,b,c",
     "zk://host",
     "zk://host?layout=curator",
+    "zk://host?layout=curator&naming=curator-read-write",
     "etcd://host",
     "etcd://host?layout=etcdctl",
     "pass-through:",

@@ -78,7 +78,7 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "naming",
-        Values::Choice { what: "node naming", names: &["curator", "kazoo"] },
+        Values::Choice { what: "node naming", names: &["curator", "kazoo", "curator-read-write"] },
         "`curator`",
         "the names of lock nodes",
     ),
@@ -273,7 +273,8 @@ impl ZkConfig {
         self
     }
 
-    /// Sets the names of created nodes. Waiters recognise both forms of names.
+    /// Sets the names of created nodes. Waiters recognise the names of [`Naming::Curator`] and
+    /// [`Naming::Kazoo`], or those of [`Naming::CuratorReadWrite`] only.
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
@@ -401,7 +402,7 @@ impl ZkConfig {
 
     /// Returns whether claims may have other modes than exclusive.
     pub(crate) fn has_modes(&self) -> bool {
-        self.layout == Layout::Native
+        self.layout == Layout::Native || self.naming == Naming::CuratorReadWrite
     }
 
     /// Returns whether this client may write the data of the nodes that it creates.
@@ -436,6 +437,10 @@ impl ZkConfig {
         if self.chroot.as_deref().is_some_and(|chroot| !is_valid_path(chroot)) {
             let problem = "the chroot is not a valid path; an example is `/app`";
             return Err(OptionError::general(problem));
+        }
+        if self.naming == Naming::CuratorReadWrite && self.layout != Layout::Curator {
+            let problem = "is `curator-read-write`, which requires `layout=curator`";
+            return Err(OptionError::new("naming", problem));
         }
         // In the native layout the root node itself would hold all keys.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
@@ -570,7 +575,11 @@ impl BackendConfig for ZkConfig {
             "sessions" => self.sessions_max = parse_count(value)?,
             "root" => self.root = Some(value.to_owned()),
             "naming" => {
-                let namings = [("curator", Naming::Curator), ("kazoo", Naming::Kazoo)];
+                let namings = [
+                    ("curator", Naming::Curator),
+                    ("kazoo", Naming::Kazoo),
+                    ("curator-read-write", Naming::CuratorReadWrite),
+                ];
                 self.naming = parse_choice(value, &namings)?;
             }
             "acl" => {
@@ -654,13 +663,12 @@ impl BackendConfig for ZkConfig {
             .with_verify_after(VERIFY_AFTER);
         let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
         let capabilities = match self.layout {
+            Layout::Native if self.may_write() => {
+                capabilities.with_shared().with_permits().with_upgradable()
+            }
             Layout::Native => capabilities.with_shared().with_permits(),
+            Layout::Curator if self.has_modes() => capabilities.with_shared(),
             Layout::Curator => capabilities,
-        };
-        let capabilities = if self.has_modes() && self.may_write() {
-            capabilities.with_upgradable()
-        } else {
-            capabilities
         };
         capabilities
             .with_renewal(renewal)

@@ -91,9 +91,9 @@ fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
                  key's lock",
             ));
         }
-        if n > 0 && segment.contains("lock") {
+        if n > 0 && ["lock", "__READ__", "__WRIT__"].iter().any(|part| segment.contains(part)) {
             return Err(InvalidKey::layout(
-                "a segment after `/` contains `lock`, like the nodes that contend for the parent key's lock",
+                "a segment after `/` contains `lock`, `__READ__` or `__WRIT__`, like the nodes that contend for the parent key's lock",
             ));
         }
     }
@@ -184,6 +184,8 @@ mod tests {
             "a/!",
             "a/x-lock-0000000001",
             "a/__lock__1",
+            "a/x__READ__",
+            "a/__WRIT__1",
             "a\0",
             "a\n",
             "🔒",

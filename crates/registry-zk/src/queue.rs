@@ -22,6 +22,10 @@ pub(crate) fn node_prefix(claim: ClaimId, naming: Naming, entry: QueuedEntry) ->
     match naming {
         Naming::Curator => format!("{claim}{mode}-lock-"),
         Naming::Kazoo => format!("{claim}{mode}__lock__"),
+        Naming::CuratorReadWrite => {
+            let is_reader = entry == QueuedEntry::Claim(ClaimMode::Shared);
+            format!("{claim}-{}", if is_reader { READER } else { WRITER })
+        }
     }
 }
 
@@ -29,7 +33,7 @@ pub(crate) fn node_prefix(claim: ClaimId, naming: Naming, entry: QueuedEntry) ->
 fn claim_prefix(claim: ClaimId, naming: Naming) -> String {
     let id = claim.to_string();
     match naming {
-        Naming::Curator => format!(
+        Naming::Curator | Naming::CuratorReadWrite => format!(
             "{CURATOR_START}{}-{}-{}-{}-{}",
             &id[..8],
             &id[8..12],
@@ -62,9 +66,15 @@ pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming, entry: Queue
 }
 
 /// Returns the entry that a contender's name states. Every contender of another program is
-/// exclusive. The data of the node states the present mode of a claim that was converted.
+/// exclusive, except readers in Curator. The data of the node states the present mode of a claim
+/// that was converted.
 pub(crate) fn named_entry(name: &str) -> QueuedEntry {
-    let Some((before, _)) = split_name(name) else { return EXCLUSIVE };
+    let Some(Contender { before, marker, .. }) = parse_contender(name) else { return EXCLUSIVE };
+    match marker {
+        READER => return QueuedEntry::Claim(ClaimMode::Shared),
+        WRITER => return EXCLUSIVE,
+        _ => {}
+    }
     let claim_bytes = if before.starts_with(CURATOR_START) { CURATOR_BYTES } else { KAZOO_BYTES };
     let Some((claim, mode)) = before.split_at_checked(claim_bytes) else { return EXCLUSIVE };
     let id = claim.strip_prefix(CURATOR_START).unwrap_or(claim);
@@ -83,19 +93,29 @@ pub(crate) fn named_entry(name: &str) -> QueuedEntry {
     }
 }
 
-/// Splits a contender's name, in the form of Curator or kazoo, into the part before `lock` and the
-/// number. Returns `None` for any other child.
-fn split_name(name: &str) -> Option<(&str, i32)> {
+/// The parts of a contender's name.
+struct Contender<'a> {
+    before: &'a str,
+    /// The text directly before the number. It identifies the recipe.
+    marker: &'static str,
+    number: i32,
+}
+
+/// Returns the parts of a name in the form of Curator or kazoo. Returns `None` for any other child.
+fn parse_contender(name: &str) -> Option<Contender<'_>> {
     // Only one of these markers is directly before the number of a name.
-    ["-lock-", "lock-", "__lock__"].into_iter().find_map(|marker| {
+    MARKERS.into_iter().find_map(|marker| {
         let at = name.rfind(marker)?;
-        Some((&name[..at], parse_number(&name[at + marker.len()..])?))
+        let number = parse_number(&name[at + marker.len()..])?;
+        Some(Contender { before: &name[..at], marker, number })
     })
 }
 
-/// Returns the number of a contender.
-fn sequence_number(name: &str) -> Option<i32> {
-    split_name(name).map(|(_, number)| number)
+/// Returns the number of a contender in the recipe of `naming`.
+fn sequence_number(name: &str, naming: Naming) -> Option<i32> {
+    let contender = parse_contender(name)?;
+    let is_read_write = [READER, WRITER].contains(&contender.marker);
+    (is_read_write == (naming == Naming::CuratorReadWrite)).then_some(contender.number)
 }
 
 /// Parses a number in the server's format: at least ten characters, including the sign.
@@ -107,9 +127,9 @@ fn parse_number(text: &str) -> Option<i32> {
     (is_decimal && has_expected_length).then(|| text.parse().ok()).flatten()
 }
 
-/// Returns whether a child contends for the lock.
+/// Returns whether a child contends for the lock in one of the recipes.
 pub(crate) fn is_contender(name: &str) -> bool {
-    sequence_number(name).is_some()
+    parse_contender(name).is_some()
 }
 
 /// Returns the nodes of a claim, including its request to be upgraded. Each earlier session that the
@@ -138,13 +158,18 @@ pub(crate) struct ContenderQueue {
 pub(crate) struct SequenceExhausted(Vec<String>);
 
 impl ContenderQueue {
-    /// Selects and sorts the contenders among all children.
+    /// Selects and sorts the contenders in the recipe of `naming` among all children.
     ///
     /// # Errors
     /// [`SequenceExhausted`] if the names do not determine the order.
-    pub(crate) fn from_children(children: Vec<String>) -> Result<Self, SequenceExhausted> {
-        let mut contenders: Vec<(i32, String)> =
-            children.into_iter().filter_map(|name| Some((sequence_number(&name)?, name))).collect();
+    pub(crate) fn from_children(
+        children: Vec<String>,
+        naming: Naming,
+    ) -> Result<Self, SequenceExhausted> {
+        let mut contenders: Vec<(i32, String)> = children
+            .into_iter()
+            .filter_map(|name| Some((sequence_number(&name, naming)?, name)))
+            .collect();
         if contenders.iter().any(|(number, _)| !(0..i32::MAX).contains(number)) {
             return Err(SequenceExhausted(contenders.into_iter().map(|(_, name)| name).collect()));
         }
@@ -189,6 +214,10 @@ impl SequenceExhausted {
     }
 }
 
+/// The markers of Curator's readers-writer lock.
+const READER: &str = "__READ__";
+const WRITER: &str = "__WRIT__";
+const MARKERS: [&str; 5] = ["-lock-", "lock-", "__lock__", READER, WRITER];
 /// The start of the names of Curator's nodes, and its bytes with the id.
 const CURATOR_START: &str = "_c_";
 const CURATOR_BYTES: usize = 39;
@@ -203,7 +232,8 @@ mod tests {
     use super::*;
 
     fn queue(names: &[&str]) -> ContenderQueue {
-        ContenderQueue::from_children(names.iter().map(|&name| name.to_owned()).collect()).unwrap()
+        let names = names.iter().map(|&name| name.to_owned()).collect();
+        ContenderQueue::from_children(names, Naming::Curator).unwrap()
     }
 
     fn name(number: i32) -> String {
@@ -250,6 +280,26 @@ mod tests {
     }
 
     #[test]
+    fn a_readers_writer_lock_of_curator_has_only_its_own_contenders() {
+        let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
+        let naming = Naming::CuratorReadWrite;
+        let [reader, writer] = [ClaimMode::Shared, ClaimMode::Exclusive].map(|mode| {
+            let entry = QueuedEntry::Claim(mode);
+            let name = node_prefix(claim, naming, entry) + "0000000007";
+            assert_eq!(named_entry(&name), entry, "{name}");
+            name
+        });
+        assert_eq!(reader, "_c_01234567-89ab-cdef-0123-456789abcdef-__READ__0000000007");
+        assert_eq!(writer, "_c_01234567-89ab-cdef-0123-456789abcdef-__WRIT__0000000007");
+        // After a downgrade in Curator, the reader has the number of the writer.
+        let mutex = "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000001".to_owned();
+        let children = vec![writer.clone(), mutex, "other".to_owned(), reader.clone()];
+        assert!(claim_nodes(&children, claim, naming).any(|name| name == reader));
+        let queue = ContenderQueue::from_children(children, naming).unwrap();
+        assert_eq!(queue.names(), [reader, writer]);
+    }
+
+    #[test]
     fn contenders_of_other_programs_are_exclusive() {
         for name in [
             "lock-0000000003",
@@ -290,6 +340,8 @@ mod tests {
             "x-lock-1",
             "x-lock-00000000004",
             "x__rlock__0000000000",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-__READ__0000000000",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-__WRIT__0000000000",
             "_c_0-latch-0000000000",
             "lock-000000000x",
             "lock-",
@@ -305,7 +357,7 @@ mod tests {
         assert_eq!(name(-5), "_c_0-lock--000000005");
         for beyond in [i32::MAX, i32::MIN, -5, -1] {
             let names = vec![name(i32::MAX - 1), "other".to_owned(), name(beyond), name(7)];
-            let unordered = ContenderQueue::from_children(names).unwrap_err();
+            let unordered = ContenderQueue::from_children(names, Naming::Curator).unwrap_err();
             let contenders = [name(i32::MAX - 1), name(beyond), name(7)];
             assert_eq!(unordered.names(), contenders);
             let [first, second, third] = contenders;

@@ -409,7 +409,8 @@ pub(crate) async fn sort_contenders(
     dir: &str,
     children: Vec<String>,
 ) -> Result<ContenderQueue, BackendError> {
-    let unordered = match ContenderQueue::from_children(children) {
+    let naming = session.config().naming;
+    let unordered = match ContenderQueue::from_children(children, naming) {
         Ok(queue) => return Ok(queue),
         Err(unordered) => unordered,
     };

@@ -145,3 +145,29 @@ impl Servers for CuratorLayout {
 fn the_curator_layout_fulfils_all_clauses_except_those_of_arbitrary_keys() {
     assert_conformance::<CuratorLayout>(209, 165);
 }
+
+/// Nodes of Curator's readers-writer lock.
+#[derive(Debug)]
+struct CuratorReadWrite(ZooKeeperServer);
+
+#[async_trait]
+impl Servers for CuratorReadWrite {
+    async fn start_servers() -> Self {
+        Self(ZooKeeperServer::start_servers().await)
+    }
+
+    fn config(&self) -> ZkConfig {
+        config(&self.0.url()).with_layout(Layout::Curator).with_naming(Naming::CuratorReadWrite)
+    }
+
+    async fn restart(&mut self) {
+        self.0.restart().await;
+    }
+
+    const ACCEPTS_ALL_KEYS: bool = false;
+}
+
+#[test]
+fn the_readers_writer_lock_of_curator_fulfils_all_clauses_except_those_of_arbitrary_keys() {
+    assert_conformance::<CuratorReadWrite>(260, 114);
+}
