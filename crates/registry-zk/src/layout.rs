@@ -25,8 +25,8 @@ pub enum Naming {
     Curator,
     /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
     Kazoo,
-    /// `_c_UUID-__WRIT__NUMBER` for exclusive claims and `_c_UUID-__READ__NUMBER` for shared claims,
-    /// as in Apache Curator's `InterProcessReadWriteLock`. Programs with the other names do not wait
-    /// for such nodes, nor the reverse. Only with [`Layout::Curator`].
+    /// `_c_UUID-__WRIT__NUMBER` for exclusive claims and `_c_UUID-__READ__NUMBER` for shared
+    /// claims, as in Apache Curator's `InterProcessReadWriteLock`. Programs with the other names do
+    /// not wait for such nodes, nor the reverse. Only with [`Layout::Curator`].
     CuratorReadWrite,
 }

@@ -48,8 +48,8 @@ fn mode_word(mode: ClaimMode) -> &'static str {
     }
 }
 
-/// Returns whether a claim whose node has this name may have another mode now than when its node was
-/// created.
+/// Returns whether a claim whose node has this name may have another mode now than when its node
+/// was created.
 pub(crate) fn is_convertible(name: &str) -> bool {
     matches!(named_entry(name), QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
 }

@@ -169,5 +169,5 @@ impl Servers for CuratorReadWrite {
 
 #[test]
 fn the_readers_writer_lock_of_curator_fulfils_all_clauses_except_those_of_arbitrary_keys() {
-    assert_conformance::<CuratorReadWrite>(260, 114);
+    assert_conformance::<CuratorReadWrite>(254, 120);
 }
