@@ -43,6 +43,7 @@ mod backend;
 mod recipe;
 mod modes;
 mod conversion;
+mod semaphore;
 mod queue_entry;
 mod queue;
 mod head_cache;

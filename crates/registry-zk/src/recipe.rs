@@ -19,9 +19,10 @@ use zookeeper_client::{CreateMode, Error};
 
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
-use crate::modes::{self, Blockers, watch_blockers};
+use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
 use crate::queue::{ContenderQueue, claim_nodes, named_entry, node_prefix};
+use crate::semaphore::{self, Turn};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
@@ -96,6 +97,12 @@ async fn run_attempt(
             // The grant has expired. A new grant needs a new token, and so a new node.
             delete_nodes(session, state).await?;
         }
+        if session.config().is_semaphore() && semaphore::has_left_queue(entry, state) {
+            if semaphore::units_exist(session, state).await? {
+                return grant(session, state, claim);
+            }
+            delete_nodes(session, state).await?;
+        }
         let children = if state.node.is_none() {
             match create_node(session, entry, state, claim).await? {
                 Some(children) => children,
@@ -115,12 +122,23 @@ async fn run_attempt(
             state.clear_node();
             continue;
         };
-        let (before, mode) = (&queue.names()[..own], node.mode.mode);
+        let before = &queue.names()[..own];
+        // The queue of Curator's semaphore is that of an exclusive lock.
+        let is_semaphore = session.config().is_semaphore();
+        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.mode.mode };
         let watched = state.blockers.as_ref();
         let blockers =
             match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_place)
                 .await?
             {
+                Blockers::None if is_semaphore => {
+                    match semaphore::take_turn(session, entry, state, claim, keeps_place).await? {
+                        Turn::Granted => return grant(session, state, claim),
+                        Turn::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                        Turn::Retry => was_blocker_changed = true,
+                    }
+                    continue;
+                }
                 Blockers::None => return grant(session, state, claim),
                 Blockers::Nodes(blockers) => blockers,
                 Blockers::Changed => {
@@ -185,7 +203,7 @@ async fn create_node(
     // From here on, a node may exist. A dropped future or a lost response does not undo the
     // request.
     state.is_creation_unresolved = true;
-    let data = encode_node_data(claim, None);
+    let data = encode_node_data(claim, None, None);
     let created = create_sequential(session, &entry.dir, &prefix, &data).await?;
     let CreatedNode { path, czxid, listed } = match created {
         Ok(created) => created,
@@ -259,7 +277,7 @@ pub(crate) async fn create_sequential(
 
 /// Creates `path` and its parents as containers. The servers delete a container that has been empty
 /// for some time.
-async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
+pub(crate) async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
     let acls = session.config().acls();
     for mode in [CreateMode::Container, CreateMode::Persistent] {
         // `NoNode` means that a parent was deleted during the call.
@@ -296,6 +314,9 @@ async fn resolve_creation(
         Err(error) => return Err(to_backend_error(&error).as_unknown()),
     };
     state.clear_node();
+    if session.config().is_semaphore() {
+        semaphore::resolve_units(session, entry, state, claim).await?;
+    }
     for name in claim_nodes(&children, claim, session.config().naming) {
         let path = format!("{}/{name}", entry.dir);
         let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
@@ -473,6 +494,9 @@ pub(crate) async fn delete_nodes(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     delete_upgrade_request(session, state).await?;
+    let other_units = state.other_units.iter().map(|path| delete(session, path));
+    try_join_all(other_units).await?;
+    state.other_units.clear();
     let Some(node) = &state.node else { return Ok(false) };
     let existed = delete(session, &node.path).await?;
     state.clear_node();
@@ -518,7 +542,12 @@ pub(crate) async fn end_lost_claim(
     state: &mut ClaimState,
     claim: ClaimId,
 ) {
-    state.clear_node();
+    // The first unit may exist although another one does not.
+    let are_deleted = state.other_units.is_empty() || delete_nodes(session, state).await.is_ok();
+    if are_deleted {
+        state.clear_node();
+    }
+    state.held_until = None;
     if delete_upgrade_request(session, state).await.is_ok() && state.has_no_node() {
         remove_entry(session, claim, entry, state);
     }
@@ -533,6 +562,10 @@ async fn verify_own_node(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
+    // Only the first unit is watched.
+    if !semaphore::exist(session, &state.other_units).await? {
+        return Ok(false);
+    }
     let reconnects = session.reconnects();
     let watched = state.own_watch.as_ref().filter(|own_watch| !own_watch.watch.has_fired());
     if watched.is_some_and(|own_watch| own_watch.reconnects_when_verified == reconnects) {
@@ -605,7 +638,11 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
     let names = queue.names();
+    if session.config().is_semaphore() && names.is_empty() {
+        return semaphore::wait_for_units(session, dir, claim).await;
+    }
     let found = match claim.mode() {
+        _ if session.config().is_semaphore() => modes::find_head(names),
         // The claim cannot be granted before the end of the head.
         ClaimMode::Exclusive => modes::find_head(names),
         mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
@@ -656,16 +693,28 @@ async fn search_and_release(
 ) -> Result<Release, BackendError> {
     let children = match read_children_after_confirmation(session, dir).await? {
         Ok(children) => children,
-        Err(Error::NoNode) => return Ok(Release::NotHeld),
+        Err(Error::NoNode) => Vec::new(),
         Err(error) => return Err(to_backend_error(&error)),
     };
+    let mut release = Release::NotHeld;
+    if session.config().is_semaphore() {
+        for unit in semaphore::find_units(session, dir, claim.id()).await? {
+            if delete(session, &unit).await? {
+                release = Release::Freed;
+            }
+        }
+    }
     let naming = session.config().naming;
     let names: Vec<_> = claim_nodes(&children, claim.id(), naming).map(str::to_owned).collect();
     if names.is_empty() {
-        return Ok(Release::NotHeld);
+        return Ok(release);
     }
-    let holders = modes::read_holders(session, dir).await?;
-    let mut release = Release::NotHeld;
+    let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
+        // Permits in the queue hold nothing.
+        QueueHolders::default()
+    } else {
+        modes::read_holders(session, dir).await?
+    };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;
         if existed && holders.is_granted(&name) {
