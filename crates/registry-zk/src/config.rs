@@ -78,7 +78,10 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "naming",
-        Values::Choice { what: "node naming", names: &["curator", "kazoo", "curator-read-write", "curator-semaphore"] },
+        Values::Choice {
+            what: "node naming",
+            names: &["curator", "kazoo", "curator-read-write", "curator-semaphore"],
+        },
         "`curator`",
         "the names of lock nodes",
     ),

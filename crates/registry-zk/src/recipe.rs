@@ -22,10 +22,10 @@ use crate::error::{is_refused, to_backend_error};
 use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
 use crate::queue::{ContenderQueue, claim_nodes, named_entry, node_prefix};
-use crate::semaphore::{self, Turn};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
+use crate::semaphore::{self, Turn};
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of

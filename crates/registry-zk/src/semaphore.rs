@@ -14,15 +14,15 @@
 use std::sync::Arc;
 
 use futures_util::future::try_join_all;
-use registry_core::{BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment};
+use registry_core::{
+    BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment,
+};
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
 use crate::error::{is_refused, to_backend_error};
 use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
 use crate::queue::claim_prefix;
-use crate::queue_entry::{
-    ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes,
-};
+use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
 use crate::recipe::{
     create_parents, delete, delete_nodes, fencing_token, read_children, sort_contenders,
 };
@@ -60,7 +60,8 @@ pub(crate) enum Turn {
 
 /// Returns whether the node of the claim is a unit, so that the claim is not in the queue any more.
 pub(crate) fn has_left_queue(entry: &QueueEntry, state: &ClaimState) -> bool {
-    let parent = |node: &ClaimNode| node.path.rsplit_once('/').map(|(parent, _)| parent == entry.dir);
+    let parent =
+        |node: &ClaimNode| node.path.rsplit_once('/').map(|(parent, _)| parent == entry.dir);
     state.node.as_ref().and_then(parent) == Some(false)
 }
 
