@@ -60,7 +60,7 @@ impl ZkBackend {
         let paths = config.paths();
         let addresses: Arc<str> = config.servers().into();
         let capabilities = config.capabilities();
-        let sessions = SessionPool::new(config);
+        let sessions = SessionPool::new(config, recipe::release_abandoned);
         let session = sessions.get_or_open().await;
         let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
         let timeout = session.timeout();

@@ -2,9 +2,9 @@
 //!
 //! The data of the claim's node states the new mode. A transaction writes it, on the condition that
 //! nothing else has changed the data. An upgrade first creates a further node of the claim, the
-//! request, which blocks all claims behind it. The transaction that makes the claim exclusive checks
-//! that the request and the node that blocks new readers still exist, and deletes the request. The
-//! transaction that created the request is the token of the upgraded claim.
+//! request, which blocks all claims behind it. The transaction that makes the claim exclusive
+//! checks that the request and the node that blocks new readers still exist, and deletes the
+//! request. The transaction that created the request is the token of the upgraded claim.
 
 use std::sync::Arc;
 
@@ -17,12 +17,15 @@ use zookeeper_client::{Error, MultiWriteError, MultiWriteResult};
 use crate::error::{is_refused, to_backend_error};
 use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
 use crate::node_data::{NodeMode, decode_mode, encode_node_data};
+use crate::nodes::{
+    CreatedNode, create_sequential, delete, fencing_token, negative_transaction,
+    read_children_after_confirmation, sort_contenders,
+};
 use crate::queue::{claim_nodes, named_entry, node_bytes, node_prefix};
 use crate::queue_entry::{ClaimState, QueueEntry, UpgradeRequest, name_of};
 use crate::recipe::{
-    CreatedNode, create_sequential, delete, end_lost_claim, exclude_missing_on_majority,
-    fencing_token, is_blocked_as_before, lease_within_validity, negative_transaction,
-    read_children_after_confirmation, read_children_or_empty, sort_contenders,
+    end_lost_claim, exclude_missing_on_majority, is_blocked_as_before, lease_within_validity,
+    read_children_or_empty,
 };
 use crate::session::{SessionPool, ZkSession};
 
@@ -186,7 +189,8 @@ async fn upgrade(
         }
     };
     if guard != request && queue.is_sequence_exhausted() {
-        // The check of the other node would not detect that it was replaced by one of the same name.
+        // The check of the other node would not detect that it was replaced by one of the same
+        // name.
         let message = format!(
             "zookeeper: the lock cannot be upgraded while other claims wait, because the sequence numbers of {} are exhausted; delete this node while the lock is free",
             entry.dir

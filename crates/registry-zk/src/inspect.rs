@@ -9,8 +9,8 @@ use zookeeper_client::Error;
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::read_holders;
+use crate::nodes::{delete, read_children};
 use crate::queue::is_contender;
-use crate::recipe::{delete, read_children};
 use crate::semaphore::{self, LEASES, QUEUE};
 use crate::session::ZkSession;
 

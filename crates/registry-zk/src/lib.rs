@@ -44,6 +44,7 @@ mod recipe;
 mod modes;
 mod conversion;
 mod semaphore;
+mod nodes;
 mod queue_entry;
 mod queue;
 mod head_cache;

@@ -1,11 +1,11 @@
 //! Decides which nodes of a queue block a claim, and which hold the lock, by the rules of
 //! [`registry_core::queue_position`]. `recipe`, `conversion` and `inspect` call this module.
 //!
-//! The name of a node states the mode in which its claim was enqueued. Only exclusive and upgradable
-//! claims are converted, so a reader also reads the data of the nearest of their nodes before its
-//! own. A decision from the list and from data that is read later is safe: between the two, a mode
-//! becomes stronger only in a transaction that deletes the request to upgrade the claim. The list
-//! contains this request, or the upgrade waits for the reader.
+//! The name of a node states the mode in which its claim was enqueued. Only exclusive and
+//! upgradable claims are converted, so a reader also reads the data of the nearest of their nodes
+//! before its own. A decision from the list and from data that is read later is safe: between the
+//! two, a mode becomes stronger only in a transaction that deletes the request to upgrade the
+//! claim. The list contains this request, or the upgrade waits for the reader.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use zookeeper_client::Error;
 use crate::error::to_backend_error;
 use crate::mutex::lock;
 use crate::node_data::{NodeMode, decode_label, decode_other_mode, is_convertible};
+use crate::nodes::{fencing_token, read_children, sort_contenders};
 use crate::queue::{ContenderQueue, named_entry};
 use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
-use crate::recipe::{fencing_token, read_children, sort_contenders};
 use crate::session::ZkSession;
 
 const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
@@ -123,8 +123,8 @@ impl Blocker {
     }
 }
 
-/// Returns the nearest entries whose units leave too few for a claim of this mode. It is not granted
-/// while all of them exist, and one of them ends before it is granted.
+/// Returns the nearest entries whose units leave too few for a claim of this mode. It is not
+/// granted while all of them exist, and one of them ends before it is granted.
 fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
     let ClaimMode::Permits { take, of } = mode else { return Vec::new() };
     let mut free = u64::from(of);
@@ -144,8 +144,8 @@ fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
 /// Returns the name of a blocking node that exists only on the connected server.
 ///
 /// A waiter would wait forever for a node that the other servers have deleted. After the same node
-/// has blocked it for one session time-out, this function therefore asks a majority. The predecessor
-/// of an exclusive claim is checked only as the head of the queue.
+/// has blocked it for one session time-out, this function therefore asks a majority. The
+/// predecessor of an exclusive claim is checked only as the head of the queue.
 pub(crate) async fn find_missing_on_majority(
     session: &ZkSession,
     dir: &str,

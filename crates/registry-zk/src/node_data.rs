@@ -63,8 +63,8 @@ fn parse_mode(text: &str) -> Option<ClaimMode> {
     }
 }
 
-/// Returns whether a claim whose node has this name may have another mode now than when its node was
-/// created.
+/// Returns whether a claim whose node has this name may have another mode now than when its node
+/// was created.
 pub(crate) fn is_convertible(name: &str) -> bool {
     matches!(named_entry(name), QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
 }

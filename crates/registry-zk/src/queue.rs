@@ -7,8 +7,8 @@
 //! `registry-testkit` check this behaviour of the servers.
 //!
 //! The name of a claim that is not exclusive contains its mode before `lock`: `-s` (shared), `-u`
-//! (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the claim. Other programs
-//! treat each of these nodes as an exclusive contender.
+//! (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the claim. Other
+//! programs treat each of these nodes as an exclusive contender.
 
 use registry_core::{ClaimId, ClaimMode, QueuedEntry};
 
@@ -134,8 +134,8 @@ pub(crate) fn is_contender(name: &str) -> bool {
     parse_contender(name).is_some()
 }
 
-/// Returns the nodes of a claim, including its request to be upgraded. Each earlier session that the
-/// servers have not ended yet can have other nodes of the claim.
+/// Returns the nodes of a claim, including its request to be upgraded. Each earlier session that
+/// the servers have not ended yet can have other nodes of the claim.
 pub(crate) fn claim_nodes(
     children: &[String],
     claim: ClaimId,

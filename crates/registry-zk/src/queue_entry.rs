@@ -59,8 +59,8 @@ pub(crate) struct ClaimState {
     pub(crate) blockers: Option<WatchedNodes>,
     /// The request to upgrade the claim, while its upgrade waits.
     pub(crate) upgrade: Option<UpgradeRequest>,
-    /// A change of the mode, or a change to the request to upgrade the claim, was requested, and its
-    /// outcome is unknown.
+    /// A change of the mode, or a change to the request to upgrade the claim, was requested, and
+    /// its outcome is unknown.
     pub(crate) is_conversion_unresolved: bool,
     /// The request to upgrade the claim is deleted this long after the last attempt or wait.
     pub(crate) upgrade_lease: Duration,

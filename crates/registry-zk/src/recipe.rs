@@ -11,22 +11,26 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, FencingToken, Grant,
-    Moment, QueuedEntry, Queueing, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
+    QueuedEntry, Queueing, Release, Renewal,
 };
 use tokio::sync::OwnedMutexGuard;
-use zookeeper_client::{CreateMode, Error};
+use zookeeper_client::Error;
 
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
 use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
-use crate::queue::{ContenderQueue, claim_nodes, named_entry, node_prefix};
+use crate::nodes::{
+    CreatedNode, create_parents, create_sequential, delete, fencing_token, negative_transaction,
+    read_children, read_children_after_confirmation, sort_contenders,
+};
+use crate::queue::{claim_nodes, named_entry, node_prefix};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
 use crate::semaphore::{self, Turn};
-use crate::session::{ConfirmedBy, SessionPool, ZkSession};
+use crate::session::{SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
 /// all nodes before its own, otherwise `Busy`.
@@ -185,8 +189,8 @@ async fn run_attempt(
         );
         return Err(BackendError::transient(message));
     }
-    // The queue changes faster than this client reads it. Without watched nodes, `wait_for_blockers`
-    // returns at once.
+    // The queue changes faster than this client reads it. Without watched nodes,
+    // `wait_for_blockers` returns at once.
     Ok(Attempt::Busy(Busy::new().with_place()))
 }
 
@@ -234,69 +238,6 @@ async fn create_node(
     }
 }
 
-/// A node that was just created.
-pub(crate) struct CreatedNode {
-    pub(crate) path: String,
-    /// The transaction that created the node. `None` if the node was already deleted.
-    pub(crate) czxid: Option<i64>,
-    /// The children of the parent after the creation.
-    pub(crate) listed: Result<Result<Vec<String>, Error>, BackendError>,
-}
-
-/// Creates an ephemeral node of this name and a number in `dir`, and lists `dir`.
-pub(crate) async fn create_sequential(
-    session: &ZkSession,
-    dir: &str,
-    prefix: &str,
-    data: &[u8],
-) -> Result<Result<CreatedNode, Error>, BackendError> {
-    let path = format!("{dir}/{prefix}");
-    let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
-    let client = session.client();
-    let sent_at = Moment::now();
-    let created = client.create(&path, data, &options);
-    let listed = client.list_children(dir);
-    // Responses arrive in the order of the requests. Awaiting the second response first wakes this
-    // task only once.
-    let listed = session.with_request_timeout(listed).await;
-    let (stat, number) = match session.with_request_timeout(created).await? {
-        Ok(created) => created,
-        Err(error) => return Ok(Err(error)),
-    };
-    let path = format!("{path}{number}");
-    let czxid = if stat.is_invalid() {
-        // Servers before 3.5 do not return the id of the transaction that created the node.
-        let response = session.with_request_timeout(client.check_stat(&path)).await?;
-        response.map_err(|error| to_backend_error(&error).as_unknown())?.map(|stat| stat.czxid)
-    } else {
-        Some(stat.czxid)
-    };
-    session.record_majority_response(sent_at);
-    Ok(Ok(CreatedNode { path, czxid, listed }))
-}
-
-/// Creates `path` and its parents as containers. The servers delete a container that has been empty
-/// for some time.
-pub(crate) async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
-    let acls = session.config().acls();
-    for mode in [CreateMode::Container, CreateMode::Persistent] {
-        // `NoNode` means that a parent was deleted during the call.
-        for _ in 0..MKDIR_ATTEMPTS_MAX {
-            match session
-                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
-                .await?
-            {
-                Ok(()) => return Ok(()),
-                Err(Error::NoNode) => {}
-                // Servers before 3.5 do not support containers.
-                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
-                Err(error) => return Err(to_backend_error(&error)),
-            }
-        }
-    }
-    Err(to_backend_error(&Error::NoNode))
-}
-
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
 /// The servers execute the requests of a session in order. The leader rejects requests from the
@@ -341,8 +282,8 @@ async fn resolve_creation(
 }
 
 /// Returns whether the nodes that block a waiter certainly still do. Concurrent callers share one
-/// request, regardless of the length of the queue. Returns false periodically. The waiter then lists
-/// the queue and detects a deletion of its own node.
+/// request, regardless of the length of the queue. Returns false periodically. The waiter then
+/// lists the queue and detects a deletion of its own node.
 pub(crate) async fn is_blocked_as_before(
     session: &Arc<ZkSession>,
     watched: Option<&WatchedNodes>,
@@ -398,57 +339,6 @@ pub(crate) async fn read_children_or_empty(
     }
 }
 
-/// Returns the children of `dir` as of this call or later, unless another leader was elected.
-pub(crate) async fn read_children(
-    session: &Arc<ZkSession>,
-    dir: &str,
-) -> Result<Result<Vec<String>, Error>, BackendError> {
-    let client = session.client();
-    let synced = client.sync(dir);
-    let listed = client.list_children(dir);
-    match session.with_request_timeout(synced).await? {
-        Ok(()) => session.with_request_timeout(listed).await,
-        Err(error) => Ok(Err(error)),
-    }
-}
-
-/// Returns the children of `dir` as of this call or later, even after a leader election.
-pub(crate) async fn read_children_after_confirmation(
-    session: &Arc<ZkSession>,
-    dir: &str,
-) -> Result<Result<Vec<String>, Error>, BackendError> {
-    session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
-    // A server rejects a session that has seen a newer transaction. The list therefore includes the
-    // state that the majority confirmed.
-    session.with_request_timeout(session.client().list_children(dir)).await
-}
-
-/// Sorts the contenders. If their names do not determine the order, concurrently requests the
-/// transaction that created each node.
-pub(crate) async fn sort_contenders(
-    session: &Arc<ZkSession>,
-    dir: &str,
-    children: Vec<String>,
-) -> Result<ContenderQueue, BackendError> {
-    let naming = session.config().naming;
-    let unordered = match ContenderQueue::from_children(children, naming) {
-        Ok(queue) => return Ok(queue),
-        Err(unordered) => unordered,
-    };
-    let czxids = unordered.names().iter().map(async |name| {
-        let client = session.client();
-        let path = format!("{dir}/{name}");
-        let request = client.check_stat(&path);
-        let stat = session
-            .with_request_timeout(request)
-            .await?
-            .map_err(|error| to_backend_error(&error).as_unknown())?;
-        Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
-    });
-    let czxids = try_join_all(czxids).await?;
-    Ok(unordered.sort_by_transaction(czxids))
-}
-
 /// Records and returns the grant of the claim.
 fn grant(
     session: &ZkSession,
@@ -462,12 +352,6 @@ fn grant(
     let token = state.node.as_ref().and_then(|node| fencing_token(node.mode.token));
     let token = token.ok_or_else(negative_transaction)?;
     Ok(Attempt::Granted(Grant::new(token, lease)))
-}
-
-/// Returns the error of a transaction id that is not a valid token.
-pub(crate) fn negative_transaction() -> BackendError {
-    let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check whether the server runs on another server's data";
-    BackendError::new(BackendErrorKind::Protocol, message)
 }
 
 /// Returns how long a claim with this lease is certainly held. The validity of the session is the
@@ -484,10 +368,6 @@ pub(crate) fn lease_within_validity(
     Ok(validity.min(lease))
 }
 
-pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
-    FencingToken::try_from(czxid).ok()
-}
-
 /// Deletes the nodes of `state`, if any. Returns whether the node of the claim existed.
 pub(crate) async fn delete_nodes(
     session: &ZkSession,
@@ -501,15 +381,6 @@ pub(crate) async fn delete_nodes(
     let existed = delete(session, &node.path).await?;
     state.clear_node();
     Ok(existed)
-}
-
-/// Deletes a node. Returns false if it did not exist.
-pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, BackendError> {
-    match session.with_request_timeout(session.client().delete(path, None)).await? {
-        Ok(()) => Ok(true),
-        Err(Error::NoNode) => Ok(false),
-        Err(error) => Err(to_backend_error(&error)),
-    }
 }
 
 /// Verifies that the node of a held claim exists, and watches the node. The caller must have
@@ -631,9 +502,9 @@ pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
     }
 }
 
-/// Waits without a queue entry until a node below `dir` that blocks the claim is changed or deleted,
-/// or the session's client is stopped. Returns at once if no node does or a request fails. Never
-/// returns if the watch budget is used up. The engine limits this wait and polls.
+/// Waits without a queue entry until a node below `dir` that blocks the claim is changed or
+/// deleted, or the session's client is stopped. Returns at once if no node does or a request fails.
+/// Never returns if the watch budget is used up. The engine limits this wait and polls.
 pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, claim: &Claim) {
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
@@ -783,10 +654,6 @@ async fn release_abandoned_claim(
 
 /// The maximum number of attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
-
-/// The maximum number of attempts to create the parents of a node while the servers delete empty
-/// parents.
-const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
 /// A waiter lists the whole queue after this multiple of the session time-out, at most
 /// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have

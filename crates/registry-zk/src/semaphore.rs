@@ -4,12 +4,12 @@
 //! A key's node has two children. `locks` is the queue of an `InterProcessMutex`, which `recipe`
 //! handles. `leases` contains one node for each unit that is taken. Only the head of the queue adds
 //! nodes to `leases`, so units that are free stay free until it does. One transaction creates the
-//! nodes of all units of a claim and deletes its node in the queue. An exclusive claim is granted as
-//! the head of the queue once no unit is taken, and stays the head.
+//! nodes of all units of a claim and deletes its node in the queue. An exclusive claim is granted
+//! as the head of the queue once no unit is taken, and stays the head.
 //!
 //! The token is the transaction that granted the claim: it created the nodes of the units, or wrote
-//! the mode into the data of the exclusive claim's node. The transaction that added the claim to the
-//! queue may be older than the tokens of claims before it.
+//! the mode into the data of the exclusive claim's node. The transaction that added the claim to
+//! the queue may be older than the tokens of claims before it.
 
 use std::sync::Arc;
 
@@ -21,11 +21,10 @@ use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Sta
 
 use crate::error::{is_refused, to_backend_error};
 use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
+use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
 use crate::queue::claim_prefix;
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
-use crate::recipe::{
-    create_parents, delete, delete_nodes, fencing_token, read_children, sort_contenders,
-};
+use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
 
 /// The child of a key's node that contains the queue.

@@ -31,12 +31,15 @@ use crate::error::{not_connected, timed_out, to_backend_error};
 use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
-use crate::recipe::release_abandoned;
 use crate::session_validity::SessionValidity;
+
+/// Starts tasks that release all abandoned claims of a session.
+type ReleaseAbandoned = fn(&Arc<ZkSession>);
 
 /// The sessions of one backend.
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
+    release_abandoned: ReleaseAbandoned,
     registries: InvalidationSet,
     /// The sessions that have not ended, oldest first. A new claim goes to the first session with
     /// capacity for its node.
@@ -54,9 +57,10 @@ pub(crate) struct SessionPool {
 }
 
 impl SessionPool {
-    pub(crate) fn new(config: ZkConfig) -> Arc<Self> {
+    pub(crate) fn new(config: ZkConfig, release_abandoned: ReleaseAbandoned) -> Arc<Self> {
         Arc::new(Self {
             config: Arc::new(config),
+            release_abandoned,
             registries: InvalidationSet::default(),
             live: Mutex::default(),
             open_backoff: tokio::sync::Mutex::default(),
@@ -879,7 +883,7 @@ async fn keep_alive(
             Some(_) => {}
             None => {
                 while lock(&session.tasks).try_join_next().is_some() {}
-                release_abandoned(&session);
+                (sessions.release_abandoned)(&session);
                 sessions.end_if_unused(&session);
                 let now = Moment::now();
                 let state = session.client().state();

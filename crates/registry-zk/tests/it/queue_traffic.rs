@@ -143,8 +143,8 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
     drop(guard);
 }
 
-/// Waits until the server has counted all packets, and returns the events of each client. The server
-/// counts a packet after it has sent or handled it, so a single read may be off by one.
+/// Waits until the server has counted all packets, and returns the events of each client. The
+/// server counts a packet after it has sent or handled it, so a single read may be off by one.
 async fn settled_events(server: &ZooKeeperServer, clients: &[TestClient]) -> Vec<u64> {
     let events = async || -> Vec<u64> {
         join_all(clients.iter().map(async |client| client.stats(server).await.events())).await

@@ -199,7 +199,7 @@ async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
     grant(&first, &downgrade).await;
     grant(&second, &reader).await;
     assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
-    // The nodes of a waiting writer cannot be told from those of its next attempt.
+    // A node of a waiting writer has the same name as that of its next attempt.
     let writer = claim(ClaimMode::Exclusive).with_queueing(Queueing::Join);
     assert_busy(&second, &writer).await;
     let upgrade = upgrade.of_grant(upgraded.token);
