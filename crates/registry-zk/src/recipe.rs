@@ -9,7 +9,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::try_join_all;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
     QueuedEntry, Queueing, Release, Renewal,
