@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
     QueuedEntry, Queueing, Release, Renewal,
@@ -161,6 +162,12 @@ async fn run_attempt(
             continue;
         }
         if !keeps_place {
+            if is_semaphore
+                && semaphore::comes_next(session, entry, claim, before, blockers).await?
+            {
+                was_blocker_changed = true;
+                continue;
+            }
             delete_nodes(session, state).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }

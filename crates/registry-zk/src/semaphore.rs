@@ -12,14 +12,17 @@
 //! the queue may be older than the tokens of claims before it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use registry_core::{
     BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment,
 };
+use tokio::time::timeout;
 use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
 
 use crate::error::{is_refused, to_backend_error};
+use crate::modes::{Blocker, watch_blockers};
 use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
 use crate::queue::claim_prefix;
@@ -102,11 +105,7 @@ pub(crate) async fn take_turn(
 ) -> Result<Turn, BackendError> {
     let leases = leases_of(&entry.dir);
     let (taken, watch) = read_leases(session, &leases, keeps_place).await?;
-    let is_free = match claim.mode() {
-        ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
-        _ => taken == 0,
-    };
-    if is_free {
+    if is_free(claim, taken) {
         return match claim.mode() {
             ClaimMode::Permits { take, .. } => {
                 take_units(session, &leases, state, claim, take).await
@@ -124,6 +123,38 @@ pub(crate) async fn take_turn(
         verified_at: Moment::now(),
     });
     Ok(Turn::Busy(Busy::new().with_place()))
+}
+
+/// Returns whether a claim fits if this number of units is taken.
+fn is_free(claim: &Claim, taken: u64) -> bool {
+    match claim.mode() {
+        ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
+        _ => taken == 0,
+    }
+}
+
+/// Returns whether a claim that does not wait, and whose units are free, gets closer to the head of
+/// the queue within [`TURN_MAX`]. The claims before it are then about to take their units.
+/// Otherwise one of them waits, or holds the exclusive lock.
+pub(crate) async fn comes_next(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    claim: &Claim,
+    before: &[String],
+    blockers: Vec<Blocker>,
+) -> Result<bool, BackendError> {
+    if claim.mode() == ClaimMode::Exclusive {
+        return Ok(false);
+    }
+    let (taken, _) = read_leases(session, &leases_of(&entry.dir), false).await?;
+    if !is_free(claim, taken) || read_exclusive(session, &entry.dir).await?.is_some() {
+        return Ok(false);
+    }
+    let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await?;
+    Ok(match watched {
+        Some((watched, _)) => timeout(TURN_MAX, watched.change()).await.is_ok(),
+        None => true,
+    })
 }
 
 /// Returns the number of taken units, and a watch on a change of it if requested and if the watch
@@ -309,12 +340,8 @@ pub(crate) async fn find_units(
 /// once if a request fails.
 pub(crate) async fn wait_for_units(session: &Arc<ZkSession>, queue: &str, claim: &Claim) {
     let Ok((taken, watch)) = read_leases(session, &leases_of(queue), true).await else { return };
-    let is_free = match claim.mode() {
-        ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
-        _ => taken == 0,
-    };
     match watch {
-        _ if is_free => {}
+        _ if is_free(claim, taken) => {}
         Some(watch) => watch.wait_until_fired().await,
         None => std::future::pending().await,
     }
@@ -360,7 +387,7 @@ pub(crate) async fn read_holders(
         found.holders.push(holder(key, mode, &data, stat.czxid));
     }
     if found.paths.is_empty()
-        && let Some((path, data, stat)) = read_exclusive(session, dir).await?
+        && let Some((path, data, stat)) = read_exclusive(session, &format!("{dir}/{QUEUE}")).await?
     {
         found.paths.push(path);
         found.holders.push(holder(key, ClaimMode::Exclusive, &data, stat.mzxid));
@@ -372,15 +399,14 @@ pub(crate) async fn read_holders(
 /// Reads the head of the queue if it is an exclusive claim. Any other head only takes units.
 async fn read_exclusive(
     session: &Arc<ZkSession>,
-    dir: &str,
+    queue: &str,
 ) -> Result<Option<(String, Vec<u8>, Stat)>, BackendError> {
-    let queue = format!("{dir}/{QUEUE}");
-    let children = match read_children(session, &queue).await? {
+    let children = match read_children(session, queue).await? {
         Ok(children) => children,
         Err(Error::NoNode) => return Ok(None),
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let contenders = sort_contenders(session, &queue, children).await?;
+    let contenders = sort_contenders(session, queue, children).await?;
     let Some(head) = contenders.names().first() else { return Ok(None) };
     let path = format!("{queue}/{head}");
     let Some((data, stat)) = read(session, &path).await? else { return Ok(None) };
@@ -403,6 +429,8 @@ fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
         .with_token(fencing_token(token))
 }
 
+/// How long a claim that does not wait stays in the queue for its turn.
+const TURN_MAX: Duration = Duration::from_millis(250);
 /// The maximum number of units of one claim. The transaction that takes them must fit into one
 /// request.
 const UNITS_MAX: u32 = 1_000;

@@ -244,8 +244,8 @@ async fn readers_and_writers_of_curator_and_ours_exclude_each_other() {
     }
 }
 
-/// A writer of either program that waits for a reader of the other blocks new readers of both. It is
-/// granted the lock when the reader has left.
+/// A writer of either program that waits for a reader of the other blocks new readers of both. It
+/// is granted the lock when the reader has left.
 #[tokio::test]
 async fn a_waiting_writer_blocks_readers_of_both_programs() {
     let server = server().await;

@@ -200,5 +200,5 @@ impl Servers for CuratorSemaphore {
 
 #[test]
 fn the_semaphore_of_curator_fulfils_all_clauses_except_those_of_arbitrary_keys_and_other_units() {
-    assert_conformance::<CuratorSemaphore>(236, 138);
+    assert_conformance::<CuratorSemaphore>(238, 136);
 }
