@@ -21,6 +21,8 @@ pub(crate) fn node_prefix(claim: ClaimId, naming: Naming, entry: QueuedEntry) ->
     let (claim, mode) = (claim_prefix(claim, naming), mode_suffix(entry));
     match naming {
         Naming::Curator => format!("{claim}{mode}-lock-"),
+        // The data of the node states the mode.
+        Naming::CuratorSemaphore => format!("{claim}-lock-"),
         Naming::Kazoo => format!("{claim}{mode}__lock__"),
         Naming::CuratorReadWrite => {
             let is_reader = entry == QueuedEntry::Claim(ClaimMode::Shared);
@@ -30,10 +32,10 @@ pub(crate) fn node_prefix(claim: ClaimId, naming: Naming, entry: QueuedEntry) ->
 }
 
 /// Returns the beginning of the names of all nodes of a claim.
-fn claim_prefix(claim: ClaimId, naming: Naming) -> String {
+pub(crate) fn claim_prefix(claim: ClaimId, naming: Naming) -> String {
     let id = claim.to_string();
     match naming {
-        Naming::Curator | Naming::CuratorReadWrite => format!(
+        Naming::Curator | Naming::CuratorReadWrite | Naming::CuratorSemaphore => format!(
             "{CURATOR_START}{}-{}-{}-{}-{}",
             &id[..8],
             &id[8..12],

@@ -16,6 +16,7 @@ use crate::layout::Naming;
 use crate::mutex::lock;
 use crate::node_data::NodeMode;
 use crate::queue::node_bytes;
+use crate::semaphore::lease_bytes;
 
 /// The queue entry of a claim in one session. The entry ends with its session, and no other session
 /// uses it.
@@ -43,6 +44,9 @@ pub(crate) struct ClaimState {
     /// The session no longer has this entry.
     pub(crate) is_removed: bool,
     pub(crate) node: Option<ClaimNode>,
+    /// The paths of the further nodes of granted permits in Curator's semaphore, one for each unit
+    /// but the first.
+    pub(crate) other_units: Vec<String>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
     /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
@@ -145,6 +149,7 @@ impl QueueEntry {
         let state = ClaimState {
             is_removed: false,
             node: None,
+            other_units: Vec::new(),
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
@@ -156,9 +161,14 @@ impl QueueEntry {
             lease: claim.lease(),
         };
         let entry = QueuedEntry::Claim(claim.mode());
+        let units = match naming {
+            Naming::CuratorSemaphore => lease_bytes(&dir, claim.mode()),
+            _ => 0,
+        };
+        let node_bytes = node_bytes(&dir, claim.id(), naming, entry).saturating_add(units);
         Self {
             key: claim.key().clone(),
-            node_bytes: node_bytes(&dir, claim.id(), naming, entry),
+            node_bytes,
             request_bytes: AtomicUsize::new(0),
             is_release_requested: AtomicBool::new(false),
             dir,
@@ -238,6 +248,7 @@ impl ClaimState {
     /// Clears all state of the node, which no longer exists.
     pub(crate) fn clear_node(&mut self) {
         self.node = None;
+        self.other_units.clear();
         self.held_until = None;
         self.own_watch = None;
         self.blockers = None;
