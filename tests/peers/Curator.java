@@ -6,6 +6,7 @@ import java.nio.charset.StandardCharsets;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.nio.file.StandardOpenOption;
+import java.util.Collection;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
@@ -14,8 +15,13 @@ import java.util.concurrent.ThreadLocalRandom;
 import java.util.concurrent.TimeUnit;
 import org.apache.curator.framework.CuratorFramework;
 import org.apache.curator.framework.CuratorFrameworkFactory;
+import org.apache.curator.framework.recipes.locks.InterProcessLock;
 import org.apache.curator.framework.recipes.locks.InterProcessMutex;
+import org.apache.curator.framework.recipes.locks.InterProcessReadWriteLock;
+import org.apache.curator.framework.recipes.locks.InterProcessSemaphoreV2;
+import org.apache.curator.framework.recipes.locks.Lease;
 import org.apache.curator.retry.ExponentialBackoffRetry;
+import org.apache.zookeeper.data.Stat;
 
 /**
  * Another program that uses our locks: acquires a lock in ZooKeeper with Curator itself, many times, as Spring Integration's registry does.
@@ -29,17 +35,72 @@ import org.apache.curator.retry.ExponentialBackoffRetry;
  * … --path /locks/orders --bench 2000
  * </pre>
  *
+ * <p>With {@code --recipe read} or {@code --recipe write}, the lock is that half of an {@code InterProcessReadWriteLock}. With
+ * {@code --recipe semaphore --take 2 --units 3}, it is that many units of an {@code InterProcessSemaphoreV2}.
+ *
  * Each error ends the program with a status other than zero and the reason on its standard error.
  */
 public class Curator {
-    /** The lock, with the path of its node. */
-    private static class Mutex extends InterProcessMutex {
-        Mutex(CuratorFramework client, String path) {
-            super(client, path);
+    /** The node of this process's lock among the contenders. This process has at most one. */
+    private static String ownNode(CuratorFramework client, String path) throws Exception {
+        long session = client.getZookeeperClient().getZooKeeper().getSessionId();
+        for (String child : client.getChildren().forPath(path)) {
+            Stat stat = client.checkExists().forPath(path + "/" + child);
+            if (stat != null && stat.getEphemeralOwner() == session) {
+                return path + "/" + child;
+            }
+        }
+        throw new IllegalStateException("this process has no node below " + path);
+    }
+
+    /** Some units of a semaphore. */
+    private static class Units implements InterProcessLock {
+        private final InterProcessSemaphoreV2 semaphore;
+        private final int take;
+        private Collection<Lease> leases;
+
+        Units(InterProcessSemaphoreV2 semaphore, int take) {
+            this.semaphore = semaphore;
+            this.take = take;
         }
 
-        String node() {
-            return getLockPath();
+        @Override
+        public void acquire() throws Exception {
+            leases = semaphore.acquire(take);
+        }
+
+        @Override
+        public boolean acquire(long time, TimeUnit unit) throws Exception {
+            leases = semaphore.acquire(take, time, unit);
+            return leases != null;
+        }
+
+        @Override
+        public void release() {
+            semaphore.returnAll(leases);
+            leases = null;
+        }
+
+        @Override
+        public boolean isAcquiredInThisProcess() {
+            return leases != null;
+        }
+    }
+
+    private static InterProcessLock lock(CuratorFramework client, String path, Map<String, String> options) {
+        String recipe = options.getOrDefault("recipe", "mutex");
+        switch (recipe) {
+            case "semaphore":
+                return new Units(
+                        new InterProcessSemaphoreV2(client, path, number(options, "units", 1)), number(options, "take", 1));
+            case "mutex":
+                return new InterProcessMutex(client, path);
+            case "read":
+                return new InterProcessReadWriteLock(client, path).readLock();
+            case "write":
+                return new InterProcessReadWriteLock(client, path).writeLock();
+            default:
+                throw new IllegalArgumentException("Curator.java: unknown recipe " + recipe);
         }
     }
 
@@ -53,7 +114,7 @@ public class Curator {
             CuratorFramework client = CuratorFrameworkFactory.newClient(
                     hosts, session, CONNECTION_MS, new ExponentialBackoffRetry(100, 10));
             client.start();
-            Mutex mutex = new Mutex(client, required(options, "path"));
+            InterProcessLock mutex = lock(client, required(options, "path"), options);
             if (options.containsKey("once")) {
                 once(client, mutex, options);
             } else if (options.containsKey("bench")) {
@@ -70,9 +131,10 @@ public class Curator {
         }
     }
 
-    private static void runSections(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
+    private static void runSections(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
         long offset = clockOffset();
         Path counter = Path.of(required(options, "counter"));
+        String path = required(options, "path") + (mutex instanceof Units ? "/leases" : "");
         int sections = number(options, "sections", 0);
         int holdMs = number(options, "hold-ms", 1);
         int pauseMs = number(options, "pause-ms", 4);
@@ -91,7 +153,7 @@ public class Curator {
                 long count = Long.parseLong(Files.readString(counter).strip());
                 Thread.sleep(holdMs);
                 overwriteNumber(counter, count + 1);
-                long token = client.checkExists().forPath(mutex.node()).getCzxid();
+                long token = client.checkExists().forPath(ownNode(client, path)).getCzxid();
                 long leaving = System.nanoTime() + offset;
                 mutex.release();
                 long left = System.nanoTime() + offset;
@@ -113,7 +175,7 @@ public class Curator {
     }
 
     /** For each line of input, runs that number of pairs of acquire and release, and prints their duration in nanoseconds. */
-    private static void bench(Mutex mutex, Map<String, String> options) throws Exception {
+    private static void bench(InterProcessLock mutex, Map<String, String> options) throws Exception {
         pairs(mutex, number(options, "bench", 0));
         printLine("ready");
         BufferedReader input = new BufferedReader(new InputStreamReader(System.in));
@@ -122,7 +184,7 @@ public class Curator {
         }
     }
 
-    private static long pairs(Mutex mutex, int count) throws Exception {
+    private static long pairs(InterProcessLock mutex, int count) throws Exception {
         long began = System.nanoTime();
         for (int pair = 0; pair < count; pair++) {
             mutex.acquire();
@@ -131,7 +193,7 @@ public class Curator {
         return System.nanoTime() - began;
     }
 
-    private static void once(CuratorFramework client, Mutex mutex, Map<String, String> options) throws Exception {
+    private static void once(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
         String[] what = options.get("once").split(" ");
         if (what[0].equals("try")) {
             if (!mutex.acquire(0, TimeUnit.MILLISECONDS)) {
@@ -205,7 +267,7 @@ public class Curator {
         Map<String, String> options = new HashMap<>();
         List<String> flags = List.of("on-cue");
         List<String> known = List.of(
-                "url", "path", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
+                "url", "path", "recipe", "units", "take", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
         for (int at = 0; at < arguments.length; at++) {
             String name = arguments[at].replaceFirst("^--", "");
             if (flags.contains(name)) {

@@ -44,6 +44,8 @@ const STORES: &[&str] = &[
     "redis+quorum://a,b,c",
     "zk://host",
     "zk://host?layout=curator",
+    "zk://host?layout=curator&naming=curator-read-write",
+    "zk://host?layout=curator&naming=curator-semaphore",
     "etcd://host",
     "etcd://host?layout=etcdctl",
     "pass-through:",

@@ -48,7 +48,7 @@ impl LockGuard {
     ///
     /// # Errors
     /// [`LockError::InvalidConversion`] if the lock is neither exclusive nor upgradable, or has
-    /// other guards. [`LockError::Unsupported`] if the store has no shared locks. Otherwise as
+    /// other guards. [`LockError::Unsupported`] if the store has no upgradable locks. Otherwise as
     /// [`upgrade`](Self::upgrade).
     ///
     /// # Cancel safety
@@ -98,7 +98,10 @@ impl Conversion {
     fn begin(guard: LockGuard, to: ClaimMode) -> Result<Self, LockError> {
         use ClaimMode::{Exclusive, Shared, Upgradable};
         let from = guard.mode();
-        guard.hold().grant().engine().require_mode(to)?;
+        let engine = guard.hold().grant().engine();
+        // A store may have shared claims without conversions.
+        engine.require_mode(Upgradable)?;
+        engine.require_mode(to)?;
         let problem = match (from, to) {
             (Upgradable, Exclusive)
             | (Exclusive, Upgradable)

@@ -13,6 +13,7 @@ use registry_core::{
 };
 
 use crate::config::{ZkConfig, lease_max, misconfigured};
+use crate::conversion;
 use crate::path::Paths;
 use crate::recipe;
 use crate::session::{ConfirmedBy, SessionPool, ZkSession};
@@ -25,8 +26,8 @@ use crate::session::{ConfirmedBy, SessionPool, ZkSession};
 /// happens. When a session ends, all its locks are lost permanently. The backend then opens a new
 /// session.
 ///
-/// The token is the transaction that created the holder's node. Tokens grow as long as the servers
-/// keep their data.
+/// The token is the transaction that created the holder's node, or after an upgrade the request to
+/// upgrade it. Tokens grow as long as the servers keep their data.
 ///
 /// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
 /// 1,000 keys of 10 bytes. Then the backend opens further sessions, up to
@@ -59,7 +60,7 @@ impl ZkBackend {
         let paths = config.paths();
         let addresses: Arc<str> = config.servers().into();
         let capabilities = config.capabilities();
-        let sessions = SessionPool::new(config);
+        let sessions = SessionPool::new(config, recipe::release_abandoned);
         let session = sessions.get_or_open().await;
         let session = session.map_err(|error| error.with_address(Arc::clone(&addresses)))?;
         let timeout = session.timeout();
@@ -110,7 +111,20 @@ impl ZkBackend {
             None => self.sessions.get_or_open().await?,
         };
         self.sessions.remove_claim_of_ended_session(claim.id());
-        recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
+        recipe::release(&session, claim, || self.paths.queue_path(claim.key())).await
+    }
+
+    /// Adds the check whether wake-ups arrive, or the addresses of the servers.
+    fn with_wake_check(
+        &self,
+        attempt: Result<Attempt, BackendError>,
+    ) -> Result<Attempt, BackendError> {
+        Ok(match attempt.map_err(|error| self.with_address(error))? {
+            Attempt::Busy(busy) => {
+                Attempt::Busy(busy.with_wake_check(Arc::clone(&self.sessions) as _))
+            }
+            attempt => attempt,
+        })
     }
 
     /// Renews the claims among `claims` that belong to `session`. Returns each result with the
@@ -158,20 +172,18 @@ impl LockBackend for ZkBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if claim.is_conversion() {
+            self.sessions.remove_claim_of_ended_session(claim.id());
+            let attempt = conversion::convert(&self.sessions, claim).await;
+            return self.with_wake_check(attempt);
+        }
         if self.sessions.remove_claim_of_ended_session(claim.id()) {
             // The error is returned once, so the engine emits an event for the end of the session.
             let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end of the queue";
             return Err(self.with_address(BackendError::transient(message).as_refused()));
         }
-        let dir = || self.paths.node_path(claim.key());
-        let attempt = recipe::try_acquire(&self.sessions, claim, dir).await;
-        let attempt = attempt.map_err(|error| self.with_address(error))?;
-        Ok(match attempt {
-            Attempt::Busy(busy) => {
-                Attempt::Busy(busy.with_wake_check(Arc::clone(&self.sessions) as _))
-            }
-            granted => granted,
-        })
+        let dir = || self.paths.queue_path(claim.key());
+        self.with_wake_check(recipe::try_acquire(&self.sessions, claim, dir).await)
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -198,9 +210,12 @@ impl LockBackend for ZkBackend {
 
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
         if let Some((_, entry)) = self.sessions.find_entry(claim.id()) {
-            recipe::wait_for_predecessor(&entry).await;
-        } else if let Some(session) = self.sessions.first_usable() {
-            recipe::wait_without_entry(&session, &self.paths.node_path(claim.key())).await;
+            recipe::wait_for_blockers(&entry, claim).await;
+        } else if let Some(session) =
+            self.sessions.first_usable().filter(|_| !claim.is_conversion())
+        {
+            let dir = self.paths.queue_path(claim.key());
+            recipe::wait_without_entry(&session, &dir, claim).await;
         }
     }
 
@@ -223,8 +238,7 @@ impl LockBackend for ZkBackend {
 #[async_trait]
 impl LockAdmin for ZkBackend {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        let holder = self.holder(key).await.map_err(|error| self.with_address(error))?;
-        Ok(holder.into_iter().collect())
+        self.holders_of(key).await.map_err(|error| self.with_address(error))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
@@ -243,7 +257,7 @@ impl LockAdmin for ZkBackend {
 impl WakeCheck for SessionPool {
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         let found = self.find_entry(claim.id());
-        found.is_some_and(|(session, entry)| recipe::is_predecessor_watched(&session, &entry))
+        found.is_some_and(|(session, entry)| recipe::are_blockers_watched(&session, &entry, claim))
     }
 }
 

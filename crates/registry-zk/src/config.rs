@@ -78,7 +78,10 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "naming",
-        Values::Choice { what: "node naming", names: &["curator", "kazoo"] },
+        Values::Choice {
+            what: "node naming",
+            names: &["curator", "kazoo", "curator-read-write", "curator-semaphore"],
+        },
         "`curator`",
         "the names of lock nodes",
     ),
@@ -273,7 +276,8 @@ impl ZkConfig {
         self
     }
 
-    /// Sets the names of created nodes. Waiters recognise both forms of names.
+    /// Sets the names of created nodes. Waiters recognise the names of [`Naming::Curator`] and
+    /// [`Naming::Kazoo`], or only those of the recipe in Curator.
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
@@ -396,7 +400,30 @@ impl ZkConfig {
             (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
             (Layout::Curator, None) => format!("{chroot}{root}"),
         };
-        Paths::new(base, self.layout)
+        Paths::new(base, self.layout).with_semaphore(self.is_semaphore())
+    }
+
+    /// Returns whether claims may have other modes than exclusive.
+    pub(crate) fn has_modes(&self) -> bool {
+        self.layout == Layout::Native || self.has_curator_modes()
+    }
+
+    /// Returns whether the naming is that of a recipe with modes in Curator.
+    fn has_curator_modes(&self) -> bool {
+        matches!(self.naming, Naming::CuratorReadWrite | Naming::CuratorSemaphore)
+    }
+
+    /// Returns whether the recipe is that of Curator's semaphore.
+    pub(crate) fn is_semaphore(&self) -> bool {
+        self.naming == Naming::CuratorSemaphore
+    }
+
+    /// Returns whether this client may write the data of the nodes that it creates.
+    fn may_write(&self) -> bool {
+        match &self.acl {
+            Acl::Open | Acl::Creator => true,
+            Acl::List(list) => list.iter().any(|acl| acl.permission().has(Permission::WRITE)),
+        }
     }
 
     pub(crate) fn has_login(&self) -> bool {
@@ -423,6 +450,13 @@ impl ZkConfig {
         if self.chroot.as_deref().is_some_and(|chroot| !is_valid_path(chroot)) {
             let problem = "the chroot is not a valid path; an example is `/app`";
             return Err(OptionError::general(problem));
+        }
+        if self.has_curator_modes() && self.layout != Layout::Curator {
+            let problem = "is that of a recipe in Curator, which requires `layout=curator`";
+            return Err(OptionError::new("naming", problem));
+        }
+        if self.is_semaphore() && !self.may_write() {
+            return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
         // In the native layout the root node itself would hold all keys.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
@@ -557,7 +591,12 @@ impl BackendConfig for ZkConfig {
             "sessions" => self.sessions_max = parse_count(value)?,
             "root" => self.root = Some(value.to_owned()),
             "naming" => {
-                let namings = [("curator", Naming::Curator), ("kazoo", Naming::Kazoo)];
+                let namings = [
+                    ("curator", Naming::Curator),
+                    ("kazoo", Naming::Kazoo),
+                    ("curator-read-write", Naming::CuratorReadWrite),
+                    ("curator-semaphore", Naming::CuratorSemaphore),
+                ];
                 self.naming = parse_choice(value, &namings)?;
             }
             "acl" => {
@@ -639,7 +678,19 @@ impl BackendConfig for ZkConfig {
             .with_batch_max(RENEWALS_MAX)
             .with_whole_shard()
             .with_verify_after(VERIFY_AFTER);
-        Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network)
+        let capabilities = Capabilities::new("zookeeper", GuaranteeClass::Durable, Reach::Network);
+        let capabilities = match self.layout {
+            Layout::Native if self.may_write() => {
+                capabilities.with_shared().with_permits().with_upgradable()
+            }
+            Layout::Native => capabilities.with_shared().with_permits(),
+            Layout::Curator => match self.naming {
+                Naming::CuratorReadWrite => capabilities.with_shared(),
+                Naming::CuratorSemaphore => capabilities.with_permits(),
+                Naming::Curator | Naming::Kazoo => capabilities,
+            },
+        };
+        capabilities
             .with_renewal(renewal)
             .with_fencing()
             .with_fair()

@@ -8,8 +8,8 @@ use zookeeper_client::Error;
 use crate::backend::ZkBackend;
 use crate::config::Acl;
 use crate::error::to_backend_error;
+use crate::nodes::read_children;
 use crate::queue::is_contender;
-use crate::recipe::read_children;
 use crate::session::{ConfirmedBy, ZkSession};
 
 impl ZkBackend {

@@ -216,12 +216,12 @@ impl FencedMulti<'_> {
         let (session, entry) = found.ok_or_else(|| lost_error(guard))?;
         let node = {
             let state = entry.state.lock().await;
-            let node = state.node.as_ref().map(|node| (node.path.clone(), node.czxid));
+            let node = state.node.as_ref().map(|node| (node.path.clone(), node.mode.token));
             node.ok_or_else(|| lost_error(guard))?
         };
-        let (node, czxid) = node;
+        let (node, token) = node;
         // The claim may have had a different node with a different token earlier.
-        if i64::from(guard.fencing_token()) != czxid || !guard.is_held() {
+        if i64::from(guard.fencing_token()) != token || !guard.is_held() {
             return Err(lost_error(guard));
         }
         let chroot = session.config().chroot.as_deref().unwrap_or_default();

@@ -8,14 +8,29 @@ use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
+use crate::modes::read_holders;
+use crate::nodes::{delete, read_children};
 use crate::queue::is_contender;
-use crate::recipe::{decode_holder, delete, read_children, sort_contenders};
+use crate::semaphore::{self, LEASES, QUEUE};
 use crate::session::ZkSession;
 
 impl ZkBackend {
-    pub(crate) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+    /// Returns the holders of `key`, in the order of their tokens.
+    pub(crate) async fn holders_of(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        read_holder(&session, key, &self.paths().node_path(key)).await
+        self.read_holders(&session, key).await
+    }
+
+    async fn read_holders(
+        &self,
+        session: &Arc<ZkSession>,
+        key: &Key,
+    ) -> Result<Vec<Holder>, BackendError> {
+        let dir = self.paths().node_path(key);
+        if self.paths().is_semaphore() {
+            return Ok(semaphore::read_holders(session, key, &dir).await?.holders);
+        }
+        Ok(read_holders(session, &dir).await?.holders(key))
     }
 
     /// Returns the holders of all keys below the base that this login may read. Nested layouts are
@@ -40,21 +55,21 @@ impl ZkBackend {
         Ok(holders)
     }
 
-    /// Returns the holder of the key at `relative_path`, relative to the base, and the paths of
+    /// Returns the holders of the key at `relative_path`, relative to the base, and the paths of
     /// possible keys below this key.
     async fn inspect_key(
         &self,
         session: &Arc<ZkSession>,
         relative_path: &str,
-    ) -> Result<(Option<Holder>, Vec<String>), BackendError> {
+    ) -> Result<(Vec<Holder>, Vec<String>), BackendError> {
         let Some(key) = self.paths().parse_key(relative_path) else {
-            return Ok((None, Vec::new()));
+            return Ok((Vec::new(), Vec::new()));
         };
         let dir = self.paths().node_path(&key);
-        let held = match read_holder(session, &key, &dir).await {
+        let held = match self.read_holders(session, &key).await {
             // The login may not read this key. The other keys must still be listed.
             Err(error) if error.kind() == BackendErrorKind::Denied => {
-                return Ok((None, Vec::new()));
+                return Ok((Vec::new(), Vec::new()));
             }
             held => held?,
         };
@@ -62,7 +77,9 @@ impl ZkBackend {
             return Ok((held, Vec::new()));
         }
         let mut nested = read_children_or_empty(session, &dir).await?;
-        nested.retain(|name| !is_contender(name));
+        let is_semaphore = self.paths().is_semaphore();
+        let is_of_semaphore = |name: &str| is_semaphore && [QUEUE, LEASES].contains(&name);
+        nested.retain(|name| !is_contender(name) && !is_of_semaphore(name));
         nested.iter_mut().for_each(|name| *name = format!("{relative_path}/{name}"));
         Ok((held, nested))
     }
@@ -71,43 +88,25 @@ impl ZkBackend {
         let session = self.sessions().get_or_open().await?;
         let dir = self.paths().node_path(key);
         for _ in 0..ATTEMPTS_MAX {
-            let children = read_children_or_empty(&session, &dir).await?;
-            let queue = sort_contenders(&session, &dir, children).await?;
-            let Some(head) = queue.head() else { break };
-            if delete(&session, &format!("{dir}/{head}")).await? {
+            let paths: Vec<_> = if self.paths().is_semaphore() {
+                semaphore::read_holders(&session, key, &dir).await?.paths
+            } else {
+                let holders = read_holders(&session, &dir).await?;
+                holders.names().map(|name| format!("{dir}/{name}")).collect()
+            };
+            if paths.is_empty() {
+                break;
+            }
+            let mut was_freed = false;
+            for path in paths {
+                was_freed |= delete(&session, &path).await?;
+            }
+            if was_freed {
                 return Ok(Release::Freed);
             }
         }
         Ok(Release::NotHeld)
     }
-}
-
-async fn read_holder(
-    session: &Arc<ZkSession>,
-    key: &Key,
-    dir: &str,
-) -> Result<Option<Holder>, BackendError> {
-    for _ in 0..ATTEMPTS_MAX {
-        let queue =
-            sort_contenders(session, dir, read_children_or_empty(session, dir).await?).await?;
-        let Some(head) = queue.head() else { break };
-        let path = format!("{dir}/{head}");
-        match session.with_request_timeout(session.client().get_data(&path)).await? {
-            Ok((data, stat)) => return Ok(Some(decode_holder(key, &data, stat.czxid))),
-            // The holder's node was deleted after the list was read. A successor may exist.
-            Err(Error::NoNode) => {}
-            // The login may not read the node's data, but may still check the node's existence.
-            Err(Error::NoAuth) => {
-                let response =
-                    session.with_request_timeout(session.client().check_stat(&path)).await?;
-                if let Some(stat) = response.map_err(|error| to_backend_error(&error))? {
-                    return Ok(Some(decode_holder(key, &[], stat.czxid)));
-                }
-            }
-            Err(error) => return Err(to_backend_error(&error)),
-        }
-    }
-    Ok(None)
 }
 
 async fn read_children_or_empty(
@@ -124,5 +123,5 @@ async fn read_children_or_empty(
 /// The number of keys that are read concurrently.
 const CONCURRENT_READS: usize = 64;
 
-/// The maximum number of attempts per key while its holder changes between two reads.
+/// The maximum number of attempts per key while its holders change between two reads.
 const ATTEMPTS_MAX: u32 = 8;

@@ -9,20 +9,28 @@ pub enum Layout {
     /// conflict with other paths are percent-encoded.
     #[default]
     Native,
-    /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
-    /// `ZookeeperLockRegistry` uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid
-    /// paths, or that would contend for another key's lock, are refused.
+    /// The layout of Apache Curator's locks, which Spring Integration's `ZookeeperLockRegistry`
+    /// uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid paths, or that would
+    /// contend for another key's lock, are refused. [`Naming`] selects the recipe.
     Curator,
 }
 
-/// Name of a contender's node.
+/// Name of a contender's node. Programs share locks only if they wait for each other's names.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Naming {
-    /// `_c_UUID-lock-NUMBER`, as in Apache Curator. Programs with kazoo wait for such nodes only if
-    /// they set `extra_lock_patterns=["-lock-"]`.
+    /// `_c_UUID-lock-NUMBER`, as in Apache Curator's `InterProcessMutex`. Programs with kazoo wait
+    /// for such nodes only if they set `extra_lock_patterns=["-lock-"]`.
     #[default]
     Curator,
     /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
     Kazoo,
+    /// `_c_UUID-__WRIT__NUMBER` for exclusive claims and `_c_UUID-__READ__NUMBER` for shared
+    /// claims, as in Apache Curator's `InterProcessReadWriteLock`. Programs with the other names do
+    /// not wait for such nodes, nor the reverse. Only with [`Layout::Curator`].
+    CuratorReadWrite,
+    /// Nodes for exclusive claims and permits, as in Apache Curator's `InterProcessSemaphoreV2`:
+    /// `locks/_c_UUID-lock-NUMBER` for each waiter, and `leases/_c_UUID-lease-NUMBER` for each
+    /// unit. Only with [`Layout::Curator`].
+    CuratorSemaphore,
 }

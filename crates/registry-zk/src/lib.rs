@@ -4,8 +4,10 @@
 //! servers number the children in order of arrival and delete a child when its session ends. The
 //! child with the lowest number holds the lock. Each other contender watches the child before its
 //! own child. Processes therefore acquire the lock in the order of the children, with one child at
-//! a time per process. A release wakes exactly one waiter. The engine in `registry-core` implements
-//! waiting, the times of renewals, and loss detection. It calls this backend through `LockBackend`.
+//! a time per process. A release wakes exactly one waiter. Shared claims, upgradable claims and
+//! permits have children in the same queue: a claim is granted if its mode is compatible with those
+//! of all children before its own. The engine in `registry-core` implements waiting, the times of
+//! renewals, and loss detection. It calls this backend through `LockBackend`.
 //!
 //! All locks of a backend share one session. One request renews the session with all its locks.
 //! Several thousand locks need further sessions, because the servers end a session by one
@@ -39,6 +41,10 @@ mod config;
 mod layout;
 mod backend;
 mod recipe;
+mod modes;
+mod conversion;
+mod semaphore;
+mod nodes;
 mod queue_entry;
 mod queue;
 mod head_cache;

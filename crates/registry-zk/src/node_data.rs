@@ -1,33 +1,104 @@
-//! The data of a lock's node: a JSON object for operators. No decision of the backend depends on
-//! this data.
+//! The data of a lock's node: a JSON object. It states the mode and the token of a claim that was
+//! converted. The rest is for operators.
 
-use registry_core::Claim;
+use std::borrow::Cow;
+
+use registry_core::{Claim, ClaimMode, QueuedEntry};
 use serde::{Deserialize, Serialize};
+
+use crate::queue::named_entry;
 
 #[derive(Serialize, Deserialize)]
 struct NodeData<'a> {
     #[serde(skip_serializing_if = "Option::is_none", borrow)]
-    label: Option<std::borrow::Cow<'a, str>>,
-    host: std::borrow::Cow<'a, str>,
+    label: Option<Cow<'a, str>>,
+    host: Cow<'a, str>,
     pid: u32,
+    #[serde(skip_serializing_if = "Option::is_none", borrow)]
+    mode: Option<Cow<'a, str>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    token: Option<i64>,
+}
+
+/// The present mode of a claim, and the token of its grant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NodeMode {
+    pub(crate) mode: ClaimMode,
+    pub(crate) token: i64,
 }
 
 /// Returns the data of the node of `claim`. The server itself stores the creation time (`ctime`).
-pub(crate) fn encode_node_data(claim: &Claim) -> Vec<u8> {
+pub(crate) fn encode_node_data(
+    claim: &Claim,
+    mode: Option<ClaimMode>,
+    token: Option<i64>,
+) -> Vec<u8> {
     let node_data = NodeData {
         label: claim.label().map(Into::into),
         host: host().into(),
         pid: std::process::id(),
+        mode: mode.map(|mode| mode.to_string().into()),
+        token,
     };
-    // The serialization of strings and a number cannot fail.
+    // The serialization of strings and numbers cannot fail.
     serde_json::to_vec(&node_data).unwrap_or_default()
+}
+
+/// Returns the mode that a node's data states, as in the `Display` of [`ClaimMode`].
+pub(crate) fn decode_stated_mode(data: &[u8]) -> Option<ClaimMode> {
+    let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
+    parse_mode(node_data.mode.as_deref()?)
+}
+
+fn parse_mode(text: &str) -> Option<ClaimMode> {
+    let permits = || {
+        let (take, of) = text.strip_prefix("permits ")?.split_once(" of ")?;
+        Some(ClaimMode::Permits { take: take.parse().ok()?, of: of.parse().ok()? })
+    };
+    match text {
+        "shared" => Some(ClaimMode::Shared),
+        "upgradable" => Some(ClaimMode::Upgradable),
+        "exclusive" => Some(ClaimMode::Exclusive),
+        _ => permits(),
+    }
+}
+
+/// Returns whether a claim whose node has this name may have another mode now than when its node
+/// was created.
+pub(crate) fn is_convertible(name: &str) -> bool {
+    matches!(named_entry(name), QueuedEntry::Claim(ClaimMode::Exclusive | ClaimMode::Upgradable))
+}
+
+/// Returns the present mode of the claim of a node. Returns `None` if another program has replaced
+/// the data of a node that may state a mode.
+pub(crate) fn decode_mode(name: &str, data: &[u8], czxid: i64) -> Option<NodeMode> {
+    let named = match named_entry(name) {
+        QueuedEntry::Claim(mode) => mode,
+        QueuedEntry::UpgradeRequest => ClaimMode::Exclusive,
+    };
+    if !is_convertible(name) {
+        return Some(NodeMode { mode: named, token: czxid });
+    }
+    let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
+    let mode = match node_data.mode.as_deref() {
+        None => named,
+        Some(text) => parse_mode(text)?,
+    };
+    Some(NodeMode { mode, token: node_data.token.unwrap_or(czxid) })
+}
+
+/// As [`decode_mode`]. The claim of a node whose data was replaced is exclusive, which is the safe
+/// assumption of all other claims.
+pub(crate) fn decode_other_mode(name: &str, data: &[u8], czxid: i64) -> NodeMode {
+    let unknown = NodeMode { mode: ClaimMode::Exclusive, token: czxid };
+    decode_mode(name, data, czxid).unwrap_or(unknown)
 }
 
 /// Returns the label in a node's data. If another program wrote text, such as the address that
 /// Curator writes, the text is the label.
 pub(crate) fn decode_label(data: &[u8]) -> Option<String> {
     if let Ok(node_data) = serde_json::from_slice::<NodeData<'_>>(data) {
-        return node_data.label.map(std::borrow::Cow::into_owned);
+        return node_data.label.map(Cow::into_owned);
     }
     let text = std::str::from_utf8(data).ok()?;
     let is_label = !text.is_empty() && text.len() <= LABEL_MAX && !text.contains(char::is_control);
@@ -63,9 +134,10 @@ mod tests {
     #[test]
     fn a_label_round_trips_and_is_readable_text() {
         for text in [None, Some(""), Some("nightly \"report\" 🔒\n\0'")] {
-            assert_eq!(decode_label(&encode_node_data(&claim(text))).as_deref(), text);
+            assert_eq!(decode_label(&encode_node_data(&claim(text), None, None)).as_deref(), text);
         }
-        let text = String::from_utf8(encode_node_data(&claim(Some("nightly report")))).unwrap();
+        let text = encode_node_data(&claim(Some("nightly report")), None, None);
+        let text = String::from_utf8(text).unwrap();
         assert!(text.starts_with("{\"label\":\"nightly report\",\"host\":\""), "{text}");
     }
 
@@ -74,6 +146,35 @@ mod tests {
         assert_eq!(decode_label(b"192.0.2.7").as_deref(), Some("192.0.2.7"));
         for not_a_label in [&b""[..], b"\xff", b"a\nb", &[b'x'; 2_000], b"{}\0"] {
             assert_eq!(decode_label(not_a_label), None, "{not_a_label:?}");
+        }
+    }
+
+    #[test]
+    fn the_data_states_the_mode_of_a_converted_claim() {
+        const ID: &str = "0123456789abcdef0123456789abcdef";
+        let named = |mode: &str| format!("{ID}{mode}__lock__0000000001");
+        let data = encode_node_data(&claim(Some("label")), None, None);
+        for (name, mode) in [
+            (named(""), ClaimMode::Exclusive),
+            (named("-u"), ClaimMode::Upgradable),
+            (named("-s"), ClaimMode::Shared),
+            (named("-p1-2"), ClaimMode::Permits { take: 1, of: 2 }),
+        ] {
+            assert_eq!(decode_mode(&name, &data, 7), Some(NodeMode { mode, token: 7 }), "{name}");
+        }
+        for name in [named(""), named("-u")] {
+            for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
+                let converted = NodeMode { mode, token: 9 };
+                let data = encode_node_data(&claim(Some("label")), Some(mode), Some(9));
+                assert_eq!(decode_mode(&name, &data, 7), Some(converted), "{name}");
+                assert_eq!(decode_label(&data).as_deref(), Some("label"));
+            }
+            // `__REVOKE__` is the request of Curator's `Revoker`.
+            for foreign in [&b""[..], b"__REVOKE__", b"{}"] {
+                let exclusive = NodeMode { mode: ClaimMode::Exclusive, token: 7 };
+                assert_eq!(decode_mode(&name, foreign, 7), None, "{name}");
+                assert_eq!(decode_other_mode(&name, foreign, 7), exclusive, "{name}");
+            }
         }
     }
 }

@@ -5,39 +5,119 @@
 //! assign this number to every new child, and negative numbers to children created concurrently.
 //! Only the transactions that created the nodes then determine the order. The tests of
 //! `registry-testkit` check this behaviour of the servers.
+//!
+//! The name of a claim that is not exclusive contains its mode before `lock`: `-s` (shared), `-u`
+//! (upgradable), `-pTAKE-OF` (permits), or `-q` for the request to upgrade the claim. Other
+//! programs treat each of these nodes as an exclusive contender.
 
-use registry_core::ClaimId;
+use registry_core::{ClaimId, ClaimMode, QueuedEntry};
 
 use crate::layout::Naming;
 
+const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
+
 /// Returns the name of a claim's node without its number.
-pub(crate) fn node_prefix(claim: ClaimId, naming: Naming) -> String {
+pub(crate) fn node_prefix(claim: ClaimId, naming: Naming, entry: QueuedEntry) -> String {
+    let (claim, mode) = (claim_prefix(claim, naming), mode_suffix(entry));
+    match naming {
+        Naming::Curator => format!("{claim}{mode}-lock-"),
+        // The data of the node states the mode.
+        Naming::CuratorSemaphore => format!("{claim}-lock-"),
+        Naming::Kazoo => format!("{claim}{mode}__lock__"),
+        Naming::CuratorReadWrite => {
+            let is_reader = entry == QueuedEntry::Claim(ClaimMode::Shared);
+            format!("{claim}-{}", if is_reader { READER } else { WRITER })
+        }
+    }
+}
+
+/// Returns the beginning of the names of all nodes of a claim.
+pub(crate) fn claim_prefix(claim: ClaimId, naming: Naming) -> String {
     let id = claim.to_string();
     match naming {
-        Naming::Curator => format!(
-            "_c_{}-{}-{}-{}-{}-lock-",
+        Naming::Curator | Naming::CuratorReadWrite | Naming::CuratorSemaphore => format!(
+            "{CURATOR_START}{}-{}-{}-{}-{}",
             &id[..8],
             &id[8..12],
             &id[12..16],
             &id[16..20],
             &id[20..]
         ),
-        Naming::Kazoo => format!("{id}__lock__"),
+        Naming::Kazoo => id,
+    }
+}
+
+fn mode_suffix(entry: QueuedEntry) -> String {
+    match entry {
+        QueuedEntry::Claim(ClaimMode::Shared) => "-s".to_owned(),
+        QueuedEntry::Claim(ClaimMode::Upgradable) => "-u".to_owned(),
+        QueuedEntry::Claim(ClaimMode::Permits { take, of }) => format!("-p{take}-{of}"),
+        QueuedEntry::UpgradeRequest => "-q".to_owned(),
+        QueuedEntry::Claim(_) => String::new(),
     }
 }
 
 /// Returns the maximum bytes of a claim's node path in a transaction: the path and its length
 /// field.
-pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
-    LENGTH_BYTES + dir.len() + "/".len() + node_prefix(claim, naming).len() + NUMBER_CHARS_MAX
+pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming, entry: QueuedEntry) -> usize {
+    LENGTH_BYTES
+        + dir.len()
+        + "/".len()
+        + node_prefix(claim, naming, entry).len()
+        + NUMBER_CHARS_MAX
 }
 
-/// Returns the number of a contender with a name in the form of Curator or kazoo. Returns `None`
-/// for any other child.
-fn sequence_number(name: &str) -> Option<i32> {
-    let after = |marker: &str| name.rfind(marker).map(|at| &name[at + marker.len()..]);
+/// Returns the entry that a contender's name states. Every contender of another program is
+/// exclusive, except readers in Curator. The data of the node states the present mode of a claim
+/// that was converted.
+pub(crate) fn named_entry(name: &str) -> QueuedEntry {
+    let Some(Contender { before, marker, .. }) = parse_contender(name) else { return EXCLUSIVE };
+    match marker {
+        READER => return QueuedEntry::Claim(ClaimMode::Shared),
+        WRITER => return EXCLUSIVE,
+        _ => {}
+    }
+    let claim_bytes = if before.starts_with(CURATOR_START) { CURATOR_BYTES } else { KAZOO_BYTES };
+    let Some((claim, mode)) = before.split_at_checked(claim_bytes) else { return EXCLUSIVE };
+    let id = claim.strip_prefix(CURATOR_START).unwrap_or(claim);
+    if !id.bytes().all(|byte| byte.is_ascii_hexdigit() || byte == b'-') {
+        return EXCLUSIVE;
+    }
+    let permits = || {
+        let (take, of) = mode.strip_prefix("-p")?.split_once('-')?;
+        Some(ClaimMode::Permits { take: take.parse().ok()?, of: of.parse().ok()? })
+    };
+    match mode {
+        "-s" => QueuedEntry::Claim(ClaimMode::Shared),
+        "-u" => QueuedEntry::Claim(ClaimMode::Upgradable),
+        "-q" => QueuedEntry::UpgradeRequest,
+        _ => permits().map_or(EXCLUSIVE, QueuedEntry::Claim),
+    }
+}
+
+/// The parts of a contender's name.
+struct Contender<'a> {
+    before: &'a str,
+    /// The text directly before the number. It identifies the recipe.
+    marker: &'static str,
+    number: i32,
+}
+
+/// Returns the parts of a name in the form of Curator or kazoo. Returns `None` for any other child.
+fn parse_contender(name: &str) -> Option<Contender<'_>> {
     // Only one of these markers is directly before the number of a name.
-    [after("lock-"), after("__lock__")].into_iter().flatten().find_map(parse_number)
+    MARKERS.into_iter().find_map(|marker| {
+        let at = name.rfind(marker)?;
+        let number = parse_number(&name[at + marker.len()..])?;
+        Some(Contender { before: &name[..at], marker, number })
+    })
+}
+
+/// Returns the number of a contender in the recipe of `naming`.
+fn sequence_number(name: &str, naming: Naming) -> Option<i32> {
+    let contender = parse_contender(name)?;
+    let is_read_write = [READER, WRITER].contains(&contender.marker);
+    (is_read_write == (naming == Naming::CuratorReadWrite)).then_some(contender.number)
 }
 
 /// Parses a number in the server's format: at least ten characters, including the sign.
@@ -49,59 +129,70 @@ fn parse_number(text: &str) -> Option<i32> {
     (is_decimal && has_expected_length).then(|| text.parse().ok()).flatten()
 }
 
-/// Returns whether a child contends for the lock.
+/// Returns whether a child contends for the lock in one of the recipes.
 pub(crate) fn is_contender(name: &str) -> bool {
-    sequence_number(name).is_some()
+    parse_contender(name).is_some()
 }
 
-/// Returns the nodes whose names begin with the claim's `node_prefix`. Each earlier session that
-/// the servers have not ended yet can have another node of the claim.
-pub(crate) fn claim_nodes<'a>(
-    children: &'a [String],
-    node_prefix: &str,
-) -> impl Iterator<Item = &'a str> {
-    let is_of_claim = move |name: &&String| name.starts_with(node_prefix) && is_contender(name);
+/// Returns the nodes of a claim, including its request to be upgraded. Each earlier session that
+/// the servers have not ended yet can have other nodes of the claim.
+pub(crate) fn claim_nodes(
+    children: &[String],
+    claim: ClaimId,
+    naming: Naming,
+) -> impl Iterator<Item = &str> {
+    let prefix = claim_prefix(claim, naming);
+    let is_of_claim = move |name: &&String| name.starts_with(&prefix) && is_contender(name);
     children.iter().filter(is_of_claim).map(String::as_str)
 }
 
 /// The contenders for one lock, head first.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct ContenderQueue(Vec<String>);
+pub(crate) struct ContenderQueue {
+    names: Vec<String>,
+    /// The names do not determine the order, and do not identify nodes: the claim of a deleted node
+    /// can have a new one with the same name.
+    is_sequence_exhausted: bool,
+}
 
 /// The unsorted contenders for a lock whose sequence numbers are exhausted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SequenceExhausted(Vec<String>);
 
 impl ContenderQueue {
-    /// Selects and sorts the contenders among all children.
+    /// Selects and sorts the contenders in the recipe of `naming` among all children.
     ///
     /// # Errors
     /// [`SequenceExhausted`] if the names do not determine the order.
-    pub(crate) fn from_children(children: Vec<String>) -> Result<Self, SequenceExhausted> {
-        let mut contenders: Vec<(i32, String)> =
-            children.into_iter().filter_map(|name| Some((sequence_number(&name)?, name))).collect();
+    pub(crate) fn from_children(
+        children: Vec<String>,
+        naming: Naming,
+    ) -> Result<Self, SequenceExhausted> {
+        let mut contenders: Vec<(i32, String)> = children
+            .into_iter()
+            .filter_map(|name| Some((sequence_number(&name, naming)?, name)))
+            .collect();
         if contenders.iter().any(|(number, _)| !(0..i32::MAX).contains(number)) {
             return Err(SequenceExhausted(contenders.into_iter().map(|(_, name)| name).collect()));
         }
         contenders.sort_unstable();
-        Ok(Self(contenders.into_iter().map(|(_, name)| name).collect()))
+        let names = contenders.into_iter().map(|(_, name)| name).collect();
+        Ok(Self { names, is_sequence_exhausted: false })
     }
 
-    /// Returns the head of the queue.
-    pub(crate) fn head(&self) -> Option<&str> {
-        self.0.first().map(String::as_str)
+    /// Returns the names of all contenders, head first.
+    pub(crate) fn names(&self) -> &[String] {
+        &self.names
     }
 
-    /// Returns the position of `name`.
-    pub(crate) fn position_of(&self, name: &str) -> QueuePosition<'_> {
-        match self.0.iter().position(|other| other == name) {
-            None => QueuePosition::Absent,
-            Some(0) => QueuePosition::Head,
-            Some(index) => QueuePosition::Behind {
-                predecessor: &self.0[index - 1],
-                is_predecessor_head: index == 1,
-            },
-        }
+    /// Returns the index of `name`.
+    pub(crate) fn position_of(&self, name: &str) -> Option<usize> {
+        self.names.iter().position(|other| other == name)
+    }
+
+    /// Returns whether the sequence numbers are exhausted.
+    pub(crate) fn is_sequence_exhausted(&self) -> bool {
+        self.is_sequence_exhausted
     }
 }
 
@@ -120,23 +211,20 @@ impl SequenceExhausted {
         let mut existing: Vec<_> =
             czxids.filter_map(|(czxid, name)| Some((czxid?, name))).collect();
         existing.sort_unstable();
-        ContenderQueue(existing.into_iter().map(|(_, name)| name).collect())
+        let names = existing.into_iter().map(|(_, name)| name).collect();
+        ContenderQueue { names, is_sequence_exhausted: true }
     }
 }
 
-/// Position of a node in a queue.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) enum QueuePosition<'a> {
-    Head,
-    Behind {
-        /// The node directly before this one.
-        predecessor: &'a str,
-        /// The predecessor is the head of the queue.
-        is_predecessor_head: bool,
-    },
-    Absent,
-}
-
+/// The markers of Curator's readers-writer lock.
+const READER: &str = "__READ__";
+const WRITER: &str = "__WRIT__";
+const MARKERS: [&str; 5] = ["-lock-", "lock-", "__lock__", READER, WRITER];
+/// The start of the names of Curator's nodes, and its bytes with the id.
+const CURATOR_START: &str = "_c_";
+const CURATOR_BYTES: usize = 39;
+/// The bytes of the id in the names of kazoo's nodes.
+const KAZOO_BYTES: usize = 32;
 const LENGTH_BYTES: usize = 4;
 /// A negative number has a sign before its ten digits.
 const NUMBER_CHARS_MAX: usize = 11;
@@ -146,7 +234,8 @@ mod tests {
     use super::*;
 
     fn queue(names: &[&str]) -> ContenderQueue {
-        ContenderQueue::from_children(names.iter().map(|&name| name.to_owned()).collect()).unwrap()
+        let names = names.iter().map(|&name| name.to_owned()).collect();
+        ContenderQueue::from_children(names, Naming::Curator).unwrap()
     }
 
     fn name(number: i32) -> String {
@@ -158,18 +247,84 @@ mod tests {
     fn node_names_have_the_form_of_curator_or_kazoo() {
         let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
         assert_eq!(
-            node_prefix(claim, Naming::Curator),
+            node_prefix(claim, Naming::Curator, EXCLUSIVE),
             "_c_01234567-89ab-cdef-0123-456789abcdef-lock-"
         );
-        assert_eq!(node_prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
+        assert_eq!(
+            node_prefix(claim, Naming::Kazoo, EXCLUSIVE),
+            "0123456789abcdef0123456789abcdef__lock__"
+        );
+    }
+
+    #[test]
+    fn the_mode_of_a_claim_is_in_the_name_of_its_node() {
+        let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
+        let most = ClaimMode::Permits { take: u32::MAX, of: u32::MAX };
+        for naming in [Naming::Curator, Naming::Kazoo] {
+            for entry in [
+                EXCLUSIVE,
+                QueuedEntry::Claim(ClaimMode::Shared),
+                QueuedEntry::Claim(ClaimMode::Upgradable),
+                QueuedEntry::Claim(ClaimMode::Permits { take: 2, of: 10 }),
+                QueuedEntry::Claim(most),
+                QueuedEntry::UpgradeRequest,
+            ] {
+                let prefix = node_prefix(claim, naming, entry);
+                for number in ["0000000001", "-2147483648"] {
+                    let name = format!("{prefix}{number}");
+                    assert_eq!(named_entry(&name), entry, "{name}");
+                    let children = [name.clone(), "other-lock-0000000002".to_owned()];
+                    assert!(claim_nodes(&children, claim, naming).eq([&*name]), "{name}");
+                    assert!(claim_nodes(&children, ClaimId::from_bits(1), naming).eq([""; 0]));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_readers_writer_lock_of_curator_has_only_its_own_contenders() {
+        let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
+        let naming = Naming::CuratorReadWrite;
+        let [reader, writer] = [ClaimMode::Shared, ClaimMode::Exclusive].map(|mode| {
+            let entry = QueuedEntry::Claim(mode);
+            let name = node_prefix(claim, naming, entry) + "0000000007";
+            assert_eq!(named_entry(&name), entry, "{name}");
+            name
+        });
+        assert_eq!(reader, "_c_01234567-89ab-cdef-0123-456789abcdef-__READ__0000000007");
+        assert_eq!(writer, "_c_01234567-89ab-cdef-0123-456789abcdef-__WRIT__0000000007");
+        // After a downgrade in Curator, the reader has the number of the writer.
+        let mutex = "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000001".to_owned();
+        let children = vec![writer.clone(), mutex, "other".to_owned(), reader.clone()];
+        assert!(claim_nodes(&children, claim, naming).any(|name| name == reader));
+        let queue = ContenderQueue::from_children(children, naming).unwrap();
+        assert_eq!(queue.names(), [reader, writer]);
+    }
+
+    #[test]
+    fn contenders_of_other_programs_are_exclusive() {
+        for name in [
+            "lock-0000000003",
+            "-s-lock-0000000003",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000002",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-x-lock-0000000002",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-p1-lock-0000000002",
+            "the-id-of-another-program-123456-s-lock-0000000002",
+            "ffffffffffffffffffffffffffffffff__lock__0000000001",
+            "ffffffffffffffffffffffffffffffff__lock__",
+        ] {
+            assert_eq!(named_entry(name), EXCLUSIVE, "{name}");
+        }
     }
 
     #[test]
     fn node_bytes_include_the_whole_path() {
         let claim = ClaimId::from_bits(7);
         for naming in [Naming::Curator, Naming::Kazoo] {
-            let path = format!("/locks/k/{}-2147483648", node_prefix(claim, naming));
-            assert_eq!(node_bytes("/locks/k", claim, naming), path.len() + 4);
+            for entry in [EXCLUSIVE, QueuedEntry::UpgradeRequest] {
+                let path = format!("/locks/k/{}-2147483648", node_prefix(claim, naming, entry));
+                assert_eq!(node_bytes("/locks/k", claim, naming, entry), path.len() + 4);
+            }
         }
     }
 
@@ -187,13 +342,15 @@ mod tests {
             "x-lock-1",
             "x-lock-00000000004",
             "x__rlock__0000000000",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-__READ__0000000000",
+            "_c_01234567-89ab-cdef-0123-456789abcdef-__WRIT__0000000000",
             "_c_0-latch-0000000000",
             "lock-000000000x",
             "lock-",
             "__lock__",
             "",
         ];
-        assert_eq!(queue(&children).0, [kazoo, curator, plain]);
+        assert_eq!(queue(&children).names, [kazoo, curator, plain]);
     }
 
     #[test]
@@ -202,31 +359,24 @@ mod tests {
         assert_eq!(name(-5), "_c_0-lock--000000005");
         for beyond in [i32::MAX, i32::MIN, -5, -1] {
             let names = vec![name(i32::MAX - 1), "other".to_owned(), name(beyond), name(7)];
-            let unordered = ContenderQueue::from_children(names).unwrap_err();
+            let unordered = ContenderQueue::from_children(names, Naming::Curator).unwrap_err();
             let contenders = [name(i32::MAX - 1), name(beyond), name(7)];
             assert_eq!(unordered.names(), contenders);
             let [first, second, third] = contenders;
             let queue = unordered.sort_by_transaction([Some(30), Some(9), None]);
-            assert_eq!(queue.0, [second, first]);
-            assert_eq!(queue.position_of(&third), QueuePosition::Absent);
+            assert_eq!(queue.names, [second, first]);
+            assert_eq!(queue.position_of(&third), None);
+            assert!(queue.is_sequence_exhausted());
         }
-        queue(&[&name(i32::MAX - 1)]);
+        assert!(!queue(&[&name(i32::MAX - 1)]).is_sequence_exhausted());
     }
 
     #[test]
-    fn each_node_has_its_predecessor() {
+    fn contenders_are_in_the_order_of_their_numbers() {
         let names = [name(7), name(8), name(9)];
         let queue = queue(&[&names[2], &names[0], &names[1]]);
-        assert_eq!(queue.head(), Some(&*names[0]));
-        assert_eq!(queue.position_of(&names[0]), QueuePosition::Head);
-        assert_eq!(
-            queue.position_of(&names[1]),
-            QueuePosition::Behind { predecessor: &names[0], is_predecessor_head: true }
-        );
-        assert_eq!(
-            queue.position_of(&names[2]),
-            QueuePosition::Behind { predecessor: &names[1], is_predecessor_head: false }
-        );
-        assert_eq!(queue.position_of("other"), QueuePosition::Absent);
+        assert_eq!(queue.names(), names);
+        assert_eq!(queue.position_of(&names[1]), Some(1));
+        assert_eq!(queue.position_of("other"), None);
     }
 }

@@ -6,15 +6,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use futures_util::future::{BoxFuture, FutureExt as _, Shared};
-use registry_core::{Claim, Key, Moment};
+use futures_util::future::{BoxFuture, FutureExt as _, Shared, select_all};
+use registry_core::{Claim, Key, Moment, QueuedEntry};
 use tokio::sync::Mutex;
 use zookeeper_client::OneshotWatcher;
 
 use crate::connection::StoppableClient;
 use crate::layout::Naming;
 use crate::mutex::lock;
+use crate::node_data::NodeMode;
 use crate::queue::node_bytes;
+use crate::semaphore::lease_bytes;
 
 /// The queue entry of a claim in one session. The entry ends with its session, and no other session
 /// uses it.
@@ -24,6 +26,8 @@ pub(crate) struct QueueEntry {
     pub(crate) dir: String,
     /// Bytes of the node's path in the transaction that ends the session.
     pub(crate) node_bytes: usize,
+    /// The same of the request to upgrade the claim. Zero until the first request.
+    pub(crate) request_bytes: AtomicUsize,
     /// The engine has requested the release of the claim.
     is_release_requested: AtomicBool,
     /// Each operation on the claim locks this mutex. The operations of a claim therefore run one at
@@ -40,6 +44,9 @@ pub(crate) struct ClaimState {
     /// The session no longer has this entry.
     pub(crate) is_removed: bool,
     pub(crate) node: Option<ClaimNode>,
+    /// The paths of the further nodes of granted permits in Curator's semaphore, one for each unit
+    /// but the first.
+    pub(crate) other_units: Vec<String>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
     /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
@@ -47,8 +54,16 @@ pub(crate) struct ClaimState {
     pub(crate) held_until: Option<Moment>,
     /// The watch on the own node of a held claim.
     pub(crate) own_watch: Option<OwnNodeWatch>,
-    /// The node directly before the own node, and its watch.
-    pub(crate) predecessor: Option<WatchedPredecessor>,
+    /// The nodes that a waiting claim waits for, and their watches. For an exclusive claim, this is
+    /// the node directly before the own node.
+    pub(crate) blockers: Option<WatchedNodes>,
+    /// The request to upgrade the claim, while its upgrade waits.
+    pub(crate) upgrade: Option<UpgradeRequest>,
+    /// A change of the mode, or a change to the request to upgrade the claim, was requested, and
+    /// its outcome is unknown.
+    pub(crate) is_conversion_unresolved: bool,
+    /// The request to upgrade the claim is deleted this long after the last attempt or wait.
+    pub(crate) upgrade_lease: Duration,
     /// The nodes before the own node that only the connected server has, but not a majority. If a
     /// majority later creates a node with the same name, it comes after the own node.
     pub(crate) nodes_missing_on_majority: Vec<String>,
@@ -59,13 +74,31 @@ pub(crate) struct ClaimNode {
     pub(crate) path: String,
     /// The transaction that created the node.
     pub(crate) czxid: i64,
+    /// The present mode of the claim, and the token of its grant.
+    pub(crate) mode: NodeMode,
+    /// The number of writes to the node's data.
+    pub(crate) version: i32,
 }
 
 impl ClaimNode {
     /// Returns the node's name among the children.
     pub(crate) fn name(&self) -> &str {
-        self.path.rsplit('/').next().unwrap_or_default()
+        name_of(&self.path)
     }
+}
+
+/// Returns the last segment of a path.
+pub(crate) fn name_of(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or_default()
+}
+
+/// A node behind the node of a held claim. It blocks new readers while the claim's upgrade waits.
+pub(crate) struct UpgradeRequest {
+    pub(crate) path: String,
+    /// The transaction that created the node. It becomes the token of the upgraded claim.
+    pub(crate) czxid: i64,
+    /// The reader that the upgrade waits for, if the last attempt found one.
+    pub(crate) reader: Option<WatchedNodes>,
 }
 
 pub(crate) struct OwnNodeWatch {
@@ -74,17 +107,40 @@ pub(crate) struct OwnNodeWatch {
     pub(crate) reconnects_when_verified: u32,
 }
 
-pub(crate) struct WatchedPredecessor {
-    pub(crate) name: String,
-    /// `None` if the [watch budget](WatchBudget) was used up.
-    pub(crate) watch: Option<NodeWatch>,
+/// The nodes that a claim waits for.
+pub(crate) struct WatchedNodes {
+    /// The name and the watch of each node. A node has no watch if the [watch budget](WatchBudget)
+    /// was used up.
+    pub(crate) nodes: Vec<(String, Option<NodeWatch>)>,
+    /// The watches suffice to detect every change that may let the claim be granted.
+    pub(crate) is_complete: bool,
     pub(crate) verified_at: Moment,
 }
 
-impl WatchedPredecessor {
-    /// Returns whether a watch on the node `name` is set and has not fired.
-    pub(crate) fn is_watching(&self, name: &str) -> bool {
-        self.name == name && self.watch.as_ref().is_some_and(|watch| !watch.has_fired())
+impl WatchedNodes {
+    /// Returns the watch on the node `name` if it is set and has not fired.
+    pub(crate) fn find_watch(&self, name: &str) -> Option<&NodeWatch> {
+        let watch = self.nodes.iter().find(|(other, _)| other == name)?.1.as_ref();
+        watch.filter(|watch| !watch.has_fired())
+    }
+
+    /// Returns whether all nodes are watched, and none of the watches has fired.
+    pub(crate) fn are_unchanged(&self) -> bool {
+        let is_unchanged =
+            |watch: &Option<NodeWatch>| watch.as_ref().is_some_and(|it| !it.has_fired());
+        self.is_complete && self.nodes.iter().all(|(_, watch)| is_unchanged(watch))
+    }
+
+    /// Returns a future that waits until a watch fires. Without a watch, it waits forever.
+    pub(crate) fn change(&self) -> impl Future<Output = ()> + Send + 'static + use<> {
+        let watches: Vec<_> =
+            self.nodes.iter().filter_map(|(_, watch)| Some(watch.as_ref()?.0.clone())).collect();
+        async move {
+            if watches.is_empty() {
+                return std::future::pending().await;
+            }
+            select_all(watches).await;
+        }
     }
 }
 
@@ -93,22 +149,41 @@ impl QueueEntry {
         let state = ClaimState {
             is_removed: false,
             node: None,
+            other_units: Vec::new(),
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
-            predecessor: None,
+            blockers: None,
+            upgrade: None,
+            is_conversion_unresolved: false,
+            upgrade_lease: claim.lease(),
             nodes_missing_on_majority: Vec::new(),
             lease: claim.lease(),
         };
+        let entry = QueuedEntry::Claim(claim.mode());
+        let units = match naming {
+            Naming::CuratorSemaphore => lease_bytes(&dir, claim.mode()),
+            _ => 0,
+        };
+        let node_bytes = node_bytes(&dir, claim.id(), naming, entry).saturating_add(units);
         Self {
             key: claim.key().clone(),
-            node_bytes: node_bytes(&dir, claim.id(), naming),
+            node_bytes,
+            request_bytes: AtomicUsize::new(0),
             is_release_requested: AtomicBool::new(false),
             dir,
             state: Arc::new(Mutex::new(state)),
             waiters: AtomicUsize::new(0),
             last_active_at: std::sync::Mutex::new(Moment::now()),
         }
+    }
+
+    /// Returns whether the request to upgrade the claim may exist and its upgrade is not tried any
+    /// more.
+    pub(crate) fn is_upgrade_lapsed(&self, state: &ClaimState, now: Moment) -> bool {
+        (state.upgrade.is_some() || state.is_conversion_unresolved)
+            && self.waiters.load(Ordering::Acquire) == 0
+            && lock(&self.last_active_at).after(state.upgrade_lease) <= now
     }
 
     /// Counts a waiter of the claim until the returned value is dropped.
@@ -173,15 +248,27 @@ impl ClaimState {
     /// Clears all state of the node, which no longer exists.
     pub(crate) fn clear_node(&mut self) {
         self.node = None;
+        self.other_units.clear();
         self.held_until = None;
         self.own_watch = None;
-        self.predecessor = None;
+        self.blockers = None;
         self.nodes_missing_on_majority.clear();
+    }
+
+    /// Returns the nodes that the claim waits for, or its upgrade if `claim` is a conversion.
+    pub(crate) fn waits_for(&self, claim: &Claim) -> Option<&WatchedNodes> {
+        if claim.is_conversion() {
+            return self.upgrade.as_ref()?.reader.as_ref();
+        }
+        self.blockers.as_ref()
     }
 
     /// Returns whether the claim certainly has no node in the store.
     pub(crate) fn has_no_node(&self) -> bool {
-        self.node.is_none() && !self.is_creation_unresolved
+        self.node.is_none()
+            && !self.is_creation_unresolved
+            && self.upgrade.is_none()
+            && !self.is_conversion_unresolved
     }
 }
 

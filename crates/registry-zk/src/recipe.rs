@@ -1,33 +1,39 @@
 //! The lock recipe: enqueues a claim, checks its position, and dequeues it. `backend` calls this
-//! module. `session` opens sessions and keeps them alive.
+//! module. `session` opens sessions and keeps them alive. `modes` decides which nodes a claim waits
+//! for, and `conversion` changes the mode of a held claim.
 //!
 //! The client sends requests in the order of the calls, and the server answers in this order. A
 //! list requested directly after the creation of a node therefore contains the node. An uncontended
 //! acquisition thus takes one round trip.
 
-use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, FencingToken, Grant, Holder,
-    Key, Moment, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
+    QueuedEntry, Queueing, Release, Renewal,
 };
 use tokio::sync::OwnedMutexGuard;
-use zookeeper_client::{CreateMode, Error, Stat};
+use zookeeper_client::Error;
 
+use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
-use crate::mutex::lock;
-use crate::node_data::{decode_label, encode_node_data};
-use crate::queue::{ContenderQueue, QueuePosition, claim_nodes, node_prefix};
-use crate::queue_entry::{
-    ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedPredecessor,
+use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
+use crate::node_data::{NodeMode, encode_node_data};
+use crate::nodes::{
+    CreatedNode, create_parents, create_sequential, delete, fencing_token, negative_transaction,
+    read_children, read_children_after_confirmation, sort_contenders,
 };
-use crate::session::{ConfirmedBy, SessionPool, ZkSession};
+use crate::queue::{claim_nodes, named_entry, node_prefix};
+use crate::queue_entry::{
+    ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
+};
+use crate::semaphore::{self, Turn};
+use crate::session::{SessionPool, ZkSession};
 
-/// Enqueues `claim` if it is not queued. Returns `Granted` if its node is the head of the queue,
-/// otherwise `Busy`.
+/// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
+/// all nodes before its own, otherwise `Busy`.
 pub(crate) async fn try_acquire(
     sessions: &Arc<SessionPool>,
     claim: &Claim,
@@ -55,7 +61,7 @@ pub(crate) async fn try_acquire(
     }
 }
 
-fn remove_entry(
+pub(crate) fn remove_entry(
     session: &ZkSession,
     claim: ClaimId,
     entry: &Arc<QueueEntry>,
@@ -65,83 +71,123 @@ fn remove_entry(
     session.remove_entry(claim, entry);
 }
 
+/// Returns whether a claim that is not granted stays in the queue.
+fn keeps_place(session: &ZkSession, claim: &Claim) -> bool {
+    match claim.queueing() {
+        Queueing::Join => true,
+        Queueing::ExclusiveIntent => {
+            session.config().has_modes() && claim.mode() == ClaimMode::Exclusive
+        }
+        _ => false,
+    }
+}
+
 async fn run_attempt(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let mut was_predecessor_deleted = false;
+    let mut was_blocker_changed = false;
+    let keeps_place = keeps_place(session, claim);
     for _ in 0..ATTEMPTS_MAX {
         if state.is_creation_unresolved {
-            resolve_creation(session, entry, state, claim).await?;
+            resolve_creation(session, entry, state, claim.id()).await?;
+        }
+        if state.is_conversion_unresolved {
+            resolve_conversion(session, entry, state, claim.id()).await?;
         }
         if state.held_until.is_some_and(|until| until <= Moment::now()) {
             // The grant has expired. A new grant needs a new token, and so a new node.
-            delete_own_node(session, state).await?;
+            delete_nodes(session, state).await?;
+        }
+        if session.config().is_semaphore() && semaphore::has_left_queue(entry, state) {
+            if semaphore::units_exist(session, state).await? {
+                return grant(session, state, claim);
+            }
+            delete_nodes(session, state).await?;
         }
         let children = if state.node.is_none() {
             match create_node(session, entry, state, claim).await? {
                 Some(children) => children,
                 None => continue,
             }
-        } else if is_predecessor_unchanged(session, state).await? {
-            return Ok(Attempt::Busy(Busy::new()));
+        } else if is_blocked_as_before(session, state.blockers.as_ref()).await? {
+            return Ok(Attempt::Busy(Busy::new().with_place()));
         } else {
             read_children_or_empty(session, entry).await?
         };
         let children = exclude_missing_on_majority(state, children);
         let queue = sort_contenders(session, &entry.dir, children).await?;
         let Some(node) = &state.node else { continue };
-        let (predecessor_name, is_predecessor_head) = match queue.position_of(node.name()) {
-            QueuePosition::Head => return grant(session, state, claim),
-            QueuePosition::Behind { predecessor, is_predecessor_head } => {
-                (predecessor, is_predecessor_head)
-            }
+        let Some(own) = queue.position_of(node.name()) else {
             // Another client has deleted the claim's node.
-            QueuePosition::Absent => {
-                state.clear_node();
-                continue;
-            }
+            delete_upgrade_request(session, state).await?;
+            state.clear_node();
+            continue;
         };
-        let path = format!("{}/{predecessor_name}", entry.dir);
-        if is_predecessor_head
-            && head_is_missing_on_majority(session, &entry.dir, predecessor_name, &path).await?
+        let before = &queue.names()[..own];
+        // The queue of Curator's semaphore is that of an exclusive lock.
+        let is_semaphore = session.config().is_semaphore();
+        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.mode.mode };
+        let watched = state.blockers.as_ref();
+        let blockers =
+            match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_place)
+                .await?
+            {
+                Blockers::None if is_semaphore => {
+                    match semaphore::take_turn(session, entry, state, claim, keeps_place).await? {
+                        Turn::Granted => return grant(session, state, claim),
+                        Turn::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                        Turn::Retry => was_blocker_changed = true,
+                    }
+                    continue;
+                }
+                Blockers::None => return grant(session, state, claim),
+                Blockers::Nodes(blockers) => blockers,
+                Blockers::Changed => {
+                    (state.blockers, was_blocker_changed) = (None, true);
+                    continue;
+                }
+                Blockers::OtherUnits(of) => {
+                    delete_nodes(session, state).await?;
+                    return Ok(Attempt::Busy(Busy::new().with_other_units(of)));
+                }
+            };
+        if let Some(missing) =
+            modes::find_missing_on_majority(session, &entry.dir, before, mode, &blockers).await?
         {
-            state.nodes_missing_on_majority.push(predecessor_name.to_owned());
-            (state.predecessor, was_predecessor_deleted) = (None, true);
+            state.nodes_missing_on_majority.push(missing);
+            (state.blockers, was_blocker_changed) = (None, true);
             continue;
         }
-        if !claim.joins_queue() {
-            delete_own_node(session, state).await?;
+        if !keeps_place {
+            if is_semaphore
+                && semaphore::comes_next(session, entry, claim, before, blockers).await?
+            {
+                was_blocker_changed = true;
+                continue;
+            }
+            delete_nodes(session, state).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
-        if let Some(predecessor) = &mut state.predecessor
-            && predecessor.is_watching(predecessor_name)
-        {
-            predecessor.verified_at = Moment::now();
-            return Ok(Attempt::Busy(Busy::new()));
-        }
-        // This is a data watch. An existence watch on a missing node would remain set.
-        match session.with_request_timeout(watch_data(session, &path)).await? {
-            Ok((data, stat, watch)) => {
-                let name = predecessor_name.to_owned();
-                state.predecessor =
-                    Some(WatchedPredecessor { name, watch, verified_at: Moment::now() });
-                let busy = Busy::new();
-                return Ok(Attempt::Busy(if is_predecessor_head {
-                    busy.with_holder(decode_holder(&entry.key, &data, stat.czxid))
-                } else {
-                    busy
+        let watched = state.blockers.take();
+        let dir = &entry.dir;
+        match watch_blockers(session, dir, before, &entry.key, blockers, watched).await? {
+            Some((watched, holder)) => {
+                state.blockers = Some(watched);
+                let busy = Busy::new().with_place();
+                return Ok(Attempt::Busy(match holder {
+                    Some(holder) => busy.with_holder(holder),
+                    None => busy,
                 }));
             }
-            // The predecessor is already deleted, so the next attempt lists the children again.
-            Err(Error::NoNode) => (state.predecessor, was_predecessor_deleted) = (None, true),
-            Err(error) => return Err(to_backend_error(&error).as_unknown()),
+            // The next attempt lists the children again.
+            None => was_blocker_changed = true,
         }
     }
-    state.predecessor = None;
-    if !was_predecessor_deleted {
+    state.blockers = None;
+    if !was_blocker_changed {
         // Contention is not the cause. In each attempt, the connection broke, or the node or its
         // parent was missing.
         let message = format!(
@@ -149,9 +195,9 @@ async fn run_attempt(
         );
         return Err(BackendError::transient(message));
     }
-    // The queue changes faster than this client reads it. Without a watched predecessor,
-    // `wait_for_predecessor` returns at once.
-    Ok(Attempt::Busy(Busy::new()))
+    // The queue changes faster than this client reads it. Without watched nodes,
+    // `wait_for_blockers` returns at once.
+    Ok(Attempt::Busy(Busy::new().with_place()))
 }
 
 /// Creates the node of `claim` and returns all children of `dir`. Returns `None` if the caller must
@@ -162,35 +208,15 @@ async fn create_node(
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Option<Vec<String>>, BackendError> {
-    let path = format!("{}/{}", entry.dir, node_prefix(claim.id(), session.config().naming));
-    let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
-    let client = session.client();
-    let sent_at = Moment::now();
+    let queued = QueuedEntry::Claim(claim.mode());
+    let prefix = node_prefix(claim.id(), session.config().naming, queued);
     // From here on, a node may exist. A dropped future or a lost response does not undo the
     // request.
     state.is_creation_unresolved = true;
-    let data = encode_node_data(claim);
-    let created = client.create(&path, &data, &options);
-    let listed = client.list_children(&entry.dir);
-    // Responses arrive in the order of the requests. Awaiting the second response first wakes this
-    // task only once.
-    let listed = session.with_request_timeout(listed).await;
-    match session.with_request_timeout(created).await? {
-        Ok((stat, number)) => {
-            state.is_creation_unresolved = false;
-            let path = format!("{path}{number}");
-            let czxid = if stat.is_invalid() {
-                // Servers before 3.5 do not return the id of the transaction that created the node.
-                let response = session.with_request_timeout(client.check_stat(&path)).await?;
-                response
-                    .map_err(|error| to_backend_error(&error).as_unknown())?
-                    .map(|stat| stat.czxid)
-            } else {
-                Some(stat.czxid)
-            };
-            state.node = czxid.map(|czxid| ClaimNode { path, czxid });
-            session.record_majority_response(sent_at);
-        }
+    let data = encode_node_data(claim, None, None);
+    let created = create_sequential(session, &entry.dir, &prefix, &data).await?;
+    let CreatedNode { path, czxid, listed } = match created {
+        Ok(created) => created,
         Err(Error::NoNode) => {
             state.is_creation_unresolved = false;
             // The parent was never created, or the servers removed the empty container, which they
@@ -204,33 +230,18 @@ async fn create_node(
             state.is_creation_unresolved = !is_refused(&error);
             return Err(to_backend_error(&error));
         }
-    }
+    };
+    state.is_creation_unresolved = false;
+    state.node = czxid.map(|czxid| ClaimNode {
+        path,
+        czxid,
+        mode: NodeMode { mode: claim.mode(), token: czxid },
+        version: 0,
+    });
     match listed? {
         Ok(children) => Ok(Some(children)),
         Err(error) => Err(to_backend_error(&error).as_unknown()),
     }
-}
-
-/// Creates `path` and its parents as containers. The servers delete a container that has been empty
-/// for some time.
-async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
-    let acls = session.config().acls();
-    for mode in [CreateMode::Container, CreateMode::Persistent] {
-        // `NoNode` means that a parent was deleted during the call.
-        for _ in 0..MKDIR_ATTEMPTS_MAX {
-            match session
-                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
-                .await?
-            {
-                Ok(()) => return Ok(()),
-                Err(Error::NoNode) => {}
-                // Servers before 3.5 do not support containers.
-                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
-                Err(error) => return Err(to_backend_error(&error)),
-            }
-        }
-    }
-    Err(to_backend_error(&Error::NoNode))
 }
 
 /// Determines whether a request whose response was lost created a node for `claim`.
@@ -242,7 +253,7 @@ async fn resolve_creation(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
     state: &mut ClaimState,
-    claim: &Claim,
+    claim: ClaimId,
 ) -> Result<(), BackendError> {
     let children = match read_children_after_confirmation(session, &entry.dir).await? {
         Ok(children) => children,
@@ -250,14 +261,23 @@ async fn resolve_creation(
         Err(error) => return Err(to_backend_error(&error).as_unknown()),
     };
     state.clear_node();
-    for name in claim_nodes(&children, &node_prefix(claim.id(), session.config().naming)) {
+    if session.config().is_semaphore() {
+        semaphore::resolve_units(session, entry, state, claim).await?;
+    }
+    for name in claim_nodes(&children, claim, session.config().naming) {
         let path = format!("{}/{name}", entry.dir);
         let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
         match found.map_err(|error| to_backend_error(&error).as_unknown())? {
             // Only a node of this session counts. The servers may delete a node of an earlier
             // session at any time.
             Some(stat) if stat.ephemeral_owner == session.id() && state.node.is_none() => {
-                state.node = Some(ClaimNode { path, czxid: stat.czxid });
+                let QueuedEntry::Claim(mode) = named_entry(name) else {
+                    delete(session, &path).await?;
+                    continue;
+                };
+                let mode = NodeMode { mode, token: stat.czxid };
+                state.node =
+                    Some(ClaimNode { path, czxid: stat.czxid, mode, version: stat.version });
             }
             Some(_) => delete(session, &path).await.map(drop)?,
             None => {}
@@ -267,24 +287,21 @@ async fn resolve_creation(
     Ok(())
 }
 
-/// Returns whether the node directly before a waiter certainly still exists. Sends at most one
-/// request to the leader, which concurrent callers share, and does not list the queue. Periodically
-/// returns false: the waiter then lists the queue, and so detects a deletion of its own node.
-async fn is_predecessor_unchanged(
+/// Returns whether the nodes that block a waiter certainly still do. Sends at most one request to the
+/// leader, which concurrent callers share, and does not list the queue. Periodically returns false:
+/// the waiter then lists the queue, and so detects a deletion of its own node.
+pub(crate) async fn is_blocked_as_before(
     session: &Arc<ZkSession>,
-    state: &ClaimState,
+    watched: Option<&WatchedNodes>,
 ) -> Result<bool, BackendError> {
-    let Some(WatchedPredecessor { watch: Some(watch), verified_at, .. }) = &state.predecessor
-    else {
-        return Ok(false);
-    };
+    let Some(watched) = watched else { return Ok(false) };
     let relist_after = (session.timeout() * RELIST_AFTER_TIMEOUTS).min(RELIST_AFTER_MAX);
-    if watch.has_fired() || verified_at.after(relist_after) <= Moment::now() {
+    if !watched.are_unchanged() || watched.verified_at.after(relist_after) <= Moment::now() {
         return Ok(false);
     }
     tokio::select! {
         biased;
-        () = watch.clone().wait_until_fired() => {
+        () = watched.change() => {
             // A watch also fires when the client that set it is stopped. The session then continues
             // on a new client.
             session.wait_until_connected().await?;
@@ -292,42 +309,22 @@ async fn is_predecessor_unchanged(
         }
         synced = session.sync_with_leader() => {
             synced?;
-            Ok(!watch.has_fired())
+            Ok(watched.are_unchanged())
         }
     }
 }
 
-/// Returns whether a watch reports the deletion of the node directly before the waiter.
-pub(crate) fn is_predecessor_watched(session: &ZkSession, entry: &QueueEntry) -> bool {
+/// Returns whether watches report every change that may let the claim be granted.
+pub(crate) fn are_blockers_watched(session: &ZkSession, entry: &QueueEntry, claim: &Claim) -> bool {
     let Ok(state) = entry.state.try_lock() else { return false };
-    let Some(WatchedPredecessor { watch: Some(watch), .. }) = &state.predecessor else {
-        return false;
-    };
-    session.is_healthy() && !watch.has_fired()
-}
-
-/// Returns whether the head of a queue exists only on the connected server.
-///
-/// A waiter would wait forever for a node that the other servers have deleted. After the same node
-/// has been the head for one session time-out, this function therefore asks a majority.
-async fn head_is_missing_on_majority(
-    session: &ZkSession,
-    dir: &str,
-    name: &str,
-    path: &str,
-) -> Result<bool, BackendError> {
-    if !lock(session.head_cache()).needs_majority_check(dir, name, session.timeout()) {
-        return Ok(false);
-    }
-    let exists = session.exists_on_majority(path).await.map_err(BackendError::as_unknown)?;
-    if exists {
-        lock(session.head_cache()).record_majority_check(dir);
-    }
-    Ok(!exists)
+    session.is_healthy() && state.waits_for(claim).is_some_and(WatchedNodes::are_unchanged)
 }
 
 /// Removes the nodes that only the connected server has.
-fn exclude_missing_on_majority(state: &mut ClaimState, mut children: Vec<String>) -> Vec<String> {
+pub(crate) fn exclude_missing_on_majority(
+    state: &mut ClaimState,
+    mut children: Vec<String>,
+) -> Vec<String> {
     if !state.nodes_missing_on_majority.is_empty() {
         state.nodes_missing_on_majority.retain(|name| children.contains(name));
         children.retain(|child| !state.nodes_missing_on_majority.contains(child));
@@ -337,7 +334,7 @@ fn exclude_missing_on_majority(state: &mut ClaimState, mut children: Vec<String>
 
 /// Returns all children that the leader has, or none if the parent is missing. Without a `sync`, a
 /// lagging server could list a deleted node of this session.
-async fn read_children_or_empty(
+pub(crate) async fn read_children_or_empty(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
 ) -> Result<Vec<String>, BackendError> {
@@ -348,124 +345,48 @@ async fn read_children_or_empty(
     }
 }
 
-/// Returns the children of `dir` as of this call or later, unless another leader was elected.
-pub(crate) async fn read_children(
-    session: &Arc<ZkSession>,
-    dir: &str,
-) -> Result<Result<Vec<String>, Error>, BackendError> {
-    let client = session.client();
-    let synced = client.sync(dir);
-    let listed = client.list_children(dir);
-    match session.with_request_timeout(synced).await? {
-        Ok(()) => session.with_request_timeout(listed).await,
-        Err(error) => Ok(Err(error)),
-    }
-}
-
-/// Returns the children of `dir` as of this call or later, even after a leader election.
-async fn read_children_after_confirmation(
-    session: &Arc<ZkSession>,
-    dir: &str,
-) -> Result<Result<Vec<String>, Error>, BackendError> {
-    session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
-    // A server rejects a session that has seen a newer transaction. The list therefore includes the
-    // state that the majority confirmed.
-    session.with_request_timeout(session.client().list_children(dir)).await
-}
-
-/// Sorts the contenders. If their names do not determine the order, concurrently requests the
-/// transaction that created each node.
-pub(crate) async fn sort_contenders(
-    session: &Arc<ZkSession>,
-    dir: &str,
-    children: Vec<String>,
-) -> Result<ContenderQueue, BackendError> {
-    let unordered = match ContenderQueue::from_children(children) {
-        Ok(queue) => return Ok(queue),
-        Err(unordered) => unordered,
-    };
-    let czxids = unordered.names().iter().map(async |name| {
-        let client = session.client();
-        let path = format!("{dir}/{name}");
-        let request = client.check_stat(&path);
-        let stat = session
-            .with_request_timeout(request)
-            .await?
-            .map_err(|error| to_backend_error(&error).as_unknown())?;
-        Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
-    });
-    let czxids = try_join_all(czxids).await?;
-    Ok(unordered.sort_by_transaction(czxids))
-}
-
-/// Reads a node, and watches it if the [watch budget](WatchBudget) allows.
-async fn watch_data(
-    session: &ZkSession,
-    path: &str,
-) -> Result<(Vec<u8>, Stat, Option<NodeWatch>), Error> {
-    let client = session.client();
-    match session.watch_budget().reserve(path, WatchBudget::TOTAL_MAX) {
-        Some(reservation) => {
-            let (data, stat, watcher) = client.get_and_watch_data(path).await?;
-            Ok((data, stat, Some(NodeWatch::new(watcher, reservation, &client))))
-        }
-        None => client.get_data(path).await.map(|(data, stat)| (data, stat, None)),
-    }
-}
-
+/// Records and returns the grant of the claim.
 fn grant(
     session: &ZkSession,
     state: &mut ClaimState,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
-    let token = state.node.as_ref().and_then(|node| fencing_token(node.czxid));
-    let lease = lease_within_validity(session, claim)?;
+    let lease = lease_within_validity(session, claim.lease())?;
     let until = Moment::now().after(claim.lease());
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
-    state.predecessor = None;
-    let Some(token) = token else {
-        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check that the server's data directory was not copied from another server";
-        return Err(BackendError::new(BackendErrorKind::Protocol, message));
-    };
+    state.blockers = None;
+    let token = state.node.as_ref().and_then(|node| fencing_token(node.mode.token));
+    let token = token.ok_or_else(negative_transaction)?;
     Ok(Attempt::Granted(Grant::new(token, lease)))
 }
 
-/// Returns how long a claim is certainly held: its lease, limited by the validity of the session.
-fn lease_within_validity(session: &ZkSession, claim: &Claim) -> Result<Duration, BackendError> {
+/// Returns how long a claim with this lease is certainly held. The validity of the session is the
+/// upper limit.
+pub(crate) fn lease_within_validity(
+    session: &ZkSession,
+    lease: Duration,
+) -> Result<Duration, BackendError> {
     let validity = session.remaining_validity();
     if validity < VALIDITY_MIN {
         let message = "zookeeper: the session is not confirmed: no recent response from a majority of the servers; check that they run";
         return Err(BackendError::transient(message));
     }
-    Ok(validity.min(claim.lease()))
+    Ok(validity.min(lease))
 }
 
-pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
-    FencingToken::try_from(czxid).ok()
-}
-
-pub(crate) fn decode_holder(key: &Key, data: &[u8], czxid: i64) -> Holder {
-    Holder::new(key.clone()).with_label(decode_label(data)).with_token(fencing_token(czxid))
-}
-
-/// Deletes the node of `state`, if any. Returns false if it did not exist.
-async fn delete_own_node(
+/// Deletes the nodes of `state`, if any. Returns whether the node of the claim existed.
+pub(crate) async fn delete_nodes(
     session: &ZkSession,
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
+    delete_upgrade_request(session, state).await?;
+    let other_units = state.other_units.iter().map(|path| delete(session, path));
+    try_join_all(other_units).await?;
+    state.other_units.clear();
     let Some(node) = &state.node else { return Ok(false) };
     let existed = delete(session, &node.path).await?;
     state.clear_node();
     Ok(existed)
-}
-
-/// Deletes a node. Returns false if it did not exist.
-pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, BackendError> {
-    match session.with_request_timeout(session.client().delete(path, None)).await? {
-        Ok(()) => Ok(true),
-        Err(Error::NoNode) => Ok(false),
-        Err(error) => Err(to_backend_error(&error)),
-    }
 }
 
 /// Verifies that the node of a held claim exists, and watches the node. The caller must have
@@ -482,13 +403,31 @@ pub(crate) async fn renew(
         return Ok(Renewal::Gone);
     };
     if !verify_own_node(session, sessions, entry, &mut state).await? {
-        state.clear_node();
-        remove_entry(session, claim.id(), entry, &mut state);
+        end_lost_claim(session, entry, &mut state, claim.id()).await;
         return Ok(Renewal::Gone);
     }
-    let lease = lease_within_validity(session, claim)?;
+    let lease = lease_within_validity(session, claim.lease())?;
     state.held_until = Some(until.max(Moment::now().after(claim.lease())));
     Ok(Renewal::Renewed(lease))
+}
+
+/// Ends the claim whose node another client has deleted. If its request to be upgraded cannot be
+/// deleted now, [`release_abandoned`] tries again.
+pub(crate) async fn end_lost_claim(
+    session: &ZkSession,
+    entry: &Arc<QueueEntry>,
+    state: &mut ClaimState,
+    claim: ClaimId,
+) {
+    // The first unit may exist although another one does not.
+    let are_deleted = state.other_units.is_empty() || delete_nodes(session, state).await.is_ok();
+    if are_deleted {
+        state.clear_node();
+    }
+    state.held_until = None;
+    if delete_upgrade_request(session, state).await.is_ok() && state.has_no_node() {
+        remove_entry(session, claim, entry, state);
+    }
 }
 
 /// Returns whether the claim's own node exists. Sets a watch on the node if possible. If a watch
@@ -501,6 +440,10 @@ async fn verify_own_node(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
+    // Only the first unit is watched.
+    if !semaphore::exist(session, &state.other_units).await? {
+        return Ok(false);
+    }
     let reconnects = session.reconnects();
     let watched = state.own_watch.as_ref().filter(|own_watch| !own_watch.watch.has_fired());
     if watched.is_some_and(|own_watch| own_watch.reconnects_when_verified == reconnects) {
@@ -547,38 +490,48 @@ fn request_verification_when_fired(
     session.spawn(async move {
         watch.wait_until_fired().await;
         let (Some(sessions), Some(entry)) = (sessions.upgrade(), entry.upgrade()) else { return };
-        // After a release by this process, no holder needs a verification.
-        if entry.state.lock().await.held_until.is_some() {
+        let state = entry.state.lock().await;
+        // After a release or a conversion by this process, no holder needs a verification.
+        let is_reported = state.own_watch.as_ref().is_some_and(|own| own.watch.has_fired());
+        if state.held_until.is_some() && is_reported {
             sessions.request_verification(&entry.key);
         }
     });
 }
 
-/// Waits until the predecessor's node is deleted or the session's client is stopped.
-pub(crate) async fn wait_for_predecessor(entry: &QueueEntry) {
+/// Waits until a node that blocks the claim is changed or deleted, or the session's client is
+/// stopped. Without a watch, no event arrives: the engine limits this wait and polls.
+pub(crate) async fn wait_for_blockers(entry: &QueueEntry, claim: &Claim) {
     let _wait_guard = entry.begin_wait();
-    let watch =
-        entry.state.lock().await.predecessor.as_ref().map(|predecessor| predecessor.watch.clone());
-    match watch {
-        Some(Some(watch)) => watch.wait_until_fired().await,
-        // Without a watch, no event arrives. The engine limits this wait and polls.
-        Some(None) => pending().await,
-        None => {}
+    let change = entry.state.lock().await.waits_for(claim).map(WatchedNodes::change);
+    if let Some(change) = change {
+        change.await;
     }
 }
 
-/// Waits without a queue entry until the holder's node below `dir` is deleted or the session's
-/// client is stopped. Returns at once if no holder exists or a request fails. Never returns if the
-/// watch budget is used up. The engine limits this wait and polls.
-pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str) {
+/// Waits without a queue entry until a node below `dir` that blocks the claim is changed or
+/// deleted, or the session's client is stopped. Returns at once if no node does or a request fails.
+/// Never returns if the watch budget is used up. The engine limits this wait and polls.
+pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, claim: &Claim) {
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
-    let Some(head) = queue.head() else { return };
-    let path = format!("{dir}/{head}");
-    match session.with_request_timeout(watch_data(session, &path)).await {
-        Ok(Ok((_, _, Some(watch)))) => watch.wait_until_fired().await,
-        Ok(Ok((_, _, None))) => pending().await,
-        _ => {}
+    let names = queue.names();
+    if session.config().is_semaphore() && names.is_empty() {
+        return semaphore::wait_for_units(session, dir, claim).await;
+    }
+    let found = match claim.mode() {
+        _ if session.config().is_semaphore() => modes::find_head(names),
+        // The claim cannot be granted before the end of the head.
+        ClaimMode::Exclusive => modes::find_head(names),
+        mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
+            Ok(found) => found,
+            Err(_) => return,
+        },
+    };
+    let Blockers::Nodes(blockers) = found else { return };
+    let watched = watch_blockers(session, dir, names, claim.key(), blockers, None).await;
+    if let Ok(Some((watched, _))) = watched {
+        watched.change().await;
     }
 }
 
@@ -598,10 +551,13 @@ pub(crate) async fn release(
         return Ok(Release::NotHeld);
     }
     if state.is_creation_unresolved {
-        resolve_creation(session, &entry, &mut state, claim).await?;
+        resolve_creation(session, &entry, &mut state, claim.id()).await?;
+    }
+    if state.is_conversion_unresolved {
+        resolve_upgrade_request(session, &entry, &mut state, claim.id()).await?;
     }
     let was_held = state.held_until.is_some_and(|until| Moment::now() < until);
-    let existed = delete_own_node(session, &mut state).await?;
+    let existed = delete_nodes(session, &mut state).await?;
     remove_entry(session, claim.id(), &entry, &mut state);
     Ok(if was_held && existed { Release::Freed } else { Release::NotHeld })
 }
@@ -615,19 +571,31 @@ async fn search_and_release(
 ) -> Result<Release, BackendError> {
     let children = match read_children_after_confirmation(session, dir).await? {
         Ok(children) => children,
-        Err(Error::NoNode) => return Ok(Release::NotHeld),
+        Err(Error::NoNode) => Vec::new(),
         Err(error) => return Err(to_backend_error(&error)),
     };
-    let node_prefix = node_prefix(claim.id(), session.config().naming);
-    let names: Vec<_> = claim_nodes(&children, &node_prefix).map(str::to_owned).collect();
-    if names.is_empty() {
-        return Ok(Release::NotHeld);
-    }
-    let queue = sort_contenders(session, dir, children).await?;
     let mut release = Release::NotHeld;
+    if session.config().is_semaphore() {
+        for unit in semaphore::find_units(session, dir, claim.id()).await? {
+            if delete(session, &unit).await? {
+                release = Release::Freed;
+            }
+        }
+    }
+    let naming = session.config().naming;
+    let names: Vec<_> = claim_nodes(&children, claim.id(), naming).map(str::to_owned).collect();
+    if names.is_empty() {
+        return Ok(release);
+    }
+    let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
+        // Permits in the queue hold nothing.
+        QueueHolders::default()
+    } else {
+        modes::read_holders(session, dir).await?
+    };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;
-        if existed && queue.head() == Some(&name) {
+        if existed && holders.is_granted(&name) {
             release = Release::Freed;
         }
     }
@@ -642,8 +610,27 @@ pub(crate) fn release_abandoned(session: &Arc<ZkSession>) {
         let Ok(state) = Arc::clone(&entry.state).try_lock_owned() else { continue };
         if entry.is_abandoned(&state, now) {
             session.spawn(release_abandoned_claim(Arc::clone(session), claim, entry, state));
+        } else if entry.is_upgrade_lapsed(&state, now) {
+            session.spawn(withdraw_lapsed_upgrade(Arc::clone(session), claim, entry, state));
         }
     }
+}
+
+/// Tries once to delete the request to upgrade a held claim. After a failure, the next run of
+/// [`release_abandoned`] tries again.
+async fn withdraw_lapsed_upgrade(
+    session: Arc<ZkSession>,
+    claim: ClaimId,
+    entry: Arc<QueueEntry>,
+    mut state: OwnedMutexGuard<ClaimState>,
+) {
+    if state.is_removed {
+        return;
+    }
+    if state.is_conversion_unresolved {
+        drop(resolve_conversion(&session, &entry, &mut state, claim).await);
+    }
+    drop(delete_upgrade_request(&session, &mut state).await);
 }
 
 /// Tries once to dequeue an abandoned claim. After a failure, the next run of [`release_abandoned`]
@@ -657,23 +644,23 @@ async fn release_abandoned_claim(
     if state.is_removed {
         return;
     }
-    if state.is_creation_unresolved {
-        let claim = Claim::new(entry.key.clone(), Duration::ZERO).with_id(claim);
-        if resolve_creation(&session, &entry, &mut state, &claim).await.is_err() {
-            return;
-        }
+    if state.is_creation_unresolved
+        && resolve_creation(&session, &entry, &mut state, claim).await.is_err()
+    {
+        return;
     }
-    if delete_own_node(&session, &mut state).await.is_ok() {
+    if state.is_conversion_unresolved
+        && resolve_upgrade_request(&session, &entry, &mut state, claim).await.is_err()
+    {
+        return;
+    }
+    if delete_nodes(&session, &mut state).await.is_ok() {
         remove_entry(&session, claim, &entry, &mut state);
     }
 }
 
 /// The maximum number of attempts per call while the queue changes between two reads.
 const ATTEMPTS_MAX: u32 = 8;
-
-/// The maximum number of attempts to create the parents of a node while the servers delete empty
-/// parents.
-const MKDIR_ATTEMPTS_MAX: u32 = 4;
 
 /// A waiter lists the whole queue after this multiple of the session time-out, at most
 /// `RELIST_AFTER_MAX`. It does so even if its watch has not fired, because its own node may have

@@ -31,12 +31,15 @@ use crate::error::{not_connected, timed_out, to_backend_error};
 use crate::head_cache::HeadCache;
 use crate::mutex::lock;
 use crate::queue_entry::{QueueEntry, WatchBudget};
-use crate::recipe::release_abandoned;
 use crate::session_validity::SessionValidity;
+
+/// Starts tasks that release all abandoned claims of a session.
+type ReleaseAbandoned = fn(&Arc<ZkSession>);
 
 /// The sessions of one backend.
 pub(crate) struct SessionPool {
     config: Arc<ZkConfig>,
+    release_abandoned: ReleaseAbandoned,
     registries: InvalidationSet,
     /// The sessions that have not ended, oldest first. A new claim goes to the first session with
     /// capacity for its node.
@@ -54,9 +57,10 @@ pub(crate) struct SessionPool {
 }
 
 impl SessionPool {
-    pub(crate) fn new(config: ZkConfig) -> Arc<Self> {
+    pub(crate) fn new(config: ZkConfig, release_abandoned: ReleaseAbandoned) -> Arc<Self> {
         Arc::new(Self {
             config: Arc::new(config),
+            release_abandoned,
             registries: InvalidationSet::default(),
             live: Mutex::default(),
             open_backoff: tokio::sync::Mutex::default(),
@@ -410,9 +414,23 @@ impl SessionEntries {
     fn remove_entry(&mut self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, entry)) {
             self.by_claim.remove(&claim);
-            self.bytes -= entry.node_bytes;
+            self.bytes -= entry.node_bytes + entry.request_bytes.load(Ordering::Acquire);
             self.last_removal_at = Moment::now();
         }
+    }
+
+    /// Adds the bytes of the request to upgrade the claim of `entry`. They count until the entry is
+    /// removed. Returns false if they exceed `bytes_max` in total.
+    fn add_request(&mut self, entry: &QueueEntry, bytes: usize, bytes_max: usize) -> bool {
+        if entry.request_bytes.load(Ordering::Acquire) > 0 {
+            return true;
+        }
+        if !self.has_capacity(bytes, bytes_max) {
+            return false;
+        }
+        entry.request_bytes.store(bytes, Ordering::Release);
+        self.bytes += bytes;
+        true
     }
 
     fn unused_for(&self, now: Moment) -> Duration {
@@ -758,6 +776,25 @@ impl ZkSession {
         entries.by_claim.iter().map(|(claim, entry)| (*claim, Arc::clone(entry))).collect()
     }
 
+    /// Reserves capacity for the request to upgrade the claim of `entry`.
+    pub(crate) fn reserve_request(
+        &self,
+        entry: &QueueEntry,
+        bytes: usize,
+    ) -> Result<(), BackendError> {
+        let mut entries = lock(&self.entries);
+        if entries.add_request(entry, bytes, ZkConfig::NODE_BYTES_MAX) {
+            return Ok(());
+        }
+        Err(SessionsExhausted {
+            key: entry.key.as_str().to_owned(),
+            bytes: entries.bytes,
+            bytes_max: ZkConfig::NODE_BYTES_MAX,
+            sessions_max: self.config.sessions_max,
+        }
+        .into_backend_error())
+    }
+
     /// Removes `entry` unless `claim` has a different queue entry now.
     pub(crate) fn remove_entry(&self, claim: ClaimId, entry: &Arc<QueueEntry>) {
         lock(&self.entries).remove_entry(claim, entry);
@@ -846,7 +883,7 @@ async fn keep_alive(
             Some(_) => {}
             None => {
                 while lock(&session.tasks).try_join_next().is_some() {}
-                release_abandoned(&session);
+                (sessions.release_abandoned)(&session);
                 sessions.end_if_unused(&session);
                 let now = Moment::now();
                 let state = session.client().state();

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{Form, Section, SectionTask};
-use registry_core::{LockGuard, Registry};
+use registry_core::{ClaimMode, LockError, LockGuard, LockRegistryExt as _, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
 use registry_testkit::process::HelperProcess;
@@ -43,9 +43,44 @@ enum PeerProgram {
     KazooPatterned,
     /// kazoo with Curator's names.
     KazooRenamed,
+    /// Ours as a reader, with `naming=curator-read-write`.
+    OursReading,
+    /// Ours as a writer, with `naming=curator-read-write`.
+    OursWriting,
+    /// A reader in Curator.
+    CuratorReading,
+    /// A writer in Curator.
+    CuratorWriting,
+    /// Ours with the exclusive lock of a semaphore, with `naming=curator-semaphore`.
+    OursWithSemaphore,
+    /// Curator with all units of a semaphore.
+    CuratorWithSemaphore,
 }
 
-use PeerProgram::{Curator, Kazoo, KazooPatterned, KazooRenamed, Ours, OursAsKazoo};
+use PeerProgram::{
+    Curator, CuratorReading, CuratorWithSemaphore, CuratorWriting, Kazoo, KazooPatterned,
+    KazooRenamed, Ours, OursAsKazoo, OursReading, OursWithSemaphore, OursWriting,
+};
+
+impl PeerProgram {
+    fn is_ours(self) -> bool {
+        matches!(self, Ours | OursAsKazoo | OursReading | OursWriting | OursWithSemaphore)
+    }
+
+    fn is_reader(self) -> bool {
+        matches!(self, OursReading | CuratorReading)
+    }
+
+    /// The names of the nodes of our programs.
+    fn naming(self) -> &'static str {
+        match self {
+            OursAsKazoo => "kazoo",
+            OursReading | OursWriting => "curator-read-write",
+            OursWithSemaphore => "curator-semaphore",
+            _ => "curator",
+        }
+    }
+}
 
 // ---- Three processes, many critical sections.
 
@@ -73,6 +108,19 @@ async fn a_lock_is_shared_with_unchanged_kazoo_under_its_own_names() {
 #[tokio::test]
 async fn a_lock_is_shared_with_curator_and_kazoo() {
     check_sharing(&[Ours, Curator, KazooRenamed]).await;
+}
+
+#[tokio::test]
+async fn a_readers_writer_lock_is_shared_with_curator() {
+    check_sharing(&[OursWriting, CuratorWriting, CuratorWriting]).await;
+    check_sharing(&[OursWriting, OursWriting, CuratorWriting]).await;
+}
+
+/// An exclusive lock excludes all units of a semaphore in Curator.
+#[tokio::test]
+async fn the_exclusive_lock_of_a_semaphore_is_shared_with_curator() {
+    check_sharing(&[OursWithSemaphore, CuratorWithSemaphore, CuratorWithSemaphore]).await;
+    check_sharing(&[OursWithSemaphore, OursWithSemaphore, CuratorWithSemaphore]).await;
 }
 
 /// Some of our processes may already use kazoo's names while others do not.
@@ -179,6 +227,177 @@ async fn each_program_waits_for_the_documented_programs() {
     }
 }
 
+/// Readers of both programs hold the lock together, and each writer excludes all others.
+#[tokio::test]
+async fn readers_and_writers_of_curator_and_ours_exclude_each_other() {
+    let programs = [OursReading, OursWriting, CuratorReading, CuratorWriting];
+    let server = server().await;
+    for holder in programs {
+        let held = ProgramHold::by(&server, holder).await;
+        for program in programs {
+            let is_granted = try_once(&server, program).await;
+            let is_shared = holder.is_reader() && program.is_reader();
+            assert_eq!(is_granted, is_shared, "{program:?} while {holder:?} has it");
+        }
+        held.release().await;
+        assert!(try_once(&server, OursWriting).await, "after {holder:?}");
+    }
+}
+
+/// A writer of either program that waits for a reader of the other blocks new readers of both. It
+/// is granted the lock when the reader has left.
+#[tokio::test]
+async fn a_waiting_writer_blocks_readers_of_both_programs() {
+    let server = server().await;
+    let local = registry(&server, OursWriting, "").await;
+    let lock = local.obtain(KEY);
+    let has_writer = async || !try_once(&server, OursReading).await;
+
+    let reader = lock.read().await.unwrap();
+    let mut writer = peer(&server, CuratorWriting, 10_000, &["--once", "hold"]);
+    expect(&mut writer, "waiting").await;
+    eventually(LONG, has_writer).await;
+    assert!(!try_once(&server, CuratorReading).await);
+    assert!(reader.is_held());
+    reader.unlock().await.unwrap();
+    expect(&mut writer, "held").await;
+    assert!(lock.try_read().await.unwrap().is_none());
+    writer.write_line("").unwrap();
+    expect(&mut writer, "released").await;
+
+    let reader = ProgramHold::by(&server, CuratorReading).await;
+    let waiting = lock.clone();
+    let writer = tokio::spawn(async move { waiting.lock().await.unwrap() });
+    eventually(LONG, has_writer).await;
+    assert!(!try_once(&server, CuratorReading).await);
+    assert!(!writer.is_finished());
+    reader.release().await;
+    let writer = within(LONG, writer).await.unwrap();
+    assert!(!try_once(&server, CuratorReading).await);
+    writer.unlock().await.unwrap();
+    assert!(try_once(&server, CuratorReading).await);
+}
+
+/// In Curator, the recipes at one path do not exclude each other. Ours do not either.
+#[tokio::test]
+async fn a_mutex_and_a_readers_writer_lock_at_one_path_are_two_locks() {
+    let server = server().await;
+    for (holder, admitted) in [
+        (Ours, [OursReading, OursWriting, CuratorReading, CuratorWriting]),
+        (CuratorWriting, [Ours, Ours, Curator, Curator]),
+        (OursWriting, [Ours, Ours, Curator, Curator]),
+    ] {
+        let held = ProgramHold::by(&server, holder).await;
+        for program in admitted {
+            assert!(try_once(&server, program).await, "{program:?} while {holder:?} has it");
+        }
+        held.release().await;
+    }
+}
+
+/// Returns the command line of a process with `take` of three units in Curator.
+fn units<'a>(once: &'a str, take: &'a str) -> [&'a str; 6] {
+    ["--once", once, "--units", "3", "--take", take]
+}
+
+/// Whether a process in Curator that tries once is granted `take` of three units.
+async fn try_units(server: &ZooKeeperServer, take: &str) -> bool {
+    let mut peer = peer(server, CuratorWithSemaphore, 10_000, &units("try", take));
+    let answer = peer.expect_line(|line| ["held", "busy"].contains(&line), LONG).await.unwrap();
+    wait_for_success(&peer).await.unwrap();
+    &*answer == "held"
+}
+
+#[tokio::test]
+async fn the_units_of_a_semaphore_are_shared_with_curator() {
+    let server = server().await;
+    let local = registry(&server, OursWithSemaphore, "").await;
+    let semaphore = local.semaphore(KEY, 3);
+    let try_ours = async |take| {
+        let guard = semaphore.try_acquire_many(take).await.unwrap();
+        let is_granted = guard.is_some();
+        if let Some(guard) = guard {
+            guard.unlock().await.unwrap();
+        }
+        is_granted
+    };
+    assert!(try_units(&server, "3").await);
+    let ours = semaphore.acquire_many(2).await.unwrap();
+    assert!(!try_units(&server, "2").await);
+    assert!(local.obtain(KEY).try_lock().await.unwrap().is_none());
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "1"));
+    expect(&mut theirs, "held").await;
+    assert!(!try_ours(1).await);
+    let holders = local.list().await.unwrap();
+    assert_eq!(holders.len(), 2, "{holders:?}");
+    assert_eq!(holders.iter().map(|it| it.mode.units()).sum::<u32>(), 3, "{holders:?}");
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    assert!(try_ours(1).await);
+    assert!(!try_ours(2).await);
+
+    // Curator waits for ours, and ours for Curator.
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
+    expect(&mut theirs, "waiting").await;
+    eventually(LONG, async || !try_ours(1).await).await;
+    ours.unlock().await.unwrap();
+    expect(&mut theirs, "held").await;
+    assert!(try_ours(1).await);
+    let waiting = semaphore.clone();
+    let all = tokio::spawn(async move { waiting.acquire_many(3).await.unwrap() });
+    eventually(LONG, async || !try_units(&server, "1").await).await;
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    let all = within(LONG, all).await.unwrap();
+    assert!(!try_units(&server, "1").await);
+    all.unlock().await.unwrap();
+
+    // The exclusive lock waits until no unit is taken, and excludes takers.
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "1"));
+    expect(&mut theirs, "held").await;
+    let lock = local.obtain(KEY);
+    let exclusive = tokio::spawn(async move { lock.lock().await.unwrap() });
+    eventually(LONG, async || !try_units(&server, "1").await).await;
+    assert!(!exclusive.is_finished());
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    let exclusive = within(LONG, exclusive).await.unwrap();
+    assert!(!try_units(&server, "1").await);
+    exclusive.unlock().await.unwrap();
+    assert!(try_units(&server, "3").await);
+}
+
+/// The units of a process that has died return with the end of its session.
+#[tokio::test]
+async fn the_units_of_a_dead_process_in_curator_return() {
+    let server = server().await;
+    let local = registry(&server, OursWithSemaphore, "").await;
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
+    expect(&mut theirs, "held").await;
+    theirs.kill().unwrap();
+    let all = local.semaphore(KEY, 3).acquire_many(3);
+    within(LONG, all).await.unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn curators_readers_are_reported_and_upgrades_are_refused() {
+    let server = server().await;
+    let local = registry(&server, OursReading, "").await;
+    let lock = local.obtain(KEY);
+    let held = ProgramHold::by(&server, CuratorReading).await;
+    let guard = lock.read().await.unwrap();
+    let holders = local.list().await.unwrap();
+    assert_eq!(holders.len(), 2, "{holders:?}");
+    assert!(holders.iter().all(|it| it.mode == ClaimMode::Shared && it.token.is_some()));
+    let refused = lock.upgradable().await.unwrap_err();
+    assert!(matches!(refused, LockError::Unsupported { capability: "upgradable", .. }));
+    guard.unlock().await.unwrap();
+    held.release().await;
+    let writer = lock.lock().await.unwrap();
+    let refused = writer.downgrade().await.unwrap_err();
+    assert!(matches!(refused, LockError::Unsupported { capability: "upgradable", .. }));
+}
+
 #[tokio::test]
 async fn the_holder_is_reported_for_every_program() {
     let server = server().await;
@@ -258,9 +477,12 @@ impl ProgramHold {
     }
 
     async fn by_with(server: &ZooKeeperServer, program: PeerProgram, session_ms: u32) -> Self {
-        if matches!(program, Ours | OursAsKazoo) {
+        if program.is_ours() {
             let local = registry(server, program, "").await;
-            let guard = within(LONG, local.obtain(KEY).lock()).await.unwrap();
+            let lock = local.obtain(KEY);
+            let acquired =
+                async { if program.is_reader() { lock.read().await } else { lock.lock().await } };
+            let guard = within(LONG, acquired).await.unwrap();
             return Self::Local { guard, _registry: local };
         }
         let mut peer = peer(server, program, session_ms, &["--once", "hold"]);
@@ -281,9 +503,12 @@ impl ProgramHold {
 
 /// Whether a participant that tries once is granted the lock. If so, the lock is released.
 async fn try_once(server: &ZooKeeperServer, program: PeerProgram) -> bool {
-    if matches!(program, Ours | OursAsKazoo) {
+    if program.is_ours() {
         let local = registry(server, program, "").await;
-        let Some(guard) = local.obtain(KEY).try_lock().await.unwrap() else { return false };
+        let lock = local.obtain(KEY);
+        let acquired =
+            if program.is_reader() { lock.try_read().await } else { lock.try_lock().await };
+        let Some(guard) = acquired.unwrap() else { return false };
         guard.unlock().await.unwrap();
         return true;
     }
@@ -304,7 +529,7 @@ async fn server() -> ZooKeeperServer {
 const TIMEOUTS: &str = "&timeout=60s&connect_timeout=60s";
 
 fn our_url(server: &ZooKeeperServer, program: PeerProgram, options: &str) -> String {
-    let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
+    let naming = program.naming();
     format!("{}?layout=curator&naming={naming}{TIMEOUTS}{options}", server.url())
 }
 
@@ -314,8 +539,8 @@ async fn registry(server: &ZooKeeperServer, program: PeerProgram, options: &str)
 
 /// The command of `program` for a task whose URL is the server's.
 fn sections_command(program: PeerProgram, mut task: SectionTask) -> Command {
-    if matches!(program, Ours | OursAsKazoo) {
-        let naming = if program == OursAsKazoo { "kazoo" } else { "curator" };
+    if program.is_ours() {
+        let naming = program.naming();
         task.url = format!("{}?layout=curator&naming={naming}{TIMEOUTS}", task.url);
         return our_command(&task);
     }
@@ -354,7 +579,7 @@ fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
     let layout = match program {
-        Curator => {
+        Curator | CuratorReading | CuratorWriting | CuratorWithSemaphore => {
             // The manifest of `curator-recipes.jar` names its dependencies.
             const CLASSES: &str =
                 "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
@@ -363,12 +588,23 @@ fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
             command.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]);
             command.args(["-cp", CLASSES]).arg(peers.join("Curator.java"));
             command.args(["--url", url, "--path", PATH, "--session-ms", &session_ms]);
+            command.args([
+                "--recipe",
+                match program {
+                    CuratorReading => "read",
+                    CuratorWriting => "write",
+                    CuratorWithSemaphore => "semaphore",
+                    _ => "mutex",
+                },
+            ]);
             return command;
         }
         Kazoo => "stock",
         KazooPatterned => "patterned",
         KazooRenamed => "renamed",
-        Ours | OursAsKazoo => unreachable!("our own process is no peer"),
+        Ours | OursAsKazoo | OursReading | OursWriting | OursWithSemaphore => {
+            unreachable!("our own process is no peer")
+        }
     };
     let mut command = Command::new("python3");
     // `-B` prevents compiled files among the sources.

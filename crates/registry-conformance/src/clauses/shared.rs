@@ -443,7 +443,7 @@ pub async fn a_writer_that_gives_up_wakes_a_waiting_reader(context: &TestContext
 }
 
 /// A mode that the store does not have is refused with the name of the capability, before any
-/// request.
+/// request. So is a conversion by a store without conversions.
 pub async fn a_mode_that_the_store_does_not_have_is_refused_before_any_request(
     context: &TestContext,
 ) {
@@ -467,6 +467,15 @@ pub async fn a_mode_that_the_store_does_not_have_is_refused_before_any_request(
     }
     if !(capabilities.shared || capabilities.upgradable || capabilities.permits) {
         assert_eq!(faulty.requests(), 0, "a request was sent");
+    }
+    if !capabilities.upgradable {
+        let guard = lock.lock().await.expect("a free lock is acquired");
+        let attempts = faulty.calls(Operation::Acquire);
+        match guard.downgrade().await {
+            Err(LockError::Unsupported { capability: "upgradable", .. }) => {}
+            other => panic!("a conversion: {other:?}"),
+        }
+        assert_eq!(faulty.calls(Operation::Acquire), attempts, "an attempt was sent");
     }
 }
 

@@ -19,6 +19,7 @@ mod reconnect;
 mod nodes;
 mod fenced_writes;
 mod paused_holder;
+mod modes;
 
 mod other_process;
 mod support;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{join_all, try_join_all};
-use registry_core::{LockGuard, LockOptions, Registry};
+use registry_core::{LockGuard, LockOptions, LockRegistryExt as _, Registry};
 use registry_testkit::zookeeper::{ClientStats, ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
 use registry_zk::{ZkBackend, ZkConfig};
@@ -126,14 +126,7 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
         let counts = clients.iter().map(async |client| client.stats(&server).await.events());
         join_all(counts).await
     };
-    // The server counts a packet after it has sent or handled it, so a single read may be off by
-    // one.
-    let mut start = events().await;
-    eventually(LONG, async || {
-        let last = std::mem::replace(&mut start, events().await);
-        last == start
-    })
-    .await;
+    let start = settled_events(&server, &clients).await;
 
     // The first head ends with its session, the others by releases.
     server.end_session(head.backend.session_id().unwrap()).await.unwrap();
@@ -148,6 +141,101 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
         guard.unlock().await.unwrap();
     }
     drop(guard);
+}
+
+/// Waits until the server has counted all packets, and returns the events of each client. The
+/// server counts a packet after it has sent or handled it, so a single read may be off by one.
+async fn settled_events(server: &ZooKeeperServer, clients: &[TestClient]) -> Vec<u64> {
+    let events = async || -> Vec<u64> {
+        join_all(clients.iter().map(async |client| client.stats(server).await.events())).await
+    };
+    let mut last = events().await;
+    eventually(LONG, async || {
+        let before = std::mem::replace(&mut last, events().await);
+        last == before
+    })
+    .await;
+    last
+}
+
+#[tokio::test]
+async fn a_released_permit_wakes_only_the_claims_that_it_may_let_in() {
+    const UNITS: u32 = 2;
+    const WAITING: usize = 12;
+    let server = server().await;
+    let operator = Client::connect(&server.addr().to_string()).await.unwrap();
+    let holder = TestClient::open(&server, SESSION).await;
+    let semaphore = holder.registry.semaphore("k", UNITS);
+    let mut held = vec![semaphore.acquire().await.unwrap(), semaphore.acquire().await.unwrap()];
+    let clients = join_all((0..WAITING).map(|_| TestClient::open(&server, SESSION))).await;
+    let mut waiter_tasks = JoinSet::new();
+    for (number, client) in clients.iter().enumerate() {
+        let semaphore = client.registry.semaphore("k", UNITS);
+        waiter_tasks.spawn(async move { (number, semaphore.acquire().await.unwrap()) });
+        eventually(LONG, async || queue_length(&operator).await == number + 3).await;
+    }
+    // Each one watches the two claims before it, and the holder its two nodes.
+    wait_for_watches(&server, 2 * WAITING as u64 + 2).await;
+    let before = settled_events(&server, &clients).await;
+    held.pop().unwrap().unlock().await.unwrap();
+    let (first, guard) = within(LONG, waiter_tasks.join_next()).await.unwrap().unwrap();
+    assert_eq!(first, 0, "in the order of arrival");
+    let woken: Vec<_> = settled_events(&server, &clients)
+        .await
+        .iter()
+        .zip(&before)
+        .map(|(after, before)| after - before)
+        .collect();
+    println!("events: {woken:?}");
+    // The second waiter watched the released claim or the one after it.
+    assert_eq!(woken[0], 1, "{woken:?}");
+    assert!(woken[2..].iter().all(|events| *events == 0), "{woken:?}");
+    drop((held, guard));
+    while let Some(next) = within(LONG, waiter_tasks.join_next()).await {
+        next.unwrap().1.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn the_end_of_a_reader_wakes_no_claim_but_the_next_writer() {
+    const READERS: usize = 8;
+    let server = server().await;
+    let operator = Client::connect(&server.addr().to_string()).await.unwrap();
+    let holder = TestClient::open(&server, SESSION).await;
+    let lock = holder.registry.obtain("k");
+    let mut held = Vec::new();
+    for label in ["first", "last"] {
+        // Readers with different labels do not share a grant.
+        held.push(lock.read_with(LockOptions::new().label(label)).await.unwrap());
+    }
+    // A writer, and readers behind it, which watch the writer only.
+    let clients = join_all((0..=READERS).map(|_| TestClient::open(&server, SESSION))).await;
+    let mut waiter_tasks = JoinSet::new();
+    for (number, client) in clients.iter().enumerate() {
+        let lock = client.registry.obtain("k");
+        waiter_tasks.spawn(async move {
+            let guard = if number == 0 { lock.lock().await } else { lock.read().await };
+            (number, guard.unwrap())
+        });
+        eventually(LONG, async || queue_length(&operator).await == number + 3).await;
+    }
+    // The holder watches its two nodes too.
+    wait_for_watches(&server, 1 + READERS as u64 + 2).await;
+    let before = settled_events(&server, &clients).await;
+    held.pop().unwrap().unlock().await.unwrap();
+    eventually(LONG, async || settled_events(&server, &clients).await[0] > before[0]).await;
+    held.pop().unwrap().unlock().await.unwrap();
+    let (first, writer) = within(LONG, waiter_tasks.join_next()).await.unwrap().unwrap();
+    assert_eq!(first, 0, "in the order of arrival");
+    let after = settled_events(&server, &clients).await;
+    assert_eq!(after[0], before[0] + 2, "one for each reader");
+    assert_eq!(after[1..], before[1..]);
+    writer.unlock().await.unwrap();
+    while let Some(reader) = within(LONG, waiter_tasks.join_next()).await {
+        drop(reader.unwrap());
+    }
+    let after_writer = settled_events(&server, &clients).await;
+    assert!(after_writer[1..].iter().zip(&after[1..]).all(|(now, then)| *now == then + 1));
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,0 +1,412 @@
+//! Changes the mode of a held claim: upgrade and downgrade. `recipe` grants and ends claims.
+//!
+//! The data of the claim's node states the new mode. A transaction writes it, on the condition that
+//! nothing else has changed the data. An upgrade first creates a further node of the claim, the
+//! request, which blocks all claims behind it. The transaction that makes the claim exclusive
+//! checks that the request and the node that blocks new readers still exist, and deletes the
+//! request. The transaction that created the request is the token of the upgraded claim.
+
+use std::sync::Arc;
+
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
+    QueuedEntry, UpgradePosition, upgrade_position,
+};
+use zookeeper_client::{Error, MultiWriteError, MultiWriteResult};
+
+use crate::error::{is_refused, to_backend_error};
+use crate::modes::{Blocker, find_missing_on_majority, watch_blockers};
+use crate::node_data::{NodeMode, decode_mode, encode_node_data};
+use crate::nodes::{
+    CreatedNode, create_sequential, delete, fencing_token, negative_transaction,
+    read_children_after_confirmation, sort_contenders,
+};
+use crate::queue::{claim_nodes, named_entry, node_bytes, node_prefix};
+use crate::queue_entry::{ClaimState, QueueEntry, UpgradeRequest, name_of};
+use crate::recipe::{
+    end_lost_claim, exclude_missing_on_majority, is_blocked_as_before, lease_within_validity,
+    read_children_or_empty,
+};
+use crate::session::{SessionPool, ZkSession};
+
+/// Changes the mode of the grant that the claim has.
+pub(crate) async fn convert(
+    sessions: &SessionPool,
+    claim: &Claim,
+) -> Result<Attempt, BackendError> {
+    // The grant of a claim without an entry has ended with its session.
+    let Some((session, entry)) = sessions.find_entry(claim.id()) else { return Ok(Attempt::Gone) };
+    if entry.key != *claim.key() {
+        return Ok(Attempt::Gone);
+    }
+    session.wait_until_connected().await?;
+    let mut state = entry.state.lock().await;
+    if state.is_removed {
+        return Ok(Attempt::Gone);
+    }
+    entry.record_activity();
+    let conversion = run_conversion(&session, &entry, &mut state, claim).await?;
+    Ok(match conversion {
+        Conversion::Done => grant_converted(&session, &mut state, claim)?,
+        Conversion::Busy(busy) => Attempt::Busy(busy),
+        Conversion::Gone => Attempt::Gone,
+        Conversion::Lost => {
+            end_lost_claim(&session, &entry, &mut state, claim.id()).await;
+            Attempt::Gone
+        }
+    })
+}
+
+/// The result of a conversion.
+enum Conversion {
+    /// The claim has the mode.
+    Done,
+    Busy(Busy),
+    /// The claim is not granted, or was converted otherwise.
+    Gone,
+    /// Another client has deleted the node of the claim.
+    Lost,
+}
+
+async fn run_conversion(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Conversion, BackendError> {
+    for _ in 0..CONFLICTS_MAX {
+        if state.held_until.is_none_or(|until| until <= Moment::now()) {
+            return Ok(Conversion::Gone);
+        }
+        if state.is_conversion_unresolved {
+            resolve_conversion(session, entry, state, claim.id()).await?;
+        }
+        let Some(node) = &state.node else { return Ok(Conversion::Lost) };
+        let NodeMode { mode, token } = node.mode;
+        let converted = claim.converted_token();
+        let is_late = converted.is_some_and(|converted| i64::from(converted) != token);
+        let is_done = match (mode, claim.mode()) {
+            (ours, wanted) if ours == wanted => {
+                delete_upgrade_request(session, state).await?;
+                return own_node_exists(session, state).await;
+            }
+            // An upgrade came first, and its holder relies on the mode that it was granted.
+            _ if is_late => return Ok(Conversion::Gone),
+            (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
+            | (ClaimMode::Upgradable, ClaimMode::Shared) => {
+                let converted = NodeMode { mode: claim.mode(), token };
+                write_mode(session, state, claim, converted, None).await?
+            }
+            (ClaimMode::Upgradable, ClaimMode::Exclusive) => {
+                match upgrade(session, entry, state, claim).await? {
+                    Upgrade::Done => true,
+                    Upgrade::Retry => false,
+                    Upgrade::Busy(busy) => return Ok(Conversion::Busy(busy)),
+                }
+            }
+            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            _ => return Ok(Conversion::Gone),
+        };
+        if is_done {
+            return Ok(Conversion::Done);
+        }
+    }
+    Err(BackendError::transient(format!(
+        "zookeeper: in {CONFLICTS_MAX} attempts, the queue changed or the connection broke before the lock was converted; retry"
+    )))
+}
+
+/// The result of one attempt to upgrade a claim.
+enum Upgrade {
+    Done,
+    Busy(Busy),
+    /// The queue or the claim has changed.
+    Retry,
+}
+
+/// Makes an upgradable claim exclusive if no other claim holds the lock.
+async fn upgrade(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Upgrade, BackendError> {
+    state.upgrade_lease = claim.lease();
+    let children = match &state.upgrade {
+        None => match request_upgrade(session, entry, state, claim).await? {
+            Some(children) => children,
+            None => return Ok(Upgrade::Retry),
+        },
+        Some(upgrade) => {
+            if is_blocked_as_before(session, upgrade.reader.as_ref()).await? {
+                return Ok(Upgrade::Busy(Busy::new().with_place()));
+            }
+            read_children_or_empty(session, entry).await?
+        }
+    };
+    let children = exclude_missing_on_majority(state, children);
+    let queue = sort_contenders(session, &entry.dir, children).await?;
+    let (Some(node), Some(upgrade)) = (&state.node, &mut state.upgrade) else {
+        return Ok(Upgrade::Retry);
+    };
+    let names = queue.names();
+    let (Some(own), Some(request)) =
+        (queue.position_of(node.name()), queue.position_of(name_of(&upgrade.path)))
+    else {
+        // The resolution detects which of the two was deleted.
+        state.is_conversion_unresolved = true;
+        return Ok(Upgrade::Retry);
+    };
+    // The claim holds the lock, so each claim before it is shared now, and an exclusive or
+    // upgradable claim behind it has never held the lock. The names suffice.
+    let entries = names.iter().enumerate().map(|(index, name)| match index {
+        _ if index < own => QueuedEntry::Claim(ClaimMode::Shared),
+        _ if index == own => QueuedEntry::Claim(ClaimMode::Upgradable),
+        _ => named_entry(name),
+    });
+    let guard = match upgrade_position(&entries.collect::<Vec<_>>(), own) {
+        UpgradePosition::Free(guard) => guard,
+        UpgradePosition::NoRequest => return Ok(Upgrade::Retry),
+        UpgradePosition::Behind(reader) => {
+            let dir = &entry.dir;
+            let blockers = vec![Blocker::unread(reader)];
+            if let Some(missing) =
+                find_missing_on_majority(session, dir, names, ClaimMode::Shared, &blockers).await?
+            {
+                state.nodes_missing_on_majority.push(missing);
+                return Ok(Upgrade::Retry);
+            }
+            let watched = upgrade.reader.take();
+            let watched =
+                watch_blockers(session, dir, names, &entry.key, blockers, watched).await?;
+            let Some((watched, holder)) = watched else { return Ok(Upgrade::Retry) };
+            upgrade.reader = Some(watched);
+            let busy = Busy::new().with_place();
+            return Ok(Upgrade::Busy(match holder {
+                Some(holder) => busy.with_holder(holder),
+                None => busy,
+            }));
+        }
+    };
+    if guard != request && queue.is_sequence_exhausted() {
+        // The check of the other node would not detect that it was replaced by one of the same
+        // name.
+        let message = format!(
+            "zookeeper: the lock cannot be upgraded while other claims wait, because the sequence numbers of {} are exhausted; delete this node while the lock is free",
+            entry.dir
+        );
+        return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
+    }
+    let converted = NodeMode { mode: ClaimMode::Exclusive, token: upgrade.czxid };
+    let guard = format!("{}/{}", entry.dir, names[guard]);
+    let is_done = write_mode(session, state, claim, converted, Some(&guard)).await?;
+    Ok(if is_done { Upgrade::Done } else { Upgrade::Retry })
+}
+
+/// Creates the request to upgrade the claim. Returns the children of the lock's node after that, or
+/// `None` if the caller must try again.
+async fn request_upgrade(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Option<Vec<String>>, BackendError> {
+    let naming = session.config().naming;
+    let queued = QueuedEntry::UpgradeRequest;
+    session.reserve_request(entry, node_bytes(&entry.dir, claim.id(), naming, queued))?;
+    let prefix = node_prefix(claim.id(), naming, queued);
+    // From here on, the request may exist.
+    state.is_conversion_unresolved = true;
+    let data = encode_node_data(claim, None, None);
+    match create_sequential(session, &entry.dir, &prefix, &data).await? {
+        Ok(CreatedNode { path, czxid, listed }) => {
+            let Some(czxid) = czxid else { return Ok(None) };
+            state.is_conversion_unresolved = false;
+            state.upgrade = Some(UpgradeRequest { path, czxid, reader: None });
+            let listed = listed?;
+            listed.map(Some).map_err(|error| to_backend_error(&error).as_unknown())
+        }
+        // The next attempt detects whether the request or the node of the claim exists.
+        Err(Error::NoNode | Error::ConnectionLoss) => Ok(None),
+        Err(error) => {
+            state.is_conversion_unresolved = !is_refused(&error);
+            Err(to_backend_error(&error))
+        }
+    }
+}
+
+/// Writes the mode of the claim into the data of its node, and deletes its request to be upgraded.
+/// Changes nothing unless the node of the path `guard` exists. Returns false if the caller must try
+/// again.
+async fn write_mode(
+    session: &ZkSession,
+    state: &mut ClaimState,
+    claim: &Claim,
+    converted: NodeMode,
+    guard: Option<&str>,
+) -> Result<bool, BackendError> {
+    let Some(node) = &mut state.node else { return Ok(false) };
+    let data = encode_node_data(claim, Some(converted.mode), Some(converted.token));
+    let client = session.client();
+    let mut writer = client.new_multi_writer();
+    let mut add_operations = || {
+        writer.add_set_data(&node.path, &data, Some(node.version))?;
+        if let Some(guard) = guard {
+            writer.add_check_version(guard, ANY_VERSION)?;
+        }
+        match &state.upgrade {
+            Some(upgrade) => writer.add_delete(&upgrade.path, None),
+            None => Ok(()),
+        }
+    };
+    add_operations().map_err(|error| to_backend_error(&error).as_refused())?;
+    // The watch would report this write as a change by another client.
+    state.own_watch = None;
+    state.is_conversion_unresolved = true;
+    let sent_at = Moment::now();
+    let committed = async {
+        match writer.commit().await {
+            Ok(results) => Ok(Ok(results)),
+            Err(MultiWriteError::OperationFailed { source, .. }) => Ok(Err(source)),
+            Err(MultiWriteError::RequestFailed { source }) => Err(source),
+        }
+    };
+    let error = match session.with_request_timeout(committed).await? {
+        Ok(Ok(results)) => {
+            let Some(MultiWriteResult::SetData { stat }) = results.first() else {
+                return Ok(false);
+            };
+            node.version = stat.version;
+            node.mode = converted;
+            state.upgrade = None;
+            state.is_conversion_unresolved = false;
+            session.record_majority_response(sent_at);
+            return Ok(true);
+        }
+        // The resolution detects what has changed.
+        Ok(Err(Error::NoNode | Error::BadVersion)) | Err(Error::ConnectionLoss) => {
+            return Ok(false);
+        }
+        Ok(Err(error)) | Err(error) => error,
+    };
+    state.is_conversion_unresolved = !is_refused(&error);
+    Err(to_backend_error(&error))
+}
+
+/// Determines whether the request to upgrade the claim exists, after a request of the conversion
+/// whose outcome is unknown.
+///
+/// See `recipe::resolve_creation` for why the outcome cannot change afterwards.
+pub(crate) async fn resolve_upgrade_request(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: ClaimId,
+) -> Result<(), BackendError> {
+    let children = match read_children_after_confirmation(session, &entry.dir).await? {
+        Ok(children) => children,
+        Err(Error::NoNode) => Vec::new(),
+        Err(error) => return Err(to_backend_error(&error).as_unknown()),
+    };
+    let earlier = state.upgrade.take();
+    for name in claim_nodes(&children, claim, session.config().naming) {
+        if named_entry(name) != QueuedEntry::UpgradeRequest {
+            continue;
+        }
+        let path = format!("{}/{name}", entry.dir);
+        let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
+        match found.map_err(|error| to_backend_error(&error).as_unknown())? {
+            Some(stat) if stat.ephemeral_owner == session.id() && state.upgrade.is_none() => {
+                state.upgrade = Some(UpgradeRequest { path, czxid: stat.czxid, reader: None });
+            }
+            Some(_) => delete(session, &path).await.map(drop)?,
+            None => {}
+        }
+    }
+    if let (Some(found), Some(earlier)) = (&mut state.upgrade, earlier)
+        && found.czxid == earlier.czxid
+    {
+        found.reader = earlier.reader;
+    }
+    Ok(())
+}
+
+/// As [`resolve_upgrade_request`]. Also determines the mode of the claim, and whether its node
+/// exists.
+pub(crate) async fn resolve_conversion(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: ClaimId,
+) -> Result<(), BackendError> {
+    resolve_upgrade_request(session, entry, state, claim).await?;
+    if let Some(node) = &mut state.node {
+        let read = session.with_request_timeout(session.client().get_data(&node.path)).await?;
+        match read {
+            Ok((data, stat)) if stat.czxid == node.czxid => {
+                let Some(mode) = decode_mode(name_of(&node.path), &data, stat.czxid) else {
+                    let message = format!(
+                        "zookeeper: another program has replaced the data of {}, which states the mode of the lock; release the lock",
+                        node.path
+                    );
+                    return Err(BackendError::new(BackendErrorKind::Protocol, message));
+                };
+                (node.mode, node.version) = (mode, stat.version);
+            }
+            Ok(_) | Err(Error::NoNode) => state.clear_node(),
+            Err(error) => return Err(to_backend_error(&error).as_unknown()),
+        }
+    }
+    state.is_conversion_unresolved = false;
+    Ok(())
+}
+
+/// Deletes the request to upgrade the claim, if any.
+pub(crate) async fn delete_upgrade_request(
+    session: &ZkSession,
+    state: &mut ClaimState,
+) -> Result<(), BackendError> {
+    if let Some(upgrade) = &state.upgrade {
+        delete(session, &upgrade.path).await?;
+        state.upgrade = None;
+    }
+    Ok(())
+}
+
+/// Returns whether the node of a claim that already has the requested mode exists.
+async fn own_node_exists(
+    session: &ZkSession,
+    state: &ClaimState,
+) -> Result<Conversion, BackendError> {
+    let Some(node) = &state.node else { return Ok(Conversion::Lost) };
+    let client = session.client();
+    // Without a `sync`, a lagging server could return a deleted node.
+    let (synced, found) = (client.sync(&node.path), client.check_stat(&node.path));
+    let synced = session.with_request_timeout(synced).await?;
+    synced.map_err(|error| to_backend_error(&error).as_unknown())?;
+    let found = session.with_request_timeout(found).await?;
+    let stat = found.map_err(|error| to_backend_error(&error).as_unknown())?;
+    let exists = stat.is_some_and(|stat| stat.czxid == node.czxid);
+    Ok(if exists { Conversion::Done } else { Conversion::Lost })
+}
+
+/// Returns the grant of a converted claim. Its lease never becomes shorter.
+fn grant_converted(
+    session: &ZkSession,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Attempt, BackendError> {
+    let now = Moment::now();
+    let until = now.after(claim.lease());
+    let until = state.held_until.map_or(until, |held| held.max(until));
+    let lease = lease_within_validity(session, until.since(now))?;
+    let token = state.node.as_ref().and_then(|node| fencing_token(node.mode.token));
+    let token = token.ok_or_else(negative_transaction)?;
+    state.held_until = Some(until);
+    Ok(Attempt::Granted(Grant::new(token, lease)))
+}
+
+/// The version that every node has.
+const ANY_VERSION: i32 = -1;
+/// The maximum number of attempts while the queue changes between a read and a write.
+const CONFLICTS_MAX: usize = 32;

@@ -1,0 +1,365 @@
+//! Decides which nodes of a queue block a claim, and which hold the lock, by the rules of
+//! [`registry_core::queue_position`]. `recipe`, `conversion` and `inspect` call this module.
+//!
+//! The name of a node states the mode in which its claim was enqueued. Only exclusive and
+//! upgradable claims are converted, so a reader also reads the data of the nearest of their nodes
+//! before its own. A decision from the list and from data that is read later is safe: between the
+//! two, a mode becomes stronger only in a transaction that deletes the request to upgrade the
+//! claim. The list contains this request, or the upgrade waits for the reader.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use futures_util::future::{join_all, try_join_all};
+use registry_core::{
+    BackendError, ClaimMode, Holder, Key, Moment, QueuePosition, QueuedEntry, granted_entries,
+    queue_position,
+};
+use zookeeper_client::Error;
+
+use crate::error::to_backend_error;
+use crate::mutex::lock;
+use crate::node_data::{NodeMode, decode_label, decode_other_mode, is_convertible};
+use crate::nodes::{fencing_token, read_children, sort_contenders};
+use crate::queue::{ContenderQueue, named_entry};
+use crate::queue_entry::{NodeWatch, WatchBudget, WatchedNodes};
+use crate::session::ZkSession;
+
+const EXCLUSIVE: QueuedEntry = QueuedEntry::Claim(ClaimMode::Exclusive);
+
+/// What keeps a claim from being granted.
+pub(crate) enum Blockers {
+    /// Nothing: the claim is granted.
+    None,
+    /// These nodes before the claim's own. The claim is not granted while they exist unchanged.
+    Nodes(Vec<Blocker>),
+    /// The held permits state this number of units, and the claim another one.
+    OtherUnits(u32),
+    /// A node was deleted since the queue was listed.
+    Changed,
+}
+
+/// A node that blocks a claim.
+pub(crate) struct Blocker {
+    /// The position in the queue.
+    index: usize,
+    /// `None` if the name of the node sufficed for the decision.
+    node: Option<ReadNode>,
+}
+
+/// A contender's node, and the watch on it if one was requested and the watch budget allowed it.
+struct ReadNode {
+    data: Vec<u8>,
+    mode: NodeMode,
+    watch: Option<NodeWatch>,
+}
+
+/// Returns the nodes among `before` that block a claim of this mode. `watched` are the nodes that
+/// blocked it before. `is_waiting` states whether the claim will wait for a change.
+pub(crate) async fn find_blockers(
+    session: &ZkSession,
+    dir: &str,
+    before: &[String],
+    mode: ClaimMode,
+    watched: Option<&WatchedNodes>,
+    is_waiting: bool,
+) -> Result<Blockers, BackendError> {
+    if mode == ClaimMode::Exclusive {
+        // Every other claim blocks an exclusive one.
+        let predecessor = before.len().checked_sub(1);
+        return Ok(predecessor.map_or(Blockers::None, |index| Blockers::unread([index])));
+    }
+    // A claim that may have been converted counts as exclusive until its data was read.
+    let assumed = |name: &String| if is_convertible(name) { EXCLUSIVE } else { named_entry(name) };
+    let mut entries: Vec<_> = before.iter().map(assumed).collect();
+    let mut read = HashMap::new();
+    // Each iteration reads another node.
+    loop {
+        let nearest = match queue_position(&entries, mode) {
+            QueuePosition::Granted => return Ok(Blockers::None),
+            QueuePosition::OtherUnits(of) => return Ok(Blockers::OtherUnits(of)),
+            QueuePosition::TooFewUnits => {
+                return Ok(Blockers::unread(units_before(&entries, mode)));
+            }
+            QueuePosition::Behind(nearest) => nearest,
+        };
+        let name = &before[nearest];
+        if let Some(node) = read.remove(&nearest) {
+            return Ok(Blockers::Nodes(vec![Blocker { index: nearest, node: Some(node) }]));
+        }
+        let is_reader = matches!(mode, ClaimMode::Shared | ClaimMode::Upgradable);
+        let is_unchanged = watched.is_some_and(|watched| watched.find_watch(name).is_some());
+        // Permits are compatible with no mode of a converted claim.
+        if !is_reader || !is_convertible(name) || is_unchanged {
+            return Ok(Blockers::unread([nearest]));
+        }
+        // An upgradable claim rarely blocks a reader, so it is watched only if it does.
+        let is_watched =
+            is_waiting && (named_entry(name) == EXCLUSIVE || mode == ClaimMode::Upgradable);
+        let Some(node) = read_node(session, dir, name, is_watched).await? else {
+            return Ok(Blockers::Changed);
+        };
+        entries[nearest] = QueuedEntry::Claim(node.mode.mode);
+        read.insert(nearest, node);
+    }
+}
+
+/// Returns the head of a queue as the node that blocks a claim.
+pub(crate) fn find_head(names: &[String]) -> Blockers {
+    if names.is_empty() { Blockers::None } else { Blockers::unread([0]) }
+}
+
+impl Blockers {
+    fn unread(indexes: impl IntoIterator<Item = usize>) -> Self {
+        let unread = |index| Blocker { index, node: None };
+        Self::Nodes(indexes.into_iter().map(unread).collect())
+    }
+}
+
+impl Blocker {
+    /// Returns the blocker at this position, whose name sufficed for the decision.
+    pub(crate) fn unread(index: usize) -> Self {
+        Self { index, node: None }
+    }
+}
+
+/// Returns the nearest entries whose units leave too few for a claim of this mode. It is not
+/// granted while all of them exist, and one of them ends before it is granted.
+fn units_before(entries: &[QueuedEntry], mode: ClaimMode) -> Vec<usize> {
+    let ClaimMode::Permits { take, of } = mode else { return Vec::new() };
+    let mut free = u64::from(of);
+    let mut indexes = Vec::new();
+    for (index, entry) in entries.iter().enumerate().rev() {
+        if free < u64::from(take) {
+            break;
+        }
+        if let QueuedEntry::Claim(mode) = entry {
+            free = free.saturating_sub(u64::from(mode.units()));
+        }
+        indexes.push(index);
+    }
+    indexes
+}
+
+/// Returns the name of a blocking node that exists only on the connected server.
+///
+/// A waiter would wait forever for a node that the other servers have deleted. After the same node
+/// has blocked it for one session time-out, this function therefore asks a majority. The
+/// predecessor of an exclusive claim is checked only as the head of the queue.
+pub(crate) async fn find_missing_on_majority(
+    session: &ZkSession,
+    dir: &str,
+    before: &[String],
+    mode: ClaimMode,
+    blockers: &[Blocker],
+) -> Result<Option<String>, BackendError> {
+    for Blocker { index, .. } in blockers.iter().take(MAJORITY_CHECKS_MAX) {
+        let (name, path) = (&before[*index], format!("{dir}/{}", before[*index]));
+        let queue = match (index, mode) {
+            (0, _) => dir,
+            (_, ClaimMode::Exclusive) => continue,
+            _ => &path,
+        };
+        if !lock(session.head_cache()).needs_majority_check(queue, name, session.timeout()) {
+            continue;
+        }
+        if !session.exists_on_majority(&path).await.map_err(BackendError::as_unknown)? {
+            return Ok(Some(name.clone()));
+        }
+        lock(session.head_cache()).record_majority_check(queue);
+    }
+    Ok(None)
+}
+
+/// Watches the nodes that block a claim, and returns the holder if its node was read. Uses the
+/// watches of `watched` again. Returns `None` if a node no longer exists or blocks.
+pub(crate) async fn watch_blockers(
+    session: &ZkSession,
+    dir: &str,
+    before: &[String],
+    key: &Key,
+    blockers: Vec<Blocker>,
+    watched: Option<WatchedNodes>,
+) -> Result<Option<(WatchedNodes, Option<Holder>)>, BackendError> {
+    let is_complete = blockers.len() <= WATCHES_MAX;
+    let watches = blockers.into_iter().take(WATCHES_MAX).map(async |Blocker { index, node }| {
+        let name = &before[index];
+        let holder_of = |node: &ReadNode| (index == 0).then(|| node.holder(key));
+        if let Some(watch) = watched.as_ref().and_then(|watched| watched.find_watch(name)) {
+            return Ok(Some(((name.clone(), Some(watch.clone())), None)));
+        }
+        match node {
+            Some(node) if node.watch.is_some() => {
+                let holder = holder_of(&node);
+                Ok(Some(((name.clone(), node.watch), holder)))
+            }
+            earlier => {
+                let Some(node) = read_node(session, dir, name, true).await? else {
+                    return Ok(None);
+                };
+                let is_changed = earlier.is_some_and(|earlier| earlier.mode != node.mode);
+                let holder = holder_of(&node);
+                Ok((!is_changed).then_some(((name.clone(), node.watch), holder)))
+            }
+        }
+    });
+    let watches: Vec<Result<_, BackendError>> = join_all(watches).await;
+    let Some(watches) = watches.into_iter().collect::<Result<Option<Vec<_>>, _>>()? else {
+        return Ok(None);
+    };
+    let (nodes, holders): (Vec<_>, Vec<_>) = watches.into_iter().unzip();
+    let watched = WatchedNodes { nodes, is_complete, verified_at: Moment::now() };
+    Ok(Some((watched, holders.into_iter().flatten().next())))
+}
+
+/// Reads a node, and watches it if requested and if the [watch budget](WatchBudget) allows. Returns
+/// `None` if the node does not exist.
+async fn read_node(
+    session: &ZkSession,
+    dir: &str,
+    name: &str,
+    is_watched: bool,
+) -> Result<Option<ReadNode>, BackendError> {
+    let path = format!("{dir}/{name}");
+    let client = session.client();
+    let budget = session.watch_budget();
+    let reservation = if is_watched { budget.reserve(&path, WatchBudget::TOTAL_MAX) } else { None };
+    let read = async {
+        match reservation {
+            // This is a data watch. An existence watch on a missing node would remain set.
+            Some(reservation) => {
+                let (data, stat, watcher) = client.get_and_watch_data(&path).await?;
+                Ok((data, stat, Some(NodeWatch::new(watcher, reservation, &client))))
+            }
+            None => client.get_data(&path).await.map(|(data, stat)| (data, stat, None)),
+        }
+    };
+    match session.with_request_timeout(read).await? {
+        Ok((data, stat, watch)) => {
+            let mode = decode_other_mode(name, &data, stat.czxid);
+            Ok(Some(ReadNode { data, mode, watch }))
+        }
+        Err(Error::NoNode) => Ok(None),
+        Err(error) => Err(to_backend_error(&error).as_unknown()),
+    }
+}
+
+impl ReadNode {
+    fn holder(&self, key: &Key) -> Holder {
+        Holder::new(key.clone())
+            .with_mode(self.mode.mode)
+            .with_label(decode_label(&self.data))
+            .with_token(fencing_token(self.mode.token))
+    }
+}
+
+/// The nodes of a queue that hold the lock, and those that ask for an upgrade.
+#[derive(Default)]
+pub(crate) struct QueueHolders {
+    granted: Vec<(String, ReadNode)>,
+    requests: Vec<String>,
+}
+
+impl QueueHolders {
+    /// Returns whether the node `name` holds the lock.
+    pub(crate) fn is_granted(&self, name: &str) -> bool {
+        self.granted.iter().any(|(granted, _)| granted == name)
+    }
+
+    /// Returns all nodes that a forced release deletes.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.granted.iter().map(|(name, _)| &**name).chain(self.requests.iter().map(|it| &**it))
+    }
+
+    /// Returns the holders of `key`, in the order of their tokens.
+    pub(crate) fn holders(&self, key: &Key) -> Vec<Holder> {
+        let mut holders: Vec<_> = self.granted.iter().map(|(_, node)| node.holder(key)).collect();
+        holders.sort_by_key(|holder| holder.token);
+        holders
+    }
+}
+
+/// Reads the holders of the lock at `dir`. Returns none if the holders change faster than this
+/// client reads them.
+pub(crate) async fn read_holders(
+    session: &Arc<ZkSession>,
+    dir: &str,
+) -> Result<QueueHolders, BackendError> {
+    for _ in 0..ATTEMPTS_MAX {
+        let children = match read_children(session, dir).await? {
+            Ok(children) => children,
+            Err(Error::NoNode) => break,
+            Err(error) => return Err(to_backend_error(&error)),
+        };
+        let queue = sort_contenders(session, dir, children).await?;
+        if let Some(holders) = read_holders_in(session, dir, &queue).await? {
+            return Ok(holders);
+        }
+    }
+    Ok(QueueHolders::default())
+}
+
+/// Reads the holders among the nodes of `queue`. Returns `None` if a node was deleted meanwhile.
+async fn read_holders_in(
+    session: &ZkSession,
+    dir: &str,
+    queue: &ContenderQueue,
+) -> Result<Option<QueueHolders>, BackendError> {
+    let names = queue.names();
+    let (mut entries, mut nodes) = (Vec::new(), Vec::new());
+    // An exclusive claim that was not converted ends the search: no node behind it is granted.
+    while entries.last() != Some(&EXCLUSIVE) && entries.len() < names.len() {
+        let rest = &names[entries.len()..];
+        let exclusive = rest.iter().position(|name| named_entry(name) == EXCLUSIVE);
+        let batch = exclusive.map_or(rest.len(), |at| at + 1).min(CONCURRENT_READS);
+        let read = rest[..batch].iter().map(|name| read_holder(session, dir, name));
+        for (name, node) in rest.iter().zip(try_join_all(read).await?) {
+            let Some(node) = node else { return Ok(None) };
+            entries.push(match named_entry(name) {
+                QueuedEntry::UpgradeRequest => QueuedEntry::UpgradeRequest,
+                QueuedEntry::Claim(_) => QueuedEntry::Claim(node.mode.mode),
+            });
+            nodes.push((name.clone(), node));
+        }
+    }
+    let granted = granted_entries(&entries).into_iter().zip(nodes);
+    let is_request = |name: &&String| named_entry(name) == QueuedEntry::UpgradeRequest;
+    Ok(Some(QueueHolders {
+        granted: granted.filter_map(|(granted, node)| granted.then_some(node)).collect(),
+        requests: names.iter().filter(is_request).cloned().collect(),
+    }))
+}
+
+/// Reads a node. If the login may not read its data, the name states the mode.
+async fn read_holder(
+    session: &ZkSession,
+    dir: &str,
+    name: &str,
+) -> Result<Option<ReadNode>, BackendError> {
+    let path = format!("{dir}/{name}");
+    let (data, czxid) = match session.with_request_timeout(session.client().get_data(&path)).await?
+    {
+        Ok((data, stat)) => (data, stat.czxid),
+        Err(Error::NoNode) => return Ok(None),
+        // The login may still check the node's existence.
+        Err(Error::NoAuth) => {
+            let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
+            match found.map_err(|error| to_backend_error(&error))? {
+                Some(stat) => (Vec::new(), stat.czxid),
+                None => return Ok(None),
+            }
+        }
+        Err(error) => return Err(to_backend_error(&error)),
+    };
+    let mode = decode_other_mode(name, &data, czxid);
+    Ok(Some(ReadNode { data, mode, watch: None }))
+}
+
+/// The maximum number of watches of a waiter for permits. With more nodes before it, it also polls.
+const WATCHES_MAX: usize = 128;
+/// The maximum number of nodes of a waiter that are checked by a majority.
+const MAJORITY_CHECKS_MAX: usize = 16;
+/// The number of nodes that are read concurrently.
+const CONCURRENT_READS: usize = 64;
+/// The maximum number of attempts to read the holders while they change.
+const ATTEMPTS_MAX: u32 = 8;

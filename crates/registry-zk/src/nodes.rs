@@ -1,0 +1,148 @@
+//! Requests for the nodes of a queue. `recipe`, `conversion` and `modes` call this module.
+
+use std::sync::Arc;
+
+use futures_util::future::try_join_all;
+use registry_core::{BackendError, BackendErrorKind, FencingToken, Moment};
+use zookeeper_client::{CreateMode, Error};
+
+use crate::error::to_backend_error;
+use crate::queue::ContenderQueue;
+use crate::session::{ConfirmedBy, ZkSession};
+
+/// A node that was just created.
+pub(crate) struct CreatedNode {
+    pub(crate) path: String,
+    /// The transaction that created the node. `None` if the node was already deleted.
+    pub(crate) czxid: Option<i64>,
+    /// The children of the parent after the creation.
+    pub(crate) listed: Result<Result<Vec<String>, Error>, BackendError>,
+}
+
+/// Creates an ephemeral node of this name and a number in `dir`, and lists `dir`.
+pub(crate) async fn create_sequential(
+    session: &ZkSession,
+    dir: &str,
+    prefix: &str,
+    data: &[u8],
+) -> Result<Result<CreatedNode, Error>, BackendError> {
+    let path = format!("{dir}/{prefix}");
+    let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
+    let client = session.client();
+    let sent_at = Moment::now();
+    let created = client.create(&path, data, &options);
+    let listed = client.list_children(dir);
+    // Responses arrive in the order of the requests. Awaiting the second response first wakes this
+    // task only once.
+    let listed = session.with_request_timeout(listed).await;
+    let (stat, number) = match session.with_request_timeout(created).await? {
+        Ok(created) => created,
+        Err(error) => return Ok(Err(error)),
+    };
+    let path = format!("{path}{number}");
+    let czxid = if stat.is_invalid() {
+        // Servers before 3.5 do not return the id of the transaction that created the node.
+        let response = session.with_request_timeout(client.check_stat(&path)).await?;
+        response.map_err(|error| to_backend_error(&error).as_unknown())?.map(|stat| stat.czxid)
+    } else {
+        Some(stat.czxid)
+    };
+    session.record_majority_response(sent_at);
+    Ok(Ok(CreatedNode { path, czxid, listed }))
+}
+
+/// Creates `path` and its parents as containers. The servers delete a container that has been empty
+/// for some time.
+pub(crate) async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendError> {
+    let acls = session.config().acls();
+    for mode in [CreateMode::Container, CreateMode::Persistent] {
+        // `NoNode` means that a parent was deleted during the call.
+        for _ in 0..MKDIR_ATTEMPTS_MAX {
+            match session
+                .with_request_timeout(session.client().mkdir(path, &mode.with_acls(acls)))
+                .await?
+            {
+                Ok(()) => return Ok(()),
+                Err(Error::NoNode) => {}
+                // Servers before 3.5 do not support containers.
+                Err(Error::Unimplemented) if mode == CreateMode::Container => break,
+                Err(error) => return Err(to_backend_error(&error)),
+            }
+        }
+    }
+    Err(to_backend_error(&Error::NoNode))
+}
+
+/// Returns the children of `dir` as of this call or later, unless another leader was elected.
+pub(crate) async fn read_children(
+    session: &Arc<ZkSession>,
+    dir: &str,
+) -> Result<Result<Vec<String>, Error>, BackendError> {
+    let client = session.client();
+    let synced = client.sync(dir);
+    let listed = client.list_children(dir);
+    match session.with_request_timeout(synced).await? {
+        Ok(()) => session.with_request_timeout(listed).await,
+        Err(error) => Ok(Err(error)),
+    }
+}
+
+/// Returns the children of `dir` as of this call or later, even after a leader election.
+pub(crate) async fn read_children_after_confirmation(
+    session: &Arc<ZkSession>,
+    dir: &str,
+) -> Result<Result<Vec<String>, Error>, BackendError> {
+    session.confirm(ConfirmedBy::Majority).await.map_err(BackendError::as_unknown)?;
+    // A server rejects a session that has seen a newer transaction. The list therefore includes the
+    // state that the majority confirmed.
+    session.with_request_timeout(session.client().list_children(dir)).await
+}
+
+/// Sorts the contenders. If their names do not determine the order, concurrently requests the
+/// transaction that created each node.
+pub(crate) async fn sort_contenders(
+    session: &Arc<ZkSession>,
+    dir: &str,
+    children: Vec<String>,
+) -> Result<ContenderQueue, BackendError> {
+    let naming = session.config().naming;
+    let unordered = match ContenderQueue::from_children(children, naming) {
+        Ok(queue) => return Ok(queue),
+        Err(unordered) => unordered,
+    };
+    let czxids = unordered.names().iter().map(async |name| {
+        let client = session.client();
+        let path = format!("{dir}/{name}");
+        let request = client.check_stat(&path);
+        let stat = session
+            .with_request_timeout(request)
+            .await?
+            .map_err(|error| to_backend_error(&error).as_unknown())?;
+        Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
+    });
+    let czxids = try_join_all(czxids).await?;
+    Ok(unordered.sort_by_transaction(czxids))
+}
+
+/// Deletes a node. Returns false if it did not exist.
+pub(crate) async fn delete(session: &ZkSession, path: &str) -> Result<bool, BackendError> {
+    match session.with_request_timeout(session.client().delete(path, None)).await? {
+        Ok(()) => Ok(true),
+        Err(Error::NoNode) => Ok(false),
+        Err(error) => Err(to_backend_error(&error)),
+    }
+}
+
+pub(crate) fn fencing_token(czxid: i64) -> Option<FencingToken> {
+    FencingToken::try_from(czxid).ok()
+}
+
+/// Returns the error of a transaction id that is not a valid token.
+pub(crate) fn negative_transaction() -> BackendError {
+    let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check that the server's data directory was not copied from another server";
+    BackendError::new(BackendErrorKind::Protocol, message)
+}
+
+/// The maximum number of attempts to create the parents of a node while the servers delete empty
+/// parents.
+const MKDIR_ATTEMPTS_MAX: u32 = 4;

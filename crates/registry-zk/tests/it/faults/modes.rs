@@ -1,0 +1,339 @@
+//! Shared locks, upgrades and permits while connections break, sessions end, and other programs
+//! change nodes.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, BackendErrorKind, Claim, ClaimMode, Grant, Key, LockAdmin as _, LockBackend,
+    LockError, LockOptions, LockRegistryExt as _, Queueing, Registry, Release,
+};
+use registry_testkit::proxy::{FaultProxy, ProxyMode};
+use registry_testkit::workload::LONG;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_testkit::{eventually, within};
+use registry_zk::{FenceError, Multi as _, ZkBackend};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{interval, sleep};
+use zookeeper_client::{Acls, Client, CreateMode};
+
+use super::support::{
+    LONG_SESSION, MINUTE_SESSION, backend, operator, registry, registry_over, secs,
+};
+
+/// The lock's node.
+const LOCK: &str = "/lock-registry/default/k";
+const FREE: [&str; 0] = [];
+
+fn claim(mode: ClaimMode) -> Claim {
+    Claim::new(Key::new("k").unwrap(), secs(5)).with_mode(mode)
+}
+
+async fn grant(client: &ZkBackend, claim: &Claim) -> Grant {
+    match client.try_acquire(claim).await.unwrap() {
+        Attempt::Granted(grant) => grant,
+        busy => panic!("{claim:?} is not granted: {busy:?}"),
+    }
+}
+
+async fn assert_busy(client: &ZkBackend, claim: &Claim) {
+    let attempt = client.try_acquire(claim).await.unwrap();
+    assert!(matches!(attempt, Attempt::Busy(_)), "{claim:?}: {attempt:?}");
+}
+
+async fn nodes(operator: &Client) -> Vec<String> {
+    operator.list_children(LOCK).await.unwrap_or_default()
+}
+
+/// Starts an upgrade that waits for a reader, and returns when new readers are blocked.
+async fn start_upgrade(
+    registry: &Registry,
+    operator: &Client,
+) -> JoinHandle<Result<registry_core::LockGuard, LockError>> {
+    let guard = registry.obtain("k").upgradable().await.unwrap();
+    let upgrade = tokio::spawn(guard.upgrade());
+    let has_request = async || nodes(operator).await.iter().any(|name| name.contains("-q-lock-"));
+    eventually(LONG, has_request).await;
+    upgrade
+}
+
+async fn wait_until_readers_enter(registry: &Registry) {
+    let enters = async || registry.obtain("k").try_read().await.unwrap().is_some();
+    eventually(LONG, enters).await;
+}
+
+/// The replies to an upgrade and a downgrade are cut after each number of bytes. The repeated
+/// conversion finds what the servers did, and leaves no node behind.
+#[tokio::test]
+async fn a_conversion_whose_reply_is_lost_is_one_conversion() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let operator = operator(&server).await;
+    let client = backend(&format!("zk://{}", proxy.addr()), LONG_SESSION * 3).await;
+    let other = backend(&server.url(), LONG_SESSION).await;
+    let (mut errors, mut token) = (0, None);
+    for reply_bytes in (0..700).step_by(20) {
+        let held = claim(ClaimMode::Upgradable);
+        let mut last = grant(&client, &held).await;
+        let reader = claim(ClaimMode::Shared);
+        grant(&other, &reader).await;
+        assert_eq!(other.release(&reader).await.unwrap(), Release::Freed);
+        for mode in [ClaimMode::Exclusive, ClaimMode::Shared] {
+            let conversion = held.clone().converted_to(mode).of_grant(last.token);
+            proxy.set_mode(ProxyMode::CutAfter { reply_bytes }).await.unwrap();
+            let mut converted = within(LONG, client.try_acquire(&conversion)).await;
+            errors += usize::from(converted.is_err());
+            proxy.set_mode(ProxyMode::Pass).await.unwrap();
+            proxy.cut_all().await;
+            while let Err(error) = converted {
+                assert!(error.is_retryable(), "{error:?}");
+                converted = within(LONG, client.try_acquire(&conversion)).await;
+            }
+            let Ok(Attempt::Granted(grant)) = converted else { panic!("{converted:?}") };
+            assert_eq!(grant.token > last.token, mode == ClaimMode::Exclusive, "{grant:?}");
+            last = grant;
+            let nodes = nodes(&operator).await;
+            assert_eq!(nodes.len(), 1, "after {reply_bytes} bytes: {nodes:?}");
+            let holders = other.inspect(held.key()).await.unwrap();
+            let [holder] = &holders[..] else { panic!("{holders:?}") };
+            assert_eq!((holder.mode, holder.token), (mode, Some(last.token)));
+        }
+        assert!(token < Some(last.token));
+        token = Some(last.token);
+        let released = eventually(LONG, async || client.release(&held).await).await;
+        assert_eq!(released, Release::Freed);
+        assert_eq!(nodes(&operator).await, FREE);
+    }
+    println!("{errors} errors");
+    assert!(errors > 5, "the proxy cut {errors} replies");
+}
+
+/// A dead process blocks the readers of others no longer than its session.
+#[tokio::test]
+async fn the_end_of_a_session_ends_its_waiting_upgrade() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let dying = backend(&server.url(), LONG_SESSION).await;
+    let (upgrading, reading) = (registry_over(&dying), registry(&server.url(), LONG_SESSION).await);
+    let reader = reading.obtain("k").read().await.unwrap();
+    let upgrade = start_upgrade(&upgrading, &operator).await;
+    server.end_session(dying.session_ids()[0]).await.unwrap();
+    let lost = within(LONG, upgrade).await.unwrap().unwrap_err();
+    assert!(matches!(lost, LockError::Lost { .. }), "{lost:?}");
+    let other = registry(&server.url(), LONG_SESSION).await;
+    wait_until_readers_enter(&other).await;
+    reader.unlock().await.unwrap();
+    within(LONG, other.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+}
+
+/// The request would block all claims behind it, although its claim is gone.
+#[tokio::test]
+async fn a_deleted_claim_takes_its_waiting_upgrade_with_it() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let upgrading = registry(&server.url(), MINUTE_SESSION).await;
+    let reading = registry(&server.url(), MINUTE_SESSION).await;
+    let reader = reading.obtain("k").read().await.unwrap();
+    let upgrade = start_upgrade(&upgrading, &operator).await;
+    let claim = nodes(&operator).await.into_iter().find(|name| name.contains("-u-lock-"));
+    operator.delete(&format!("{LOCK}/{}", claim.unwrap()), None).await.unwrap();
+    let lost = within(LONG, upgrade).await.unwrap().unwrap_err();
+    assert!(matches!(lost, LockError::Lost { .. }), "{lost:?}");
+    let other = registry(&server.url(), MINUTE_SESSION).await;
+    within(LONG, wait_until_readers_enter(&other)).await;
+    reader.unlock().await.unwrap();
+    within(LONG, other.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+}
+
+/// A claim whose data another program has replaced is exclusive for all others, and is not
+/// converted.
+#[tokio::test]
+async fn a_claim_with_replaced_data_excludes_readers_and_is_not_converted() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let (holding, other) =
+        (backend(&server.url(), LONG_SESSION).await, backend(&server.url(), LONG_SESSION).await);
+    for (mode, to) in [
+        (ClaimMode::Upgradable, ClaimMode::Exclusive),
+        (ClaimMode::Upgradable, ClaimMode::Shared),
+        (ClaimMode::Exclusive, ClaimMode::Shared),
+    ] {
+        let held = claim(mode);
+        let granted = grant(&holding, &held).await;
+        let name = nodes(&operator).await.remove(0);
+        operator.set_data(&format!("{LOCK}/{name}"), b"__REVOKE__", None).await.unwrap();
+        assert_busy(&other, &claim(ClaimMode::Shared)).await;
+        let conversion = held.clone().converted_to(to).of_grant(granted.token);
+        let error = holding.try_acquire(&conversion).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Protocol, "{error:?}");
+        assert_busy(&other, &claim(ClaimMode::Shared)).await;
+        // The release does not depend on the data.
+        assert_eq!(holding.release(&held).await.unwrap(), Release::Freed);
+        assert_eq!(nodes(&operator).await, FREE);
+    }
+}
+
+/// The servers assign one number to several nodes, whose order their transactions determine.
+#[tokio::test]
+async fn modes_are_kept_when_the_sequence_numbers_are_exhausted() {
+    let mut server = ZooKeeperServer::start().await.unwrap();
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    operator(&server).await.mkdir(LOCK, &persistent).await.unwrap();
+    server.kill();
+    server.set_child_counter(LOCK, i32::MAX).await.unwrap();
+    server.start_again().await.unwrap();
+    let (first, second) =
+        (backend(&server.url(), LONG_SESSION).await, backend(&server.url(), LONG_SESSION).await);
+    let reader = claim(ClaimMode::Shared);
+    grant(&second, &reader).await;
+    let upgradable = claim(ClaimMode::Upgradable);
+    let granted = grant(&first, &upgradable).await;
+    let upgrade = upgradable.clone().converted_to(ClaimMode::Exclusive).of_grant(granted.token);
+    assert_busy(&first, &upgrade).await;
+    assert_busy(&second, &claim(ClaimMode::Shared)).await;
+    assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
+    let upgraded = grant(&first, &upgrade).await;
+    assert_busy(&second, &claim(ClaimMode::Shared)).await;
+    let downgrade = upgradable.clone().converted_to(ClaimMode::Upgradable).of_grant(upgraded.token);
+    grant(&first, &downgrade).await;
+    grant(&second, &reader).await;
+    assert_eq!(second.release(&reader).await.unwrap(), Release::Freed);
+    // A node of a waiting writer has the same name as that of its next attempt.
+    let writer = claim(ClaimMode::Exclusive).with_queueing(Queueing::Join);
+    assert_busy(&second, &writer).await;
+    let upgrade = upgrade.of_grant(upgraded.token);
+    let error = first.try_acquire(&upgrade).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
+    assert_eq!(first.release(&upgradable).await.unwrap(), Release::Freed);
+    grant(&second, &writer).await;
+    assert_eq!(second.release(&writer).await.unwrap(), Release::Freed);
+    let permits = [1, 2].map(|take| claim(ClaimMode::Permits { take, of: 3 }));
+    for permit in &permits {
+        grant(&first, permit).await;
+    }
+    assert_busy(&second, &claim(permits[0].mode())).await;
+    for permit in &permits {
+        assert_eq!(first.release(permit).await.unwrap(), Release::Freed);
+    }
+    assert_eq!(nodes(&operator(&server).await).await, FREE);
+}
+
+/// An upgraded guard writes with the token of the upgrade, a downgraded one with the same token.
+#[tokio::test]
+async fn a_converted_guard_writes_fenced_until_it_is_lost() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    operator.create("/balance", b"0", &persistent).await.unwrap();
+    let client = registry(&server.url(), LONG_SESSION).await;
+    let mut guard = client.obtain("k").upgradable().await.unwrap();
+    let write = async |guard: &registry_core::LockGuard, value: &str| {
+        guard.multi().unwrap().set("/balance", value, None).commit().await.unwrap();
+    };
+    write(&guard, "1").await;
+    for _ in 0..2 {
+        guard = guard.upgrade().await.unwrap();
+        write(&guard, "2").await;
+        guard = guard.downgrade_to_upgradable().await.unwrap();
+        write(&guard, "3").await;
+    }
+    let late = guard.multi().unwrap().set("/balance", "wrong", None);
+    let name = nodes(&operator).await.remove(0);
+    operator.delete(&format!("{LOCK}/{name}"), None).await.unwrap();
+    let refused = late.commit().await.unwrap_err();
+    assert!(matches!(refused, FenceError::Lost { .. }), "{refused:?}");
+    assert_eq!(operator.get_data("/balance").await.unwrap().0, b"3");
+}
+
+/// The holders of one key. An exclusive holder counts as 1,000, a permit or a reader as one.
+#[derive(Debug, Default)]
+struct Holders {
+    readers: AtomicI32,
+    permits: AtomicI32,
+}
+
+const EXCLUSIVE: i32 = 1_000;
+
+impl Holders {
+    async fn hold(&self, mode: ClaimMode) {
+        let counter = match mode {
+            ClaimMode::Permits { .. } => &self.permits,
+            _ => &self.readers,
+        };
+        let count = match mode {
+            ClaimMode::Exclusive => EXCLUSIVE,
+            ClaimMode::Permits { take, .. } => i32::try_from(take).unwrap(),
+            _ => 1,
+        };
+        counter.fetch_add(count, Ordering::SeqCst);
+        sleep(Duration::from_millis(2)).await;
+        let (readers, permits) =
+            (self.readers.load(Ordering::SeqCst), self.permits.load(Ordering::SeqCst));
+        let is_valid = match mode {
+            ClaimMode::Exclusive => readers == EXCLUSIVE && permits == 0,
+            ClaimMode::Permits { of, .. } => readers == 0 && permits <= i32::try_from(of).unwrap(),
+            _ => readers < EXCLUSIVE && permits == 0,
+        };
+        assert!(is_valid, "{mode}: {readers} and {permits}");
+        counter.fetch_sub(count, Ordering::SeqCst);
+    }
+}
+
+/// Readers, writers, upgrades and permits of several processes exclude each other as their modes
+/// require while their connections break all the time.
+#[tokio::test]
+async fn modes_exclude_each_other_while_connections_break() {
+    const CLIENTS: usize = 4;
+    const ROUNDS: usize = 30;
+    let server = ZooKeeperServer::start().await.unwrap();
+    let holders = Arc::new(Holders::default());
+    let (mut proxies, mut sections) = (Vec::new(), JoinSet::new());
+    for client in 0..CLIENTS {
+        let proxy = FaultProxy::start(server.addr()).unwrap();
+        let registry = registry(&format!("zk://{}", proxy.addr()), MINUTE_SESSION).await;
+        proxies.push(proxy);
+        let holders = Arc::clone(&holders);
+        sections.spawn(async move {
+            let lock = registry.obtain("k");
+            let options = || LockOptions::new().wait(LONG);
+            for round in 0..ROUNDS {
+                let guard = match (client + round) % 5 {
+                    0 => lock.lock_with(options()).await.unwrap(),
+                    1 | 2 => lock.read_with(options()).await.unwrap(),
+                    3 => {
+                        let take = u32::try_from(round % 3).unwrap() + 1;
+                        let semaphore = registry.semaphore("k", 4);
+                        semaphore.acquire_with(take, options()).await.unwrap()
+                    }
+                    _ => {
+                        let guard = lock.upgradable_with(options()).await.unwrap();
+                        holders.hold(guard.mode()).await;
+                        let guard = guard.upgrade().await.unwrap();
+                        holders.hold(guard.mode()).await;
+                        guard.downgrade().await.unwrap()
+                    }
+                };
+                holders.hold(guard.mode()).await;
+                guard.unlock().await.unwrap();
+            }
+        });
+    }
+    let breaking = async {
+        let mut pause = interval(Duration::from_millis(130));
+        for proxy in proxies.iter().cycle() {
+            pause.tick().await;
+            proxy.cut_all().await;
+        }
+    };
+    let finished = async {
+        while let Some(section) = sections.join_next().await {
+            section.unwrap();
+        }
+    };
+    tokio::select! {
+        () = breaking => unreachable!("it does not end"),
+        () = within(LONG, finished) => {}
+    }
+    assert_eq!(nodes(&operator(&server).await).await, FREE);
+}
