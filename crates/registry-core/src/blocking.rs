@@ -367,6 +367,30 @@ impl BlockingLock {
         Ok(self.0.try_acquire(self.0.value.try_upgradable_with(options))?.map(BlockingGuard))
     }
 
+    /// Acquires this lock in `mode`. See [`DistributedLock::acquire`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::acquire`], and [`LockError::InsideRuntime`].
+    pub fn acquire(
+        &self,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.acquire(mode, options)).map(BlockingGuard)
+    }
+
+    /// Acquires this lock in `mode`. See [`DistributedLock::try_acquire`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_acquire`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire(
+        &self,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire(mode, options))?.map(BlockingGuard))
+    }
+
     /// Returns the holders of this lock. See [`DistributedLock::holders`].
     ///
     /// # Errors
