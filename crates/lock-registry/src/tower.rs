@@ -46,9 +46,10 @@ use tower_service::Service;
 /// A layer that runs each request under a lock, whose key is computed from the request.
 ///
 /// Requests with the same key run one after the other, across all processes that use the same
-/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests. By default,
-/// a request does not wait: if its lock is held, the request fails with [`LockServiceError::Busy`].
-/// [`LockLayer::wait`] sets the time for which a request waits.
+/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests.
+///
+/// By default, a request does not wait: if its lock is held, the request fails with
+/// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets the time for which a request waits.
 ///
 /// The lock protects the inner service's future until the future returns its response. It does not
 /// protect a body that is streamed afterwards. If the lock is lost before the response, the inner

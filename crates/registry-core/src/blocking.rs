@@ -300,7 +300,8 @@ impl BlockingLock {
         Ok(self.0.try_acquire(self.0.value.try_lock_with(options))?.map(BlockingGuard))
     }
 
-    /// Acquires this lock for reading, blocking without a time limit. See [`DistributedLock::read`].
+    /// Acquires this lock for reading, blocking without a time limit. See
+    /// [`DistributedLock::read`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::read`], and [`LockError::InsideRuntime`].
@@ -316,7 +317,8 @@ impl BlockingLock {
         Ok(self.0.try_acquire(self.0.value.try_read())?.map(BlockingGuard))
     }
 
-    /// Acquires this lock for reading, blocking at most `wait`. See [`DistributedLock::try_read_for`].
+    /// Acquires this lock for reading, blocking at most `wait`. See
+    /// [`DistributedLock::try_read_for`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::try_read_for`], and [`LockError::InsideRuntime`].
@@ -340,7 +342,8 @@ impl BlockingLock {
         Ok(self.0.try_acquire(self.0.value.try_read_with(options))?.map(BlockingGuard))
     }
 
-    /// Acquires this lock as upgradable, blocking without a time limit. See [`DistributedLock::upgradable`].
+    /// Acquires this lock as upgradable, blocking without a time limit. See
+    /// [`DistributedLock::upgradable`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::upgradable`], and [`LockError::InsideRuntime`].
@@ -356,7 +359,8 @@ impl BlockingLock {
         self.0.acquire(self.0.value.upgradable_with(options)).map(BlockingGuard)
     }
 
-    /// Acquires this lock as upgradable with `options`. See [`DistributedLock::try_upgradable_with`].
+    /// Acquires this lock as upgradable with `options`. See
+    /// [`DistributedLock::try_upgradable_with`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::try_upgradable_with`], and [`LockError::InsideRuntime`].

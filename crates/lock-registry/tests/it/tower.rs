@@ -94,7 +94,7 @@ async fn start<M>(
     request: &'static str,
 ) -> JoinHandle<Result<&'static str, LockServiceError<Infallible>>>
 where
-    M: RequestMode<&'static str> + Clone + Send + 'static,
+    M: RequestMode<&'static str> + Clone + Send + Sync + 'static,
 {
     let running = tokio::task::spawn(call(service.clone(), request));
     slow.0.started.notified().await;
