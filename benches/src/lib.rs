@@ -4,6 +4,8 @@
 //! `reference` does the minimum that the job needs. The other benchmarks are reported as ratios to
 //! it, from the same run.
 
+mod modes;
+
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -11,6 +13,8 @@ use std::time::{Duration, Instant};
 use criterion::Criterion;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
+
+pub use modes::compare_modes;
 
 /// Runs `benches` with the command line's options, and prints the ratios of what was measured.
 pub fn run(groups: &[&str], benches: impl FnOnce(&mut Criterion)) {
@@ -58,8 +62,25 @@ pub fn pin_to_one_processor() {
     eprintln!("pinning to one processor failed; the results will vary between runs");
 }
 
-const ROUNDS_MIN: usize = 100;
-const TIME_LIMIT: Duration = Duration::from_secs(15);
+/// How often a pair is measured.
+struct Rounds {
+    min: usize,
+    max: usize,
+    /// A pair that waits for a disk takes a thousand times as long. Above the minimum, it needs
+    /// only as many rounds as fit into this limit.
+    time_limit: Duration,
+}
+
+impl Rounds {
+    fn of_command_line() -> Self {
+        if std::env::args().any(|argument| argument == "--bench") {
+            Self { min: 100, max: 20_000, time_limit: Duration::from_secs(15) }
+        } else {
+            // `cargo test` only verifies that the benchmark works, not how fast it is.
+            Self { min: 1, max: 20, time_limit: Duration::from_millis(250) }
+        }
+    }
+}
 
 /// Times `reference` and `measured` alternately, so that both run under the same conditions, and
 /// prints the ratio of their medians.
@@ -72,14 +93,11 @@ pub async fn compare<R, O>(
     R: Future<Output = ()>,
     O: Future<Output = ()>,
 {
-    // `cargo test` only verifies that the benchmark works, not how fast it is.
-    let rounds = if std::env::args().any(|argument| argument == "--bench") { 20_000 } else { 20 };
-    let mut times = [Vec::with_capacity(rounds), Vec::with_capacity(rounds)];
+    let rounds = Rounds::of_command_line();
+    let mut times = [Vec::with_capacity(rounds.max), Vec::with_capacity(rounds.max)];
     let started = Instant::now();
-    for round in 0..rounds {
-        // A pair that waits for a disk takes a thousand times as long. It needs only as many rounds
-        // as fit into this limit.
-        if round >= ROUNDS_MIN && started.elapsed() > TIME_LIMIT {
+    for round in 0..rounds.max {
+        if round >= rounds.min && started.elapsed() > rounds.time_limit {
             break;
         }
         let start = Instant::now();

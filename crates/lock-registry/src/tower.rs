@@ -39,14 +39,16 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use registry_core::{LockError, LockOptions, LockRegistry};
+use registry_core::{ClaimMode, LockError, LockOptions, LockRegistry};
 use tower_layer::Layer;
 use tower_service::Service;
 
 /// A layer that runs each request under a lock, whose key is computed from the request.
 ///
 /// Requests with the same key run one after the other, across all processes that use the same
-/// store. By default, a request does not wait: if its lock is held, the request fails with
+/// store. [`LockLayer::mode`] lets readers run at once, or a limited number of requests.
+///
+/// By default, a request does not wait: if its lock is held, the request fails with
 /// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets the time for which a request waits.
 ///
 /// The lock protects the inner service's future until the future returns its response. It does not
@@ -56,16 +58,48 @@ use tower_service::Service;
 /// The futures of the created services must be polled inside a tokio runtime that has time enabled.
 /// Otherwise, these futures panic before the inner service's future is polled.
 #[derive(Clone)]
-pub struct LockLayer<KeyFn> {
+pub struct LockLayer<KeyFn, M = ClaimMode> {
     registry: Arc<dyn LockRegistry>,
     key_of: KeyFn,
+    mode: M,
     options: LockOptions,
 }
 
 impl<KeyFn> LockLayer<KeyFn> {
-    /// Returns a layer that acquires the lock of `key_of(&request)` in `registry`.
+    /// Returns a layer that acquires the exclusive lock of `key_of(&request)` in `registry`.
     pub fn new(registry: Arc<dyn LockRegistry>, key_of: KeyFn) -> Self {
-        Self { registry, key_of, options: LockOptions::new().wait(Duration::ZERO) }
+        let options = LockOptions::new().wait(Duration::ZERO);
+        Self { registry, key_of, mode: ClaimMode::Exclusive, options }
+    }
+}
+
+impl<KeyFn, M> LockLayer<KeyFn, M> {
+    /// Sets the mode of the lock: a [`ClaimMode`] for all requests, or a function that chooses the
+    /// mode of each request.
+    ///
+    /// # Examples
+    /// ```
+    /// # use std::sync::Arc;
+    /// use lock_registry::modes::ClaimMode;
+    /// use lock_registry::tower::LockLayer;
+    /// # enum Request { Show(u64), Change(u64) }
+    /// # #[tokio::main(flavor = "current_thread")]
+    /// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # let registry = Arc::new(lock_registry::connect("memory:").await?);
+    /// # let key = |request: &Request| match request {
+    /// #     Request::Show(order) | Request::Change(order) => format!("orders/{order}"),
+    /// # };
+    /// let readers_at_once = LockLayer::new(registry.clone(), key).mode(|request: &Request| match request {
+    ///     Request::Show(_) => ClaimMode::Shared,
+    ///     Request::Change(_) => ClaimMode::Exclusive,
+    /// });
+    /// let three_at_once = LockLayer::new(registry, key).mode(ClaimMode::Permits { take: 1, of: 3 });
+    /// # Ok(()) }
+    /// ```
+    #[must_use]
+    pub fn mode<N>(self, mode: N) -> LockLayer<KeyFn, N> {
+        let Self { registry, key_of, options, .. } = self;
+        LockLayer { registry, key_of, mode, options }
     }
 
     /// Sets how long a request waits for its lock.
@@ -84,7 +118,26 @@ impl<KeyFn> LockLayer<KeyFn> {
     }
 }
 
-impl<KeyFn> fmt::Debug for LockLayer<KeyFn> {
+/// Chooses the mode in which a request holds its lock. Implemented for functions, and for a
+/// [`ClaimMode`] that is the same for all requests.
+pub trait RequestMode<R> {
+    /// Returns the mode of the lock of `request`.
+    fn mode_of(&self, request: &R) -> ClaimMode;
+}
+
+impl<R> RequestMode<R> for ClaimMode {
+    fn mode_of(&self, _: &R) -> ClaimMode {
+        *self
+    }
+}
+
+impl<R, F: Fn(&R) -> ClaimMode> RequestMode<R> for F {
+    fn mode_of(&self, request: &R) -> ClaimMode {
+        self(request)
+    }
+}
+
+impl<KeyFn, M> fmt::Debug for LockLayer<KeyFn, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockLayer")
             .field("registry", &self.registry)
@@ -93,8 +146,8 @@ impl<KeyFn> fmt::Debug for LockLayer<KeyFn> {
     }
 }
 
-impl<S, KeyFn: Clone> Layer<S> for LockLayer<KeyFn> {
-    type Service = LockService<S, KeyFn>;
+impl<S, KeyFn: Clone, M: Clone> Layer<S> for LockLayer<KeyFn, M> {
+    type Service = LockService<S, KeyFn, M>;
 
     fn layer(&self, inner: S) -> Self::Service {
         LockService { inner, layer: self.clone() }
@@ -103,12 +156,12 @@ impl<S, KeyFn: Clone> Layer<S> for LockLayer<KeyFn> {
 
 /// The service that [`LockLayer`] creates around an inner service.
 #[derive(Clone)]
-pub struct LockService<S, KeyFn> {
+pub struct LockService<S, KeyFn, M = ClaimMode> {
     inner: S,
-    layer: LockLayer<KeyFn>,
+    layer: LockLayer<KeyFn, M>,
 }
 
-impl<S: fmt::Debug, KeyFn> fmt::Debug for LockService<S, KeyFn> {
+impl<S: fmt::Debug, KeyFn, M> fmt::Debug for LockService<S, KeyFn, M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockService")
             .field("inner", &self.inner)
@@ -117,7 +170,7 @@ impl<S: fmt::Debug, KeyFn> fmt::Debug for LockService<S, KeyFn> {
     }
 }
 
-impl<S, KeyFn, R> Service<R> for LockService<S, KeyFn>
+impl<S, KeyFn, M, R> Service<R> for LockService<S, KeyFn, M>
 where
     S: Service<R> + Clone + Send + 'static,
     S::Future: Send,
@@ -125,6 +178,7 @@ where
     S::Error: Send,
     R: Send + 'static,
     KeyFn: Fn(&R) -> String,
+    M: RequestMode<R>,
 {
     type Response = S::Response;
     type Error = LockServiceError<S::Error>;
@@ -136,12 +190,12 @@ where
 
     fn call(&mut self, request: R) -> Self::Future {
         let lock = self.layer.registry.obtain(&(self.layer.key_of)(&request));
-        let options = self.layer.options.clone();
+        let (mode, options) = (self.layer.mode.mode_of(&request), self.layer.options.clone());
         // The instance that is ready handles this request. The clone has its own readiness.
         let clone = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
-            let guard = match lock.lock_with(options).await {
+            let guard = match lock.acquire(mode, options).await {
                 Err(LockError::WaitElapsed { key, .. }) => {
                     return Err(LockServiceError::Busy { key });
                 }
@@ -161,8 +215,8 @@ where
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockServiceError<E> {
-    /// Another client or request held the lock until the end of the wait. The request was not
-    /// started.
+    /// Other clients or requests held the lock, or the units of the semaphore, until the end of the
+    /// wait. The request was not started.
     #[non_exhaustive]
     Busy {
         /// The key.

@@ -60,26 +60,26 @@ pub(crate) async fn acquire(
                 | Admission::Joined(guard),
             ) if !guard.is_held() => continue,
             Ok(Admission::Reentered(guard)) => {
-                let (key, token) = (guard.key(), guard.fencing_token());
-                engine.emit(|| LockEvent::Reentered { key, token });
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::Reentered { key, mode, token });
                 return Ok(Some(guard));
             }
             Ok(Admission::HandedOver(guard)) => {
-                let (key, token) = (guard.key(), guard.fencing_token());
-                engine.emit(|| LockEvent::HandedOver { key, token });
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::HandedOver { key, mode, token });
                 return Ok(Some(guard));
             }
             Ok(Admission::Joined(guard)) => {
                 local_lock.record_hold(guard.hold());
-                let (key, token) = (guard.key(), guard.fencing_token());
-                engine.emit(|| LockEvent::Joined { key, token });
+                let (key, mode, token) = (guard.key(), guard.mode(), guard.fencing_token());
+                engine.emit(|| LockEvent::Joined { key, mode, token });
                 return Ok(Some(guard));
             }
             Err(NotAdmitted::HeldByOwner(held)) => {
                 return Err(LockError::HeldByOwner { key: local_lock.key().as_str().into(), held });
             }
             Err(NotAdmitted::TimedOut(None)) => {
-                emit_gave_up(local_lock, started_at);
+                emit_gave_up(local_lock, mode, started_at);
                 return Ok(None);
             }
             // The caller in front got an error, so it is unknown whether the lock is held.
@@ -97,7 +97,7 @@ pub(crate) async fn acquire(
             // From here on, the lease renewer renews the claim, and dropping the guard releases it.
             Ok(Some(guard)) => return Ok(Some(guard)),
             Ok(None) => {
-                emit_gave_up(local_lock, started_at);
+                emit_gave_up(local_lock, mode, started_at);
                 return Ok(None);
             }
             Err(AcquireFailure::Abandoned) => {}
@@ -106,9 +106,10 @@ pub(crate) async fn acquire(
     }
 }
 
-fn emit_gave_up(local_lock: &LocalLock, started_at: Moment) {
+fn emit_gave_up(local_lock: &LocalLock, mode: ClaimMode, started_at: Moment) {
     local_lock.engine().emit(|| LockEvent::GaveUp {
         key: local_lock.key().as_str(),
+        mode,
         waited: Moment::now().since(started_at),
     });
 }
@@ -224,7 +225,11 @@ impl Acquisition<'_> {
                     if let Some(contention) = pending.contention() {
                         contention.on_busy();
                     }
-                    self.engine.emit(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
+                    self.engine.emit(|| LockEvent::Busy {
+                        key: key.as_str(),
+                        mode: self.claim_options.mode,
+                        busy: &busy,
+                    });
                     if self.deadline_passed(Moment::now()) {
                         return Ok(None);
                     }
@@ -282,6 +287,7 @@ impl Acquisition<'_> {
         self.local_lock.record_hold(guard.hold());
         self.engine.emit(|| LockEvent::Granted {
             key: self.local_lock.key().as_str(),
+            mode: self.claim_options.mode,
             token,
             waited: Moment::now().since(self.started_at),
             attempts,
@@ -357,7 +363,11 @@ impl Acquisition<'_> {
         error: BackendError,
     ) -> Result<(), LockError> {
         let engine = self.engine;
-        engine.emit(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
+        engine.emit(|| LockEvent::AttemptFailed {
+            key: key.as_str(),
+            mode: self.claim_options.mode,
+            error: &error,
+        });
         self.local_lock.record_store_error(&error);
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);

@@ -15,11 +15,15 @@ use tokio::runtime::{Handle, Runtime};
 use crate::backend::Holder;
 use crate::capabilities::Capabilities;
 use crate::error::{ConfigError, LockError, LostReason};
+use crate::ext::LockRegistryExt as _;
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::lock::DistributedLock;
+use crate::mode::ClaimMode;
+use crate::multi::{MultiGuard, MultiLock};
 use crate::options::LockOptions;
 use crate::registry::{CloseReport, Registry};
+use crate::semaphore::Semaphore;
 
 /// A registry with its own runtime, for threads that do not run async code. Clones are the same
 /// registry.
@@ -56,6 +60,49 @@ impl OwnedRuntime {
         }
         let runtime = self.runtime.as_ref().ok_or(LockError::Closed)?;
         Ok(runtime.block_on(work))
+    }
+}
+
+/// A value of the async API, and the runtime that runs its futures.
+#[derive(Clone)]
+struct InRuntime<T> {
+    // This field precedes `runtime`, so that a guard is dropped while its background releaser still
+    // runs.
+    value: T,
+    runtime: Arc<OwnedRuntime>,
+}
+
+impl<T> InRuntime<T> {
+    fn block_on<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
+        self.runtime.block_on(work)
+    }
+
+    /// Blocks until `acquisition` returns a guard.
+    fn acquire<G>(
+        &self,
+        acquisition: impl Future<Output = Result<G, LockError>>,
+    ) -> Result<InRuntime<G>, LockError> {
+        let value = self.block_on(acquisition)??;
+        Ok(InRuntime { value, runtime: Arc::clone(&self.runtime) })
+    }
+
+    /// Blocks until `acquisition` returns a guard, or `None`.
+    fn try_acquire<G>(
+        &self,
+        acquisition: impl Future<Output = Result<Option<G>, LockError>>,
+    ) -> Result<Option<InRuntime<G>>, LockError> {
+        let value = self.block_on(acquisition)??;
+        Ok(value.map(|value| InRuntime { value, runtime: Arc::clone(&self.runtime) }))
+    }
+
+    /// Blocks until the future that `work` returns for the value is complete.
+    fn consume<F: Future>(
+        self,
+        work: impl FnOnce(T) -> F,
+    ) -> Result<InRuntime<F::Output>, LockError> {
+        let Self { value, runtime } = self;
+        let value = runtime.block_on(work(value))?;
+        Ok(InRuntime { value, runtime })
     }
 }
 
@@ -132,7 +179,28 @@ impl BlockingRegistry {
     /// Returns the lock of `key`. See [`Registry::obtain`].
     #[must_use]
     pub fn obtain(&self, key: &str) -> BlockingLock {
-        BlockingLock { lock: self.registry.obtain(key), runtime: Arc::clone(&self.runtime) }
+        BlockingLock(self.in_runtime(self.registry.obtain(key)))
+    }
+
+    /// Returns the semaphore of `key` with this number of units. See
+    /// [`LockRegistryExt::semaphore`](crate::LockRegistryExt::semaphore).
+    #[must_use]
+    pub fn semaphore(&self, key: &str, units: u32) -> BlockingSemaphore {
+        BlockingSemaphore(self.in_runtime(self.registry.semaphore(key, units)))
+    }
+
+    /// Returns one lock of all `keys`. See
+    /// [`LockRegistryExt::obtain_all`](crate::LockRegistryExt::obtain_all).
+    #[must_use]
+    pub fn obtain_all<K: AsRef<str>>(
+        &self,
+        keys: impl IntoIterator<Item = K>,
+    ) -> BlockingMultiLock {
+        BlockingMultiLock(self.in_runtime(self.registry.obtain_all(keys)))
+    }
+
+    fn in_runtime<T>(&self, value: T) -> InRuntime<T> {
+        InRuntime { value, runtime: Arc::clone(&self.runtime) }
     }
 
     /// Returns the functions and promises of the store.
@@ -156,6 +224,25 @@ impl BlockingRegistry {
     }
 }
 
+/// Formats a type of this module as the value of the async API that it contains.
+macro_rules! debug_as_value {
+    ($($name:ident),*) => {
+        $(impl fmt::Debug for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_tuple(stringify!($name)).field(&self.0.value).finish()
+            }
+        })*
+    };
+}
+
+debug_as_value!(
+    BlockingLock,
+    BlockingSemaphore,
+    BlockingMultiLock,
+    BlockingGuard,
+    BlockingMultiGuard
+);
+
 impl fmt::Debug for BlockingRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_tuple("BlockingRegistry").field(&self.registry).finish()
@@ -164,16 +251,13 @@ impl fmt::Debug for BlockingRegistry {
 
 /// A lock for threads that do not run async code. See [`DistributedLock`].
 #[derive(Clone)]
-pub struct BlockingLock {
-    lock: DistributedLock,
-    runtime: Arc<OwnedRuntime>,
-}
+pub struct BlockingLock(InRuntime<DistributedLock>);
 
 impl BlockingLock {
     /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
-        self.lock.key()
+        self.0.value.key()
     }
 
     /// Acquires this lock, blocking without a time limit. See [`DistributedLock::lock`].
@@ -181,7 +265,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::lock`], and [`LockError::InsideRuntime`].
     pub fn lock(&self) -> Result<BlockingGuard, LockError> {
-        self.lock_with(LockOptions::new())
+        self.0.acquire(self.0.value.lock()).map(BlockingGuard)
     }
 
     /// Acquires this lock if it is free. See [`DistributedLock::try_lock`].
@@ -189,7 +273,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock`], and [`LockError::InsideRuntime`].
     pub fn try_lock(&self) -> Result<Option<BlockingGuard>, LockError> {
-        self.try_lock_with(LockOptions::new())
+        Ok(self.0.try_acquire(self.0.value.try_lock())?.map(BlockingGuard))
     }
 
     /// Acquires this lock, blocking at most `wait`. See [`DistributedLock::try_lock_for`].
@@ -197,7 +281,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock_for`], and [`LockError::InsideRuntime`].
     pub fn try_lock_for(&self, wait: Duration) -> Result<Option<BlockingGuard>, LockError> {
-        self.try_lock_with(LockOptions::new().wait(wait))
+        Ok(self.0.try_acquire(self.0.value.try_lock_for(wait))?.map(BlockingGuard))
     }
 
     /// Acquires this lock with `options`. See [`DistributedLock::lock_with`].
@@ -205,8 +289,7 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
     pub fn lock_with(&self, options: LockOptions) -> Result<BlockingGuard, LockError> {
-        let guard = self.runtime.block_on(self.lock.lock_with(options))??;
-        Ok(BlockingGuard { guard, runtime: Arc::clone(&self.runtime) })
+        self.0.acquire(self.0.value.lock_with(options)).map(BlockingGuard)
     }
 
     /// Acquires this lock with `options`. See [`DistributedLock::try_lock_with`].
@@ -214,8 +297,102 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::try_lock_with`], and [`LockError::InsideRuntime`].
     pub fn try_lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
-        let guard = self.runtime.block_on(self.lock.try_lock_with(options))??;
-        Ok(guard.map(|guard| BlockingGuard { guard, runtime: Arc::clone(&self.runtime) }))
+        Ok(self.0.try_acquire(self.0.value.try_lock_with(options))?.map(BlockingGuard))
+    }
+
+    /// Acquires this lock for reading, blocking without a time limit. See
+    /// [`DistributedLock::read`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::read`], and [`LockError::InsideRuntime`].
+    pub fn read(&self) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.read()).map(BlockingGuard)
+    }
+
+    /// Acquires this lock for reading if it is free for readers. See [`DistributedLock::try_read`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_read`], and [`LockError::InsideRuntime`].
+    pub fn try_read(&self) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_read())?.map(BlockingGuard))
+    }
+
+    /// Acquires this lock for reading, blocking at most `wait`. See
+    /// [`DistributedLock::try_read_for`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_read_for`], and [`LockError::InsideRuntime`].
+    pub fn try_read_for(&self, wait: Duration) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_read_for(wait))?.map(BlockingGuard))
+    }
+
+    /// Acquires this lock for reading with `options`. See [`DistributedLock::read_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::read_with`], and [`LockError::InsideRuntime`].
+    pub fn read_with(&self, options: LockOptions) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.read_with(options)).map(BlockingGuard)
+    }
+
+    /// Acquires this lock for reading with `options`. See [`DistributedLock::try_read_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_read_with`], and [`LockError::InsideRuntime`].
+    pub fn try_read_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_read_with(options))?.map(BlockingGuard))
+    }
+
+    /// Acquires this lock as upgradable, blocking without a time limit. See
+    /// [`DistributedLock::upgradable`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::upgradable`], and [`LockError::InsideRuntime`].
+    pub fn upgradable(&self) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.upgradable()).map(BlockingGuard)
+    }
+
+    /// Acquires this lock as upgradable with `options`. See [`DistributedLock::upgradable_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::upgradable_with`], and [`LockError::InsideRuntime`].
+    pub fn upgradable_with(&self, options: LockOptions) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.upgradable_with(options)).map(BlockingGuard)
+    }
+
+    /// Acquires this lock as upgradable with `options`. See
+    /// [`DistributedLock::try_upgradable_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_upgradable_with`], and [`LockError::InsideRuntime`].
+    pub fn try_upgradable_with(
+        &self,
+        options: LockOptions,
+    ) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_upgradable_with(options))?.map(BlockingGuard))
+    }
+
+    /// Acquires this lock in `mode`. See [`DistributedLock::acquire`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::acquire`], and [`LockError::InsideRuntime`].
+    pub fn acquire(
+        &self,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.acquire(mode, options)).map(BlockingGuard)
+    }
+
+    /// Acquires this lock in `mode`. See [`DistributedLock::try_acquire`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_acquire`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire(
+        &self,
+        mode: ClaimMode,
+        options: LockOptions,
+    ) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire(mode, options))?.map(BlockingGuard))
     }
 
     /// Returns the holders of this lock. See [`DistributedLock::holders`].
@@ -223,48 +400,195 @@ impl BlockingLock {
     /// # Errors
     /// Those of [`DistributedLock::holders`], and [`LockError::InsideRuntime`].
     pub fn holders(&self) -> Result<Vec<Holder>, LockError> {
-        self.runtime.block_on(self.lock.holders())?
+        self.0.block_on(self.0.value.holders())?
     }
 }
 
-impl fmt::Debug for BlockingLock {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("BlockingLock").field(&self.lock).finish()
+/// A semaphore for threads that do not run async code. See [`Semaphore`].
+#[derive(Clone)]
+pub struct BlockingSemaphore(InRuntime<Semaphore>);
+
+impl BlockingSemaphore {
+    /// Returns the key of the semaphore.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.0.value.key()
+    }
+
+    /// Returns the units of the semaphore.
+    #[must_use]
+    pub fn units(&self) -> u32 {
+        self.0.value.units()
+    }
+
+    /// Takes one unit, blocking without a time limit. See [`Semaphore::acquire`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::acquire`], and [`LockError::InsideRuntime`].
+    pub fn acquire(&self) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.acquire()).map(BlockingGuard)
+    }
+
+    /// Takes `take` units together, blocking without a time limit. See [`Semaphore::acquire_many`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::acquire_many`], and [`LockError::InsideRuntime`].
+    pub fn acquire_many(&self, take: u32) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.acquire_many(take)).map(BlockingGuard)
+    }
+
+    /// Takes `take` units with `options`. See [`Semaphore::acquire_with`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::acquire_with`], and [`LockError::InsideRuntime`].
+    pub fn acquire_with(
+        &self,
+        take: u32,
+        options: LockOptions,
+    ) -> Result<BlockingGuard, LockError> {
+        self.0.acquire(self.0.value.acquire_with(take, options)).map(BlockingGuard)
+    }
+
+    /// Takes one unit if it is free. See [`Semaphore::try_acquire`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::try_acquire`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire(&self) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire())?.map(BlockingGuard))
+    }
+
+    /// Takes `take` units together if they are free. See [`Semaphore::try_acquire_many`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::try_acquire_many`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire_many(&self, take: u32) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire_many(take))?.map(BlockingGuard))
+    }
+
+    /// Takes one unit, blocking at most `wait`. See [`Semaphore::try_acquire_for`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::try_acquire_for`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire_for(&self, wait: Duration) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire_for(wait))?.map(BlockingGuard))
+    }
+
+    /// Takes `take` units with `options`. See [`Semaphore::try_acquire_with`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::try_acquire_with`], and [`LockError::InsideRuntime`].
+    pub fn try_acquire_with(
+        &self,
+        take: u32,
+        options: LockOptions,
+    ) -> Result<Option<BlockingGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_acquire_with(take, options))?.map(BlockingGuard))
+    }
+
+    /// Changes the number of units, blocking until no permit is held. See [`Semaphore::resize`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::resize`], and [`LockError::InsideRuntime`].
+    pub fn resize(&self, units: u32) -> Result<(), LockError> {
+        self.0.block_on(self.0.value.resize(units))?
+    }
+
+    /// Returns the holders of permits, with the units of each. See [`Semaphore::holders`].
+    ///
+    /// # Errors
+    /// Those of [`Semaphore::holders`], and [`LockError::InsideRuntime`].
+    pub fn holders(&self) -> Result<Vec<Holder>, LockError> {
+        self.0.block_on(self.0.value.holders())?
+    }
+}
+
+/// A lock of several keys, for threads that do not run async code. See [`MultiLock`].
+#[derive(Clone)]
+pub struct BlockingMultiLock(InRuntime<MultiLock>);
+
+impl BlockingMultiLock {
+    /// Returns the keys, sorted.
+    pub fn keys(&self) -> impl Iterator<Item = &str> {
+        self.0.value.keys()
+    }
+
+    /// Acquires all keys, blocking without a time limit. See [`MultiLock::lock`].
+    ///
+    /// # Errors
+    /// Those of [`MultiLock::lock`], and [`LockError::InsideRuntime`].
+    pub fn lock(&self) -> Result<BlockingMultiGuard, LockError> {
+        self.0.acquire(self.0.value.lock()).map(BlockingMultiGuard)
+    }
+
+    /// Acquires all keys if all of them are free. See [`MultiLock::try_lock`].
+    ///
+    /// # Errors
+    /// Those of [`MultiLock::try_lock`], and [`LockError::InsideRuntime`].
+    pub fn try_lock(&self) -> Result<Option<BlockingMultiGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_lock())?.map(BlockingMultiGuard))
+    }
+
+    /// Acquires all keys, blocking at most `wait`. See [`MultiLock::try_lock_for`].
+    ///
+    /// # Errors
+    /// Those of [`MultiLock::try_lock_for`], and [`LockError::InsideRuntime`].
+    pub fn try_lock_for(&self, wait: Duration) -> Result<Option<BlockingMultiGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_lock_for(wait))?.map(BlockingMultiGuard))
+    }
+
+    /// Acquires all keys with `options`. See [`MultiLock::lock_with`].
+    ///
+    /// # Errors
+    /// Those of [`MultiLock::lock_with`], and [`LockError::InsideRuntime`].
+    pub fn lock_with(&self, options: LockOptions) -> Result<BlockingMultiGuard, LockError> {
+        self.0.acquire(self.0.value.lock_with(options)).map(BlockingMultiGuard)
+    }
+
+    /// Acquires all keys with `options`. See [`MultiLock::try_lock_with`].
+    ///
+    /// # Errors
+    /// Those of [`MultiLock::try_lock_with`], and [`LockError::InsideRuntime`].
+    pub fn try_lock_with(
+        &self,
+        options: LockOptions,
+    ) -> Result<Option<BlockingMultiGuard>, LockError> {
+        Ok(self.0.try_acquire(self.0.value.try_lock_with(options))?.map(BlockingMultiGuard))
     }
 }
 
 /// A held lock, for threads that do not run async code. See [`LockGuard`].
 #[must_use = "the lock is released as soon as the guard is dropped"]
-pub struct BlockingGuard {
-    // This field precedes `runtime`, so that the guard is dropped while its background releaser
-    // still runs.
-    guard: LockGuard,
-    runtime: Arc<OwnedRuntime>,
-}
+pub struct BlockingGuard(InRuntime<LockGuard>);
 
 impl BlockingGuard {
     /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
-        self.guard.key()
+        self.guard().key()
+    }
+
+    /// Returns the mode in which the lock is held.
+    #[must_use]
+    pub fn mode(&self) -> ClaimMode {
+        self.guard().mode()
     }
 
     /// Returns the fencing token of this grant. See [`LockGuard::fencing_token`].
     #[must_use]
     pub fn fencing_token(&self) -> FencingToken {
-        self.guard.fencing_token()
+        self.guard().fencing_token()
     }
 
     /// Returns the instant until which the lock is certainly held. See [`LockGuard::valid_until`].
     #[must_use]
     pub fn valid_until(&self) -> Instant {
-        self.guard.valid_until()
+        self.guard().valid_until()
     }
 
     /// Returns whether the lock is certainly held now.
     #[must_use]
     pub fn is_held(&self) -> bool {
-        self.guard.is_held()
+        self.guard().is_held()
     }
 
     /// Blocks until the lock is lost, but at most for `limit`. Returns the reason, or `None` after
@@ -273,7 +597,7 @@ impl BlockingGuard {
     /// # Errors
     /// [`LockError::InsideRuntime`].
     pub fn lost_within(&self, limit: Duration) -> Result<Option<LostReason>, LockError> {
-        self.runtime.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
+        self.0.block_on(async { tokio::time::timeout(limit, self.guard().lost()).await.ok() })
     }
 
     /// Extends the lease to at least `lease` from now. See [`LockGuard::extend`].
@@ -281,7 +605,54 @@ impl BlockingGuard {
     /// # Errors
     /// Those of [`LockGuard::extend`], and [`LockError::InsideRuntime`].
     pub fn extend(&self, lease: Duration) -> Result<(), LockError> {
-        self.runtime.block_on(self.guard.extend(lease))?
+        self.0.block_on(self.guard().extend(lease))?
+    }
+
+    /// Makes this lock exclusive, blocking until all shared holders have released theirs. See
+    /// [`LockGuard::upgrade`].
+    ///
+    /// # Errors
+    /// Those of [`LockGuard::upgrade`], and [`LockError::InsideRuntime`]. In the latter case, the
+    /// lock is released in the background.
+    pub fn upgrade(self) -> Result<Self, LockError> {
+        self.convert(LockGuard::upgrade)
+    }
+
+    /// As [`upgrade`](Self::upgrade), but blocks at most for `wait`. See
+    /// [`LockGuard::try_upgrade_for`].
+    ///
+    /// # Errors
+    /// As [`upgrade`](Self::upgrade).
+    pub fn try_upgrade_for(self, wait: Duration) -> Result<Result<Self, Self>, LockError> {
+        let InRuntime { value, runtime } = self.0.consume(|guard| guard.try_upgrade_for(wait))?;
+        let with_runtime = |value| Self(InRuntime { value, runtime: Arc::clone(&runtime) });
+        Ok(value?.map(with_runtime).map_err(with_runtime))
+    }
+
+    /// Makes this lock shared, without a release in between. See [`LockGuard::downgrade`].
+    ///
+    /// # Errors
+    /// Those of [`LockGuard::downgrade`], and [`LockError::InsideRuntime`]. In the latter case, the
+    /// lock is released in the background.
+    pub fn downgrade(self) -> Result<Self, LockError> {
+        self.convert(LockGuard::downgrade)
+    }
+
+    /// Makes this exclusive lock upgradable, without a release in between. See
+    /// [`LockGuard::downgrade_to_upgradable`].
+    ///
+    /// # Errors
+    /// As [`downgrade`](Self::downgrade).
+    pub fn downgrade_to_upgradable(self) -> Result<Self, LockError> {
+        self.convert(LockGuard::downgrade_to_upgradable)
+    }
+
+    fn convert<F>(self, conversion: impl FnOnce(LockGuard) -> F) -> Result<Self, LockError>
+    where
+        F: Future<Output = Result<LockGuard, LockError>>,
+    {
+        let InRuntime { value, runtime } = self.0.consume(conversion)?;
+        Ok(Self(InRuntime { value: value?, runtime }))
     }
 
     /// Releases the lock and waits for the store. See [`LockGuard::unlock`].
@@ -290,18 +661,58 @@ impl BlockingGuard {
     /// Those of [`LockGuard::unlock`], and [`LockError::InsideRuntime`]. In the latter case, the
     /// lock is released in the background.
     pub fn unlock(self) -> Result<(), LockError> {
-        let Self { guard, runtime } = self;
-        runtime.block_on(guard.unlock())?
+        self.0.consume(LockGuard::unlock)?.value
     }
 
     /// Returns the underlying async guard.
     pub fn guard(&self) -> &LockGuard {
-        &self.guard
+        &self.0.value
     }
 }
 
-impl fmt::Debug for BlockingGuard {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("BlockingGuard").field(&self.guard).finish()
+/// The guard of several keys, for threads that do not run async code. See [`MultiGuard`].
+#[must_use = "the locks are released as soon as the guard is dropped"]
+pub struct BlockingMultiGuard(InRuntime<MultiGuard>);
+
+impl BlockingMultiGuard {
+    /// Returns the keys with their fencing tokens, sorted by key.
+    pub fn fencing_tokens(&self) -> impl Iterator<Item = (&str, FencingToken)> {
+        self.guard().fencing_tokens()
+    }
+
+    /// Returns the instant until which all keys are certainly held. See
+    /// [`MultiGuard::valid_until`].
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        self.guard().valid_until()
+    }
+
+    /// Returns whether all keys are certainly held now.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.guard().is_held()
+    }
+
+    /// Blocks until one of the keys is lost, but at most for `limit`. Returns the key and the
+    /// reason, or `None` after `limit`.
+    ///
+    /// # Errors
+    /// [`LockError::InsideRuntime`].
+    pub fn lost_within(&self, limit: Duration) -> Result<Option<(String, LostReason)>, LockError> {
+        self.0.block_on(async { tokio::time::timeout(limit, self.guard().lost()).await.ok() })
+    }
+
+    /// Releases all keys and waits for the store. See [`MultiGuard::unlock`].
+    ///
+    /// # Errors
+    /// Those of [`MultiGuard::unlock`], and [`LockError::InsideRuntime`]. In the latter case, the
+    /// locks are released in the background.
+    pub fn unlock(self) -> Result<(), LockError> {
+        self.0.consume(MultiGuard::unlock)?.value
+    }
+
+    /// Returns the underlying async guard.
+    pub fn guard(&self) -> &MultiGuard {
+        &self.0.value
     }
 }

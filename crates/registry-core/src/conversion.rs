@@ -8,6 +8,7 @@ use crate::backend::Attempt;
 use crate::clock::Moment;
 use crate::engine::{backoff, lost_error, store_error};
 use crate::error::{LockError, LostReason};
+use crate::event::LockEvent;
 use crate::guard::{Hold, LockGuard};
 use crate::mode::ClaimMode;
 
@@ -160,6 +161,12 @@ impl Conversion {
                     let guard = Hold::first_guard(converted, token, before.owner().cloned());
                     grant.local_lock().record_hold(guard.hold());
                     before.succeed_by(guard.hold());
+                    engine.emit(|| LockEvent::Converted {
+                        key: key.as_str(),
+                        from: grant.claim().mode(),
+                        mode: self.to,
+                        token,
+                    });
                     return Ok(Ok(guard));
                 }
                 Ok(Attempt::Busy(busy)) => {

@@ -102,14 +102,11 @@ impl Engine {
 
     /// Returns `Unsupported` if the store grants no claims of this mode.
     pub(crate) fn require_mode(&self, mode: ClaimMode) -> Result<(), LockError> {
-        let capability = match mode {
-            _ if self.capabilities.supports(mode) => return Ok(()),
-            ClaimMode::Exclusive => "exclusive",
-            ClaimMode::Shared => "shared",
-            ClaimMode::Upgradable => "upgradable",
-            ClaimMode::Permits { .. } => "permits",
-        };
-        Err(LockError::Unsupported { capability, store: self.capabilities.store })
+        if self.capabilities.supports(mode) {
+            return Ok(());
+        }
+        let (capability, store) = (mode.name(), self.capabilities.store);
+        Err(LockError::Unsupported { capability, store })
     }
 
     /// Returns `Unsupported` if the store cannot report holders.
@@ -121,9 +118,9 @@ impl Engine {
     }
 
     /// Records that a claim could not be released, so that it ends with its lease.
-    pub(crate) fn record_left_to_lease(&self, key: &Key) {
+    pub(crate) fn record_left_to_lease(&self, claim: &Claim) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
-        self.emit(|| LockEvent::LeftToLease { key: key.as_str() });
+        self.emit(|| LockEvent::LeftToLease { key: claim.key().as_str(), mode: claim.mode() });
     }
 
     /// Sends a release and polls it once. Returns the call if the store has not responded yet.

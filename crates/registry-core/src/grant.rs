@@ -365,6 +365,7 @@ impl ActiveGrant {
         engine.lost_claims.fetch_add(1, Ordering::AcqRel);
         engine.emit(|| LockEvent::Lost {
             key: self.claim.key().as_str(),
+            mode: self.claim.mode(),
             token: self.first_token,
             reason,
         });
@@ -564,10 +565,11 @@ impl ActiveGrant {
                 Some(state.lease.valid_until().since(now))
             }
         };
+        let (key, mode) = (self.claim.key().as_str(), self.claim.mode());
         match valid_for {
-            Some(valid_for) => self
-                .engine()
-                .emit(|| LockEvent::Renewed { key: self.claim.key().as_str(), valid_for }),
+            Some(valid_for) => {
+                self.engine().emit(|| LockEvent::Renewed { key, mode, valid_for });
+            }
             None => {
                 self.loss();
             }
@@ -575,8 +577,8 @@ impl ActiveGrant {
     }
 
     fn emit_renew_failed(&self, error: &BackendError, valid_for: Duration) {
-        let key = self.claim.key().as_str();
-        self.engine().emit(|| LockEvent::RenewFailed { key, error, valid_for });
+        let (key, mode) = (self.claim.key().as_str(), self.claim.mode());
+        self.engine().emit(|| LockEvent::RenewFailed { key, mode, error, valid_for });
     }
 
     fn set_timer(self: &Arc<Self>, state: &mut GrantState, now: Moment) {
@@ -786,7 +788,7 @@ impl Drop for EndingGrant {
             let engine = grant.engine();
             if !self.has_outcome {
                 // The backend has panicked, or no runtime runs the release.
-                engine.record_left_to_lease(grant.claim.key());
+                engine.record_left_to_lease(&grant.claim);
                 engine.failed_releases.fetch_add(1, Ordering::AcqRel);
             }
             engine.active_grants.leave();

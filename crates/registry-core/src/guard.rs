@@ -214,9 +214,8 @@ impl LockGuard {
         let guard = self.hold().reenter().ok_or_else(|| {
             lost_error(grant.claim().key(), grant.loss().unwrap_or(LostReason::Expired))
         })?;
-        grant
-            .engine()
-            .emit(|| LockEvent::Reentered { key: self.key(), token: self.fencing_token() });
+        let (key, mode, token) = (self.key(), self.mode(), self.fencing_token());
+        grant.engine().emit(|| LockEvent::Reentered { key, mode, token });
         Ok(guard)
     }
 
@@ -475,7 +474,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
     };
     if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal).await {
         ending.record_failure();
-        engine.record_left_to_lease(grant.claim().key());
+        engine.record_left_to_lease(grant.claim());
         return ReleaseOutcome::Unknown(BackendError::transient(
             "the registry was closed before the end of min_hold",
         ));
@@ -504,6 +503,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
 fn emit_released(grant: &ActiveGrant) {
     grant.engine().emit(|| LockEvent::Released {
         key: grant.claim().key().as_str(),
+        mode: grant.claim().mode(),
         held_for: Moment::now().since(grant.granted_at()),
     });
 }

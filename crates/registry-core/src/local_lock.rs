@@ -437,7 +437,8 @@ impl LocalLock {
             self.register_with_stall_detector(&mut wait_queue, options.lease.length);
             WaiterGuard { local_lock: self, ticket: Some(ticket), channel }
         };
-        self.engine.emit(|| crate::LockEvent::Waiting { key: self.key.as_str() });
+        let (key, mode) = (self.key.as_str(), options.mode);
+        self.engine.emit(|| crate::LockEvent::Waiting { key, mode });
         let channel = Arc::clone(&waiting.channel);
         let admission = poll_fn(|cx| channel.poll(cx));
         let admission = match deadline {

@@ -319,8 +319,22 @@ impl DistributedLock {
         self.try_acquire(ClaimMode::Upgradable, options).await
     }
 
-    /// Acquires this lock in `mode`. Without a wait, it waits without a time limit.
-    pub(crate) async fn acquire(
+    /// Acquires this lock in `mode`, for callers that choose the mode at run time. Without
+    /// [`LockOptions::wait`], it waits without a time limit.
+    ///
+    /// A [`Semaphore`](crate::Semaphore) acquires the mode [`ClaimMode::Permits`].
+    ///
+    /// # Errors
+    /// As [`lock_with`](Self::lock_with). [`LockError::Unsupported`] if the store does not have the
+    /// mode, before any I/O. [`LockError::OtherUnits`] for permits, as
+    /// [`Semaphore::acquire`](crate::Semaphore::acquire).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn acquire(
         &self,
         mode: ClaimMode,
         options: LockOptions,
@@ -333,8 +347,18 @@ impl DistributedLock {
         }
     }
 
-    /// Acquires this lock in `mode`. Without a wait, it tries once.
-    pub(crate) async fn try_acquire(
+    /// Acquires this lock in `mode`. Without a wait, it tries once. Returns `Ok(None)` if the lock
+    /// was not free in time.
+    ///
+    /// # Errors
+    /// As [`try_lock_with`](Self::try_lock_with) and [`acquire`](Self::acquire).
+    ///
+    /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
+    pub async fn try_acquire(
         &self,
         mode: ClaimMode,
         mut options: LockOptions,

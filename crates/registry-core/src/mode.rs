@@ -47,16 +47,25 @@ impl ClaimMode {
             _ => 0,
         }
     }
+
+    /// Returns `exclusive`, `shared`, `upgradable` or `permits`: the mode without its units.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Exclusive => "exclusive",
+            Self::Shared => "shared",
+            Self::Upgradable => "upgradable",
+            Self::Permits { .. } => "permits",
+        }
+    }
 }
 
 /// Formats the mode as `exclusive`, `shared`, `upgradable`, or `permits 2 of 10`.
 impl fmt::Display for ClaimMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Exclusive => f.write_str("exclusive"),
-            Self::Shared => f.write_str("shared"),
-            Self::Upgradable => f.write_str("upgradable"),
             Self::Permits { take, of } => write!(f, "permits {take} of {of}"),
+            _ => f.write_str(self.name()),
         }
     }
 }

@@ -86,7 +86,7 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     if let ReleaseOutcome::Unknown(_) = outcome {
         // The store is unreachable or refuses the release. The claim ends with its lease. Until
         // then, the attempts of the next local caller find the key busy or fail.
-        pending.engine.record_left_to_lease(pending.claim.key());
+        pending.engine.record_left_to_lease(&pending.claim);
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
@@ -120,8 +120,8 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
         {
             let _ = sender.send(error.clone());
         }
-        let key = pending.claim.key().as_str();
-        engine.emit(|| LockEvent::ReleaseFailed { key, error: &error });
+        let (key, mode) = (pending.claim.key().as_str(), pending.claim.mode());
+        engine.emit(|| LockEvent::ReleaseFailed { key, mode, error: &error });
         if let Some(permit) = &pending.permit {
             permit.record_error(&error);
         }
@@ -150,7 +150,7 @@ async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
             biased;
             () = pause => {}
             () = engine.close_limit_reached.wait() => {
-                engine.record_left_to_lease(pending.claim.key());
+                engine.record_left_to_lease(&pending.claim);
                 return;
             }
         }

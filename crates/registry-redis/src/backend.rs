@@ -175,7 +175,6 @@ impl LockBackend for RedisBackend {
                 // Other grants of the key may have ended with this one, while a write of this
                 // process had ended the tracking of the key.
                 Ok(Renewal::Gone) => self.verify_other_grants(claim.key()),
-                Ok(_) => {}
                 Err(error) => *error = self.with_address(error.clone()),
             }
         }

@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use registry_core::blocking::{BlockingGuard, BlockingRegistry};
-use registry_core::{ConfigError, LockError, LockOptions, LostReason, MemoryBackend, Registry};
+use registry_core::blocking::{BlockingGuard, BlockingMultiGuard, BlockingRegistry};
+use registry_core::{
+    ClaimMode, ConfigError, LockError, LockOptions, LostReason, MemoryBackend, Registry,
+};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
@@ -104,8 +106,150 @@ fn a_thread_is_notified_of_a_loss() {
     assert!(matches!(guard.unlock(), Err(LockError::Lost { .. })));
 }
 
+#[test]
+fn a_plain_thread_reads_beside_readers_and_without_writers() {
+    let store = MemoryBackend::new();
+    let (local, remote) = (over(&store), over(&store));
+    let (lock, other) = (local.obtain("k"), remote.obtain("k"));
+    let readers = [
+        lock.read().unwrap(),
+        lock.read_with(LockOptions::new().label("nightly")).unwrap(),
+        other.try_read().unwrap().unwrap(),
+        other.try_read_for(LONG).unwrap().unwrap(),
+        other.try_read_with(LockOptions::new().wait(LONG)).unwrap().unwrap(),
+    ];
+    for reader in readers {
+        assert_eq!(reader.mode(), ClaimMode::Shared);
+        assert!(other.try_lock().unwrap().is_none());
+        reader.unlock().unwrap();
+    }
+    let writer = lock.lock().unwrap();
+    assert!(other.try_read().unwrap().is_none());
+    assert!(other.try_read_for(Duration::from_millis(20)).unwrap().is_none());
+    let waited = other.read_with(LockOptions::new().wait(Duration::from_millis(20)));
+    assert!(matches!(waited, Err(LockError::WaitElapsed { .. })), "{waited:?}");
+    writer.unlock().unwrap();
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn a_blocking_upgrade_waits_until_the_readers_have_left() {
+    let store = MemoryBackend::new();
+    let (local, remote) = (over(&store), over(&store));
+    let lock = local.obtain("k");
+    let guard = lock.upgradable().unwrap();
+    assert!(lock.try_upgradable_with(LockOptions::new()).unwrap().is_none(), "one at a time");
+    let reader = remote.obtain("k").read().unwrap();
+    let guard = guard.try_upgrade_for(Duration::from_millis(20)).unwrap().unwrap_err();
+    assert_eq!(guard.mode(), ClaimMode::Upgradable);
+    let read = guard.fencing_token();
+    let guard = thread::scope(|scope| {
+        scope.spawn(|| {
+            // The waiting upgrade blocks new readers.
+            let started = Instant::now();
+            while let Some(early) = remote.obtain("k").try_read().unwrap() {
+                assert!(started.elapsed() < LONG, "the upgrade does not wait in the store");
+                early.unlock().unwrap();
+            }
+            reader.unlock().unwrap();
+        });
+        guard.upgrade().unwrap()
+    });
+    assert_eq!(guard.mode(), ClaimMode::Exclusive);
+    assert!(guard.fencing_token() > read);
+    assert!(remote.obtain("k").try_read().unwrap().is_none());
+
+    let guard = guard.downgrade_to_upgradable().unwrap().downgrade().unwrap();
+    assert_eq!(guard.mode(), ClaimMode::Shared);
+    remote.obtain("k").try_read().unwrap().unwrap().unlock().unwrap();
+    let refused = guard.upgrade();
+    assert!(matches!(refused, Err(LockError::InvalidConversion { .. })), "{refused:?}");
+    idle(&local);
+    assert_eq!(store.records(), 0, "a refused conversion releases the lock");
+}
+
+#[test]
+fn plain_threads_share_the_units_of_a_semaphore() {
+    let store = MemoryBackend::new();
+    let (local, remote) = (over(&store), over(&store));
+    let (semaphore, other) = (local.semaphore("k", 8), remote.semaphore("k", 8));
+    let permits = [
+        semaphore.acquire().unwrap(),
+        semaphore.acquire_many(2).unwrap(),
+        semaphore.acquire_with(1, LockOptions::new().label("nightly")).unwrap(),
+        other.try_acquire().unwrap().unwrap(),
+        other.try_acquire_many(2).unwrap().unwrap(),
+        other.try_acquire_for(LONG).unwrap().unwrap(),
+    ];
+    assert!(other.try_acquire().unwrap().is_none());
+    assert!(other.try_acquire_for(Duration::from_millis(20)).unwrap().is_none());
+    assert!(other.try_acquire_with(2, LockOptions::new()).unwrap().is_none());
+    let taken = other.holders().unwrap().iter().map(|holder| holder.mode.units()).sum::<u32>();
+    assert_eq!((taken, other.units(), other.key()), (8, 8, "k"));
+    let other_units = remote.semaphore("k", 9).acquire();
+    assert!(
+        matches!(other_units, Err(LockError::OtherUnits { stated: 9, held: 8, .. })),
+        "{other_units:?}"
+    );
+    for permit in permits {
+        permit.unlock().unwrap();
+    }
+    semaphore.resize(2).unwrap();
+    assert_eq!(semaphore.units(), 2);
+    let too_many = semaphore.acquire_many(3);
+    assert!(matches!(too_many, Err(LockError::InvalidOption(_))), "{too_many:?}");
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn a_plain_thread_locks_several_keys_together_or_none() {
+    let store = MemoryBackend::new();
+    let (local, remote) = (over(&store), over(&store));
+    let lock = local.obtain_all(["b", "a", "b"]);
+    assert_eq!(lock.keys().collect::<Vec<_>>(), ["a", "b"]);
+    let busy = remote.obtain("b").lock().unwrap();
+    assert!(lock.try_lock().unwrap().is_none());
+    assert!(lock.try_lock_for(Duration::from_millis(20)).unwrap().is_none());
+    assert!(lock.try_lock_with(LockOptions::new()).unwrap().is_none());
+    remote.obtain("a").try_lock().unwrap().unwrap().unlock().unwrap();
+    busy.unlock().unwrap();
+    lock.lock_with(LockOptions::new().wait(LONG)).unwrap().unlock().unwrap();
+
+    let guard = lock.lock().unwrap();
+    assert_eq!(guard.fencing_tokens().map(|(key, _)| key).collect::<Vec<_>>(), ["a", "b"]);
+    assert!(guard.is_held() && guard.valid_until() > Instant::now());
+    assert!(remote.obtain("a").try_lock().unwrap().is_none());
+    assert_eq!(guard.lost_within(Duration::ZERO).unwrap(), None);
+    assert!(runtime().block_on(remote.registry().force_release("b")).unwrap());
+    assert_eq!(guard.lost_within(LONG).unwrap(), Some(("b".into(), LostReason::Gone)));
+    assert!(!guard.is_held());
+    assert!(matches!(guard.unlock(), Err(LockError::Lost { .. })));
+    assert_eq!(store.records(), 0);
+}
+
+/// Locks of different keys, for calls that consume their guards.
+struct HeldLocks {
+    to_unlock: BlockingGuard,
+    to_upgrade: BlockingGuard,
+    to_try_upgrade: BlockingGuard,
+    to_downgrade: BlockingGuard,
+    several: BlockingMultiGuard,
+}
+
+impl HeldLocks {
+    fn acquire(registry: &BlockingRegistry) -> Self {
+        Self {
+            to_unlock: registry.obtain("k").lock().unwrap(),
+            to_upgrade: registry.obtain("upgrade").upgradable().unwrap(),
+            to_try_upgrade: registry.obtain("try upgrade").upgradable().unwrap(),
+            to_downgrade: registry.obtain("downgrade").lock().unwrap(),
+            several: registry.obtain_all(["one", "two"]).lock().unwrap(),
+        }
+    }
+}
+
 /// Makes every blocking call inside a runtime, where it must be refused.
-fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) {
+fn blocking_calls_are_refused(registry: &BlockingRegistry, held: HeldLocks) {
     let refused = |result: Result<(), LockError>| {
         assert!(matches!(result, Err(LockError::InsideRuntime)), "{result:?}");
     };
@@ -115,9 +259,28 @@ fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) 
     refused(lock.try_lock_for(LONG).map(drop));
     refused(lock.try_lock_with(LockOptions::new()).map(drop));
     refused(lock.holders().map(drop));
-    refused(held.extend(LONG));
-    refused(held.lost_within(LONG).map(drop));
-    refused(held.unlock());
+    refused(lock.read().map(drop));
+    refused(lock.try_read().map(drop));
+    refused(lock.try_read_for(LONG).map(drop));
+    refused(lock.upgradable().map(drop));
+    refused(lock.try_upgradable_with(LockOptions::new()).map(drop));
+    let semaphore = registry.semaphore("s", 2);
+    refused(semaphore.acquire().map(drop));
+    refused(semaphore.try_acquire_for(LONG).map(drop));
+    refused(semaphore.resize(3));
+    refused(semaphore.holders().map(drop));
+    let several = registry.obtain_all(["a", "b"]);
+    refused(several.lock().map(drop));
+    refused(several.try_lock_for(LONG).map(drop));
+    let HeldLocks { to_unlock, to_upgrade, to_try_upgrade, to_downgrade, several } = held;
+    refused(to_unlock.extend(LONG));
+    refused(to_unlock.lost_within(LONG).map(drop));
+    refused(to_unlock.unlock());
+    refused(to_upgrade.upgrade().map(drop));
+    refused(to_try_upgrade.try_upgrade_for(LONG).map(drop));
+    refused(to_downgrade.downgrade().map(drop));
+    refused(several.lost_within(LONG).map(drop));
+    refused(several.unlock());
     refused(registry.close(LONG).map(drop));
     let another = BlockingRegistry::open(async { Registry::in_memory() });
     assert!(matches!(another, Err(ConfigError::Invalid(_))), "{another:?}");
@@ -136,18 +299,20 @@ fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() 
         },
     ];
     for call_site in call_sites {
-        let local = over(&MemoryBackend::new());
-        let guard = local.obtain("k").lock().unwrap();
+        let store = MemoryBackend::new();
+        let local = over(&store);
+        let held = HeldLocks::acquire(&local);
         call_site(
             &runtime(),
             Box::new({
                 let local = local.clone();
-                move || blocking_calls_are_refused(&local, guard)
+                move || blocking_calls_are_refused(&local, held)
             }),
         );
-        // Refused calls leave nothing behind: the guard that could not wait was released in the
+        // Refused calls leave nothing behind: the guards that could not wait were released in the
         // background.
         idle(&local);
+        assert_eq!(store.records(), 0);
         local.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
     }
 }

@@ -375,8 +375,8 @@ async fn the_units_of_a_dead_process_in_curator_return() {
     let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
     expect(&mut theirs, "held").await;
     theirs.kill().unwrap();
-    let all = local.semaphore(KEY, 3).acquire_many(3);
-    within(LONG, all).await.unwrap().unlock().await.unwrap();
+    let semaphore = local.semaphore(KEY, 3);
+    within(LONG, semaphore.acquire_many(3)).await.unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test]

@@ -10,24 +10,26 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use lock_registry::tower::{LockLayer, LockService, LockServiceError};
-use lock_registry::{LockError, Registry, connect};
-use tokio::sync::Notify;
+use lock_registry::modes::ClaimMode;
+use lock_registry::tower::{LockLayer, LockService, LockServiceError, RequestMode};
+use lock_registry::{LockError, LockRegistryExt as _, Registry, connect};
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::JoinHandle;
 use tower_layer::Layer;
 use tower_service::Service;
 
 type BoxFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
-/// A service that signals its start, waits for permission to continue, and counts concurrent
-/// requests.
-#[derive(Clone, Default)]
+/// A service that signals its start, waits for permission to continue, and limits the number of
+/// concurrent requests.
+#[derive(Clone)]
 struct SlowService(Arc<RequestState>);
 
-#[derive(Default)]
 struct RequestState {
+    at_once_max: usize,
     running: AtomicUsize,
     started: Notify,
-    resume: Notify,
+    resume: Semaphore,
 }
 
 impl Service<&'static str> for SlowService {
@@ -39,14 +41,15 @@ impl Service<&'static str> for SlowService {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, key: &'static str) -> Self::Future {
+    fn call(&mut self, request: &'static str) -> Self::Future {
         let shared = Arc::clone(&self.0);
         Box::pin(async move {
-            assert_eq!(shared.running.fetch_add(1, Ordering::SeqCst), 0, "two at once");
+            let others = shared.running.fetch_add(1, Ordering::SeqCst);
+            assert!(others < shared.at_once_max, "{} at once", others + 1);
             shared.started.notify_one();
-            shared.resume.notified().await;
+            shared.resume.acquire().await.unwrap().forget();
             shared.running.fetch_sub(1, Ordering::SeqCst);
-            Ok(key)
+            Ok(request)
         })
     }
 }
@@ -54,20 +57,55 @@ impl Service<&'static str> for SlowService {
 type KeyOf = fn(&&'static str) -> String;
 
 async fn locked(wait: Duration) -> (Registry, SlowService, LockService<SlowService, KeyOf>) {
+    locked_in(ClaimMode::Exclusive, 1, wait).await
+}
+
+/// The key of a request is its last word.
+async fn locked_in<M: Clone>(
+    mode: M,
+    at_once_max: usize,
+    wait: Duration,
+) -> (Registry, SlowService, LockService<SlowService, KeyOf, M>) {
     let registry = connect("memory:").await.unwrap();
-    let slow = SlowService::default();
-    let key: KeyOf = |request| (*request).to_owned();
-    let layer = LockLayer::new(Arc::new(registry.clone()), key).wait(wait);
+    let slow = SlowService(Arc::new(RequestState {
+        at_once_max,
+        running: AtomicUsize::new(0),
+        started: Notify::new(),
+        resume: Semaphore::new(0),
+    }));
+    let key: KeyOf = |request| request.rsplit(' ').next().unwrap_or_default().to_owned();
+    let layer = LockLayer::new(Arc::new(registry.clone()), key).mode(mode).wait(wait);
     let service = layer.layer(slow.clone());
     (registry, slow, service)
 }
 
-async fn call(
-    mut service: LockService<SlowService, KeyOf>,
-    key: &'static str,
+async fn call<M: RequestMode<&'static str>>(
+    mut service: LockService<SlowService, KeyOf, M>,
+    request: &'static str,
 ) -> Result<&'static str, LockServiceError<Infallible>> {
     poll_fn(|cx| service.poll_ready(cx)).await?;
-    service.call(key).await
+    service.call(request).await
+}
+
+/// Sends a request in a task, and waits until the service runs it.
+async fn start<M>(
+    slow: &SlowService,
+    service: &LockService<SlowService, KeyOf, M>,
+    request: &'static str,
+) -> JoinHandle<Result<&'static str, LockServiceError<Infallible>>>
+where
+    M: RequestMode<&'static str> + Clone + Send + Sync + 'static,
+{
+    let running = tokio::task::spawn(call(service.clone(), request));
+    slow.0.started.notified().await;
+    running
+}
+
+fn assert_busy(outcome: Result<&'static str, LockServiceError<Infallible>>) {
+    assert!(
+        matches!(&outcome, Err(LockServiceError::Busy { key, .. }) if key == "a"),
+        "{outcome:?}"
+    );
 }
 
 #[tokio::test]
@@ -76,7 +114,7 @@ async fn requests_of_one_key_run_one_after_the_other() {
     let calls: Vec<_> = (0..4).map(|_| tokio::task::spawn(call(service.clone(), "a"))).collect();
     for _ in &calls {
         slow.0.started.notified().await;
-        slow.0.resume.notify_one();
+        slow.0.resume.add_permits(1);
     }
     for done in calls {
         assert_eq!(done.await.unwrap().unwrap(), "a");
@@ -89,16 +127,14 @@ async fn requests_of_one_key_run_one_after_the_other() {
 async fn a_busy_key_is_a_separate_error() {
     let (registry, _slow, service) = locked(Duration::ZERO).await;
     let guard = registry.obtain("a").lock().await.unwrap();
-    let error = call(service, "a").await.unwrap_err();
-    assert!(matches!(&error, LockServiceError::Busy { key, .. } if key == "a"), "{error:?}");
+    assert_busy(call(service, "a").await);
     guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_lost_lock_stops_the_request() {
     let (registry, slow, service) = locked(Duration::ZERO).await;
-    let running = tokio::task::spawn(call(service, "a"));
-    slow.0.started.notified().await;
+    let running = start(&slow, &service, "a").await;
     _ = registry.close(Duration::ZERO).await;
     let error = running.await.unwrap().unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::Lost { .. })), "{error:?}");
@@ -110,4 +146,42 @@ async fn an_invalid_key_is_refused_before_the_service_starts() {
     let (_registry, _slow, service) = locked(Duration::ZERO).await;
     let error = call(service, "").await.unwrap_err();
     assert!(matches!(error, LockServiceError::Lock(LockError::InvalidKey(_))), "{error:?}");
+}
+
+#[tokio::test]
+async fn reads_run_at_once_and_writes_run_alone() {
+    let mode = |request: &&'static str| match request.split(' ').next() {
+        Some("read") => ClaimMode::Shared,
+        _ => ClaimMode::Exclusive,
+    };
+    let (registry, slow, service) = locked_in(mode, 2, Duration::ZERO).await;
+    let reads = [start(&slow, &service, "read a").await, start(&slow, &service, "read a").await];
+    assert_busy(call(service.clone(), "write a").await);
+    slow.0.resume.add_permits(2);
+    for read in reads {
+        assert_eq!(read.await.unwrap().unwrap(), "read a");
+    }
+    registry.idle().await;
+    let write = start(&slow, &service, "write a").await;
+    assert_busy(call(service.clone(), "read a").await);
+    assert_busy(call(service, "write a").await);
+    slow.0.resume.add_permits(1);
+    assert_eq!(write.await.unwrap().unwrap(), "write a");
+}
+
+#[tokio::test]
+async fn a_semaphore_limits_the_requests_that_run_at_once() {
+    let mode = ClaimMode::Permits { take: 1, of: 2 };
+    let (registry, slow, service) = locked_in(mode, 2, Duration::ZERO).await;
+    let running = [start(&slow, &service, "a").await, start(&slow, &service, "a").await];
+    assert_busy(call(service.clone(), "a").await);
+    slow.0.resume.add_permits(2);
+    for request in running {
+        assert_eq!(request.await.unwrap().unwrap(), "a");
+    }
+    registry.idle().await;
+    let permit = registry.semaphore("a", 3).acquire().await.unwrap();
+    let error = call(service, "a").await.unwrap_err();
+    assert!(matches!(error, LockServiceError::Lock(LockError::OtherUnits { .. })), "{error:?}");
+    permit.unlock().await.unwrap();
 }

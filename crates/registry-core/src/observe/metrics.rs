@@ -4,19 +4,25 @@ use metrics::{counter, histogram};
 
 use crate::error::LostReason;
 use crate::event::{LockEvent, Observer};
+use crate::mode::ClaimMode;
 
 /// Counts events with the `metrics` facade. Keys are not labels, because their number has no limit.
 ///
-/// | metric | kind | labels |
+/// | metric | kind | labels in addition to `store` and `mode` |
 /// |---|---|---|
-/// | `lock_registry_grants_total` | counter | `store`, `how`: `store`, `reentry`, `handover` |
-/// | `lock_registry_wait_seconds` | histogram | `store` |
-/// | `lock_registry_gave_up_total` | counter | `store` |
-/// | `lock_registry_attempts_failed_total` | counter | `store` |
-/// | `lock_registry_renewals_total` | counter | `store`, `outcome`: `renewed`, `failed` |
-/// | `lock_registry_lost_total` | counter | `store`, `reason` |
-/// | `lock_registry_held_seconds` | histogram | `store` |
-/// | `lock_registry_left_to_lease_total` | counter | `store` |
+/// | `lock_registry_grants_total` | counter | `how`: `store`, `reentry`, `handover`, `joined` |
+/// | `lock_registry_permit_units_total` | counter | |
+/// | `lock_registry_wait_seconds` | histogram | |
+/// | `lock_registry_gave_up_total` | counter | |
+/// | `lock_registry_attempts_failed_total` | counter | |
+/// | `lock_registry_conversions_total` | counter | `from`: the mode before |
+/// | `lock_registry_renewals_total` | counter | `outcome`: `renewed`, `failed` |
+/// | `lock_registry_lost_total` | counter | `reason` |
+/// | `lock_registry_held_seconds` | histogram | |
+/// | `lock_registry_left_to_lease_total` | counter | |
+///
+/// `mode` is `exclusive`, `shared`, `upgradable` or `permits`. The units of permits are no label:
+/// `lock_registry_permit_units_total` counts them.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct MetricsObserver {
@@ -29,51 +35,83 @@ impl MetricsObserver {
     pub const fn new(store: &'static str) -> Self {
         Self { store }
     }
+
+    fn on_grant(&self, mode: ClaimMode, how: &'static str) {
+        let (store, mode) = (self.store, mode.name());
+        counter!("lock_registry_grants_total", "store" => store, "mode" => mode, "how" => how)
+            .increment(1);
+    }
+
+    fn on_renewal(&self, mode: ClaimMode, outcome: &'static str) {
+        let (store, mode) = (self.store, mode.name());
+        counter!(
+            "lock_registry_renewals_total",
+            "store" => store, "mode" => mode, "outcome" => outcome
+        )
+        .increment(1);
+    }
 }
 
 impl Observer for MetricsObserver {
     fn on(&self, event: &LockEvent<'_>) {
         let store = self.store;
-        let granted = |how: &'static str| {
-            counter!("lock_registry_grants_total", "store" => store, "how" => how).increment(1);
-        };
-        let renewed = |outcome: &'static str| {
-            counter!("lock_registry_renewals_total", "store" => store, "outcome" => outcome)
-                .increment(1);
-        };
         match event {
-            LockEvent::Granted { waited, .. } => {
-                granted("store");
-                histogram!("lock_registry_wait_seconds", "store" => store)
+            LockEvent::Granted { mode, waited, .. } => {
+                self.on_grant(*mode, "store");
+                let (units, mode) = (mode.units(), mode.name());
+                histogram!("lock_registry_wait_seconds", "store" => store, "mode" => mode)
                     .record(waited.as_secs_f64());
+                if units > 0 {
+                    counter!("lock_registry_permit_units_total", "store" => store, "mode" => mode)
+                        .increment(units.into());
+                }
             }
-            LockEvent::Reentered { .. } => granted("reentry"),
-            LockEvent::HandedOver { .. } => granted("handover"),
-            LockEvent::Joined { .. } => granted("joined"),
-            LockEvent::GaveUp { .. } => {
-                counter!("lock_registry_gave_up_total", "store" => store).increment(1)
+            LockEvent::Reentered { mode, .. } => self.on_grant(*mode, "reentry"),
+            LockEvent::HandedOver { mode, .. } => self.on_grant(*mode, "handover"),
+            LockEvent::Joined { mode, .. } => self.on_grant(*mode, "joined"),
+            LockEvent::Converted { from, mode, .. } => {
+                let (from, mode) = (from.name(), mode.name());
+                counter!(
+                    "lock_registry_conversions_total",
+                    "store" => store, "mode" => mode, "from" => from
+                )
+                .increment(1);
             }
-            LockEvent::AttemptFailed { .. } => {
-                counter!("lock_registry_attempts_failed_total", "store" => store).increment(1);
+            LockEvent::GaveUp { mode, .. } => {
+                let mode = mode.name();
+                counter!("lock_registry_gave_up_total", "store" => store, "mode" => mode)
+                    .increment(1);
             }
-            LockEvent::Renewed { .. } => renewed("renewed"),
-            LockEvent::RenewFailed { .. } => renewed("failed"),
-            LockEvent::Lost { reason, .. } => {
+            LockEvent::AttemptFailed { mode, .. } => {
+                let mode = mode.name();
+                counter!("lock_registry_attempts_failed_total", "store" => store, "mode" => mode)
+                    .increment(1);
+            }
+            LockEvent::Renewed { mode, .. } => self.on_renewal(*mode, "renewed"),
+            LockEvent::RenewFailed { mode, .. } => self.on_renewal(*mode, "failed"),
+            LockEvent::Lost { mode, reason, .. } => {
+                let mode = mode.name();
                 let reason = match reason {
                     LostReason::Expired => "expired",
                     LostReason::Gone => "gone",
                     LostReason::MaxHold => "max_hold",
                     LostReason::Closed => "closed",
                 };
-                counter!("lock_registry_lost_total", "store" => store, "reason" => reason)
-                    .increment(1);
+                counter!(
+                    "lock_registry_lost_total",
+                    "store" => store, "mode" => mode, "reason" => reason
+                )
+                .increment(1);
             }
-            LockEvent::Released { held_for, .. } => {
-                histogram!("lock_registry_held_seconds", "store" => store)
+            LockEvent::Released { mode, held_for, .. } => {
+                let mode = mode.name();
+                histogram!("lock_registry_held_seconds", "store" => store, "mode" => mode)
                     .record(held_for.as_secs_f64());
             }
-            LockEvent::LeftToLease { .. } => {
-                counter!("lock_registry_left_to_lease_total", "store" => store).increment(1);
+            LockEvent::LeftToLease { mode, .. } => {
+                let mode = mode.name();
+                counter!("lock_registry_left_to_lease_total", "store" => store, "mode" => mode)
+                    .increment(1);
             }
             LockEvent::Waiting { .. }
             | LockEvent::Busy { .. }

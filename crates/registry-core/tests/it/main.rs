@@ -4,6 +4,7 @@ mod engine;
 mod invalidations;
 mod local_permit;
 mod modes;
+mod observing;
 mod renewals;
 mod user_code;
 mod waiting;

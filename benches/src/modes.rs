@@ -1,0 +1,91 @@
+//! Measures locks of several holders, and of several keys, next to exclusive locks in the same
+//! store.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{
+    Attempt, Claim, ClaimMode, Key, LockBackend, LockGuard, LockRegistryExt as _, Registry,
+};
+
+use crate::compare;
+
+/// The number of readers of one key.
+const READERS: usize = 64;
+/// The keys of one lock.
+const KEYS: [&str; 5] = ["accounts/1", "accounts/2", "accounts/3", "accounts/4", "accounts/5"];
+
+const LEASE: Duration = Duration::from_secs(30);
+const TOKENS: u32 = 65;
+
+/// Compares the modes of a store with its exclusive lock, and prints the ratios. Leaves out the
+/// modes that the store does not have.
+///
+/// Must be called in a task of a multi-thread runtime: a future outside of a task is woken in
+/// another thread each time.
+pub async fn compare_modes<B: LockBackend + 'static>(store: &str, backend: B) {
+    let backend = Arc::new(backend);
+    let registry = Registry::builder(Arc::clone(&backend) as Arc<dyn LockBackend>).build().unwrap();
+    let exclusive = registry.obtain("exclusive");
+    let exclusive_pair = || async { unlock(exclusive.lock().await.unwrap()).await };
+
+    if registry.capabilities().supports(ClaimMode::Shared) {
+        let shared = registry.obtain("shared");
+        let group = format!("uncontended shared pair on {store}, against an exclusive pair");
+        let shared_pair = || async { unlock(shared.read().await.unwrap()).await };
+        compare(&group, exclusive_pair, "read and unlock", shared_pair).await;
+
+        let claims = || shared_claims("claims");
+        let grants = || async { acquire_and_release(&*backend, &claims()).await };
+        let readers = registry.obtain("readers");
+        let local_readers = || async {
+            let guards = join_all((0..READERS).map(|_| readers.read())).await;
+            join_all(guards.into_iter().map(|guard| unlock(guard.unwrap()))).await;
+        };
+        let group = format!("64 readers of a key on {store}, against 64 shared claims of a key");
+        compare(&group, grants, "readers of one process", local_readers).await;
+    }
+    let permit = ClaimMode::Permits { take: 1, of: 8 };
+    if registry.capabilities().supports(permit) {
+        let semaphore = registry.semaphore("permits", 8);
+        let group = format!("uncontended permit on {store}, against an exclusive pair");
+        let permit_pair = || async { unlock(semaphore.acquire().await.unwrap()).await };
+        compare(&group, exclusive_pair, "acquire and unlock", permit_pair).await;
+    }
+    let several = registry.obtain_all(KEYS);
+    let group = format!("uncontended lock of 5 keys on {store}, against an exclusive pair");
+    let lock_all = || async { several.lock().await.unwrap().unlock().await.unwrap() };
+    compare(&group, exclusive_pair, "lock and unlock", lock_all).await;
+    _ = registry.close(Duration::from_secs(5)).await;
+}
+
+async fn unlock(guard: LockGuard) {
+    guard.unlock().await.unwrap();
+}
+
+/// The claims of readers in as many processes.
+fn shared_claims(key: &str) -> Vec<Claim> {
+    let key = Key::new(key).unwrap();
+    let claim = |_| {
+        let claim = Claim::new(key.clone(), LEASE).with_token_block(TOKENS);
+        claim.with_mode(ClaimMode::Shared)
+    };
+    (0..READERS).map(claim).collect()
+}
+
+/// Acquires all claims at the same time, holds them together, and releases them.
+async fn acquire_and_release(backend: &dyn LockBackend, claims: &[Claim]) {
+    join_all(claims.iter().map(async |claim| {
+        // A store may refuse one of several attempts that change the same record.
+        for _ in 0..1_000 {
+            if let Ok(Attempt::Granted(_)) = backend.try_acquire(claim).await {
+                return;
+            }
+            tokio::task::yield_now().await;
+        }
+        panic!("1,000 attempts of a shared claim failed: {:?}", backend.try_acquire(claim).await);
+    }))
+    .await;
+    join_all(claims.iter().map(async |claim| _ = backend.release(claim).await.unwrap())).await;
+}
