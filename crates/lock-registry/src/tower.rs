@@ -56,16 +56,16 @@ use tower_service::Service;
 /// The futures of the created services must be polled inside a tokio runtime that has time enabled.
 /// Otherwise, these futures panic before the inner service's future is polled.
 #[derive(Clone)]
-pub struct LockLayer<K> {
+pub struct LockLayer<KeyFn> {
     registry: Arc<dyn LockRegistry>,
-    key: K,
+    key_of: KeyFn,
     options: LockOptions,
 }
 
-impl<K> LockLayer<K> {
-    /// Returns a layer that acquires the lock of `key(&request)` in `registry`.
-    pub fn new(registry: Arc<dyn LockRegistry>, key: K) -> Self {
-        Self { registry, key, options: LockOptions::new().wait(Duration::ZERO) }
+impl<KeyFn> LockLayer<KeyFn> {
+    /// Returns a layer that acquires the lock of `key_of(&request)` in `registry`.
+    pub fn new(registry: Arc<dyn LockRegistry>, key_of: KeyFn) -> Self {
+        Self { registry, key_of, options: LockOptions::new().wait(Duration::ZERO) }
     }
 
     /// Sets how long a request waits for its lock.
@@ -75,7 +75,8 @@ impl<K> LockLayer<K> {
         self
     }
 
-    /// Sets all options of the lock. Without [`LockOptions::wait`], a request waits forever.
+    /// Replaces all options of the lock, including the default of not waiting. Without
+    /// [`LockOptions::wait`], a request waits without a time limit.
     #[must_use]
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
@@ -83,7 +84,7 @@ impl<K> LockLayer<K> {
     }
 }
 
-impl<K> fmt::Debug for LockLayer<K> {
+impl<KeyFn> fmt::Debug for LockLayer<KeyFn> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockLayer")
             .field("registry", &self.registry)
@@ -92,8 +93,8 @@ impl<K> fmt::Debug for LockLayer<K> {
     }
 }
 
-impl<S, K: Clone> Layer<S> for LockLayer<K> {
-    type Service = LockService<S, K>;
+impl<S, KeyFn: Clone> Layer<S> for LockLayer<KeyFn> {
+    type Service = LockService<S, KeyFn>;
 
     fn layer(&self, inner: S) -> Self::Service {
         LockService { inner, layer: self.clone() }
@@ -102,12 +103,12 @@ impl<S, K: Clone> Layer<S> for LockLayer<K> {
 
 /// The service that [`LockLayer`] creates around an inner service.
 #[derive(Clone)]
-pub struct LockService<S, K> {
+pub struct LockService<S, KeyFn> {
     inner: S,
-    layer: LockLayer<K>,
+    layer: LockLayer<KeyFn>,
 }
 
-impl<S: fmt::Debug, K> fmt::Debug for LockService<S, K> {
+impl<S: fmt::Debug, KeyFn> fmt::Debug for LockService<S, KeyFn> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("LockService")
             .field("inner", &self.inner)
@@ -116,14 +117,14 @@ impl<S: fmt::Debug, K> fmt::Debug for LockService<S, K> {
     }
 }
 
-impl<S, K, R> Service<R> for LockService<S, K>
+impl<S, KeyFn, R> Service<R> for LockService<S, KeyFn>
 where
     S: Service<R> + Clone + Send + 'static,
     S::Future: Send,
     S::Response: Send,
     S::Error: Send,
     R: Send + 'static,
-    K: Fn(&R) -> String,
+    KeyFn: Fn(&R) -> String,
 {
     type Response = S::Response;
     type Error = LockServiceError<S::Error>;
@@ -134,7 +135,7 @@ where
     }
 
     fn call(&mut self, request: R) -> Self::Future {
-        let lock = self.layer.registry.obtain(&(self.layer.key)(&request));
+        let lock = self.layer.registry.obtain(&(self.layer.key_of)(&request));
         let options = self.layer.options.clone();
         // The instance that is ready handles this request. The clone has its own readiness.
         let clone = self.inner.clone();
@@ -184,7 +185,7 @@ impl<E> fmt::Display for LockServiceError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Busy { key } => write!(f, "lock {key:?} is held by another client"),
-            Self::Lock(_) => f.write_str("the lock of the request failed"),
+            Self::Lock(_) => f.write_str("the request's lock could not be acquired or was lost"),
             Self::Inner(_) => f.write_str("the service failed"),
         }
     }

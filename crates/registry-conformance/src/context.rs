@@ -293,18 +293,27 @@ impl TestContext {
 /// Counts the busy responses of one registry, so that a clause knows when a caller waits in the
 /// store.
 #[derive(Debug, Default)]
-pub(crate) struct BusyCount(AtomicUsize);
+pub(crate) struct BusyCount {
+    all: AtomicUsize,
+    queued: AtomicUsize,
+}
 
 impl BusyCount {
     pub(crate) fn get(&self) -> usize {
-        self.0.load(Ordering::Acquire)
+        self.all.load(Ordering::Acquire)
+    }
+
+    /// Returns the number of responses to claims that have a place in the queue.
+    pub(crate) fn queued(&self) -> usize {
+        self.queued.load(Ordering::Acquire)
     }
 }
 
 impl Observer for BusyCount {
     fn on(&self, event: &LockEvent<'_>) {
-        if matches!(event, LockEvent::Busy { .. }) {
-            self.0.fetch_add(1, Ordering::AcqRel);
+        if let LockEvent::Busy { busy, .. } = event {
+            self.queued.fetch_add(usize::from(busy.is_queued), Ordering::AcqRel);
+            self.all.fetch_add(1, Ordering::AcqRel);
         }
     }
 }

@@ -75,7 +75,8 @@ impl LockGuard {
         }
     }
 
-    /// Converts the lock until `deadline`. Returns the unchanged guard in the inner error.
+    /// Tries to convert the lock until `deadline`. After the deadline, returns the unchanged guard
+    /// in the inner error.
     async fn convert_by(
         self,
         to: ClaimMode,
@@ -193,7 +194,7 @@ impl Conversion {
         }
     }
 
-    /// Makes the store forget the upgrade, so that it blocks no new readers. Returns the guard
+    /// Withdraws the upgrade in the store, so that it blocks no new readers. Returns the guard
     /// unchanged.
     async fn give_up(self) -> Result<Result<LockGuard, LockGuard>, LockError> {
         let grant = Arc::clone(self.hold().grant());
@@ -201,7 +202,7 @@ impl Conversion {
         let claim = grant.claim_to_renew();
         let same_mode = claim.clone().converted_to(claim.mode()).of_grant(grant.first_token());
         let limit = engine.defaults.operation_timeout;
-        // Without a response, the request for the upgrade lapses in the store.
+        // If this call gets no response, the upgrade expires in the store.
         let call = engine.try_acquire(same_mode);
         drop(call.response_to_caller_within(limit, grant.lease_length()).await);
         Ok(Err(self.undo()))

@@ -121,7 +121,7 @@ impl Engine {
     }
 
     /// Records that a claim could not be released, so that it ends with its lease.
-    pub(crate) fn leave_to_lease(&self, key: &Key) {
+    pub(crate) fn record_left_to_lease(&self, key: &Key) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
         self.emit(|| LockEvent::LeftToLease { key: key.as_str() });
     }

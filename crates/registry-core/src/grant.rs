@@ -59,7 +59,7 @@ struct Started {
     unknown_attempts: u32,
     /// The invalidation epoch of the key when the request was sent.
     epoch_at_send: Epoch,
-    /// The number of tokens used, after the first.
+    /// The number of used tokens of the block, without the first.
     hand_overs: u32,
     fenced: bool,
 }
@@ -70,7 +70,8 @@ struct GrantState {
     /// `Some` in the phase `Held`.
     permit: Option<LocalPermit>,
     timer: Option<ScheduleKey>,
-    /// The number of tokens used, after the first: by hand-overs, or by readers that joined.
+    /// The number of used tokens of the block, without the first. Each hand-over and each reader
+    /// that joins uses one.
     hand_overs: u32,
     /// The number of holds. More than one only in a shared grant.
     holds: u32,
@@ -121,8 +122,8 @@ impl ActiveGrant {
         Ok(Self::begin(started, Some(permit), claim, options, granted.token, lease))
     }
 
-    /// Replaces this grant by one with the mode of `claim`, which the store has converted. Fails if
-    /// this grant has ended, or its lease was over before the store's response arrived.
+    /// Replaces this grant after the store has converted it to the mode of `claim`. Fails if this
+    /// grant has ended, or its lease was over before the store's response arrived.
     pub(crate) fn convert(
         self: &Arc<Self>,
         claim: Claim,
@@ -215,7 +216,8 @@ impl ActiveGrant {
         if grant.claim.mode() != ClaimMode::Exclusive {
             grant.local_lock.record_concurrent_grant(&grant);
         }
-        // Checked after the claim is in the schedule, where later invalidations find it.
+        // Checked after the claim was scheduled, because each later invalidation finds it in the
+        // schedule.
         if grant.local_lock.epoch() != epoch_at_send {
             Arc::clone(&grant).invalidate(now);
         }
@@ -224,7 +226,8 @@ impl ActiveGrant {
             grant.local_lock.offer_to_readers(&grant);
         }
         if mode != ClaimMode::Exclusive {
-            // Other claims can be granted beside this one, so the next local caller may compete.
+            // The store may grant other claims next to this one, so the next local caller may
+            // compete.
             let permit = grant.state().permit.take();
             drop(permit);
         }
@@ -288,7 +291,7 @@ impl ActiveGrant {
 
     /// Returns `unknown_attempts + 1` if any attempt has an unknown outcome. Returns 0 otherwise,
     /// because one release suffices.
-    pub(crate) fn grants_to_reap(&self) -> u32 {
+    pub(crate) fn possible_grants(&self) -> u32 {
         if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
@@ -329,8 +332,8 @@ impl ActiveGrant {
         self.lost.notified()
     }
 
-    /// Requests a notification of a loss. If `notify_loss` has swapped first, the caller's next
-    /// check of the state sees the loss. Otherwise, `notify_loss` sees this swap and notifies.
+    /// Requests a notification of a loss. If `notify_loss` swaps the flag before this call, the
+    /// caller's next check of the state sees the loss. If it swaps the flag later, it notifies.
     pub(crate) fn register_loss_waiter(&self) {
         self.has_loss_waiter.swap(true, Ordering::AcqRel);
     }
@@ -374,14 +377,14 @@ impl ActiveGrant {
         };
         drop(permit_to_pass_now);
         // A renewal without a response needs no clean-up: it never restores a released grant.
-        let grants_to_reap = self.grants_to_reap();
-        if reason != LostReason::Gone || grants_to_reap > 0 {
+        let possible_grants = self.possible_grants();
+        if reason != LostReason::Gone || possible_grants > 0 {
             let claim = self.claim_to_release().with_fenced(fenced);
             release_in_background(PendingRelease {
                 permit: permit_to_pass_after_release.map(LocalPermit::into_permit_until_released),
                 // A renewal without a response may have just extended the lease to its full length.
                 lease: lease_length,
-                grants_to_reap,
+                possible_grants,
                 ..PendingRelease::new(Arc::clone(engine), claim)
             });
         }
@@ -390,9 +393,9 @@ impl ActiveGrant {
         true
     }
 
-    /// Ends one hold because its last guard is gone. The last hold ends the claim, and the lease
-    /// renewer then starts no renewal. Returns `None` if another hold remains, and the reason if
-    /// the claim is lost.
+    /// Ends one hold because its last guard is gone. If no other hold remains, the claim ends: the
+    /// lease renewer starts no further renewal. Returns `None` if another hold remains, and the
+    /// reason if the claim is lost.
     pub(crate) fn end_hold(self: &Arc<Self>) -> Result<Option<EndingGrant>, LostReason> {
         // A coarse time suffices: the response to the release shows whether the grant still
         // existed, and the receiver of a hand-over checks the lease itself.
@@ -463,8 +466,9 @@ impl ActiveGrant {
         Some(Hold::first_guard(Arc::clone(self), token, owner))
     }
 
-    /// Returns whether this claim may be handed over to another local caller. Claims of other modes
-    /// are not: the local caller that waits for the store would be overtaken.
+    /// Returns whether this claim may be handed over to another local caller. Only exclusive claims
+    /// may: next to a claim of another mode, a local caller competes in the store, and a hand-over
+    /// would overtake it.
     fn may_hand_over(&self, now: Moment, state: &GrantState) -> bool {
         self.claim.mode() == ClaimMode::Exclusive && self.may_pass_on(now, state)
     }
@@ -473,7 +477,7 @@ impl ActiveGrant {
     fn may_pass_on(&self, now: Moment, state: &GrantState) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
-        // The block of a converted claim may be smaller than that of a new one.
+        // A converted claim may have a smaller block of tokens than `hand_over_limits` allows.
         !state.gone_while_ending
             && state.hand_overs.saturating_add(1) < self.claim.token_block()
             && !state.fenced
@@ -490,8 +494,8 @@ impl ActiveGrant {
             && self.valid_until().since(now) > self.options.lease.length / 3
     }
 
-    /// Reverts [`end`](Self::end) for a hand-over. Takes `permit`, and returns the first guard of a
-    /// new hold of `owner`, or `None` if the claim must not be handed over.
+    /// Reverts [`end_hold`](Self::end_hold) for a hand-over. Takes `permit`, and returns the first
+    /// guard of a new hold of `owner`, or `None` if the claim must not be handed over.
     fn resume(
         self: &Arc<Self>,
         permit: &mut Option<LocalPermit>,
@@ -635,7 +639,7 @@ impl Renewable for ActiveGrant {
                 self.set_timer(&mut state, now);
                 RenewerAction::Nothing
             }
-            due @ (Due::Renew(requested) | Due::Verify(requested)) => {
+            due @ (Due::Renew(requested_lease) | Due::Verify(requested_lease)) => {
                 // Short enough for several tries between the first renewal and the end of the
                 // lease.
                 let operation_timeout =
@@ -647,9 +651,9 @@ impl Renewable for ActiveGrant {
                 };
                 self.set_timer(&mut state, now);
                 RenewerAction::Renew {
-                    requested,
+                    requested_lease,
                     is_verification: matches!(due, Due::Verify(_)),
-                    unanswered: previous_unanswered,
+                    previous_unanswered,
                 }
             }
         }
@@ -660,13 +664,13 @@ impl Renewable for ActiveGrant {
         if state.phase != GrantPhase::Held {
             return None;
         }
-        let requested = state.lease.batch_renewal_lease(now, whole_shard)?;
+        let requested_lease = state.lease.batch_renewal_lease(now, whole_shard)?;
         let operation_timeout =
             self.engine().defaults.operation_timeout.min(state.lease.length() / 6);
         state.lease.on_renewal_sent(now, operation_timeout);
         self.cancel_timer(&mut state);
         self.set_timer(&mut state, now);
-        Some(requested)
+        Some(requested_lease)
     }
 
     fn on_confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
@@ -713,7 +717,7 @@ impl Renewable for ActiveGrant {
 }
 
 /// An active grant without guards, and its local permit, until it is handed over or released in the
-/// store. It counts as active until this is dropped, so that `close` waits for it.
+/// store. The grant counts as active until this value is dropped, so that `close` waits for it.
 #[derive(Debug)]
 pub(crate) struct EndingGrant {
     grant: Option<Arc<ActiveGrant>>,
@@ -731,7 +735,7 @@ impl EndingGrant {
     /// lease renewer's schedule and returns `self`.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let grant = self.grant.take()?;
-        // Without the permit, another local caller competes for the key in the store.
+        // If the permit is not here, another local caller has it and competes in the store.
         let handed_over = self.permit.is_some()
             && grant
                 .local_lock
@@ -760,8 +764,8 @@ impl EndingGrant {
         self.has_outcome = true;
     }
 
-    /// Records a failed release. The caller must also call [`Engine::leave_to_lease`]; the claim
-    /// then ends with its lease.
+    /// Records a failed release. The claim ends with its lease, so the caller must also call
+    /// [`Engine::record_left_to_lease`].
     pub(crate) fn record_failure(&mut self) {
         self.has_outcome = true;
         self.grant().engine().failed_releases.fetch_add(1, Ordering::AcqRel);
@@ -782,7 +786,7 @@ impl Drop for EndingGrant {
             let engine = grant.engine();
             if !self.has_outcome {
                 // The backend has panicked, or no runtime runs the release.
-                engine.leave_to_lease(grant.claim.key());
+                engine.record_left_to_lease(grant.claim.key());
                 engine.failed_releases.fetch_add(1, Ordering::AcqRel);
             }
             engine.active_grants.leave();

@@ -345,7 +345,7 @@ async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
     let claim = ending.claim();
     let first = engine.send_release(&claim).await;
     if let Ok(Ok(Release::Freed)) = first
-        && ending.grant().grants_to_reap() == 0
+        && ending.grant().possible_grants() == 0
     {
         emit_released(ending.grant());
         ending.record_end();
@@ -392,17 +392,17 @@ async fn release_in_flight(
         return wait_for_outcome(job, &engine, key, unpolled_max).await;
     }
     // If the caller's own open transaction blocks the release, the caller must return to end it.
-    let (blocked, is_blocked) = oneshot::channel();
+    let (blocked_error_sender, blocked_error) = oneshot::channel();
     let context = ReleaseContext {
         in_flight: Some(release),
-        blocked: Some(blocked),
+        blocked_error_sender: Some(blocked_error_sender),
         ..ReleaseContext::default()
     };
     let job = release_call(&engine, release_grant(ending, context));
     tokio::select! {
         biased;
         outcome = wait_for_outcome(job, &engine, key, unpolled_max) => outcome,
-        Ok(error) = is_blocked => Err(store_error("release", key.as_str(), error)),
+        Ok(error) = blocked_error => Err(store_error("release", key.as_str(), error)),
     }
 }
 
@@ -458,7 +458,7 @@ struct ReleaseContext {
     in_flight: Option<Call<Result<Release, BackendError>>>,
     first_renewal: Option<FirstRenewalSender>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
-    blocked: Option<oneshot::Sender<BackendError>>,
+    blocked_error_sender: Option<oneshot::Sender<BackendError>>,
 }
 
 /// Releases the claim in the store once its `min_hold` is over.
@@ -475,7 +475,7 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
     };
     if !min_hold_left.is_zero() && !min_hold.wait(context.first_renewal).await {
         ending.record_failure();
-        engine.leave_to_lease(grant.claim().key());
+        engine.record_left_to_lease(grant.claim().key());
         return ReleaseOutcome::Unknown(BackendError::transient(
             "the registry was closed before the end of min_hold",
         ));
@@ -485,9 +485,9 @@ async fn release_grant(mut ending: EndingGrant, context: ReleaseContext) -> Rele
         claim: ending.claim(),
         permit: ending.take_permit(),
         lease: grant.lease_length(),
-        grants_to_reap: grant.grants_to_reap(),
+        possible_grants: grant.possible_grants(),
         in_flight: context.in_flight,
-        blocked: context.blocked,
+        blocked_error_sender: context.blocked_error_sender,
     })
     .await;
     match &outcome {

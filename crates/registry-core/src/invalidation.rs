@@ -160,8 +160,8 @@ pub(crate) struct InvalidationQueue {
     state: Mutex<QueueState>,
     /// Wakes the lease renewer's task.
     pub(crate) changed: Notify,
-    /// The invalidation epoch of all keys. It grows when the store may have missed reports.
-    epoch_of_all: AtomicU32,
+    /// The invalidation epoch of the registry. It grows when the store may have missed reports.
+    registry_epoch: AtomicU32,
     /// Returns whether the registry has a local lock of a key. Other keys need no verification.
     has_local_lock: Box<dyn Fn(&Key) -> bool + Send + Sync>,
     /// The runtime of the registry.
@@ -193,7 +193,7 @@ impl InvalidationQueue {
         Self {
             state: Mutex::default(),
             changed: Notify::new(),
-            epoch_of_all: 0.into(),
+            registry_epoch: 0.into(),
             has_local_lock: Box::new(has_local_lock),
             runtime,
         }
@@ -241,14 +241,14 @@ impl InvalidationQueue {
         std::mem::take(&mut self.state().invalidated)
     }
 
-    /// Returns the invalidation epoch of all keys.
-    pub(crate) fn epoch_of_all(&self) -> u32 {
-        self.epoch_of_all.load(Ordering::Relaxed)
+    /// Returns the invalidation epoch of the registry.
+    pub(crate) fn registry_epoch(&self) -> u32 {
+        self.registry_epoch.load(Ordering::Relaxed)
     }
 
-    /// Begins the next invalidation epoch of all keys.
-    pub(crate) fn begin_epoch_of_all(&self) {
-        self.epoch_of_all.fetch_add(1, Ordering::Relaxed);
+    /// Begins the next invalidation epoch of the registry.
+    pub(crate) fn increment_registry_epoch(&self) {
+        self.registry_epoch.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Empties the queue, and ignores later notifications.
@@ -268,8 +268,8 @@ impl InvalidationQueue {
 /// The invalidation epoch of one key. Two epochs differ if an invalidation arrived between them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Epoch {
-    pub(crate) of_key: u32,
-    pub(crate) of_all: u32,
+    pub(crate) key: u32,
+    pub(crate) registry: u32,
 }
 
 /// The maximum number of queued keys. A longer queue becomes an invalidation of all keys.

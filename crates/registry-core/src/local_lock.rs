@@ -5,6 +5,9 @@
 //! may compete for the key in the store. Dropping the permit passes it to the next caller in the
 //! queue. A local lock lives as long as a handle, guard or waiter of its key. Called by
 //! [`acquire`](crate::acquire), and by releases and hand-overs.
+//!
+//! A grant ([`ActiveGrant`]) belongs to this process. A hold ([`Hold`]) is the use of a grant by
+//! one holder. Only a shared grant can have several holds. Each hold has one or more guards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -63,8 +66,9 @@ impl LocalLocks {
         self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Returns whether the table has an entry for `key`. The method does not upgrade
-    /// the `Weak`: the new `Arc` could become the last one, and its drop could end the registry.
+    /// Returns whether the table has an entry for `key`. Does not upgrade the `Weak`: the new `Arc`
+    /// could become the last one. Its drop could then drop the last `Arc<Engine>`, and with it the
+    /// backend.
     pub(crate) fn contains(&self, key: &Key) -> bool {
         self.local_locks.contains_key(key)
     }
@@ -155,8 +159,8 @@ pub(crate) struct LocalLock {
     /// The table that this local lock is in.
     table: Arc<LocalLocks>,
     wait_queue: Mutex<WaitQueue>,
-    /// True whenever the queue contains a waiter, except while the first waiter joins. Can be true
-    /// for an empty queue. Read without locking the queue.
+    /// A hint, read without locking the queue. If it is false, the queue is empty, or its first
+    /// waiter is just joining. If it is true, the queue may nevertheless be empty.
     has_waiters: AtomicBool,
     /// Whether [`WaitQueue::store_error`] is `Some`. Read without locking the queue. Only the
     /// caller with the local permit writes it.
@@ -176,21 +180,24 @@ struct WaitQueue {
     /// return this error at their deadline, because it is unknown whether the lock is held.
     store_error: Option<BackendError>,
     /// The current exclusive hold if it has an owner; that owner can re-enter. Otherwise empty.
-    reentrant_hold: Weak<Hold>,
+    exclusive_hold: Weak<Hold>,
     /// The shared and upgradable holds with an owner, who may re-enter.
     shared_holds: Vec<Weak<Hold>>,
     /// The last shared grant, which further readers may join.
     joinable: Weak<ActiveGrant>,
-    /// The grants of this key next to which others may exist. Some of them may have ended.
+    /// The grants of this key that are not exclusive. Several can exist at the same time. Some may
+    /// have ended.
     concurrent_grants: Vec<Weak<ActiveGrant>>,
     next_ticket: u64,
     /// By ticket, so that the first entry has waited longest and any entry is removed cheaply.
     waiters: BTreeMap<u64, LocalWaiter>,
     /// An index of the waiters by owner.
     by_owner: BTreeSet<(Owner, u64)>,
-    /// The most recent permit or claim sent to a waiter. A later check clears it after receipt.
-    unreceived: Option<SentAdmission>,
-    /// The guards of a re-entry or of a shared grant, until a check finds them received.
+    /// The last permit or claim that was sent to a waiter. The stall check clears this field once
+    /// the waiter has received it.
+    unreceived_permit: Option<SentAdmission>,
+    /// Guards that were sent to waiters, by re-entry or by joining a shared grant. The stall check
+    /// removes those that were received.
     unreceived_guards: Vec<SentAdmission>,
     /// The id of this lock's registration with the stall detector, and the shortest
     /// `unpolled_max` of its waiters. `None` if there is nothing to check.
@@ -209,7 +216,8 @@ struct LocalWaiter {
 /// An admission that was sent to a waiter.
 struct SentAdmission {
     channel: Arc<AdmissionChannel>,
-    /// The waiter must receive it within this time after the first check.
+    /// If the waiter has not received the admission this long after the first stall check, the
+    /// stall check passes it to the next waiter.
     unpolled_max: Duration,
     first_checked_at: Option<Moment>,
 }
@@ -370,8 +378,8 @@ impl LocalLock {
     /// Returns the current invalidation epoch of this key.
     pub(crate) fn epoch(&self) -> Epoch {
         Epoch {
-            of_key: self.epoch.load(Ordering::Relaxed),
-            of_all: self.engine.invalidations.epoch_of_all(),
+            key: self.epoch.load(Ordering::Relaxed),
+            registry: self.engine.invalidations.registry_epoch(),
         }
     }
 
@@ -383,9 +391,9 @@ impl LocalLock {
     /// Waits for the local permit, a hand-over, or a shared grant to join. Re-enters at once if
     /// `owner` already holds the lock.
     ///
-    /// A caller of another mode than exclusive that does not wait gets a permit in any case, which
-    /// no other caller waits for: the permit of the caller in front does not mean that the store
-    /// would refuse this one.
+    /// If the permit is taken, a caller that does not wait gets an extra permit outside of the
+    /// queue, unless its mode is exclusive. The store may grant its claim even while another caller
+    /// of this process has the permit.
     pub(crate) async fn enter(
         self: &Arc<Self>,
         owner: Option<&Owner>,
@@ -413,7 +421,7 @@ impl LocalLock {
                 if options.mode == ClaimMode::Exclusive {
                     return Err(NotAdmitted::TimedOut(wait_queue.store_error.clone()));
                 }
-                return Ok(Admission::LocalPermit(LocalPermit::unqueued(Arc::clone(self))));
+                return Ok(Admission::LocalPermit(LocalPermit::extra(Arc::clone(self))));
             }
             let ticket = wait_queue.next_ticket;
             wait_queue.next_ticket += 1;
@@ -549,7 +557,8 @@ impl LocalLock {
         }
     }
 
-    /// Records `grant`, next to which this process may have others of the key.
+    /// Records `grant`, which is not exclusive. This process may have further grants of the key at
+    /// the same time.
     pub(crate) fn record_concurrent_grant(&self, grant: &Arc<ActiveGrant>) {
         let grants = &mut self.wait_queue().concurrent_grants;
         if grants.len() == grants.capacity() {
@@ -572,9 +581,10 @@ impl LocalLock {
     /// Passes the local permit to the first waiter. Readers in front of it join a shared grant.
     fn pass_on(self: &Arc<Self>) {
         let mut wait_queue = self.wait_queue();
-        // A converted hold has no permit, and is held while other callers get it.
-        if wait_queue.reentrant_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
-            wait_queue.reentrant_hold = Weak::new();
+        // A hold that was converted to exclusive has no permit. It can therefore still be held when
+        // the permit passes to another caller.
+        if wait_queue.exclusive_hold.upgrade().is_none_or(|hold| !hold.is_held()) {
+            wait_queue.exclusive_hold = Weak::new();
         }
         // The next caller sends its own request to the store.
         wait_queue.clear_store_error(&self.has_store_error);
@@ -605,15 +615,15 @@ impl StallCheck for LocalLock {
     fn check_for_stall(self: Arc<Self>, now: Moment) -> bool {
         let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
-        wait_queue.unreceived.take_if(|sent| !sent.channel.is_open());
+        wait_queue.unreceived_permit.take_if(|sent| !sent.channel.is_open());
         wait_queue.unreceived_guards.retain(|sent| sent.channel.is_open());
-        let WaitQueue { unreceived, unreceived_guards, .. } = &mut *wait_queue;
-        for sent in unreceived.iter_mut().chain(unreceived_guards) {
+        let WaitQueue { unreceived_permit, unreceived_guards, .. } = &mut *wait_queue;
+        for sent in unreceived_permit.iter_mut().chain(unreceived_guards) {
             if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
                 overdue.push(Arc::clone(&sent.channel));
             }
         }
-        let needs_checks = wait_queue.unreceived.is_some()
+        let needs_checks = wait_queue.unreceived_permit.is_some()
             || !wait_queue.unreceived_guards.is_empty()
             || !wait_queue.waiters.is_empty();
         if !needs_checks {
@@ -662,17 +672,17 @@ impl WaitQueue {
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<AdmissionChannel>, Admission)> {
         let mut reentries = Vec::new();
         let Some(owner) = hold.owner() else {
-            self.reentrant_hold = Weak::new();
+            self.exclusive_hold = Weak::new();
             return reentries;
         };
-        // An expired hold does not become current, because `reentrant_hold` may already refer to a
+        // An expired hold does not become current, because `exclusive_hold` may already refer to a
         // later hold.
         if hold.grant().valid_until() <= Moment::now_coarse() {
             return reentries;
         }
         let held = hold.grant().claim().mode();
         if held == ClaimMode::Exclusive {
-            self.reentrant_hold = Arc::downgrade(hold);
+            self.exclusive_hold = Arc::downgrade(hold);
         } else {
             self.shared_holds.retain(|hold| hold.strong_count() > 0);
             self.shared_holds.push(Arc::downgrade(hold));
@@ -725,7 +735,7 @@ impl WaitQueue {
         engine: &Engine,
     ) -> Arc<AdmissionChannel> {
         self.remove_from_index(ticket, &waiter);
-        self.unreceived = Some(waiter.to_sent_admission(engine));
+        self.unreceived_permit = Some(waiter.to_sent_admission(engine));
         waiter.channel
     }
 
@@ -733,7 +743,7 @@ impl WaitQueue {
     /// Fails if it holds the key in a mode that excludes `wanted`.
     fn reenter(&self, owner: &Owner, wanted: ClaimMode) -> Option<Result<LockGuard, ClaimMode>> {
         let mut result = None;
-        for hold in std::iter::once(&self.reentrant_hold).chain(&self.shared_holds) {
+        for hold in std::iter::once(&self.exclusive_hold).chain(&self.shared_holds) {
             let Some(hold) = hold.upgrade().filter(|hold| hold.owner() == Some(owner)) else {
                 continue;
             };
@@ -785,7 +795,7 @@ impl Drop for LocalLock {
         if let Some((id, _)) = wait_queue.stall_registration {
             self.engine.background.stall_detector().deregister(id);
         }
-        // Here the local lock can no longer be upgraded, but its entry is still in the table.
+        // Here `Weak::upgrade` fails for this local lock, but its entry is still in the table.
         interleaving_point();
         self.table.remove_dead(&self.key);
     }
@@ -796,22 +806,24 @@ impl Drop for LocalLock {
 #[derive(Debug)]
 pub(crate) struct LocalPermit {
     local_lock: Option<Arc<LocalLock>>,
+    /// The contention with other processes for the key, as of the earlier turns. `None` for an
+    /// extra permit, and for a store that needs no fairness between processes.
     pub(crate) contention: Option<Box<Contention>>,
     granted_at: Option<Moment>,
-    /// False for a caller beside the one that has the permit. Its drop passes nothing on.
-    is_queued: bool,
+    /// False for an extra permit outside of the queue. Its drop passes no permit to a waiter.
+    passes_on: bool,
 }
 
 impl LocalPermit {
     fn new(local_lock: Arc<LocalLock>) -> Self {
         let contention = local_lock.engine.fairness.contention(&local_lock.key);
-        Self { local_lock: Some(local_lock), contention, granted_at: None, is_queued: true }
+        Self { local_lock: Some(local_lock), contention, granted_at: None, passes_on: true }
     }
 
-    /// Returns a permit for a caller that does not wait, beside the one that has the permit.
-    fn unqueued(local_lock: Arc<LocalLock>) -> Self {
+    /// Returns an extra permit outside of the queue, for a caller that does not wait.
+    fn extra(local_lock: Arc<LocalLock>) -> Self {
         let local_lock = Some(local_lock);
-        Self { local_lock, contention: None, granted_at: None, is_queued: false }
+        Self { local_lock, contention: None, granted_at: None, passes_on: false }
     }
 
     pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {
@@ -847,7 +859,7 @@ impl Drop for LocalPermit {
             if let (Some(granted_at), Some(contention)) = (self.granted_at, &self.contention) {
                 local_lock.engine.fairness.on_release(&local_lock.key, **contention, granted_at);
             }
-            if self.is_queued {
+            if self.passes_on {
                 local_lock.pass_on();
             }
         }

@@ -1,5 +1,5 @@
-//! The `min_hold` of a lock that its holder has released: must_renew the lease until the `min_hold`
-//! is over. Its caller `guard` then releases the claim.
+//! The `min_hold` of a lock that its holder has released: renews the lease until the `min_hold` is
+//! over. Its caller `guard` then releases the claim.
 
 use std::time::Duration;
 
@@ -38,8 +38,8 @@ impl<E: Fn() -> Epoch + Sync> MinHold<'_, E> {
         }
     }
 
-    /// Waits until the end of the `min_hold`, and must_renew the lease if the lease would end
-    /// before. Returns early if the claim is lost.
+    /// Waits until the end of the `min_hold`, and renews the lease if it would end before that.
+    /// Returns early if the claim is lost.
     ///
     /// An invalidation of the key also causes a renewal, which detects a forced release. Local
     /// callers must not wait for the rest of the `min_hold` after a forced release.

@@ -1,4 +1,4 @@
-//! One lock of several keys: all or nothing, and nothing is held while it waits.
+//! One lock of several keys. It holds all keys or none, and it holds none while it waits.
 
 use std::fmt;
 use std::future::Future;
@@ -152,7 +152,7 @@ impl MultiLock {
                 guards.sort_by(|a, b| a.key().cmp(b.key()));
                 return Ok(Some(MultiGuard { guards }));
             };
-            // Nothing is held while this waits.
+            // The lock holds no key while it waits.
             join_all(guards.into_iter().map(LockGuard::unlock)).await;
             let left = match deadline {
                 None => None,
@@ -165,8 +165,8 @@ impl MultiLock {
                 }
             };
             if rounds > 0 {
-                // Two callers that take a key from each other each time do so at different times.
-                // A longer pause would let other callers overtake this one again and again.
+                // Two callers that made each other's attempts fail then retry at different times. A
+                // longer pause would let other callers overtake this one again and again.
                 let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
                 sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
@@ -258,7 +258,7 @@ impl MultiGuard {
     }
 
     /// Waits until one of the keys is lost, and returns the key and the reason. Never resolves if
-    /// the locks are released while they are held.
+    /// all locks are released before one is lost.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.

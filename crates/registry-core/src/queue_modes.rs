@@ -4,9 +4,9 @@
 //! it, whether they are granted or wait. Entries are only appended, so a granted claim stays
 //! granted until its entry is removed or changes its mode. No clock and no I/O.
 //!
-//! An upgrade has an entry of its own at the end of the queue, the request. It blocks claims that
-//! come later. The store then makes the upgradable claim exclusive, in one atomic step with a check
-//! that the entry from [`upgrade_position`] still exists.
+//! An upgrade appends a further entry to the queue, the request, which blocks later claims. Once no
+//! other claim holds the key, the store makes the upgradable claim exclusive. The same atomic step
+//! checks that the entry of [`UpgradePosition::Free`] still exists.
 
 use crate::mode::ClaimMode;
 
@@ -26,13 +26,13 @@ pub enum QueuedEntry {
 pub enum QueuePosition {
     /// The claim holds the key.
     Granted,
-    /// The claim waits. The entry with this index is the nearest one that blocks it, and blocks it
-    /// until it is removed or changes its mode.
+    /// The claim waits. The entry with this index is the nearest entry that blocks the claim. It
+    /// blocks the claim until the entry is removed or changes its mode.
     Behind(usize),
     /// The claim waits for units. The end of any entry before it may free enough.
     TooFewUnits,
-    /// The key has this number of units according to the permits that are held, and the claim
-    /// states another one. The claim must leave the queue.
+    /// The permits that are held state this number of units, and the claim states another number.
+    /// The claim must leave the queue.
     OtherUnits(u32),
 }
 
@@ -42,7 +42,7 @@ pub enum QueuePosition {
 pub enum UpgradePosition {
     /// No other claim holds the key, and none will while the entry with this index exists.
     Free(usize),
-    /// The claim with this index holds the key too. It is the last one that does.
+    /// Other claims hold the key too. The last of them has this index.
     Behind(usize),
     /// The queue contains no entry that blocks new readers. The request must be added first.
     NoRequest,
@@ -89,8 +89,7 @@ pub fn granted_entries(entries: &[QueuedEntry]) -> Vec<bool> {
 /// Returns the position of an upgrade of the upgradable claim with the index `own`, which holds the
 /// key.
 ///
-/// A reader that waits behind another claim does not delay the upgrade: it waits for the upgraded
-/// claim in turn.
+/// A reader that waits does not delay the upgrade: it will also wait for the upgraded claim.
 #[must_use]
 pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition {
     let granted = granted_entries(entries);
@@ -105,8 +104,7 @@ pub fn upgrade_position(entries: &[QueuedEntry], own: usize) -> UpgradePosition 
 }
 
 impl QueuedEntry {
-    /// Returns whether no claim of this mode is granted behind this entry, however many units are
-    /// free.
+    /// Returns whether this entry blocks every later claim of this mode, even if units are free.
     fn blocks(self, mode: ClaimMode) -> bool {
         match (self, mode) {
             (Self::Claim(ClaimMode::Permits { of, .. }), ClaimMode::Permits { of: own, .. }) => {
@@ -118,13 +116,13 @@ impl QueuedEntry {
     }
 }
 
-/// What matters about the entries before a claim.
+/// The modes and units of the entries before a claim, whether they are granted or wait.
 #[derive(Default)]
 struct Summary {
     exclusive: bool,
     shared: bool,
     upgradable: bool,
-    /// The number of all units that the first permit stated.
+    /// The number of all units, as the first permit states it.
     of: Option<u32>,
     has_other_of: bool,
     taken: u64,

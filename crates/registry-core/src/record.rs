@@ -1,5 +1,5 @@
-//! The record of one key that several claims can hold: who is granted, who waits, and what a
-//! request changes.
+//! The record of one key that several claims can hold: which claims are granted, which claims wait,
+//! and what a request changes.
 //!
 //! A state machine without clock and I/O. Stores that keep one record per key decide with it; they
 //! load the record, call one method, and write the record back in the same atomic step. Times are
@@ -46,7 +46,7 @@ pub struct NewGrant {
     pub rest: String,
     /// The text of the entries after the new one.
     pub after: String,
-    /// The end of the last lease of the other entries. Zero without others.
+    /// The latest end of the other entries. Zero if there are none.
     pub until_of_others: u64,
 }
 
@@ -66,7 +66,8 @@ pub struct RecordEntry {
     pub since: u64,
     /// The end of the lease, or the time when the place in the queue lapses.
     pub until: u64,
-    /// The time until which an upgrade of this grant blocks new shared claims. Zero without one.
+    /// The time until which an upgrade of this grant blocks new shared claims. Zero without an
+    /// upgrade.
     pub upgrade_until: u64,
     /// The claim's label.
     pub label: Option<Arc<str>>,
@@ -121,7 +122,7 @@ impl LockRecord {
         &self.entries
     }
 
-    /// Returns the end of the last lease or place in the queue. Zero if the record is empty.
+    /// Returns the latest end of the entries. Zero if the record is empty.
     #[must_use]
     pub fn until(&self) -> u64 {
         self.entries.iter().map(|entry| entry.until).max().unwrap_or(0)
@@ -144,7 +145,8 @@ impl LockRecord {
         RecordEntry { token: Some(token), until, ..RecordEntry::new(claim, since) }
     }
 
-    /// Removes the entries whose lease or place has ended. Returns whether there were any.
+    /// Removes the entries whose lease or place in the queue has ended. Returns whether it has
+    /// removed any.
     pub fn remove_expired(&mut self, now: u64) -> bool {
         let before = self.entries.len();
         self.entries.retain(|entry| now < entry.until);
@@ -187,8 +189,8 @@ impl LockRecord {
         Ok(Attempt::Granted(Grant::new(token, claim.lease())))
     }
 
-    /// Returns what a store must write for an attempt of `claim`, at this time of its clock or a
-    /// little later.
+    /// Returns what a store must write for an attempt of `claim`. `now` is a recent time of the
+    /// store's clock.
     #[must_use]
     pub fn attempt(mut self, claim: &Claim, now: u64) -> RecordChange {
         self.remove_expired(now);
@@ -233,8 +235,8 @@ impl LockRecord {
         }
     }
 
-    /// Removes the entry of `claim`, whether it is granted or waits. Returns the entry if there was
-    /// one; [`release_of`](Self::release_of) returns what it means.
+    /// Removes the entry of `claim`, whether it is granted or waits. Returns the removed entry.
+    /// [`release_of`](Self::release_of) converts it to the response.
     pub fn release(&mut self, claim: &Claim) -> Option<RecordEntry> {
         let own = self.entries.iter().position(|entry| entry.id == claim.id())?;
         Some(self.entries.remove(own))
@@ -249,7 +251,8 @@ impl LockRecord {
         }
     }
 
-    /// Removes all grants, and leaves the claims that wait. Returns whether a grant was alive.
+    /// Removes all grants, and leaves the claims that wait. Returns `Freed` if the lease of a grant
+    /// had not ended.
     pub fn force_release(&mut self, now: u64) -> Release {
         let is_live = |entry: &RecordEntry| entry.is_granted() && now < entry.until;
         let freed = self.entries.iter().any(is_live);
@@ -288,7 +291,8 @@ impl LockRecord {
             (_, ClaimMode::Shared) if now < entry.upgrade_until => true,
             (theirs, ours) => !theirs.is_compatible(ours),
         };
-        // A claim waits behind those that came before it, unless both can be granted together.
+        // A claim also waits behind each earlier waiting claim that it excludes. Permits also wait
+        // behind earlier waiting permits.
         let before = self.entries.iter().take_while(|entry| entry.id != claim.id());
         let waiting = before.filter(|entry| now < entry.until && !entry.is_granted());
         let is_ahead = |entry: &&RecordEntry| {
@@ -299,7 +303,7 @@ impl LockRecord {
         for entry in granted().filter(|entry| blocks(entry)) {
             retry_at = Some(match (retry_at, mode) {
                 (None, _) => entry.until,
-                // Enough units may be free before all others are.
+                // Enough units may be free once the first of these leases ends.
                 (Some(at), ClaimMode::Permits { .. }) => at.min(entry.until),
                 (Some(at), _) => at.max(entry.until),
             });
@@ -356,7 +360,7 @@ impl LockRecord {
         let is_late = claim.converted_token().is_some_and(|converted| converted != token);
         match (entry.mode, claim.mode()) {
             (ours, wanted) if ours == wanted => {}
-            // An upgrade came first, and its holder relies on the mode that it was granted.
+            // The request is late: the grant was upgraded since, and its holder relies on the mode.
             _ if is_late => return Ok(Attempt::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {}
@@ -376,7 +380,7 @@ impl LockRecord {
                 });
                 return Ok(Attempt::Busy(busy.with_place()));
             }
-            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            // No other conversion exists: two shared claims that become stronger would deadlock.
             _ => return Ok(Attempt::Gone),
         }
         entry.mode = claim.mode();
@@ -406,8 +410,8 @@ fn between(from: u64, to: u64) -> Duration {
     Duration::from_micros(to.saturating_sub(from))
 }
 
-/// The text of an entry: fields of fixed width, so that a store's own language can find and change
-/// one by its position, then the label as hexadecimal digits, and `;`.
+/// The text of an entry: fields of fixed width, then the label as hexadecimal digits, and `;`. A
+/// script in the store can find and change a field by its position.
 mod text {
     use super::{
         Arc, ClaimId, ClaimMode, FencingToken, InvalidRecord, LockRecord, NewGrant, RecordEntry,

@@ -31,15 +31,15 @@ pub(crate) struct PendingRelease {
     /// Dropped once the store has responded or the lease is over, so that the next local caller
     /// does not find the record of this claim.
     pub(crate) permit: Option<Box<dyn PermitUntilReleased>>,
-    /// The time after which the claim has expired in the store if the release fails.
+    /// The longest time for which the store can still keep the claim after a failed release.
     pub(crate) lease: Duration,
-    /// The number of grants that may exist for this claim, if an attempt has an unknown outcome.
-    /// Otherwise 0, because one release suffices.
-    pub(crate) grants_to_reap: u32,
+    /// The maximum number of grants of this claim, including those of attempts that are still to
+    /// reach the store. 0 if the outcome of every attempt is known: one release then suffices.
+    pub(crate) possible_grants: u32,
     /// A release that is already in flight.
     pub(crate) in_flight: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
-    pub(crate) blocked: Option<oneshot::Sender<BackendError>>,
+    pub(crate) blocked_error_sender: Option<oneshot::Sender<BackendError>>,
 }
 
 impl PendingRelease {
@@ -51,9 +51,9 @@ impl PendingRelease {
             engine,
             claim,
             permit: None,
-            grants_to_reap: 0,
+            possible_grants: 0,
             in_flight: None,
-            blocked: None,
+            blocked_error_sender: None,
         }
     }
 }
@@ -84,13 +84,13 @@ pub(crate) async fn release_claim(mut pending: PendingRelease) -> ReleaseOutcome
     }
     let outcome = release_with_retries(&mut pending).await;
     if let ReleaseOutcome::Unknown(_) = outcome {
-        // The store is unreachable or refuses the release. The claim ends with its lease. The next
-        // local caller waits for this by its own attempts.
-        pending.engine.leave_to_lease(pending.claim.key());
+        // The store is unreachable or refuses the release. The claim ends with its lease. Until
+        // then, the attempts of the next local caller find the key busy or fail.
+        pending.engine.record_left_to_lease(pending.claim.key());
     }
     pending.permit = None;
     let freed = u32::from(matches!(outcome, ReleaseOutcome::Freed));
-    if pending.grants_to_reap > freed {
+    if pending.possible_grants > freed {
         let background = pending.engine.background.clone();
         background.submit_release(Box::pin(reap_late_grants(pending, freed)));
     }
@@ -116,9 +116,9 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
         };
         may_have_freed |= !error.refused();
         if error.is_blocked()
-            && let Some(blocked) = pending.blocked.take()
+            && let Some(sender) = pending.blocked_error_sender.take()
         {
-            let _ = blocked.send(error.clone());
+            let _ = sender.send(error.clone());
         }
         let key = pending.claim.key().as_str();
         engine.emit(|| LockEvent::ReleaseFailed { key, error: &error });
@@ -139,18 +139,18 @@ async fn release_with_retries(pending: &mut PendingRelease) -> ReleaseOutcome {
 }
 
 /// Releases the grants of attempts that reach the store after the release of their claim. Ends when
-/// all `grants_to_reap` are released, or when the lease is over.
+/// all `possible_grants` are released, or when the lease is over.
 async fn reap_late_grants(pending: PendingRelease, mut freed: u32) {
     let engine = &pending.engine;
     let until = Moment::now().after(pending.lease);
     let mut attempt = 0;
-    while freed < pending.grants_to_reap && Moment::now() < until {
+    while freed < pending.possible_grants && Moment::now() < until {
         let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
         tokio::select! {
             biased;
             () = pause => {}
             () = engine.close_limit_reached.wait() => {
-                engine.leave_to_lease(pending.claim.key());
+                engine.record_left_to_lease(pending.claim.key());
                 return;
             }
         }

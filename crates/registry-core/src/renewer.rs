@@ -50,13 +50,17 @@ impl LeaseRenewer {
                 match Arc::clone(&grant).begin_due_action(key, now) {
                     RenewerAction::Nothing => {}
                     RenewerAction::Lose(reason) => _ = grant.lose(reason),
-                    RenewerAction::Renew { requested, is_verification, unanswered } => {
-                        if unanswered {
+                    RenewerAction::Renew {
+                        requested_lease,
+                        is_verification,
+                        previous_unanswered,
+                    } => {
+                        if previous_unanswered {
                             grant.emit_unanswered_renewal(now);
                         }
                         has_renewal |= !is_verification;
                         let batches = renewals.entry(shard(&**backend, grant.claim())).or_default();
-                        batches.add(&grant, requested, batch_max);
+                        batches.add(&grant, requested_lease, batch_max);
                     }
                 }
             }
@@ -68,10 +72,10 @@ impl LeaseRenewer {
                     let batches = renewals.get_mut(&shard(&**backend, grant.claim()));
                     if let Some(batches) =
                         batches.filter(|batches| batches.remaining_capacity(batch_max) > 0)
-                        && let Some(requested) =
+                        && let Some(requested_lease) =
                             Arc::clone(&grant).begin_early_renewal(now, policy.whole_shard)
                     {
-                        batches.add(&grant, requested, batch_max);
+                        batches.add(&grant, requested_lease, batch_max);
                     }
                 }
             }
@@ -116,8 +120,9 @@ impl LeaseRenewer {
                 let mut affected = Vec::new();
                 for key in keys {
                     if let Some(local_lock) = self.local_locks.get(key.as_str()) {
-                        // The epoch is incremented before the lookup. A grant that is not scheduled
-                        // yet compares the epoch after scheduling.
+                        // The epoch is incremented before the lookup. The lookup misses a grant
+                        // that is not scheduled yet. Such a grant compares the epoch after it is
+                        // scheduled, and so detects the invalidation.
                         local_lock.invalidate();
                         affected.extend(self.schedule.find(&local_lock.last_schedule_key));
                         let concurrent = local_lock.concurrent_grants().into_iter();
@@ -128,7 +133,7 @@ impl LeaseRenewer {
             }
             Invalidated::All => {
                 // The epoch is incremented before the lookup, for the same reason.
-                self.invalidations.begin_epoch_of_all();
+                self.invalidations.increment_registry_epoch();
                 self.schedule.all()
             }
         };
@@ -152,8 +157,8 @@ struct PendingBatches(Vec<Vec<(Weak<dyn Renewable>, Claim)>>);
 
 impl PendingBatches {
     /// Adds the claim of `grant` to the last call, or to a new call if the last one is full.
-    fn add(&mut self, grant: &Arc<dyn Renewable>, requested: Duration, batch_max: usize) {
-        let claim = (Arc::downgrade(grant), grant.claim().clone().with_lease(requested));
+    fn add(&mut self, grant: &Arc<dyn Renewable>, requested_lease: Duration, batch_max: usize) {
+        let claim = (Arc::downgrade(grant), grant.claim().clone().with_lease(requested_lease));
         match self.0.last_mut().filter(|last| last.len() < batch_max) {
             Some(last) => last.push(claim),
             None => self.0.push(vec![claim]),
@@ -255,7 +260,8 @@ mod tests {
             .build()
             .unwrap();
         let lock = registry.obtain("orders/42");
-        // The schedule is otherwise empty at first. Then it also contains a lock that stays held.
+        // In the first pass, the schedule is otherwise empty. In the second pass, it also contains
+        // another lock, which stays held.
         for with_another in [false, true] {
             let other = if with_another {
                 Some(registry.obtain("orders/43").lock().await.unwrap())

@@ -52,11 +52,11 @@ pub(crate) trait Renewable: Send + Sync {
 pub(crate) enum RenewerAction {
     Nothing,
     Renew {
-        requested: Duration,
+        requested_lease: Duration,
         /// The renewal is sent early, to verify that the claim is still held.
         is_verification: bool,
         /// The previous renewal had no response.
-        unanswered: bool,
+        previous_unanswered: bool,
     },
     Lose(LostReason),
 }

@@ -104,7 +104,7 @@ impl Semaphore {
         self.lock.acquire(self.mode(take), options).await
     }
 
-    /// Takes one unit if it is free. Returns `Ok(None)` otherwise.
+    /// Takes one unit if one is free. Returns `Ok(None)` otherwise.
     ///
     /// # Errors
     /// As [`acquire`](Self::acquire) and [`DistributedLock::try_lock`].
@@ -166,8 +166,8 @@ impl Semaphore {
         self.lock.try_acquire(self.mode(take), options).await
     }
 
-    /// Changes the number of units of this semaphore and its clones. Waits until no permit is held,
-    /// under the exclusive lock of the key.
+    /// Changes the number of units of this semaphore and its clones. First acquires the exclusive
+    /// lock of the key, so it waits until no permit is held.
     ///
     /// Other processes must change their number too: as long as permits with one number are held,
     /// an acquisition that states another one fails.

@@ -97,7 +97,7 @@ impl EtcdBackend {
                     entry.create_revision = Some(own_entry.create_revision);
                     **entry_guard = Some(entry);
                 } else {
-                    // Another client has chosen the same lease id, so the key is its entry.
+                    // Another client has chosen the same lease id, so the entry belongs to it.
                     self.abandon(entry);
                 }
                 return Ok(QueueStep::Retry);
@@ -121,7 +121,7 @@ impl EtcdBackend {
                 _ => AppendIf::UnchangedSince(results.header.revision),
             };
         }
-        // The queue changed between each read and the next append. Other claims were granted.
+        // In every attempt, other claims changed the queue between the read and the append.
         self.recycle_unused_entry(entry_guard, entry);
         Ok(QueueStep::Done(Attempt::Busy(Busy::new())))
     }
@@ -155,7 +155,7 @@ impl EtcdBackend {
         QueueSnapshot::decode(&mut results)
     }
 
-    /// Grants the claim or not, according to the queue.
+    /// Decides from the snapshot of the queue whether the claim is granted.
     async fn decide(
         &self,
         claim: &Claim,
@@ -243,7 +243,7 @@ impl EtcdBackend {
         }
     }
 
-    /// Returns the entry that blocks a claim without an entry. Returns `None` if none does.
+    /// Returns the entry that blocks a claim without an entry, or `None` if no entry blocks it.
     pub(crate) async fn find_blocking_entry(
         &self,
         claim: &Claim,
@@ -265,7 +265,7 @@ impl EtcdBackend {
         Ok(blocking.and_then(predecessor))
     }
 
-    /// Changes the mode of the grant that the claim has.
+    /// Converts the grant of the claim to the mode of `claim`.
     pub(crate) async fn convert(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         if entry_guard.is_none() {
@@ -332,7 +332,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Done(token));
             }
             (ours, wanted) if ours == wanted => own_entry.value.clone(),
-            // An upgrade came first, and its holder relies on the mode that it was granted.
+            // The request is late: the grant was upgraded since, and its holder relies on the mode.
             _ if is_late => return Ok(Conversion::Gone),
             (ClaimMode::Exclusive, ClaimMode::Upgradable | ClaimMode::Shared)
             | (ClaimMode::Upgradable, ClaimMode::Shared) => {
@@ -344,7 +344,7 @@ impl EtcdBackend {
                     None => self.request_upgrade(claim, entry, own_entry).await,
                 };
             }
-            // No other conversion exists: a shared claim that becomes stronger could deadlock.
+            // No other conversion exists: two shared claims that become stronger would deadlock.
             _ => return Ok(Conversion::Gone),
         };
         let convert = txn::convert(own_entry, record, &[], request);
@@ -383,7 +383,7 @@ impl EtcdBackend {
                 return Ok(Conversion::Retry(None));
             }
             Err(failure) => {
-                // The revocation also fails a request that arrives late.
+                // The revocation also makes the request fail if it arrives late.
                 self.pool.revoke_later(lease_id);
                 return Err(failure.into_error());
             }
@@ -454,7 +454,8 @@ impl EtcdBackend {
         Ok(if results.succeeded { Conversion::Done(token) } else { Conversion::Retry(None) })
     }
 
-    /// Returns the grant of a converted claim, with a lease of at least the claim's.
+    /// Returns the grant of a converted claim. Renews the claim first if less than `claim.lease()`
+    /// remains.
     async fn grant_converted(&self, claim: &Claim, token: i64) -> Result<Attempt, BackendError> {
         let token = fencing_token(token)?;
         for _ in 0..ATTEMPTS_MAX {
@@ -485,10 +486,10 @@ impl EtcdBackend {
 
 /// The result of one attempt to convert a claim.
 enum Conversion {
-    /// The claim has the mode, and this token.
+    /// The claim has the requested mode, and this token.
     Done(i64),
     Busy(Busy),
-    /// The claim is not granted, or has been converted otherwise.
+    /// The claim is not granted, was upgraded since, or cannot be converted to this mode.
     Gone,
     /// The entry does not exist.
     Lost,
@@ -501,7 +502,8 @@ pub(crate) fn modes(entries: &[KeyValue]) -> Vec<QueuedEntry> {
     entries.iter().map(|entry| EntryRecord::of(entry).entry).collect()
 }
 
-/// Returns the granted ones of all entries of a queue, which are in the order of their creation.
+/// Returns the granted ones of `entries`, which are all entries of a queue in the order of their
+/// creation.
 pub(crate) fn granted(entries: Vec<KeyValue>) -> Vec<KeyValue> {
     let granted = granted_entries(&modes(&entries));
     entries.into_iter().zip(granted).filter_map(|(entry, is)| is.then_some(entry)).collect()
@@ -514,7 +516,8 @@ pub(crate) fn granted_or_upgrading(entries: Vec<KeyValue>) -> Vec<KeyValue> {
     granted(entries).into_iter().chain(requests).collect()
 }
 
-/// Returns whether the entry `name` is granted, given all entries up to it or more.
+/// Returns whether the entry `name` is granted. `entries` contains at least all entries of the
+/// queue up to this entry.
 pub(crate) fn is_granted(entries: &[KeyValue], name: &[u8]) -> bool {
     let granted = granted_entries(&modes(entries));
     entries.iter().zip(granted).any(|(entry, granted)| granted && entry.key == name)

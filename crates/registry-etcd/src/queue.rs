@@ -721,7 +721,7 @@ impl EtcdBackend {
         let mut entry_guard = self.claims.lock_entry(claim).await;
         let Some(entry) = &mut *entry_guard else { return Ok(LeaseStatus::NotFound) };
         let limit = self.client.response_timeout().min(limit.max(EXTENSION_INTERVAL_MIN));
-        self.extend_tombstone_lease_if_due(entry.ttl_seconds);
+        self.find_and_extend_tombstone_lease(entry.ttl_seconds);
         let limits = RequestLimits { idle_timeout: limit, total: limit };
         let Some((predecessor, lease)) = entry.waiting(claim) else {
             return Ok(LeaseStatus::NotFound);
@@ -736,11 +736,10 @@ impl EtcdBackend {
 
     /// Returns the tombstone lease for entries whose own leases last `ttl_seconds`, if that
     /// tombstone lease exists. Requests its extension if the extension is due.
-    pub(crate) fn extend_tombstone_lease_if_due(&self, ttl_seconds: Option<i64>) -> Option<i64> {
+    pub(crate) fn find_and_extend_tombstone_lease(&self, ttl_seconds: Option<i64>) -> Option<i64> {
         self.abandon_expired();
-        ttl_seconds.and_then(|ttl_seconds| {
-            self.tombstones.extend_lease_if_due(ttl_seconds, &self.keep_alive)
-        })
+        ttl_seconds
+            .and_then(|ttl_seconds| self.tombstones.find_and_extend(ttl_seconds, &self.keep_alive))
     }
 }
 

@@ -93,7 +93,7 @@ impl EtcdBackend {
         let idle_timeout = self.idle_timeout_of(claim);
         // After a third of the lease, the engine starts the next renewal.
         let limits = RequestLimits { idle_timeout, total: idle_timeout.max(claim.lease() / 3) };
-        let tombstone_lease = self.extend_tombstone_lease_if_due(renewal.ttl_seconds);
+        let tombstone_lease = self.find_and_extend_tombstone_lease(renewal.ttl_seconds);
         let needs_rewrite = tombstone_lease.is_none() || tombstone_lease != renewal.tombstone_lease;
         let rewriting =
             needs_rewrite.then(|| self.rewrite_tombstone(renewal.clone(), idle_timeout));

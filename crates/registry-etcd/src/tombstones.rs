@@ -1,9 +1,10 @@
-//! The leases of tombstones. A tombstone shows that a holder's entry was deleted without a release.
+//! The leases of tombstones.
 //!
 //! A claim that joins a queue also writes a tombstone next to the queue, under another lease. A
-//! release deletes the entry and the tombstone. The first claim in the queue may find a tombstone
-//! without an entry. The holder of the deleted entry may not have detected the loss yet. The first
-//! claim therefore waits for `GRANT_DELAY` and then deletes the tombstone.
+//! release deletes the entry and the tombstone. A tombstone without an entry therefore shows that
+//! the entry was deleted without a release. The holder of the deleted entry may not have detected
+//! the loss yet. If the first claim in the queue finds such a tombstone, it waits for `GRANT_DELAY`
+//! and then deletes the tombstone.
 //!
 //! A tombstone's lease lasts longer than its entry's lease. With equal leases, a leader that
 //! resumes after a pause could expire both leases at once.
@@ -49,12 +50,12 @@ impl TombstoneLeases {
         pool: &LeasePool,
         keep_alive: &KeepAlive,
     ) -> Result<i64, BackendError> {
-        if let Some(lease) = self.extend_lease_if_due(ttl_seconds, keep_alive) {
+        if let Some(lease) = self.find_and_extend(ttl_seconds, keep_alive) {
             return Ok(lease);
         }
         let pending_grant = {
             let mut all = self.pending_grants();
-            if let Some(lease) = self.extend_lease_if_due(ttl_seconds, keep_alive) {
+            if let Some(lease) = self.find_and_extend(ttl_seconds, keep_alive) {
                 return Ok(lease);
             }
             let start =
@@ -79,11 +80,7 @@ impl TombstoneLeases {
 
     /// Returns the tombstone lease for entries whose own leases last `ttl_seconds`, if that
     /// tombstone lease exists. Requests its extension if the extension is due.
-    pub(crate) fn extend_lease_if_due(
-        &self,
-        ttl_seconds: i64,
-        keep_alive: &KeepAlive,
-    ) -> Option<i64> {
+    pub(crate) fn find_and_extend(&self, ttl_seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
         let entry_ttl = Duration::from_secs(u64::try_from(ttl_seconds).unwrap_or(0));
         let now = Moment::now();
         let mut all = self.leases();

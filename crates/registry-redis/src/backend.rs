@@ -15,8 +15,8 @@ use crate::config::{Layout, RedisConfig, ServerAddresses};
 use crate::connections::all_addresses;
 use crate::invalidations::InvalidationForwarder;
 use crate::quorum::Quorum;
-use crate::several::ModeResult;
-use crate::store::{AcquireResult, RedisStore, key_names};
+use crate::several::AttemptResult;
+use crate::store::{AcquireResult, RedisStore, Released, key_names};
 
 /// A lock store on Redis or Valkey servers.
 ///
@@ -91,6 +91,14 @@ impl RedisBackend {
         error.with_address(Arc::clone(&self.addresses))
     }
 
+    /// Makes the registries verify their grants of `key`. A write ends the tracking of a key, and
+    /// the server does not notify the connection that wrote.
+    fn verify_other_grants(&self, key: &Key) {
+        if self.invalidations.is_tracking() {
+            self.invalidations.registries().notify(key);
+        }
+    }
+
     /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
@@ -126,15 +134,17 @@ impl LockBackend for RedisBackend {
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let outcome = match &*self.storage {
             Storage::Single(store) => store.try_acquire_in_mode(claim).await,
-            Storage::Quorum(quorum) => quorum.try_acquire(claim).await.map(ModeResult::Exclusive),
+            Storage::Quorum(quorum) => {
+                quorum.try_acquire(claim).await.map(AttemptResult::Exclusive)
+            }
         };
         Ok(match outcome.map_err(|error| self.with_address(error))? {
-            ModeResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
+            AttemptResult::Exclusive(AcquireResult::Granted { token, lease, .. }) => {
                 // The engine must not rely on a longer lease than the requested lease.
                 Attempt::Granted(Grant::new(token, lease.min(claim.lease())))
             }
-            ModeResult::Exclusive(AcquireResult::Busy { remaining, holder, position }) => {
-                let mut busy = Busy::new().with_mark(position).with_holder(holder);
+            AttemptResult::Exclusive(AcquireResult::Busy { remaining, holder, event_seq }) => {
+                let mut busy = Busy::new().with_mark(event_seq).with_holder(holder);
                 // A Spring peer with a spin lock publishes no release, so the engine must keep
                 // polling.
                 if self.config.layout != Layout::Spring {
@@ -145,10 +155,10 @@ impl LockBackend for RedisBackend {
                     None => busy,
                 })
             }
-            ModeResult::Decided(Attempt::Busy(busy), position) => Attempt::Busy(
-                busy.with_mark(position).with_wake_check(Arc::clone(&self.storage) as _),
+            AttemptResult::FromRecord(Attempt::Busy(busy), event_seq) => Attempt::Busy(
+                busy.with_mark(event_seq).with_wake_check(Arc::clone(&self.storage) as _),
             ),
-            ModeResult::Decided(attempt, _) => attempt,
+            AttemptResult::FromRecord(attempt, _) => attempt,
         })
     }
 
@@ -162,6 +172,9 @@ impl LockBackend for RedisBackend {
             // returns to its length when the clock is corrected.
             match renewal {
                 Ok(Renewal::Renewed(remaining)) => *remaining = (*remaining).min(claim.lease()),
+                // Other grants of the key may have ended with this one, while a write of this
+                // process had ended the tracking of the key.
+                Ok(Renewal::Gone) => self.verify_other_grants(claim.key()),
                 Ok(_) => {}
                 Err(error) => *error = self.with_address(error.clone()),
             }
@@ -170,11 +183,19 @@ impl LockBackend for RedisBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        match &*self.storage {
+        let released = match &*self.storage {
             Storage::Single(store) => store.release(claim).await,
-            Storage::Quorum(quorum) => quorum.release(claim).await,
+            Storage::Quorum(quorum) => quorum
+                .release(claim)
+                .await
+                .map(|outcome| Released { outcome, others_remain: false }),
+        };
+        let released = released.map_err(|error| self.with_address(error))?;
+        if released.others_remain {
+            // The verification of other grants of this process starts the tracking of the key again.
+            self.verify_other_grants(claim.key());
         }
-        .map_err(|error| self.with_address(error))
+        Ok(released.outcome)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

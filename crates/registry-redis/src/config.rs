@@ -982,6 +982,7 @@ impl fmt::Debug for RedisConfig {
             .field("response_timeout", &self.response_timeout)
             .field("token_memory", &self.token_retention)
             .field("durability", &self.durability)
+            .field("restart_guard", &self.min_uptime)
             .finish_non_exhaustive()
     }
 }

@@ -66,12 +66,12 @@ struct ReleaseChannel {
 
 /// The process-wide sequence number of the last event on any channel. It keeps growing when a
 /// channel is resubscribed or moves.
-static LAST_POSITION: AtomicU64 = AtomicU64::new(1);
+static LAST_EVENT_SEQ: AtomicU64 = AtomicU64::new(1);
 
 /// Returns the sequence number of the last event on any channel. Callers read it before a request,
 /// so that [`ReleaseListener::wait`] reports each release after that request.
-pub(crate) fn current_position() -> u64 {
-    LAST_POSITION.load(Ordering::Acquire)
+pub(crate) fn last_event_seq() -> u64 {
+    LAST_EVENT_SEQ.load(Ordering::Acquire)
 }
 
 impl ReleaseListener {
@@ -89,12 +89,12 @@ impl ReleaseListener {
         Self { table, subscribe_requests }
     }
 
-    /// Waits for an event on the channel `name` after `position`. The confirmation of a
-    /// subscription is such an event.
-    pub(crate) async fn wait(&self, name: &str, position: u64) {
+    /// Waits for an event on the channel `name` after the event with the number `event_seq`. The
+    /// confirmation of a subscription is such an event.
+    pub(crate) async fn wait(&self, name: &str, event_seq: u64) {
         let name: Arc<str> = name.into();
         let waiter = self.table.waiters.register(Arc::clone(&name), ());
-        if self.ensure_subscribed(name) <= position {
+        if self.ensure_subscribed(name) <= event_seq {
             waiter.woken().await;
         }
     }
@@ -166,7 +166,7 @@ impl ChannelTable {
             let mut channels = self.channels();
             let Some(channel) = channels.get_mut(name) else { return };
             update(channel);
-            channel.last_event = LAST_POSITION.fetch_add(1, Ordering::AcqRel) + 1;
+            channel.last_event = LAST_EVENT_SEQ.fetch_add(1, Ordering::AcqRel) + 1;
         }
         self.waiters.wake(&name.into());
     }

@@ -56,8 +56,8 @@ impl RedisKeyNames {
         Self { layout, prefix, common_channel, channel_prefix, is_cluster }
     }
 
-    /// Returns whether the layout has records of several claims.
-    pub(crate) fn has_records(&self) -> bool {
+    /// Returns whether the layout supports records of several claims.
+    pub(crate) fn supports_records(&self) -> bool {
         self.layout == Layout::Native
     }
 

@@ -33,7 +33,7 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use crate::config::{RedisConfig, ServerAddress};
 use crate::invalidations::InvalidationForwarder;
-use crate::listener::current_position;
+use crate::listener::last_event_seq;
 use crate::store::{AcquireResult, ClaimHolder, RedisStore};
 
 pub(crate) struct Quorum {
@@ -58,8 +58,8 @@ struct QuorumMaster {
 struct ObservedProcess {
     run_id: String,
     since: Instant,
-    /// `Some` once some client has observed the process for `min_uptime`. The first attempt after
-    /// this time stores the process age again, before the stored age expires.
+    /// `None` until some client has observed the process for `min_uptime`. The first attempt after
+    /// this time stores the process age on the server again, before the stored age expires.
     verified_until: Option<Instant>,
 }
 
@@ -178,19 +178,20 @@ impl Quorum {
         Err(self.no_majority_error(first_error))
     }
 
-    fn outcome_without_grant(
+    /// Returns the outcome of a round in which too few masters granted the claim.
+    fn outcome_without_majority(
         &self,
         granted: usize,
         first_error: Option<BackendError>,
         busy: Vec<(Option<Duration>, Holder)>,
-        position: u64,
+        event_seq: u64,
     ) -> Result<RoundOutcome, BackendError> {
         // The quorum must not report an outage as `Busy`, because the unresponsive masters may not
         // have the lock.
         if granted + busy.len() < self.majority() || busy.is_empty() {
             return Err(self.no_majority_error(first_error));
         }
-        Ok(busy_outcome(busy, position))
+        Ok(busy_outcome(busy, event_seq))
     }
 
     /// Returns the error for a missing majority. Its source is `example`, the error of one master.
@@ -216,8 +217,8 @@ impl Quorum {
         let started_at = Instant::now();
         let mut split_result = None;
         for _ in 0..ROUNDS_MAX {
-            // The quorum knows a holder and reports it after this time. The engine decides when to
-            // retry.
+            // An earlier round has found a holder. After this time, the attempt reports that holder
+            // instead of starting another round, and the engine decides when to retry.
             if split_result.is_some() && started_at.elapsed() > ROUNDS_TIMEOUT {
                 break;
             }
@@ -243,11 +244,11 @@ impl Quorum {
             async move { Ok(master.store.renew(&claims).await) }
         });
         let mut votes: Vec<RenewalVotes> = claims.iter().map(|_| RenewalVotes::default()).collect();
-        let mut is_grace_period_shortened = false;
+        let mut has_final_grace_period = false;
         loop {
             let responses = match requests.next().await {
                 ResponseEvent::Response(responses) => responses,
-                ResponseEvent::GracePeriodOver if is_grace_period_shortened => break,
+                ResponseEvent::GracePeriodOver if has_final_grace_period => break,
                 ResponseEvent::GracePeriodOver => continue,
                 ResponseEvent::AllReceived => break,
             };
@@ -259,10 +260,10 @@ impl Quorum {
             if decided == claims.len() {
                 break;
             }
-            if !is_grace_period_shortened && decided > 0 {
+            if !has_final_grace_period && decided > 0 {
                 // A claim that depends on an unresponsive master must not delay the other claims
                 // until their leases end.
-                is_grace_period_shortened = true;
+                has_final_grace_period = true;
                 let lease = claims.iter().map(Claim::lease).min().unwrap_or_default();
                 requests.set_grace_period(RENEWAL_GRACE_PERIOD_MAX.min(lease / 10));
             }
@@ -340,15 +341,16 @@ impl Quorum {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Waits until a majority of the masters may have released the key after `position`.
-    pub(crate) async fn wait(&self, key: &Key, position: u64) {
-        let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, position)));
+    /// Waits until a majority of the masters may have released the key after the event with this
+    /// sequence number.
+    pub(crate) async fn wait(&self, key: &Key, event_seq: u64) {
+        let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, event_seq)));
         let mut waits: Vec<_> = waits.collect();
         for _ in 0..self.majority() {
             let ((), _, pending) = select_all(waits).await;
             waits = pending;
         }
-        if position == POSITION_WITHOUT_WAKEUP {
+        if event_seq == NEVER_WOKEN {
             std::future::pending::<()>().await;
         }
     }
@@ -373,7 +375,7 @@ impl Quorum {
     }
 
     /// Returns the holders that a majority of the masters reports. An unresponsive master counts as
-    /// a report of each holder.
+    /// if it had reported every holder.
     async fn agreed_holders(
         &self,
         mut requests: PendingResponses<Vec<ClaimHolder>>,
@@ -606,7 +608,7 @@ impl QuorumMaster {
         let mut retry_permit = None;
         loop {
             let is_grant_possible = may_still_grant();
-            let response = self.store.release(claim).await;
+            let response = self.store.release(claim).await.map(|released| released.outcome);
             let must_retry = match &response {
                 Ok(outcome) => *outcome == Release::NotHeld && is_grant_possible,
                 Err(_) => true,
@@ -711,7 +713,7 @@ impl<'a> QuorumRound<'a> {
 
     async fn run(&mut self) -> Result<RoundOutcome, BackendError> {
         let quorum = self.quorum;
-        let position = current_position();
+        let event_seq = last_event_seq();
         let mut requests = quorum.send_to_all(|index, master| {
             let (claim, state) = (self.claim.clone(), Arc::clone(&self.state));
             let masters = Arc::clone(&quorum.masters);
@@ -795,10 +797,10 @@ impl<'a> QuorumRound<'a> {
         let token = agreed_token(&granted, quorum.majority()).or(largest);
         let lease = granted.iter().map(|grant| grant.lease).min();
         let (Some(token), Some(lease)) = (token, lease) else {
-            return quorum.outcome_without_grant(0, first_error, busy, position);
+            return quorum.outcome_without_majority(0, first_error, busy, event_seq);
         };
         if granted.len() < quorum.majority() {
-            return quorum.outcome_without_grant(granted.len(), first_error, busy, position);
+            return quorum.outcome_without_majority(granted.len(), first_error, busy, event_seq);
         }
         self.write_token(token).await.map(|is_token_agreed| {
             if is_token_agreed {
@@ -895,8 +897,8 @@ impl ClaimMutexRef<'_> {
 impl Drop for ClaimMutexRef<'_> {
     fn drop(&mut self) {
         let mut claim_mutexes = self.quorum.claim_mutexes();
-        // The drop happens under the lock, so the second of two concurrent drops sees only the
-        // map's reference.
+        // The count includes this reference and the map's. This reference is dropped under the
+        // map's lock, so the last of several concurrent drops counts 2.
         if self.mutex.take().is_some_and(|mutex| Arc::strong_count(&mutex) == 2) {
             claim_mutexes.remove(&self.id);
         }
@@ -943,7 +945,7 @@ impl RenewalVotes {
 }
 
 /// Returns the outcome of a round in which other claims hold the lock on too many masters.
-fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOutcome {
+fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, event_seq: u64) -> RoundOutcome {
     // Two masters return the same token only if a majority has agreed on it. Otherwise several
     // attempts may have blocked each other. These attempts retry after a random pause. A release
     // message would wake all these attempts at the same time, and the attempts would block each
@@ -953,19 +955,19 @@ fn busy_outcome(busy: Vec<(Option<Duration>, Holder)>, position: u64) -> RoundOu
     });
     match busy.into_iter().nth(agreed_index.unwrap_or(0)) {
         Some((remaining, holder)) if agreed_index.is_some() => {
-            RoundOutcome::Busy(AcquireResult::Busy { remaining, holder, position })
+            RoundOutcome::Busy(AcquireResult::Busy { remaining, holder, event_seq })
         }
         Some((_, holder)) => RoundOutcome::Split(Some(AcquireResult::Busy {
             remaining: Some(jitter()),
             holder,
-            position: POSITION_WITHOUT_WAKEUP,
+            event_seq: NEVER_WOKEN,
         })),
         None => RoundOutcome::Split(None),
     }
 }
 
-/// The position of a wait that no release message ends, so that the engine polls.
-const POSITION_WITHOUT_WAKEUP: u64 = u64::MAX;
+/// The sequence number of a wait that no release message ends, so that the engine polls.
+const NEVER_WOKEN: u64 = u64::MAX;
 
 /// One master's grant.
 struct MasterGrant {
@@ -1081,7 +1083,8 @@ const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
 const GRACE_PERIOD_MAX: Duration = Duration::from_millis(100);
 /// The minimum grace period after a majority has responded.
 const GRACE_PERIOD_MIN: Duration = Duration::from_millis(5);
-/// The time from a round's start in which more responses can still turn a store error into `Busy`.
+/// How long after its start a round that can no longer acquire the lock waits for a majority of
+/// responses. With a majority, the round can return `Busy` instead of a store error.
 const BUSY_GRACE_PERIOD: Duration = Duration::from_millis(500);
 /// The maximum time for which a renewal waits for the remaining claims after the first claim is
 /// decided. A shorter wait would lose locks at slow masters.

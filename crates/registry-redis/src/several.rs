@@ -1,9 +1,10 @@
 //! Attempts on keys that several claims can hold: shared claims, permits, and claims that wait in
 //! the store.
 //!
-//! [`LockRecord`] decides. Its text is the value of the lock's key, after `+;`. An attempt reads
-//! the value, decides, and writes the new value if the old one has not changed meanwhile. The first
-//! attempt on a key that is probably free skips the read.
+//! [`LockRecord`] decides whether a claim is granted. The value of the lock's key is `+;`, followed
+//! by the text of the record. An attempt reads the value, decides, and writes the new value if the
+//! old one has not changed meanwhile. The first attempt on a key that is probably free skips the
+//! read.
 
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimMode, FencingToken, Grant,
@@ -13,9 +14,11 @@ use std::time::Duration;
 
 use redis::Value;
 
-use crate::listener::current_position;
+use crate::listener::last_event_seq;
 use crate::record::{ExclusiveRecord, parse_pttl};
-use crate::store::{AcquireResult, RedisStore, ceil_millis, parse_integer, unexpected_response};
+use crate::store::{
+    AcquireResult, ExclusiveAttempt, RedisStore, ceil_millis, parse_integer, unexpected_response,
+};
 
 /// The value of a lock's key when a script read it.
 #[derive(Debug, Clone)]
@@ -24,15 +27,15 @@ pub(crate) struct StoredValue {
     remaining_ms: i64,
     /// The server's time in us.
     now: u64,
-    /// The position of release messages before the read.
-    position: u64,
+    /// The sequence number of the last event that the listener had received before the read.
+    event_seq: u64,
     /// The key was not read. It is probably free.
     is_guess: bool,
 }
 
 impl StoredValue {
     /// Parses `{2, value, remaining time of the key in ms, time in us}`.
-    pub(crate) fn parse(parts: &[Value], position: u64) -> Result<Self, BackendError> {
+    pub(crate) fn parse(parts: &[Value], event_seq: u64) -> Result<Self, BackendError> {
         match parts {
             [Value::Int(2), Value::BulkString(value), Value::Int(remaining_ms), now] => {
                 let now = parse_integer(now).and_then(|now| u64::try_from(now).ok());
@@ -40,7 +43,7 @@ impl StoredValue {
                     value: value.clone(),
                     remaining_ms: *remaining_ms,
                     now: now.ok_or_else(unexpected_response)?,
-                    position,
+                    event_seq,
                     is_guess: false,
                 })
             }
@@ -53,12 +56,12 @@ impl StoredValue {
         parse_pttl(self.remaining_ms)
     }
 
-    pub(crate) fn position(&self) -> u64 {
-        self.position
+    pub(crate) fn event_seq(&self) -> u64 {
+        self.event_seq
     }
 
-    fn guess(position: u64) -> Self {
-        Self { value: Vec::new(), remaining_ms: -2, now: 0, position, is_guess: true }
+    fn guess(event_seq: u64) -> Self {
+        Self { value: Vec::new(), remaining_ms: -2, now: 0, event_seq, is_guess: true }
     }
 
     /// Returns the record. Returns `None` if the value belongs to another program.
@@ -74,7 +77,7 @@ impl StoredValue {
         };
         let left = parse_pttl(self.remaining_ms).unwrap_or(WITHOUT_EXPIRY);
         let until = self.now.saturating_add(u64::try_from(left.as_micros()).unwrap_or(u64::MAX));
-        let holder = Claim::new(NO_KEY.with(Clone::clone), Duration::ZERO)
+        let holder = Claim::new(PLACEHOLDER_KEY.with(Clone::clone), Duration::ZERO)
             .with_id(id)
             .with_label(label.map(Into::into));
         let mut record = LockRecord::new();
@@ -85,7 +88,7 @@ impl StoredValue {
 
 thread_local! {
     /// The key of claims that are only converted to entries, which contain no key.
-    static NO_KEY: registry_core::Key =
+    static PLACEHOLDER_KEY: registry_core::Key =
         registry_core::Key::new("-").expect("a key of one character is valid");
 }
 
@@ -106,15 +109,15 @@ impl RedisStore {
     pub(crate) async fn try_acquire_in_mode(
         &self,
         claim: &Claim,
-    ) -> Result<ModeResult, BackendError> {
+    ) -> Result<AttemptResult, BackendError> {
         let mut stored = None;
         let is_simple = claim.mode() == ClaimMode::Exclusive && !claim.is_conversion();
         if is_simple {
             match self.try_acquire(claim, None).await? {
-                Err(value) => stored = Some(value),
-                Ok(AcquireResult::Busy { .. })
-                    if claim.joins_queue() && self.names.has_records() => {}
-                Ok(result) => return Ok(ModeResult::Exclusive(result)),
+                ExclusiveAttempt::FoundRecord(value) => stored = Some(value),
+                ExclusiveAttempt::Decided(AcquireResult::Busy { .. })
+                    if claim.joins_queue() && self.names.supports_records() => {}
+                ExclusiveAttempt::Decided(result) => return Ok(AttemptResult::Exclusive(result)),
             }
         }
         // Boxed, because the future is large, and most attempts are exclusive.
@@ -128,12 +131,12 @@ impl RedisStore {
         claim: &Claim,
         mut stored: Option<StoredValue>,
         is_probably_free: bool,
-    ) -> Result<ModeResult, BackendError> {
+    ) -> Result<AttemptResult, BackendError> {
         let lock = self.names.lock_name(claim.key());
         if stored.is_none() && is_probably_free {
-            stored = Some(StoredValue::guess(current_position()));
+            stored = Some(StoredValue::guess(last_event_seq()));
         }
-        for _ in 0..CHANGES_MAX {
+        for _ in 0..WRITE_ATTEMPTS_MAX {
             let seen = match stored.take() {
                 Some(seen) => seen,
                 None => self.read_value(&lock).await?,
@@ -144,12 +147,12 @@ impl RedisStore {
                     Some(left) => busy.with_retry_after(left),
                     None => busy,
                 };
-                return Ok(ModeResult::Decided(Attempt::Busy(busy), seen.position));
+                return Ok(AttemptResult::FromRecord(Attempt::Busy(busy), seen.event_seq));
             };
             let written = match record.attempt(claim, seen.now) {
                 RecordChange::Nothing(_) if seen.is_guess => continue,
                 RecordChange::Nothing(attempt) => {
-                    return Ok(ModeResult::Decided(attempt, seen.position));
+                    return Ok(AttemptResult::FromRecord(attempt, seen.event_seq));
                 }
                 RecordChange::Replace(record, attempt) => {
                     self.replace(claim, &lock, &seen, &record, attempt).await?
@@ -159,21 +162,22 @@ impl RedisStore {
             };
             match written {
                 Written::Yes(attempt) => {
-                    return Ok(ModeResult::Decided(attempt, seen.position));
+                    return Ok(AttemptResult::FromRecord(attempt, seen.event_seq));
                 }
                 Written::No(changed) => stored = Some(changed),
             }
         }
-        let message = format!("redis: {CHANGES_MAX} other changes of the lock interfered");
+        let message = format!("redis: {WRITE_ATTEMPTS_MAX} other changes of the lock interfered");
         Err(BackendError::transient(message).as_refused())
     }
 
     async fn read_value(&self, lock: &str) -> Result<StoredValue, BackendError> {
-        let position = current_position();
-        // No value begins like this, so nothing is written.
+        let event_seq = last_event_seq();
+        // The expected value `?` matches no value, so the script writes nothing and returns the
+        // current value.
         let call = self.scripts.replace_record.call([lock]).arg("?").arg("?").arg(1);
         match self.connections.run(self.slot(lock), &call).await? {
-            Value::Array(parts) => StoredValue::parse(&parts, position),
+            Value::Array(parts) => StoredValue::parse(&parts, event_seq),
             _ => Err(unexpected_response()),
         }
     }
@@ -187,7 +191,7 @@ impl RedisStore {
         record: &LockRecord,
         attempt: Attempt,
     ) -> Result<Written, BackendError> {
-        let position = current_position();
+        let event_seq = last_event_seq();
         let text =
             if record.is_empty() { String::new() } else { PREFIX.to_owned() + &record.to_text() };
         let ttl = Duration::from_micros(record.until().saturating_sub(seen.now));
@@ -195,7 +199,8 @@ impl RedisStore {
         call = call.arg(&seen.value[..]).arg(text).arg(ceil_millis(ttl) + 1);
         let is_granted = matches!(attempt, Attempt::Granted(_));
         if is_granted {
-            // A weaker mode may let others in.
+            // This attempt is a conversion to a weaker mode, or withdraws an upgrade. Both may let
+            // other claims in, so the script publishes a release message.
             call = call
                 .arg(self.publish_command)
                 .arg(self.names.message(lock))
@@ -209,7 +214,7 @@ impl RedisStore {
         };
         match response {
             Value::Array(parts) if parts == [Value::Int(1)] => Ok(Written::Yes(attempt)),
-            Value::Array(parts) => StoredValue::parse(&parts, position).map(Written::No),
+            Value::Array(parts) => StoredValue::parse(&parts, event_seq).map(Written::No),
             _ => Err(unexpected_response()),
         }
     }
@@ -222,7 +227,7 @@ impl RedisStore {
         seen: &StoredValue,
         grant: &NewGrant,
     ) -> Result<Written, BackendError> {
-        let position = current_position();
+        let event_seq = last_event_seq();
         let call = self
             .scripts
             .acquire_entry
@@ -247,17 +252,18 @@ impl RedisStore {
                 let token = token.ok_or_else(unexpected_response)?;
                 Ok(Written::Yes(Attempt::Granted(Grant::new(token, lease.min(claim.lease())))))
             }
-            _ => StoredValue::parse(&parts, position).map(Written::No),
+            _ => StoredValue::parse(&parts, event_seq).map(Written::No),
         }
     }
 }
 
 /// The result of an attempt in any mode.
-pub(crate) enum ModeResult {
+pub(crate) enum AttemptResult {
     /// The key has no record of several claims.
     Exclusive(AcquireResult),
-    /// The response of an attempt on a record of several claims, and the position before it.
-    Decided(Attempt, u64),
+    /// The response of an attempt on a record of several claims, and the sequence number of the
+    /// last event before it.
+    FromRecord(Attempt, u64),
 }
 
 /// The outcome of a conditional write.
@@ -270,6 +276,6 @@ enum Written {
 /// What distinguishes the record of several claims from that of an exclusive one.
 const PREFIX: &str = "+;";
 /// The number of changes by other clients after which an attempt fails.
-const CHANGES_MAX: u32 = 100;
+const WRITE_ATTEMPTS_MAX: u32 = 100;
 /// The remaining lease of a key whose expiry another client has removed.
 const WITHOUT_EXPIRY: Duration = Duration::from_secs(24 * 60 * 60);

@@ -18,7 +18,7 @@ use crate::config::{Durability, Layout, Publish, RedisConfig, ServerAddress, Ser
 use crate::connections::{RedisConnections, RedisNode};
 use crate::error::to_backend_error;
 use crate::invalidations::InvalidationForwarder;
-use crate::listener::{ChannelScheme, current_position};
+use crate::listener::{ChannelScheme, last_event_seq};
 use crate::names::RedisKeyNames;
 use crate::record::{ExclusiveRecord, parse_pttl};
 use crate::script::{ScriptCall, Scripts};
@@ -37,8 +37,16 @@ pub(crate) enum AcquireResult {
         /// `None` if the lock has no expiry.
         remaining: Option<Duration>,
         holder: Holder,
-        position: u64,
+        /// The sequence number of the last event that the listener had received before the request.
+        event_seq: u64,
     },
+}
+
+/// The store's response to an acquisition of the exclusive lock.
+pub(crate) enum ExclusiveAttempt {
+    Decided(AcquireResult),
+    /// The key has a record of several claims, which the script does not decide.
+    FoundRecord(StoredValue),
 }
 
 /// The holder of a lock, and its claim as the store records it.
@@ -126,26 +134,27 @@ impl RedisStore {
         claim: &Claim,
         round_id: &str,
     ) -> Result<AcquireResult, BackendError> {
-        let result = self.try_acquire(claim, Some(round_id)).await?;
-        // A quorum has exclusive locks only, so another program wrote this record.
-        Ok(result.unwrap_or_else(|stored| AcquireResult::Busy {
-            remaining: stored.remaining(),
-            holder: Holder::new(claim.key().clone()),
-            position: stored.position(),
-        }))
+        Ok(match self.try_acquire(claim, Some(round_id)).await? {
+            ExclusiveAttempt::Decided(result) => result,
+            // A quorum has exclusive locks only, so another program wrote this record.
+            ExclusiveAttempt::FoundRecord(stored) => AcquireResult::Busy {
+                remaining: stored.remaining(),
+                holder: Holder::new(claim.key().clone()),
+                event_seq: stored.event_seq(),
+            },
+        })
     }
 
-    /// Tries to acquire the exclusive lock. Returns the stored value in the inner error if it is a
-    /// record of several claims. Only a quorum passes a `round_id`.
+    /// Tries to acquire the exclusive lock. Only a quorum passes a `round_id`.
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
         round_id: Option<&str>,
-    ) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
+    ) -> Result<ExclusiveAttempt, BackendError> {
         let lock = self.names.lock_name(claim.key());
-        // The client reads the position before the request, so that `wait` reports each release
-        // after the request.
-        let position = current_position();
+        // The client reads the number before the request, so that `wait` reports each release after
+        // the request.
+        let event_seq = last_event_seq();
         let mut call = self
             .scripts
             .acquire
@@ -159,7 +168,7 @@ impl RedisStore {
             call = call.arg(round_id);
         }
         let response = self.run_grant(self.slot(&lock), &call, claim).await?;
-        parse_acquire_response(response, claim.key(), position)
+        parse_acquire_response(response, claim.key(), event_seq)
     }
 
     /// Runs a script that may grant `claim`. If the grant does not reach the required replicas or
@@ -264,12 +273,14 @@ impl RedisStore {
         }
     }
 
-    pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+    /// Ends the claim's grant or place.
+    pub(crate) async fn release(&self, claim: &Claim) -> Result<Released, BackendError> {
         let lock = self.names.lock_name(claim.key());
         let keys = [lock.as_str(), &self.names.token_key(&lock)];
         let call = self.scripts.release.call(keys);
         let call = call.arg(self.names.holder_id(claim.id())).arg(claim.token_block());
-        self.run_release(&lock, call).await
+        let bits = self.run_release(&lock, call).await?;
+        Ok(Released { outcome: release_outcome(bits & 1), others_remain: bits & 2 != 0 })
     }
 
     /// Releases the claim's grant if the round `round_id` wrote it.
@@ -281,17 +292,17 @@ impl RedisStore {
         let lock = self.names.lock_name(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
         let call = call.arg(self.names.holder_id(claim.id())).arg(round_id);
-        self.run_release(&lock, call).await
+        self.run_release(&lock, call).await.map(release_outcome)
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock_name(key);
         let call = self.scripts.force_release.call([lock.as_str()]);
-        self.run_release(&lock, call).await
+        self.run_release(&lock, call).await.map(release_outcome)
     }
 
-    /// Runs a script that deletes `lock` and publishes its release.
-    async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<Release, BackendError> {
+    /// Runs a script that ends grants of `lock` and publishes their release.
+    async fn run_release(&self, lock: &str, call: ScriptCall<'_>) -> Result<i64, BackendError> {
         let mut call = call
             .arg(self.publish_command)
             .arg(self.names.message(lock))
@@ -299,8 +310,7 @@ impl RedisStore {
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
-        let freed: i64 = parse_response(self.connections.run(self.slot(lock), &call).await?)?;
-        Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
+        parse_response(self.connections.run(self.slot(lock), &call).await?)
     }
 
     /// Stores the token that a majority agrees on. Returns false if this server has no grant of the
@@ -325,11 +335,11 @@ impl RedisStore {
         Ok(stored == 1)
     }
 
-    /// Waits for a possible release of `key` after `position`.
-    pub(crate) async fn wait(&self, key: &Key, position: u64) {
+    /// Waits for a possible release of `key` after the event with this sequence number.
+    pub(crate) async fn wait(&self, key: &Key, event_seq: u64) {
         let lock = self.names.lock_name(key);
         match self.connections.known_node(self.slot(&lock)) {
-            Some(node) => node.listener.wait(&self.names.channel(&lock), position).await,
+            Some(node) => node.listener.wait(&self.names.channel(&lock), event_seq).await,
             // The server of the slot is unknown, so the engine polls.
             None => std::future::pending().await,
         }
@@ -480,8 +490,8 @@ pub(crate) fn key_names(config: &RedisConfig) -> RedisKeyNames {
 fn parse_acquire_response(
     response: Value,
     key: &Key,
-    position: u64,
-) -> Result<Result<AcquireResult, StoredValue>, BackendError> {
+    event_seq: u64,
+) -> Result<ExclusiveAttempt, BackendError> {
     let Value::Array(parts) = response else { return Err(unexpected_response()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(remaining)] => {
@@ -490,7 +500,7 @@ fn parse_acquire_response(
             let token = parse_integer(token).and_then(|token| FencingToken::try_from(token).ok());
             // Without an expiry, which another client has removed, the grant never ends.
             let lease = parse_pttl(*remaining).unwrap_or(Duration::MAX);
-            Ok(Ok(AcquireResult::Granted {
+            Ok(ExclusiveAttempt::Decided(AcquireResult::Granted {
                 token: token.ok_or_else(unexpected_response)?,
                 lease,
                 is_token_agreed,
@@ -503,9 +513,15 @@ fn parse_acquire_response(
                 now,
                 *remaining,
             );
-            Ok(Ok(AcquireResult::Busy { remaining: parse_pttl(*remaining), holder, position }))
+            Ok(ExclusiveAttempt::Decided(AcquireResult::Busy {
+                remaining: parse_pttl(*remaining),
+                holder,
+                event_seq,
+            }))
         }
-        [Value::Int(2), ..] => StoredValue::parse(&parts, position).map(Err),
+        [Value::Int(2), ..] => {
+            StoredValue::parse(&parts, event_seq).map(ExclusiveAttempt::FoundRecord)
+        }
         _ => Err(unexpected_response()),
     }
 }
@@ -537,6 +553,18 @@ pub(crate) fn parse_integer(value: &Value) -> Option<i64> {
         Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),
         _ => None,
     }
+}
+
+/// The response to a release.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Released {
+    pub(crate) outcome: Release,
+    /// Other claims hold the key or wait for it.
+    pub(crate) others_remain: bool,
+}
+
+fn release_outcome(freed: i64) -> Release {
+    if freed > 0 { Release::Freed } else { Release::NotHeld }
 }
 
 pub(crate) fn parse_response<T: FromRedisValue>(response: Value) -> Result<T, BackendError> {

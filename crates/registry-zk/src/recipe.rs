@@ -235,9 +235,9 @@ async fn create_parents(session: &ZkSession, path: &str) -> Result<(), BackendEr
 
 /// Determines whether a request whose response was lost created a node for `claim`.
 ///
-/// The servers execute the requests of a session in order. The leader rejects requests from the
-/// session's earlier connections. A node that is missing now therefore cannot appear later. A
-/// former leader may not know the node, so a majority first confirms the session.
+/// A majority first confirms the session, because a former leader could return an old list. A node
+/// that is missing in the list then cannot appear later: the servers execute the requests of a
+/// session in order, and the leader rejects requests from the session's earlier connections.
 async fn resolve_creation(
     session: &Arc<ZkSession>,
     entry: &QueueEntry,
@@ -267,9 +267,9 @@ async fn resolve_creation(
     Ok(())
 }
 
-/// Returns whether the node directly before a waiter certainly still exists. Concurrent callers
-/// share one request, regardless of the length of the queue. Returns false periodically. The waiter
-/// then lists the queue and detects a deletion of its own node.
+/// Returns whether the node directly before a waiter certainly still exists. Sends at most one
+/// request to the leader, which concurrent callers share, and does not list the queue. Periodically
+/// returns false: the waiter then lists the queue, and so detects a deletion of its own node.
 async fn is_predecessor_unchanged(
     session: &Arc<ZkSession>,
     state: &ClaimState,
@@ -424,7 +424,7 @@ fn grant(
     state.held_until = Some(state.held_until.map_or(until, |held| held.max(until)));
     state.predecessor = None;
     let Some(token) = token else {
-        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check whether the server runs on another server's data";
+        let message = "zookeeper: the server returned a negative transaction id, which is not a valid fencing token; check that the server's data directory was not copied from another server";
         return Err(BackendError::new(BackendErrorKind::Protocol, message));
     };
     Ok(Attempt::Granted(Grant::new(token, lease)))
@@ -491,8 +491,9 @@ pub(crate) async fn renew(
     Ok(Renewal::Renewed(lease))
 }
 
-/// Returns whether the claim's own node exists. Sets a watch on the node if possible. A watch from
-/// before the confirmation that has not fired proves the existence without a request.
+/// Returns whether the claim's own node exists. Sets a watch on the node if possible. If a watch
+/// from before the confirmation has not fired, and the client has not reconnected since, the node
+/// exists, and no request is needed.
 async fn verify_own_node(
     session: &Arc<ZkSession>,
     sessions: &Arc<SessionPool>,

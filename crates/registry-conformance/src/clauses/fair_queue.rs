@@ -273,7 +273,9 @@ pub async fn fair_callers_of_several_processes_acquire_in_turn(context: &TestCon
             order.lock().await.push(n);
             unlock(guard).await;
         }));
-        context.eventually("the caller waits in the store", async || count.get() > 0).await;
+        context
+            .eventually("the caller has a place in the queue", async || count.queued() > 0)
+            .await;
         registries.push(registry);
     }
     unlock(guard).await;
@@ -290,7 +292,7 @@ pub async fn a_call_that_does_not_wait_does_not_overtake_a_fair_one(context: &Te
     let (waiting, count) = context.counting_registry().await;
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is acquired");
     let caller = waits_fairly(&waiting);
-    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    context.eventually("the caller has a place in the queue", async || count.queued() > 0).await;
     unlock(guard).await;
     // `None` because of the waiter's place, or of its lock.
     for registry in [&holding, &other] {
@@ -311,11 +313,15 @@ pub async fn a_fair_caller_that_leaves_does_not_block_the_next_one(context: &Tes
     let wait = Duration::from_millis(300);
     let none = waiting.obtain("orders:42").try_lock_with(fair().wait(wait)).await;
     assert!(none.expect("busy is no error").is_none());
-    let before = count.get();
+    let before = count.queued();
     let dropped = waits_fairly(&waiting);
-    context.eventually("the caller waits in the store", async || count.get() > before).await;
+    context
+        .eventually("the caller has a place in the queue", async || count.queued() > before)
+        .await;
     let caller = waits_fairly(&next);
-    context.eventually("the caller waits in the store", async || count_of_next.get() > 0).await;
+    context
+        .eventually("the caller has a place in the queue", async || count_of_next.queued() > 0)
+        .await;
     dropped.abort();
     unlock(guard).await;
     unlock(finished(context, caller).await).await;
@@ -342,15 +348,23 @@ pub async fn a_busy_process_does_not_overtake_a_fair_caller(context: &TestContex
     let busy_process = context.registry().await;
     let (waiting, count) = context.counting_registry().await;
     let guard = busy_process.obtain("orders:42").lock_with(fair()).await.expect("it is free");
-    let local = [waits_fairly(&busy_process), waits_fairly(&busy_process)];
-    let caller = waits_fairly(&waiting);
-    context.eventually("the caller waits in the store", async || count.get() > 0).await;
+    let order = Arc::new(Mutex::new(Vec::new()));
+    let call = |registry: &Registry, name| {
+        let (lock, order) = (registry.obtain("orders:42"), Arc::clone(&order));
+        tokio::spawn(async move {
+            let guard = lock.lock_with(fair()).await.expect("the lock is acquired");
+            order.lock().await.push(name);
+            unlock(guard).await;
+        })
+    };
+    let local = [call(&busy_process, "local"), call(&busy_process, "local")];
+    let remote = call(&waiting, "remote");
+    context.eventually("the caller has a place in the queue", async || count.queued() > 0).await;
     unlock(guard).await;
-    // A local caller that overtook it would keep its guard until its task is awaited.
-    unlock(finished(context, caller).await).await;
-    for caller in local {
-        unlock(finished(context, caller).await).await;
+    for caller in local.into_iter().chain([remote]) {
+        finished(context, caller).await;
     }
+    assert_eq!(*order.lock().await, ["remote", "local", "local"]);
 }
 
 /// Fair readers, writers and permit takers of two processes all get the key.

@@ -529,6 +529,7 @@ pub async fn a_forced_release_is_reported_to_all_permits_at_once(context: &TestC
     for _ in 0..4 {
         guards.push(semaphore.acquire().await.expect("a unit is free"));
     }
+    unlock(guards.remove(1)).await;
     // A store with injected faults may break the lock and still return an error.
     while operator.force_release("orders:42").await.is_err() {}
     for guard in &guards {

@@ -29,11 +29,12 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{bytes, from_micros, maybe_number, micros, number};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value, WakeupSource,
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
+    QueryMode, Resend, RowId, ServerErrors as _, SqlClient, SqlMode, Statement, Store, Value,
+    WakeupSource,
 };
 
-pub(super) type MySqlRows = Rows<MySql>;
+pub(super) type MySqlLeaseTable = LeaseTable<MySql>;
 
 impl Dialect for MySql {
     const DATABASE: &'static str = "MySQL";
@@ -42,7 +43,7 @@ impl Dialect for MySql {
     const BYTES_PREFIX: &'static str = "x'";
     const RENEWALS_MAX: usize = SIZES[SIZES.len() - 1];
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = true;
-    const HAS_MODES: bool = true;
+    const SUPPORTS_SHARED_CLAIMS: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = false;
 
     type Statements = MySqlStatements;
@@ -115,7 +116,7 @@ impl Dialect for MySql {
 
     /// A fence of a new holder may have locked the row. Then the key is busy.
     async fn attempt_on_locked_row(
-        rows: &MySqlRows,
+        rows: &MySqlLeaseTable,
         claim: &Claim,
         position: u64,
         error: BackendError,
@@ -128,7 +129,7 @@ impl Dialect for MySql {
     }
 
     async fn renew(
-        rows: &MySqlRows,
+        rows: &MySqlLeaseTable,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let (lease, requested_at) = (claims[0].lease(), Instant::now());
@@ -145,7 +146,7 @@ impl Dialect for MySql {
         renewal.answers(|claim| claim.id().to_bytes().to_vec(), unexpired).await
     }
 
-    async fn wait_for_fence(rows: &MySqlRows, claim: &Claim) -> Result<(), BackendError> {
+    async fn wait_for_fence(rows: &MySqlLeaseTable, claim: &Claim) -> Result<(), BackendError> {
         wait_for_fence(async || {
             if !is_locked(rows, claim.key(), ConnectionUse::Release).await? {
                 return Ok(false);
@@ -158,7 +159,10 @@ impl Dialect for MySql {
     }
 
     /// Returns whether the row stays locked for longer than other clients' checks would lock it.
-    async fn is_locked_by_transaction(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
+    async fn is_locked_by_transaction(
+        rows: &MySqlLeaseTable,
+        key: &Key,
+    ) -> Result<bool, BackendError> {
         for pause in ROW_CHECK_PAUSES {
             if !is_locked(rows, key, ConnectionUse::Acquire).await?
                 || rows
@@ -175,7 +179,7 @@ impl Dialect for MySql {
     }
 
     /// Ends the lease, or ends the connection that has the row locked for a claim.
-    async fn force_release(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
+    async fn force_release(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
         let released = match holder_connection(rows, key).await? {
             Some(holder_connection) => end_connection(rows, key, &holder_connection).await?,
             None => end_lease(rows, key).await?,
@@ -210,7 +214,7 @@ impl Dialect for MySql {
         diagnose::check_server(store).await
     }
 
-    async fn check_connection_limit(rows: &MySqlRows) -> Result<Vec<Finding>, BackendError> {
+    async fn check_connection_limit(rows: &MySqlLeaseTable) -> Result<Vec<Finding>, BackendError> {
         diagnose::check_connection_limit(rows).await
     }
 
@@ -329,7 +333,7 @@ where
 
 /// Returns whether a transaction currently has the key's row locked.
 pub(super) async fn is_locked(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     key: &Key,
     connection_use: ConnectionUse,
 ) -> Result<bool, BackendError> {
@@ -337,7 +341,7 @@ pub(super) async fn is_locked(
     Ok(rows.store.client.query(connection_use, &statement).await?.is_empty())
 }
 
-async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError> {
+async fn end_lease(rows: &MySqlLeaseTable, key: &Key) -> Result<Release, BackendError> {
     // The query comes first, because an update would wait for a transaction that has the row
     // locked, even if the row contains no lease.
     if rows.query_holders(Some(key)).await?.is_empty() {
@@ -351,7 +355,7 @@ async fn end_lease(rows: &MySqlRows, key: &Key) -> Result<Release, BackendError>
 }
 
 async fn end_connection(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     key: &Key,
     holder: &HolderConnection,
 ) -> Result<Release, BackendError> {
@@ -376,7 +380,7 @@ async fn end_connection(
 
 /// Returns the connection that has the row locked for a claim.
 async fn holder_connection(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     key: &Key,
 ) -> Result<Option<HolderConnection>, BackendError> {
     let statement = Statement::new(&rows.store.statements.holder_connection, [rows.id(key)]);

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use registry_core::{BackendError, Finding};
 use sqlx::MySql;
 
-use super::backend::MySqlRows;
+use super::backend::MySqlLeaseTable;
 use crate::server::statement::{maybe_number, number, text};
 use crate::server::{StatementText, Store, check_clock, check_row_locks, host_micros};
 
@@ -37,7 +37,9 @@ pub(super) async fn check_server(store: &Store<MySql>) -> Result<Vec<Finding>, B
 }
 
 /// Returns a finding if the server's connection limit is too low for `row_locks`.
-pub(super) async fn check_connection_limit(rows: &MySqlRows) -> Result<Vec<Finding>, BackendError> {
+pub(super) async fn check_connection_limit(
+    rows: &MySqlLeaseTable,
+) -> Result<Vec<Finding>, BackendError> {
     let limit = StatementText::positional(CONNECTION_LIMIT, &[]);
     let found = rows.store.query(&limit, []).await?;
     let connections_max = found.first().map(|row| maybe_number::<MySql>(row, 0)).transpose()?;

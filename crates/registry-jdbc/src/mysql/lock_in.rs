@@ -15,7 +15,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, MySqlConnection, Row};
 use tokio::time::{Instant, sleep};
 
-use super::backend::{MySqlRows, is_locked};
+use super::backend::{MySqlLeaseTable, is_locked};
 use super::statement::fetch;
 use super::waiters;
 use crate::lock_in::{Deadline, LockInError};
@@ -23,7 +23,7 @@ use crate::server::statement::flag;
 use crate::server::{ConnectionUse, Resend, ServerErrors as _, Statement, StatementText, Value};
 
 pub(super) async fn attempt_until(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
     deadline: Deadline,
@@ -43,7 +43,7 @@ pub(super) async fn attempt_until(
 
 /// Makes one attempt. Returns `None` if the lock is held. Then the transaction has locked nothing.
 async fn attempt(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
@@ -70,7 +70,7 @@ async fn attempt(
 }
 
 async fn try_lock(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
@@ -119,7 +119,7 @@ async fn send(
 /// Returns an error if the transaction is not on the store's database. `column` of `row` contains
 /// the id of the tables.
 fn check_database(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     row: Option<&MySqlRow>,
     column: usize,
     key: &Key,
@@ -144,7 +144,7 @@ fn classify(key: &Key, source: sqlx::Error) -> LockInError {
 
 /// Returns whether the key has no lease. If so, also ensures that the row exists and was written
 /// after the end of the last grant.
-async fn prepare_row(rows: &MySqlRows, key: &Key) -> Result<bool, BackendError> {
+async fn prepare_row(rows: &MySqlLeaseTable, key: &Key) -> Result<bool, BackendError> {
     let (store, texts) = (&rows.store, &rows.store.statements);
     let change = async |text, values: Vec<Value>| {
         let statement = Statement::new(text, values);

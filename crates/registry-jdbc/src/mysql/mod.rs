@@ -88,7 +88,7 @@ mod tests {
 
     use super::statement::send;
     use super::{MySqlBackend, MySqlConfig, session};
-    use crate::server::{Dialect as _, QueryMode, Statement};
+    use crate::server::{BackendTable, Dialect as _, QueryMode, Statement};
 
     const HOUR: i64 = 3_600;
 
@@ -142,8 +142,8 @@ mod tests {
             lock_and_release(&backend, &format!("other/{n}")).await;
         }
         lock_and_release(&backend, "orders/42").await;
-        let rows = backend.rows().unwrap();
-        let id: String = rows.row_id(row_claim.key()).hex();
+        let BackendTable::Native(table) = backend.table() else { panic!("the mode is `Lease`") };
+        let id: String = table.row_id(row_claim.key()).hex();
         let mut others = MySqlConnection::connect_with(&config.connect_options()).await.unwrap();
         let mut connection = session::connect(&config, Duration::from_secs(60)).await.unwrap();
         let mut query_number = async |text: String| {
@@ -165,8 +165,8 @@ mod tests {
                 query_number(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await,
                 Some(1)
             );
-            let values = session::try_lock_values(rows, row_claim.key(), row_claim.id(), 60);
-            let statement = Statement::new(&rows.store.statements.session_try_lock, values);
+            let values = session::try_lock_values(table, row_claim.key(), row_claim.id(), 60);
+            let statement = Statement::new(&table.store.statements.session_try_lock, values);
             let reading = async {
                 let answer = send(&mut connection, &statement, QueryMode::Prepared).await.unwrap();
                 let row = &answer.rows[0];

@@ -8,7 +8,7 @@ use registry_core::{BackendError, Claim, FencingToken, Key};
 use sqlx::{MySql, MySqlConnection};
 use tokio::time::{sleep, timeout};
 
-use super::backend::MySqlRows;
+use super::backend::MySqlLeaseTable;
 use super::client::{read, send_once};
 use super::error;
 use super::sql;
@@ -22,7 +22,7 @@ use crate::server::{
 
 /// Sends the statements of one lock's session.
 pub(crate) struct MySqlRowProtocol {
-    rows: Arc<MySqlRows>,
+    rows: Arc<MySqlLeaseTable>,
     connections: RowLockConnections<MySqlConnection>,
 }
 
@@ -139,11 +139,11 @@ impl SessionProtocol for MySqlRowProtocol {
     type Database = MySql;
     type Connection = MySqlRowConnection;
 
-    async fn open(rows: Arc<MySqlRows>) -> Result<Self, BackendError> {
+    async fn open(rows: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
         Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
     }
 
-    fn rows(&self) -> &MySqlRows {
+    fn rows(&self) -> &MySqlLeaseTable {
         &self.rows
     }
 

@@ -9,7 +9,7 @@ use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySql, MySqlConnection, Row, query};
 use tokio::time::timeout;
 
-use super::backend::MySqlRows;
+use super::backend::MySqlLeaseTable;
 use super::client::{read, send_once};
 use super::config::MySqlConfig;
 use super::error;
@@ -23,7 +23,7 @@ use crate::server::{
 
 /// Sends the statements of a session.
 pub(crate) struct MySqlSessionProtocol {
-    rows: Arc<MySqlRows>,
+    rows: Arc<MySqlLeaseTable>,
 }
 
 /// A connection with its id on the server.
@@ -125,7 +125,7 @@ impl MySqlSessionProtocol {
 
 /// Returns the parameters of `session_try_lock`. The name of the named lock is the row's id.
 pub(super) fn try_lock_values(
-    rows: &MySqlRows,
+    rows: &MySqlLeaseTable,
     key: &Key,
     row_claim: ClaimId,
     lock_timeout_seconds: i64,
@@ -146,11 +146,11 @@ impl SessionProtocol for MySqlSessionProtocol {
     type Database = MySql;
     type Connection = MySqlSessionConnection;
 
-    async fn open(rows: Arc<MySqlRows>) -> Result<Self, BackendError> {
+    async fn open(rows: Arc<MySqlLeaseTable>) -> Result<Self, BackendError> {
         Ok(Self { rows })
     }
 
-    fn rows(&self) -> &MySqlRows {
+    fn rows(&self) -> &MySqlLeaseTable {
         &self.rows
     }
 

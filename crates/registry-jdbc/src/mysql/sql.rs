@@ -142,6 +142,8 @@ impl MySqlStatements {
             write_record: text(WRITE_RECORD),
             write_renewal: text(WRITE_RENEWAL),
             write_grant: text(WRITE_RECORD),
+            reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
+            release_alone: text(RELEASE_ALONE),
         };
         Self {
             rows,
@@ -387,6 +389,30 @@ const INSERT_RECORD: &str = "\
 const WRITE_RECORD: &str = "\
     UPDATE {locks} SET claim = $2, token = $3, block = $4, label = $5, since = $6, until = $7 \
     WHERE id = $1 AND claim <=> $8 AND token = $9 AND since = $10 AND until = $11 AND {writable}";
+
+/// Grants the key like [`REACQUIRE`], to a claim that is then alone in a record. The statement writes
+/// the text of the record with the times and the token of the grant. `label` is assigned after
+/// `token`, which it contains.
+///
+/// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block on.
+const REACQUIRE_ALONE: &str = "\
+    UPDATE {locks} SET \
+        token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
+        block = $2, \
+        label = CONCAT($4, LPAD({now} + $3, 16, '0'), LPAD({now}, 16, '0'), REPEAT('0', 16), LPAD(token, 19, '0'), $5), \
+        since = GREATEST({now}, since + 1), claim = {marker}, until = {now} + $3 \
+    WHERE id = $1 AND (claim IS NULL OR until <= {now}) AND {writable}";
+
+/// Ends the grant of a claim that is alone in its record, like [`RELEASE`]. A record with another
+/// claim, or with a grant that is not the newest one of the key, is not changed.
+///
+/// Parameters: id, the first 33 bytes of the entry, tokens used.
+const RELEASE_ALONE: &str = "\
+    UPDATE {locks} SET \
+        claim = NULL, label = NULL, since = GREATEST({now}, since + 1), until = {now}, block = LEAST(block, $3) \
+    WHERE id = $1 AND claim = {marker} AND until > {now} \
+        AND LOCATE($2, label) = 1 AND LOCATE(';', label) = LENGTH(label) \
+        AND SUBSTR(label, 34, 16) > LPAD({now}, 16, '0') AND SUBSTR(label, 82, 19) = LPAD(token, 19, '0')";
 
 /// Like [`WRITE_RECORD`], but skips a row that another transaction has locked. The row is found as
 /// in [`RENEW`].

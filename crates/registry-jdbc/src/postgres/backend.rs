@@ -27,11 +27,12 @@ use crate::lock_in::{Deadline, LockInError};
 use crate::server::config::ServerSettings;
 use crate::server::statement::{corrupt, flag, from_micros, maybe_number, micros, number, one_row};
 use crate::server::{
-    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LockableRows, QueryMode, Resend,
-    RowId, Rows, SqlClient, SqlMode, Statement, StatementText, Store, Value, WakeupSource,
+    Answer, BATCH_ROWS, ConnectionPool, ConnectionUse, Dialect, LeaseTable, LockableRows,
+    QueryMode, Resend, RowId, SqlClient, SqlMode, Statement, StatementText, Store, Value,
+    WakeupSource,
 };
 
-pub(super) type PgRows = Rows<Postgres>;
+pub(super) type PgLeaseTable = LeaseTable<Postgres>;
 
 impl Dialect for Postgres {
     const DATABASE: &'static str = "PostgreSQL";
@@ -41,7 +42,7 @@ impl Dialect for Postgres {
     const BYTES_PREFIX: &'static str = "E'\\\\x";
     const RENEWALS_MAX: usize = 1000;
     const RENEWAL_NEEDS_EQUAL_LEASES: bool = false;
-    const HAS_MODES: bool = true;
+    const SUPPORTS_SHARED_CLAIMS: bool = true;
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool = true;
 
     type Statements = PgStatements;
@@ -120,7 +121,7 @@ impl Dialect for Postgres {
     }
 
     async fn attempt_on_locked_row(
-        rows: &PgRows,
+        rows: &PgLeaseTable,
         claim: &Claim,
         position: u64,
         error: BackendError,
@@ -132,7 +133,7 @@ impl Dialect for Postgres {
     }
 
     async fn renew(
-        rows: &PgRows,
+        rows: &PgLeaseTable,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let ids = claims.iter().map(|claim| rows.row_id(claim.key()).bytes().to_vec());
@@ -142,14 +143,17 @@ impl Dialect for Postgres {
 
     /// Returns whether a transaction holds the holder lock of this key; see
     /// [`RowId::holder_lock_key`].
-    async fn is_locked_by_transaction(rows: &PgRows, key: &Key) -> Result<bool, BackendError> {
+    async fn is_locked_by_transaction(
+        rows: &PgLeaseTable,
+        key: &Key,
+    ) -> Result<bool, BackendError> {
         let lock_key = Value::Number(rows.row_id(key).holder_lock_key());
         let found = rows.store.query(&rows.store.statements.has_holder_lock, [lock_key]).await?;
         flag::<Self>(one_row::<Self>(&found)?, 0)
     }
 
     /// Frees `key`: ends a lease, or ends the connection that has the row locked for a claim.
-    async fn force_release(rows: &PgRows, key: &Key) -> Result<Release, BackendError> {
+    async fn force_release(rows: &PgLeaseTable, key: &Key) -> Result<Release, BackendError> {
         let (store, texts) = (&rows.store, &rows.store.statements);
         let send = async |text, resend, values: Vec<Value>| {
             let statement = Statement::new(text, values);
@@ -191,11 +195,11 @@ impl Dialect for Postgres {
         diagnose::check_server(store).await
     }
 
-    async fn diagnose_wakeups(rows: &PgRows) -> Option<Finding> {
+    async fn diagnose_wakeups(rows: &PgLeaseTable) -> Option<Finding> {
         diagnose::check_listener(rows).await
     }
 
-    async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>, BackendError> {
+    async fn check_connection_limit(rows: &PgLeaseTable) -> Result<Vec<Finding>, BackendError> {
         diagnose::check_connection_limit(rows).await
     }
 

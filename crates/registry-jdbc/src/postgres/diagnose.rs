@@ -4,7 +4,7 @@ use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row as _};
 
-use super::backend::PgRows;
+use super::backend::PgLeaseTable;
 use super::config::Listen;
 use crate::server::statement::{number, one_row};
 use crate::server::{
@@ -13,7 +13,7 @@ use crate::server::{
 };
 
 /// Returns a finding if the listener does not receive notifications.
-pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
+pub(super) async fn check_listener(rows: &PgLeaseTable) -> Option<Finding> {
     let listener = rows.wakeups.listener.as_ref()?;
     let payload = format!("try_{:016x}", fastrand::u64(..));
     let text = StatementText::numbered(NOTIFY);
@@ -32,7 +32,9 @@ pub(super) async fn check_listener(rows: &PgRows) -> Option<Finding> {
 
 /// Returns findings if the server has too few connections for `row_locks`, or if old row locks hold
 /// back vacuum.
-pub(super) async fn check_connection_limit(rows: &PgRows) -> Result<Vec<Finding>, BackendError> {
+pub(super) async fn check_connection_limit(
+    rows: &PgLeaseTable,
+) -> Result<Vec<Finding>, BackendError> {
     let found = rows.store.query(&StatementText::numbered(CONNECTION_LIMIT), []).await?;
     let row = one_row::<Postgres>(&found)?;
     let (connections, old) = (number::<Postgres>(row, 0)?, number::<Postgres>(row, 1)?);

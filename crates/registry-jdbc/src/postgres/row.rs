@@ -10,7 +10,7 @@ use registry_core::{BackendError, Claim, ClaimId, FencingToken, Key};
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Postgres, Row as _};
 
-use super::backend::PgRows;
+use super::backend::PgLeaseTable;
 use super::error::{self, row_locked};
 use super::statement::{fetch, send};
 use crate::server::statement::{fencing_token, flag, maybe_number, one_row, text};
@@ -21,7 +21,7 @@ use crate::server::{
 
 /// Sends the statements of one lock's session.
 pub(crate) struct PgRowProtocol {
-    rows: Arc<PgRows>,
+    rows: Arc<PgLeaseTable>,
     connections: RowLockConnections<PgConnection>,
 }
 
@@ -156,11 +156,11 @@ impl SessionProtocol for PgRowProtocol {
     type Database = Postgres;
     type Connection = PgRowConnection;
 
-    async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
+    async fn open(rows: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
         Ok(Self { connections: RowLockConnections::new(rows.store.settings().row_locks), rows })
     }
 
-    fn rows(&self) -> &PgRows {
+    fn rows(&self) -> &PgLeaseTable {
         &self.rows
     }
 

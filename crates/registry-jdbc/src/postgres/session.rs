@@ -11,7 +11,7 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{Connection, Postgres, Row as _};
 use tokio::time::timeout;
 
-use super::backend::PgRows;
+use super::backend::PgLeaseTable;
 use super::client;
 use super::error::{self, corrupt};
 use super::statement::{fetch, send};
@@ -23,7 +23,7 @@ use crate::server::{
 
 /// Sends the statements of a session.
 pub(crate) struct PgSessionProtocol {
-    rows: Arc<PgRows>,
+    rows: Arc<PgLeaseTable>,
 }
 
 /// A connection with the id of its server process.
@@ -202,13 +202,13 @@ impl SessionProtocol for PgSessionProtocol {
     type Connection = PgSessionConnection;
 
     /// Returns an error behind a pooler that changes connections between transactions.
-    async fn open(rows: Arc<PgRows>) -> Result<Self, BackendError> {
+    async fn open(rows: Arc<PgLeaseTable>) -> Result<Self, BackendError> {
         let protocol = Self { rows };
         protocol.detect_pooler().await?;
         Ok(protocol)
     }
 
-    fn rows(&self) -> &PgRows {
+    fn rows(&self) -> &PgLeaseTable {
         &self.rows
     }
 

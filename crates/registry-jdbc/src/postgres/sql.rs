@@ -99,6 +99,8 @@ impl PgStatements {
                 &WRITE_GRANT.replace("FOR UPDATE", "FOR NO KEY UPDATE SKIP LOCKED"),
             ),
             write_grant: text(WRITE_GRANT),
+            reacquire_alone: text(&with_mutation(REACQUIRE_ALONE, &[REACQUIRES_HELD_KEY])),
+            release_alone: text(RELEASE_ALONE),
         };
         Self {
             renew: text(&with_mutation(RENEW, &[RENEWAL_REVIVES])),
@@ -366,6 +368,40 @@ const WRITE_GRANT: &str = "\
         claim = $2::bytea, token = $3::bigint, block = $4::bigint, label = $5::bytea, since = $6::bigint, until = $7::bigint \
     FROM (SELECT FROM {locks} WHERE {is_as_read} FOR UPDATE) AS seen \
     WHERE l.id = $1::bytea RETURNING {notify}";
+
+/// Grants the key like [`REACQUIRE`], to a claim that is then alone in a record. The statement writes
+/// the text of the record with the times and the token of the grant.
+///
+/// Parameters: id, block, lease, the first 33 bytes of the entry, its bytes from the token block on
+const REACQUIRE_ALONE: &str = "\
+    UPDATE {locks} AS l SET \
+        claim = {marker}, \
+        token = greatest(free.now, l.token + l.block), \
+        block = $2::bigint, \
+        label = $4::bytea || convert_to( \
+            lpad((free.now + $3::bigint)::text, 16, '0') || lpad(free.now::text, 16, '0') || repeat('0', 16) \
+                || lpad(greatest(free.now, l.token + l.block)::text, 19, '0'), \
+            'UTF8') || $5::bytea, \
+        since = greatest(free.now, l.since + 1), \
+        until = free.now + $3::bigint \
+    FROM ( \
+        SELECT {now} AS now FROM {locks} WHERE id = $1::bytea AND (claim IS NULL OR until <= {now}) FOR UPDATE) AS free \
+    WHERE l.id = $1::bytea \
+    RETURNING token";
+
+/// Ends the grant of a claim that is alone in its record, like [`RELEASE`]. A record with another
+/// claim, or with a grant that is not the newest one of the key, is not changed.
+///
+/// Parameters: id, the first 33 bytes of the entry, tokens used, channel, message, presence lock
+const RELEASE_ALONE: &str = "\
+    UPDATE {locks} SET \
+        claim = NULL, label = NULL, since = greatest({now}, since + 1), until = {now}, block = least(block, $3::bigint) \
+    WHERE id = $1::bytea AND claim = {marker} AND until > {now} \
+        AND position($2::bytea IN label) = 1 AND position(';'::bytea IN label) = length(label) \
+        AND substr(label, 34, 16) > convert_to(lpad({now}::text, 16, '0'), 'UTF8') \
+        AND substr(label, 82, 19) = convert_to(lpad(token::text, 19, '0'), 'UTF8') \
+    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
+        set_config('synchronous_commit', 'off', true)";
 
 /// What [`WRITE_RECORD`] does besides the write.
 const NOTIFY: &str = "\

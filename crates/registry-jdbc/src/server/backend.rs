@@ -13,9 +13,9 @@ use registry_core::{
 };
 
 use super::dialect::{self, Dialect, LeaseStore, SpringDialect, WakeupSource as _};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use super::spring::PEER_POLL;
-use super::spring_rows::SpringRows;
+use super::spring_rows::SpringLeaseTable;
 use super::store::Store;
 use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 
@@ -30,8 +30,8 @@ use super::{SessionProtocol as _, SpringTable, SqlSession, SqlSessions};
 ///
 /// - When a process dies, the server frees the process's locks at once. If the server cannot notice
 ///   the end (host lost, process stopped), it ends the connection after
-///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). A lease is never longer than this time, so the
-///   holder has given up before.
+///   [`IDLE_TIMEOUT`](SqlBackend::IDLE_TIMEOUT). No lease is longer than this time, so the holder's
+///   lease has run out before the server frees its locks.
 /// - If the *server* ends the connection (`pg_terminate_backend`, `KILL`, a restart, a failover, a
 ///   firewall that cuts connections), the lock is free at once. The backend notifies the holder up
 ///   to a third of a second later, or at the end of the lease if no answer arrives. During that
@@ -58,11 +58,11 @@ pub enum SqlMode {
     ///
     /// **PostgreSQL**: an advisory lock, `pg_try_advisory_lock(N)`. N is the first eight bytes of a
     /// SHA-256 hash, as a signed number in network byte order. The hash covers the length of the
-    /// namespace in eight bytes, the namespace, and the key. Two of ten thousand keys that are held
-    /// at once share a number with a probability of 3 in 10^12. The only effect is that these two
-    /// keys exclude each other. The lock also excludes every other program in this database that
-    /// locks the same number, in any language. [`LockIn`](crate::LockIn) acquires both the row and
-    /// the advisory lock.
+    /// namespace in eight bytes, the namespace, and the key. If ten thousand keys are held at once,
+    /// the probability that any two of them share a number is about 3 in 10^12. The only effect is
+    /// that these two keys exclude each other. The lock also excludes every other program in this
+    /// database that locks the same number, in any language. [`LockIn`](crate::LockIn) acquires
+    /// both the row and the advisory lock.
     ///
     /// **MariaDB and MySQL**: a named lock, `GET_LOCK(NAME, 0)`. NAME is the same hash in 64
     /// lowercase hexadecimal digits, the longest name that MySQL accepts. Named locks belong to the
@@ -82,16 +82,18 @@ pub enum SqlMode {
     ///    MariaDB and MySQL `LOCK IN SHARE MODE`. The lock is compatible only with the check of a
     ///    [`Fence`](crate::Fence).
     ///
-    /// A transaction can release its rows only all together. So each held lock has its own
-    /// connection, which belongs neither to the application nor to a pool. `with_row_locks` of the
-    /// configuration limits the number of these connections. An attempt beyond the limit fails with
-    /// [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
+    /// A transaction releases all its row locks at once, when it ends. So each held lock has its
+    /// own transaction and its own connection, which belongs neither to the application nor to a
+    /// pool. `with_row_locks` of the configuration limits the number of these connections. An
+    /// attempt beyond the limit fails with [`RowLocksExhausted`](crate::RowLocksExhausted). A
+    /// waiting caller uses no connection.
     ///
-    /// The holder is listed like the holder of a lease, without the time left. If a caller's
-    /// transaction holds a key, only the key is listed. [Breaking](LockAdmin::force_release) a lock
-    /// ends the connection that holds it, but never a caller's transaction. To break a lock, the
-    /// database user must be the holder's user, or have the role `pg_signal_backend`, or the
-    /// privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL).
+    /// Listings show the holder as in the mode `Lease`, but without the time left. If an
+    /// application's transaction holds a key through [`LockIn`](crate::LockIn), listings show only
+    /// the key. [Breaking](LockAdmin::force_release) a lock ends the connection that holds it, but
+    /// never an application's transaction. To break a lock, the database user must be the holder's
+    /// user, or have the role `pg_signal_backend`, or the privilege `CONNECTION ADMIN`
+    /// (`CONNECTION_ADMIN` in MySQL).
     ///
     /// **PostgreSQL**: an open transaction keeps the server from vacuuming dead rows in all tables
     /// of the database. So hold these locks for seconds or minutes only. Row locks work through a
@@ -100,7 +102,7 @@ pub enum SqlMode {
     ///
     /// **MariaDB and MySQL**: while a row is locked, an attempt to acquire a lease returns a
     /// retryable error after `busy_timeout`. The server does not report why a row is locked. Galera
-    /// nodes lock no rows for each other: use the same node for all clients.
+    /// does not share row locks between nodes, so all clients must use the same node.
     Row,
     /// A lock is a row in the table of a Spring Integration `JdbcLockRegistry`. This program and
     /// Java programs exclude each other. [`SpringTable`] lists what both sides must agree on.
@@ -129,10 +131,17 @@ pub struct SqlBackend<D: SpringDialect> {
 
 /// The locks of a backend, by mode.
 pub(crate) enum Locks<D: SpringDialect> {
-    Lease(Rows<D>),
-    Session { rows: Arc<Rows<D>>, session: SqlSession<D::Session> },
-    Row { rows: Arc<Rows<D>>, sessions: SqlSessions<D::RowLock> },
-    Spring(SpringRows<D>),
+    Lease(LeaseTable<D>),
+    Session { rows: Arc<LeaseTable<D>>, session: SqlSession<D::Session> },
+    Row { rows: Arc<LeaseTable<D>>, sessions: SqlSessions<D::RowLock> },
+    Spring(SpringLeaseTable<D>),
+}
+
+/// The table with the locks of a backend.
+pub(crate) enum BackendTable<'a, D: SpringDialect> {
+    /// The tables of this library.
+    Native(&'a LeaseTable<D>),
+    Spring(&'a SpringLeaseTable<D>),
 }
 
 #[expect(private_bounds, reason = "only this crate implements dialects")]
@@ -162,7 +171,8 @@ impl<D: SpringDialect> SqlBackend<D> {
     ///
     /// # Errors
     /// As for [`open`](Self::open). Also `Misconfigured` for session locks behind a pooler that
-    /// changes connections between transactions, and for a table of another generation of Spring.
+    /// changes connections between transactions, and for a table that an incompatible version of
+    /// Spring Integration has created.
     ///
     /// # Cancel safety
     /// As for [`open`](Self::open).
@@ -177,18 +187,18 @@ impl<D: SpringDialect> SqlBackend<D> {
 
     async fn open_locks(config: D::Config, mode: SqlMode) -> Result<Locks<D>, BackendError> {
         Ok(match mode {
-            SqlMode::Lease => Locks::Lease(Rows::open(config).await?),
+            SqlMode::Lease => Locks::Lease(LeaseTable::open(config).await?),
             SqlMode::Session => {
-                let rows = Arc::new(Rows::open(config).await?);
+                let rows = Arc::new(LeaseTable::open(config).await?);
                 let protocol = D::Session::open(Arc::clone(&rows)).await?;
                 Locks::Session { rows, session: SqlSession::new(protocol) }
             }
             SqlMode::Row => {
-                let rows = Arc::new(Rows::open(config).await?);
+                let rows = Arc::new(LeaseTable::open(config).await?);
                 let sessions = SqlSessions::new(D::RowLock::open(Arc::clone(&rows)).await?);
                 Locks::Row { rows, sessions }
             }
-            SqlMode::Spring(table) => Locks::Spring(SpringRows::open(config, table).await?),
+            SqlMode::Spring(table) => Locks::Spring(SpringLeaseTable::open(config, table).await?),
         })
     }
 
@@ -213,24 +223,32 @@ impl<D: SpringDialect> SqlBackend<D> {
     /// Returns the namespace of this backend's locks, or the region in Spring's table.
     #[must_use]
     pub fn namespace(&self) -> &str {
-        self.rows().map_or_else(|spring| spring.namespace(), LeaseStore::namespace)
+        match self.table() {
+            BackendTable::Native(table) => table.namespace(),
+            BackendTable::Spring(table) => table.namespace(),
+        }
     }
 
-    /// Returns the native tables, or `Err` with Spring's table.
-    pub(crate) fn rows(&self) -> Result<&Rows<D>, &SpringRows<D>> {
+    pub(crate) fn table(&self) -> BackendTable<'_, D> {
         match &self.locks {
-            Locks::Lease(rows) => Ok(rows),
-            Locks::Session { rows, .. } | Locks::Row { rows, .. } => Ok(rows),
-            Locks::Spring(spring) => Err(spring),
+            Locks::Lease(rows) => BackendTable::Native(rows),
+            Locks::Session { rows, .. } | Locks::Row { rows, .. } => BackendTable::Native(rows),
+            Locks::Spring(spring) => BackendTable::Spring(spring),
         }
     }
 
     fn wakeups(&self) -> &D::Wakeups {
-        self.rows().map_or_else(LeaseStore::wakeups, LeaseStore::wakeups)
+        match self.table() {
+            BackendTable::Native(table) => table.wakeups(),
+            BackendTable::Spring(table) => table.wakeups(),
+        }
     }
 
     pub(crate) fn store(&self) -> &Store<D> {
-        self.rows().map_or_else(LeaseStore::store, LeaseStore::store)
+        match self.table() {
+            BackendTable::Native(table) => table.store(),
+            BackendTable::Spring(table) => table.store(),
+        }
     }
 
     /// Adds the address of the server to an error.
@@ -278,7 +296,7 @@ pub(crate) fn capabilities<D: Dialect>(config: &D::Config, mode: &SqlMode) -> Ca
         SqlMode::Lease => {
             let renewal = RenewalPolicy::new().with_batch_max(D::RENEWALS_MAX);
             let capabilities = capabilities.with_labels().with_inspect().with_renewal(renewal);
-            if D::HAS_MODES {
+            if D::SUPPORTS_SHARED_CLAIMS {
                 capabilities.with_shared().with_upgradable().with_permits().with_fair_on_request()
             } else {
                 capabilities
@@ -363,33 +381,33 @@ impl<D: SpringDialect> LockBackend for SqlBackend<D> {
 #[async_trait]
 impl<D: SpringDialect> LockAdmin for SqlBackend<D> {
     async fn inspect(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
-            Ok(rows) => self.result_with_address(rows.inspect(key).await),
-            Err(spring) => self.result_with_address(spring.inspect(key).await),
+            BackendTable::Native(table) => self.result_with_address(table.inspect(key).await),
+            BackendTable::Spring(table) => self.result_with_address(table.inspect(key).await),
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Vec::new()),
-            Ok(rows) => self.result_with_address(rows.list().await),
-            Err(spring) => self.result_with_address(spring.list().await),
+            BackendTable::Native(table) => self.result_with_address(table.list().await),
+            BackendTable::Spring(table) => self.result_with_address(table.list().await),
         }
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        match self.rows() {
+        match self.table() {
             _ if matches!(self.locks, Locks::Session { .. }) => Ok(Release::NotHeld),
-            Ok(rows) => self.result_with_address(rows.force_release(key).await),
-            Err(spring) => self.result_with_address(spring.force_release(key).await),
+            BackendTable::Native(table) => self.result_with_address(table.force_release(key).await),
+            BackendTable::Spring(table) => self.result_with_address(table.force_release(key).await),
         }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        let mut findings = match self.rows() {
-            Ok(rows) => self.result_with_address(rows.diagnose().await)?,
-            Err(spring) => self.result_with_address(spring.diagnose().await)?,
+        let mut findings = match self.table() {
+            BackendTable::Native(table) => self.result_with_address(table.diagnose().await)?,
+            BackendTable::Spring(table) => self.result_with_address(table.diagnose().await)?,
         };
         match &self.locks {
             Locks::Row { rows, .. } => {

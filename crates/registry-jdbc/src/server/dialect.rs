@@ -15,9 +15,9 @@ use registry_core::{
 
 use super::config::ServerSettings;
 use super::lock_in::LockableRows;
-use super::rows::{RowStatements, Rows};
+use super::rows::{LeaseTable, RowStatements};
 use super::spring::Generation;
-use super::spring_rows::{SpringRows, SpringStatements};
+use super::spring_rows::{SpringLeaseTable, SpringStatements};
 use super::statement::corrupt;
 use super::store::Store;
 use super::{
@@ -79,7 +79,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Whether all claims of one statement must have the same lease.
     const RENEWAL_NEEDS_EQUAL_LEASES: bool;
     /// Whether several claims can hold a key together in lease mode.
-    const HAS_MODES: bool;
+    const SUPPORTS_SHARED_CLAIMS: bool;
     /// Whether a transaction can hold a lock of the same name as a session.
     const TRANSACTIONS_HOLD_SESSION_LOCKS: bool;
 
@@ -139,7 +139,7 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     /// Returns the result of an attempt that failed with `error`, because another transaction has
     /// locked the row.
     fn attempt_on_locked_row(
-        rows: &Rows<Self>,
+        rows: &LeaseTable<Self>,
         claim: &Claim,
         position: u64,
         error: BackendError,
@@ -147,13 +147,13 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     /// Renews at most [`RENEWALS_MAX`](Self::RENEWALS_MAX) claims.
     fn renew(
-        rows: &Rows<Self>,
+        rows: &LeaseTable<Self>,
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
     /// Waits until no open transaction that `claim` fences blocks its release.
     fn wait_for_fence(
-        _rows: &Rows<Self>,
+        _rows: &LeaseTable<Self>,
         _claim: &Claim,
     ) -> impl Future<Output = Result<(), BackendError>> + Send {
         std::future::ready(Ok(()))
@@ -161,12 +161,12 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
 
     /// Returns whether a transaction holds the key's lock.
     fn is_locked_by_transaction(
-        rows: &Rows<Self>,
+        rows: &LeaseTable<Self>,
         key: &Key,
     ) -> impl Future<Output = Result<bool, BackendError>> + Send;
 
     fn force_release(
-        rows: &Rows<Self>,
+        rows: &LeaseTable<Self>,
         key: &Key,
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 
@@ -182,13 +182,13 @@ pub(crate) trait Dialect: SqlServer + ServerErrors + Sized {
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Returns a finding if releases do not wake waiting callers.
-    fn diagnose_wakeups(_rows: &Rows<Self>) -> impl Future<Output = Option<Finding>> + Send {
+    fn diagnose_wakeups(_rows: &LeaseTable<Self>) -> impl Future<Output = Option<Finding>> + Send {
         std::future::ready(None)
     }
 
     /// Checks whether the server has connections for the configured number of row locks.
     fn check_connection_limit(
-        rows: &Rows<Self>,
+        rows: &LeaseTable<Self>,
     ) -> impl Future<Output = Result<Vec<Finding>, BackendError>> + Send;
 
     /// Locks the key for the caller's transaction, and waits until `deadline`. Returns `None` if
@@ -241,12 +241,12 @@ pub(crate) trait SpringDialect: Dialect {
 
     /// Renews at most [`RENEWALS_MAX`](Dialect::RENEWALS_MAX) claims.
     fn renew_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claims: &[&Claim],
     ) -> impl Future<Output = Result<Vec<Result<Renewal, BackendError>>, BackendError>> + Send;
 
     fn release_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claim: &Claim,
     ) -> impl Future<Output = Result<Release, BackendError>> + Send;
 }

@@ -7,13 +7,13 @@ use sqlx::Transaction;
 
 use super::backend::{Locks, SqlBackend};
 use super::dialect::{Dialect, SpringDialect};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use crate::lock_in::{Deadline, LockIn, LockInError, TransactionLock};
 
 /// A registry's rows, whose locks a transaction can hold.
 #[derive(Debug)]
 pub(crate) struct LockableRows<'a, D: Dialect> {
-    pub(crate) rows: &'a Rows<D>,
+    pub(crate) rows: &'a LeaseTable<D>,
     /// Whether each lock is also a session lock, which the transaction must acquire in addition to
     /// the row.
     #[cfg_attr(

@@ -35,6 +35,8 @@ mod diagnose;
 // Errors of all servers.
 pub(crate) mod error;
 
+#[cfg(all(test, feature = "mysql"))]
+pub(crate) use backend::BackendTable;
 pub(crate) use backend::capabilities;
 pub use backend::{SqlBackend, SqlMode};
 pub(crate) use client::{ErrorEffect, Resend, SqlClient, session_failure};
@@ -53,13 +55,13 @@ pub(crate) use pool::{ConnectionPool, ConnectionUse, PoolError, PoolLimits};
 pub(crate) use purge::BATCH_ROWS;
 pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
-pub(crate) use rows::{HolderStatements, RowStatements, Rows};
+pub(crate) use rows::{HolderStatements, LeaseTable, RowStatements};
 pub(crate) use session::{LockAttempt, SessionFailure, SessionProtocol, SqlSession};
 pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{RowLockConnections, RowLockPermit, SqlSessions};
 pub(crate) use several::RECORD_MARKER;
 pub use spring::SpringTable;
-pub(crate) use spring_rows::{SpringRows, SpringStatements};
+pub(crate) use spring_rows::{SpringLeaseTable, SpringStatements};
 pub(crate) use statement::{Answer, QueryMode, Statement, StatementText, Value};
 pub(crate) use store::{Store, read_meta};
 #[cfg(feature = "mysql")]

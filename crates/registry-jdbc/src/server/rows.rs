@@ -41,6 +41,10 @@ pub(crate) struct RowStatements {
     pub(crate) write_renewal: StatementText,
     /// As `write_record`, after the end of all transactions that fence the key.
     pub(crate) write_grant: StatementText,
+    /// As `reacquire`, for a claim that is then alone in a record.
+    pub(crate) reacquire_alone: StatementText,
+    /// As `release`, for a claim that is alone in a record.
+    pub(crate) release_alone: StatementText,
 }
 
 /// Queries for holders.
@@ -56,19 +60,22 @@ impl HolderStatements {
     }
 }
 
-/// The leases of one namespace.
-pub(crate) struct Rows<D: Dialect> {
+/// The leases of one namespace, in the native tables.
+pub(crate) struct LeaseTable<D: Dialect> {
     pub(crate) store: Store<D>,
     pub(crate) wakeups: D::Wakeups,
     pub(super) recently_released: RecentRows,
     /// Rows whose record made an attempt wait. The next attempt probably finds a record again.
     pub(super) rows_with_records: RecentRows,
+    /// Rows whose record was granted to a single claim of this process. Its release probably finds
+    /// it alone.
+    pub(super) granted_alone: RecentRows,
     /// Rows whose last wait ended without a wake-up. The next attempt probably finds such a row
     /// held, so it reads the row before it tries to write.
     rows_waited_without_wakeup: RecentRows,
 }
 
-impl<D: Dialect> Rows<D> {
+impl<D: Dialect> LeaseTable<D> {
     pub(super) async fn open(config: D::Config) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
         let wakeups = D::wakeups(&store, &store.settings().namespace);
@@ -77,6 +84,7 @@ impl<D: Dialect> Rows<D> {
             wakeups,
             recently_released: RecentRows::default(),
             rows_with_records: RecentRows::default(),
+            granted_alone: RecentRows::default(),
             rows_waited_without_wakeup: RecentRows::default(),
         })
     }
@@ -173,7 +181,16 @@ impl<D: Dialect> Rows<D> {
         position: u64,
     ) -> Result<Option<Attempt>, BackendError> {
         let row = self.row_id(claim.key());
-        if !is_exclusive_grant(claim) || self.rows_with_records.remove(row) {
+        let is_exclusive = is_exclusive_grant(claim);
+        if !is_exclusive && !claim.is_conversion() && self.recently_released.remove(row) {
+            // Boxed, because most attempts need no record.
+            if let Some(grant) = Box::pin(self.reacquire_alone(claim)).await? {
+                return Ok(Some(Attempt::Granted(grant)));
+            }
+            let attempt = Box::pin(self.attempt_on_record(claim, position)).await;
+            return attempt.map(Some).map_err(BackendError::as_unknown);
+        }
+        if !is_exclusive || self.rows_with_records.remove(row) {
             // Boxed, because the future is large, and most attempts need no record.
             return Box::pin(self.attempt_on_record(claim, position)).await.map(Some);
         }
@@ -226,7 +243,7 @@ impl<D: Dialect> Rows<D> {
     }
 }
 
-impl<D: Dialect> LeaseStore for Rows<D> {
+impl<D: Dialect> LeaseStore for LeaseTable<D> {
     type Database = D;
 
     fn store(&self) -> &Store<D> {
@@ -359,7 +376,7 @@ fn is_exclusive_grant(claim: &Claim) -> bool {
     claim.mode() == ClaimMode::Exclusive && !claim.is_conversion()
 }
 
-impl<D: Dialect> fmt::Debug for Rows<D> {
+impl<D: Dialect> fmt::Debug for LeaseTable<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct(D::BACKEND).field("config", &self.store.config).finish_non_exhaustive()
     }

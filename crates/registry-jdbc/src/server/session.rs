@@ -29,7 +29,7 @@ use super::connection_actor::{
     self, ActorState as _, ConnectionActor, InlineCommand, RunningCommand, StartOutcome,
 };
 use super::dialect::{Dialect, ServerErrors as _, WakeupSource as _};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use super::token_reservation::{SessionGrant, TokenPlan, TokenReservations};
 use super::{PURGE_AFTER_MIN, error};
 use crate::mutant::{Mutant, mutated};
@@ -41,10 +41,10 @@ pub(crate) trait SessionProtocol: Send + Sync + Sized + 'static {
 
     /// Creates the protocol for locks in these rows.
     fn open(
-        rows: Arc<Rows<Self::Database>>,
+        rows: Arc<LeaseTable<Self::Database>>,
     ) -> impl Future<Output = Result<Self, BackendError>> + Send;
 
-    fn rows(&self) -> &Rows<Self::Database>;
+    fn rows(&self) -> &LeaseTable<Self::Database>;
 
     /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;

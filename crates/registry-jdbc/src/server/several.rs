@@ -2,27 +2,28 @@
 //! a place in the queue.
 //!
 //! Such a key has one row, whose claim is [`RECORD_MARKER`] and whose label is the text of a
-//! [`LockRecord`]. Statements for exclusive claims find this row held by another claim. A request
-//! on the record reads the row, decides, and writes the row if it is unchanged.
+//! [`LockRecord`]. To a
+//! statement for exclusive claims, another claim seems to hold this row, because no claim has that
+//! id. A request on the record reads the row, decides, and writes the row if it is unchanged.
 
 use std::time::Duration;
 
 use futures_util::{StreamExt as _, stream};
 use registry_core::{
-    Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Holder, Key, LockRecord,
-    RecordEntry, Release, Renewal,
+    Attempt, BackendError, Claim, ClaimId, ClaimMode, FencingToken, Grant, Holder, Key, LockRecord,
+    RecordChange, RecordEntry, Release, Renewal,
 };
 use tokio::time::sleep;
 
 use super::dialect::{Dialect, WakeupSource as _};
-use super::rows::Rows;
+use super::rows::LeaseTable;
 use super::statement::{bytes, corrupt, decode_holder, fencing_token, maybe_number, number};
 use super::{ConnectionUse, Resend, Statement, Value, error};
 
 /// The claim of a row that contains a record. The column has a fixed width on some servers.
 pub(crate) const RECORD_MARKER: [u8; 16] = [b'+'; 16];
 
-/// The columns of a row that requests change.
+/// The columns of a row that a request may update.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Columns {
     claim: Option<Vec<u8>>,
@@ -31,8 +32,8 @@ struct Columns {
     label: Option<Vec<u8>>,
     /// In a row with a record, this grows with each change that may let another claim in.
     since: i64,
-    /// In a row with a record, at least the end of its last entry. Each write changes `since` or
-    /// `until`, so the two show whether the row is unchanged.
+    /// In a row with a record, the end of the last entry, or a later time. Each write increases
+    /// `since` or `until`, so together they are the version of the row.
     until: i64,
 }
 
@@ -67,7 +68,7 @@ impl Columns {
         let mut id = [0; 16];
         id.iter_mut().zip(claim).for_each(|(to, from)| *to = *from);
         let label = self.label.as_deref().map(|label| String::from_utf8_lossy(label).into());
-        let claim = Claim::new(NO_KEY.with(Key::clone), Duration::ZERO)
+        let claim = Claim::new(PLACEHOLDER_KEY.with(Key::clone), Duration::ZERO)
             .with_id(ClaimId::from_bits(u128::from_be_bytes(id)))
             .with_token_block(u32::try_from(self.block).unwrap_or(u32::MAX))
             .with_label(label);
@@ -78,7 +79,7 @@ impl Columns {
 
 thread_local! {
     /// The key of claims that are only converted to entries, which contain no key.
-    static NO_KEY: Key = Key::new("-").expect("a key of one character is valid");
+    static PLACEHOLDER_KEY: Key = Key::new("-").expect("a key of one character is valid");
 }
 
 fn parse_record<D: Dialect>(text: Option<&[u8]>) -> Result<LockRecord, BackendError> {
@@ -169,34 +170,35 @@ struct Change {
     record: LockRecord,
     /// The token and the token block of a new grant.
     grant: Option<(FencingToken, u32)>,
-    /// The number of tokens that the newest grant has used, if this change ends it.
+    /// If this change ends the newest grant, the number of tokens that this grant has used. The
+    /// rest of its token block is then free.
     block_used: Option<i64>,
     kind: ChangeKind,
     /// Whether another claim may be granted after the change.
     lets_others_in: bool,
     /// Whether the server may answer before the change is on its disk.
-    may_be_lost: bool,
+    allows_async_commit: bool,
 }
 
 /// How a change waits for other transactions that have locked the row.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ChangeKind {
-    /// It waits for their end, also for that of fenced transactions.
+    /// It waits for their end, including fenced transactions.
     Grant,
     /// It does not wait.
     Renewal,
-    /// It waits for their end. On some servers, it passes fenced transactions.
+    /// It waits for their end. On some servers, it does not wait for fenced transactions.
     Other,
 }
 
-impl<D: Dialect> Rows<D> {
+impl<D: Dialect> LeaseTable<D> {
     /// Decides an attempt of `claim` with the record of its key.
     pub(super) async fn attempt_on_record(
         &self,
         claim: &Claim,
         position: u64,
     ) -> Result<Attempt, BackendError> {
-        for _ in 0..CHANGES_MAX {
+        for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Acquire).await?;
             let before = stored.record::<D>()?;
             let mut record = before.clone();
@@ -223,13 +225,17 @@ impl<D: Dialect> Rows<D> {
                 grant,
                 block_used: None,
                 kind,
-                // A weaker mode lets others in, and so does the end of a place before theirs.
+                // A conversion to a weaker mode may let others in. So may the grant of a queued
+                // claim, because those behind it move up.
                 lets_others_in: is_granted && had_entry,
-                may_be_lost: false,
+                allows_async_commit: false,
                 record,
             };
             match self.write_row(claim.key(), &stored, &change, ConnectionUse::Acquire).await {
                 Ok(Some(written)) => {
+                    if is_granted && before.is_empty() {
+                        self.granted_alone.insert(self.row_id(claim.key()));
+                    }
                     return Ok(self.with_mark(claim, attempt, position, Some(&written)));
                 }
                 Ok(None) => {}
@@ -237,6 +243,10 @@ impl<D: Dialect> Rows<D> {
                     // The claim is busy, and keeps the place that it has, if any.
                     Attempt::Busy(mut busy) if D::is_row_lock_error(&error) => {
                         busy.is_queued = had_entry;
+                        if claim.joins_queue() && !had_entry {
+                            // The next attempt requests the place.
+                            busy.retry_after = Some(RETRY_FOR_PLACE);
+                        }
                         let attempt = Attempt::Busy(busy);
                         return Ok(self.with_mark(
                             claim,
@@ -249,10 +259,35 @@ impl<D: Dialect> Rows<D> {
                 },
             }
         }
-        Err(self.interfered().await)
+        Err(self.conflict_error().await)
     }
 
-    /// Adds the mark for a later wait to a busy attempt that has found or written `row`.
+    /// Grants a key whose row is probably free to `claim`, which is then alone in the record. Returns
+    /// `None` if the row is missing or not free.
+    pub(super) async fn reacquire_alone(
+        &self,
+        claim: &Claim,
+    ) -> Result<Option<Grant>, BackendError> {
+        let RecordChange::Grant(entry) = LockRecord::new().attempt(claim, 0) else {
+            return Ok(None);
+        };
+        let values = [
+            self.id(claim.key()),
+            Value::token_block(claim),
+            Value::lease(claim),
+            Value::bytes(entry.id_and_mode.as_bytes()),
+            Value::bytes(entry.rest.as_bytes()),
+        ];
+        let statement =
+            Statement::new(&self.statements().reacquire_alone, values).with_at_most_one_row();
+        let answer =
+            self.store.client.send(ConnectionUse::Acquire, Resend::Never, &statement).await?;
+        let Some(token) = D::granted_token(&answer)? else { return Ok(None) };
+        self.granted_alone.insert(self.row_id(claim.key()));
+        Ok(Some(Grant::new(fencing_token::<D>(token)?, claim.lease())))
+    }
+
+    /// Adds the position from which a busy claim waits for the next change of `row`.
     fn with_mark(
         &self,
         claim: &Claim,
@@ -281,8 +316,9 @@ impl<D: Dialect> Rows<D> {
         let mut order: Vec<usize> = (0..claims.len()).collect();
         order.sort_by_key(|&index| claims[index].key());
         let same_key = |&one: &usize, &other: &usize| claims[one].key() == claims[other].key();
-        let keys: Vec<Vec<usize>> = order.chunk_by(same_key).map(<[usize]>::to_vec).collect();
-        let renewals = keys.into_iter().map(|indices| async move {
+        let index_groups: Vec<Vec<usize>> =
+            order.chunk_by(same_key).map(<[usize]>::to_vec).collect();
+        let renewals = index_groups.into_iter().map(|indices| async move {
             let of_key: Vec<&Claim> = indices.iter().map(|&index| claims[index]).collect();
             let renewed = self.renew_in_record(&of_key).await;
             (indices, renewed)
@@ -305,10 +341,10 @@ impl<D: Dialect> Rows<D> {
         let key = claims[0].key();
         let shortest = claims.iter().map(|claim| claim.lease()).min().unwrap_or_default();
         let mut pauses = LOCKED_ROW_PAUSES.into_iter();
-        let mut read_before: Option<Columns> = None;
-        for _ in 0..CHANGES_MAX {
+        let mut previous_columns: Option<Columns> = None;
+        for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(key, ConnectionUse::Renew(shortest)).await?;
-            if read_before.is_some() && read_before == stored.columns {
+            if previous_columns.is_some() && previous_columns == stored.columns {
                 // The write has skipped a locked row.
                 sleep(pauses.next().ok_or_else(|| error::row_locked(D::STORE))?).await;
             } else {
@@ -324,19 +360,25 @@ impl<D: Dialect> Rows<D> {
             if record == before {
                 return Ok(renewed);
             }
-            let change = Change { kind: ChangeKind::Renewal, ..Change::minor(record) };
+            let change = Change { kind: ChangeKind::Renewal, ..Change::without_grant(record) };
             let connection_use = ConnectionUse::Renew(shortest);
             if self.write_row(key, &stored, &change, connection_use).await?.is_some() {
                 return Ok(renewed);
             }
-            read_before = stored.columns;
+            previous_columns = stored.columns;
         }
-        Err(self.interfered().await)
+        Err(self.conflict_error().await)
     }
 
     /// Removes the entry of `claim`.
     pub(super) async fn release_in_record(&self, claim: &Claim) -> Result<Release, BackendError> {
-        for _ in 0..CHANGES_MAX {
+        let row = self.row_id(claim.key());
+        if self.granted_alone.remove(row) && self.release_alone(claim).await? == Release::Freed {
+            self.recently_released.insert(row);
+            self.wakeups.on_release(claim.key());
+            return Ok(Release::Freed);
+        }
+        for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(claim.key(), ConnectionUse::Release).await?;
             let mut record = stored.record::<D>()?;
             let Some(entry) = record.release(claim) else { return Ok(Release::NotHeld) };
@@ -345,8 +387,8 @@ impl<D: Dialect> Rows<D> {
             let change = Change {
                 block_used: is_newest.then(|| i64::from(claim.token_block())),
                 lets_others_in: true,
-                may_be_lost: true,
-                ..Change::minor(record)
+                allows_async_commit: true,
+                ..Change::without_grant(record)
             };
             let written = self.write_row(claim.key(), &stored, &change, ConnectionUse::Release);
             if let Some(written) = written.await? {
@@ -356,7 +398,16 @@ impl<D: Dialect> Rows<D> {
                 return Ok(LockRecord::release_of(Some(&entry), stored.now()));
             }
         }
-        Err(self.interfered().await)
+        Err(self.conflict_error().await)
+    }
+
+    /// Ends the grant of `claim` if it is alone in its record.
+    async fn release_alone(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let mut values = vec![self.id(claim.key()), entry_prefix(claim), Value::token_block(claim)];
+        values.extend(self.wakeups.notification(self.row_id(claim.key())));
+        let statement =
+            Statement::new(&self.statements().release_alone, values).with_at_most_one_row();
+        Ok(self.store.release(&statement).await?.release_outcome())
     }
 
     /// Ends all grants in the record of `key`. Returns `None` if the key has no valid record.
@@ -364,7 +415,7 @@ impl<D: Dialect> Rows<D> {
         &self,
         key: &Key,
     ) -> Result<Option<Release>, BackendError> {
-        for _ in 0..CHANGES_MAX {
+        for _ in 0..WRITE_ATTEMPTS_MAX {
             let stored = self.read_row(key, ConnectionUse::Release).await?;
             if !stored.columns.as_ref().is_some_and(Columns::has_record) {
                 return Ok(None);
@@ -373,12 +424,12 @@ impl<D: Dialect> Rows<D> {
             if record.force_release(stored.now()) == Release::NotHeld {
                 return Ok(Some(Release::NotHeld));
             }
-            let change = Change { lets_others_in: true, ..Change::minor(record) };
+            let change = Change { lets_others_in: true, ..Change::without_grant(record) };
             if self.write_row(key, &stored, &change, ConnectionUse::Release).await?.is_some() {
                 return Ok(Some(Release::Freed));
             }
         }
-        Err(self.interfered().await)
+        Err(self.conflict_error().await)
     }
 
     /// Returns whether `claim` has a live grant or place.
@@ -435,7 +486,7 @@ impl<D: Dialect> Rows<D> {
                     Value::Number(seen.since),
                     Value::Number(seen.until),
                     Value::Number(i64::from(change.lets_others_in)),
-                    Value::Number(i64::from(change.may_be_lost)),
+                    Value::Number(i64::from(change.allows_async_commit)),
                 ]);
                 values.extend(self.wakeups.notification(self.row_id(key)));
                 match change.kind {
@@ -447,7 +498,7 @@ impl<D: Dialect> Rows<D> {
         };
         let statement = Statement::new(text, values).with_at_most_one_row();
         let answer = self.store.client.send(connection_use, Resend::Never, &statement).await?;
-        let is_written = answer.release_outcome() == Release::Freed;
+        let is_written = answer.changed_a_row();
         if is_written && change.lets_others_in {
             self.wakeups.on_release(key);
         }
@@ -455,26 +506,28 @@ impl<D: Dialect> Rows<D> {
     }
 
     /// Returns the error after too many changes by other clients. No request has changed anything.
-    async fn interfered(&self) -> BackendError {
+    async fn conflict_error(&self) -> BackendError {
         if let Err(error) = self.store.check_meta().await {
             return error;
         }
-        let message =
-            format!("{}: {CHANGES_MAX} other changes of the key interfered; retry", D::STORE);
+        let message = format!(
+            "{}: {WRITE_ATTEMPTS_MAX} other changes of the key interfered; retry",
+            D::STORE
+        );
         BackendError::transient(message).as_refused()
     }
 }
 
 impl Change {
     /// A change that grants nothing.
-    fn minor(record: LockRecord) -> Self {
+    fn without_grant(record: LockRecord) -> Self {
         Self {
             record,
             grant: None,
             block_used: None,
             kind: ChangeKind::Other,
             lets_others_in: false,
-            may_be_lost: false,
+            allows_async_commit: false,
         }
     }
 }
@@ -491,18 +544,20 @@ pub(super) fn decode_holders<D: Dialect>(
     Ok(parse_record::<D>(bytes::<D>(row, 2)?.as_deref())?.holders(&key, now))
 }
 
-/// Returns the beginning of the text of a granted entry of `claim`. No other part of a record's
-/// text contains it, because a mode's letter is no hexadecimal digit.
+/// Returns the beginning of the text of a granted entry of `claim`: its id in hexadecimal digits,
+/// and the letter of its mode. That letter is no hexadecimal digit, so the text occurs only at the
+/// start of this entry.
 pub(super) fn entry_prefix(claim: &Claim) -> Value {
     let mut record = LockRecord::new();
     record.insert(LockRecord::granted_entry(claim, FencingToken::MAX, 0, 0));
     let mut text = record.to_text();
-    text.truncate(ENTRY_PREFIX);
+    text.truncate(ENTRY_PREFIX_LEN);
     Value::bytes(text.as_bytes())
 }
 
-/// Returns whether a new grant of `claim` joins readers. Open fenced transactions of their key are
-/// those of readers too: the first reader's grant has waited for all earlier ones.
+/// Returns whether a new grant of `claim` joins readers. Such a grant need not wait for open fenced
+/// transactions: all of them are of readers, because the first reader's grant waited for the
+/// others.
 fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
     let is_reader = |entry: &RecordEntry| {
         entry.is_granted() && matches!(entry.mode, ClaimMode::Shared | ClaimMode::Upgradable)
@@ -512,8 +567,8 @@ fn joins_readers(claim: &Claim, before: &LockRecord) -> bool {
         && before.entries().iter().any(is_reader)
 }
 
-/// Returns whether a busy attempt need not be written: nothing has changed, or only the end of the
-/// claim's place, which an attempt has set recently.
+/// Returns whether a busy attempt need not be written: nothing has changed, or only the expiry of
+/// the claim's place, which an earlier attempt extended recently.
 fn is_unchanged(before: &LockRecord, after: &LockRecord, claim: &Claim, now: u64) -> bool {
     let lease = u64::try_from(claim.lease().as_micros()).unwrap_or(u64::MAX);
     let recent = now.saturating_add(lease - lease / PLACE_AGE_DIVISOR);
@@ -531,13 +586,18 @@ fn is_unchanged(before: &LockRecord, after: &LockRecord, claim: &Claim, now: u64
 }
 
 /// The number of changes by other clients after which a request fails.
-const CHANGES_MAX: u32 = 50;
+const WRITE_ATTEMPTS_MAX: u32 = 50;
 
-/// A busy attempt extends its place when a part of the lease that this divides has passed.
+/// A busy attempt extends its place when this part of the lease (1/8) has passed since the last
+/// extension.
 const PLACE_AGE_DIVISOR: u64 = 8;
 
-/// The pauses between attempts to renew claims in a row that another transaction has locked.
-/// Changes by other clients usually lock it for less than their sum.
+/// The time after which a claim that joins the queue repeats an attempt whose place could not be
+/// written.
+const RETRY_FOR_PLACE: Duration = Duration::from_millis(10);
+
+/// The pauses between attempts to renew claims in a row that another transaction has locked. Their
+/// sum is longer than a change by another client usually locks the row.
 const LOCKED_ROW_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),
@@ -549,4 +609,4 @@ const LOCKED_ROW_PAUSES: [Duration; 4] = [
 const RENEWALS_CONCURRENT: usize = 4;
 
 /// The length of an entry's id and mode.
-const ENTRY_PREFIX: usize = 33;
+const ENTRY_PREFIX_LEN: usize = 33;

@@ -31,8 +31,8 @@ pub(crate) struct SpringStatements {
     pub(crate) fence: StatementText,
 }
 
-/// The leases of one region.
-pub(crate) struct SpringRows<D: SpringDialect> {
+/// The leases of one region, in Spring's table.
+pub(crate) struct SpringLeaseTable<D: SpringDialect> {
     pub(crate) store: Store<D>,
     table: SpringTable,
     pub(crate) statements: D::SpringStatements,
@@ -48,7 +48,7 @@ struct SpringGrant {
     holder: Holder,
 }
 
-impl<D: SpringDialect> SpringRows<D> {
+impl<D: SpringDialect> SpringLeaseTable<D> {
     pub(super) async fn open(config: D::Config, table: SpringTable) -> Result<Self, BackendError> {
         let store = Store::<D>::open(config).await?;
         let lock = find_or_create_table(&store, &table).await?;
@@ -127,7 +127,7 @@ impl<D: SpringDialect> SpringRows<D> {
     }
 }
 
-impl<D: SpringDialect> LeaseStore for SpringRows<D> {
+impl<D: SpringDialect> LeaseStore for SpringLeaseTable<D> {
     type Database = D;
 
     fn store(&self) -> &Store<D> {
@@ -260,7 +260,7 @@ async fn find_or_create_table<D: SpringDialect>(
     Ok(lock)
 }
 
-impl<D: SpringDialect> fmt::Debug for SpringRows<D> {
+impl<D: SpringDialect> fmt::Debug for SpringLeaseTable<D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct(D::BACKEND)
             .field("config", &self.store.config)

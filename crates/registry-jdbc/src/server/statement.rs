@@ -292,7 +292,12 @@ impl<R> Answer<R> {
 
     /// Returns the outcome of a statement that ends grants.
     pub(crate) fn release_outcome(&self) -> Release {
-        if self.rows.is_empty() && self.changed == 0 { Release::NotHeld } else { Release::Freed }
+        if self.changed_a_row() { Release::Freed } else { Release::NotHeld }
+    }
+
+    /// Returns whether a statement that writes at most one row has written it.
+    pub(crate) fn changed_a_row(&self) -> bool {
+        !self.rows.is_empty() || self.changed > 0
     }
 }
 

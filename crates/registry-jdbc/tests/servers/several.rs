@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::common::{
-    TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry, run,
-    server,
+    LEASE, TEST_TIMEOUT, backend, busy, claim, config, data, error_chain, grant, key, registry,
+    run, server,
 };
 use super::fence::{sales, sell, start_server};
 use crate::server::{BEGIN_READ_COMMITTED, Backend, KEY_COLUMN, KNOWS_TRANSACTIONS, SELL, Server};
@@ -62,6 +62,53 @@ async fn concurrent_changes_of_one_record_are_not_lost() {
     assert_eq!((count, tokens.len()), (16 * 8, 16 * 8), "a token was granted twice");
     let free = "SELECT count(*) FROM lock_registry_locks WHERE claim IS NULL AND label IS NULL";
     assert_eq!(server.sql(free).await.unwrap(), "1");
+}
+
+/// A claim that is alone in its record is granted and released by statements of its own. They write
+/// the same record as the others.
+#[tokio::test]
+async fn a_claim_that_is_alone_has_the_record_that_others_can_join() {
+    let server = server().await;
+    let (a, b) = (backend(config(&server)).await, backend(config(&server)).await);
+    let permits = ClaimMode::Permits { take: 2, of: 5 };
+    let mut last_token = 0;
+    for mode in [ClaimMode::Shared, permits, ClaimMode::Upgradable, permits, ClaimMode::Shared] {
+        let alone = claim("k").with_mode(mode).with_label(Some("alone; ü".into()));
+        let token = grant(&a, &alone).await.token.get();
+        assert!(token > last_token, "{mode}: {token} after {last_token}");
+        last_token = token;
+        assert_eq!(grant(&a, &alone).await.token.get(), token, "{mode}: granted again");
+        let holders = b.inspect(&key("k")).await.unwrap();
+        let [holder] = &holders[..] else { panic!("{mode}: {holders:?}") };
+        assert_eq!((holder.mode, holder.label.as_deref()), (mode, Some("alone; ü")));
+        assert_eq!(holder.token.map(|token| token.get()), Some(token));
+        let left = holder.lease_left.unwrap();
+        assert!(left <= LEASE && left > LEASE / 2, "{mode}: {left:?}");
+        let renewed = a.renew(std::slice::from_ref(&alone)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{mode}: {renewed:?}");
+        busy(&b, &claim("k")).await;
+        assert_eq!(b.release(&claim("k").with_mode(mode)).await.unwrap(), Release::NotHeld);
+        if mode != ClaimMode::Upgradable {
+            let other = claim("k").with_mode(mode);
+            last_token = grant(&b, &other).await.token.get();
+            assert!(last_token > token, "{mode}: {last_token} after {token}");
+            assert_eq!(b.inspect(&key("k")).await.unwrap().len(), 2);
+            assert_eq!(a.release(&alone).await.unwrap(), Release::Freed);
+            assert_eq!(b.inspect(&key("k")).await.unwrap().len(), 1);
+            assert_eq!(b.release(&other).await.unwrap(), Release::Freed);
+            continue;
+        }
+        assert_eq!(a.release(&alone).await.unwrap(), Release::Freed);
+        assert_eq!(a.release(&alone).await.unwrap(), Release::NotHeld);
+    }
+    let short = Duration::from_millis(50);
+    let expired = claim("k").with_mode(ClaimMode::Shared).with_lease(short);
+    grant(&b, &expired).await;
+    tokio::time::sleep(2 * short).await;
+    assert_eq!(b.release(&expired).await.unwrap(), Release::NotHeld);
+    let writer = claim("k");
+    assert!(grant(&a, &writer).await.token.get() > last_token);
+    assert_eq!(a.release(&writer).await.unwrap(), Release::Freed);
 }
 
 #[tokio::test]

@@ -1,5 +1,5 @@
 -- KEYS: the lock, its token key. ARGV: claim, number of used tokens, publish command, message,
--- channels. Returns 1 if the claim held the lock, otherwise 0.
+-- channels. Returns 1 if the claim held the lock, otherwise 0, plus 2 if other claims remain.
 local current_claim, record = read_holder(KEYS[1])
 local first_token, last_reserved, remaining_record, freed
 if record and is_several(record) then
@@ -30,7 +30,8 @@ if newest_token and (not last_reserved or last_reserved == newest_token) then
     redis.pcall('SET', KEYS[2], format_tokens(string.format('%.0f', last_used), first_token, ARGV[1]), 'KEEPTTL')
   end
 end
-if remaining_record and remaining_record ~= '+;' then
+local others_remain = remaining_record and remaining_record ~= '+;'
+if others_remain then
   redis.call('SET', KEYS[1], remaining_record, 'KEEPTTL')
 else
   redis.call('DEL', KEYS[1])
@@ -39,4 +40,4 @@ end
 for i = 5, #ARGV do
   redis.pcall(ARGV[3], ARGV[i], ARGV[4])
 end
-return freed
+return others_remain and freed + 2 or freed

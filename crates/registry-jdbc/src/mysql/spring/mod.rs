@@ -13,8 +13,8 @@ use super::sql::quoted;
 use crate::server::spring::{Generation, client_id, lock_key};
 use crate::server::statement::{micros, text};
 use crate::server::{
-    ConnectionUse, Resend, RowId, SpringDialect, SpringRows, SpringTable, Statement, StatementText,
-    Store, Value,
+    ConnectionUse, Resend, RowId, SpringDialect, SpringLeaseTable, SpringTable, Statement,
+    StatementText, Store, Value,
 };
 use sql::MySqlSpringStatements;
 
@@ -75,7 +75,7 @@ impl SpringDialect for MySql {
     }
 
     async fn renew_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let (lease, requested_at) = (claims[0].lease(), Instant::now());
@@ -102,7 +102,7 @@ impl SpringDialect for MySql {
     }
 
     async fn release_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claim: &Claim,
     ) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());

@@ -15,8 +15,8 @@ use crate::server::spring::{Generation, client_id, lock_key};
 use crate::server::spring_rows::release_outcome;
 use crate::server::statement::{flag, text};
 use crate::server::{
-    ServerErrors as _, SpringDialect, SpringRows, SpringTable, Statement, StatementText, Store,
-    Value, WakeupSource as _,
+    ServerErrors as _, SpringDialect, SpringLeaseTable, SpringTable, Statement, StatementText,
+    Store, Value, WakeupSource as _,
 };
 use sql::PgSpringStatements;
 
@@ -72,7 +72,7 @@ impl SpringDialect for Postgres {
     }
 
     async fn renew_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claims: &[&Claim],
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
@@ -89,7 +89,7 @@ impl SpringDialect for Postgres {
     }
 
     async fn release_spring(
-        spring: &SpringRows<Self>,
+        spring: &SpringLeaseTable<Self>,
         claim: &Claim,
     ) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());
