@@ -165,8 +165,8 @@ impl MultiLock {
                 }
             };
             if rounds > 0 {
-                // Two callers that made each other's attempts fail then retry at different times.
-                // A longer pause would let other callers overtake this one again and again.
+                // Two callers that made each other's attempts fail then retry at different times. A
+                // longer pause would let other callers overtake this one again and again.
                 let pause = backoff((rounds - 1).min(PAUSE_DOUBLINGS_MAX));
                 sleep(pause.min(left.unwrap_or(Duration::MAX))).await;
             }
