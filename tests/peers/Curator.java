@@ -6,6 +6,7 @@ import java.nio.charset.StandardCharsets;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.nio.file.StandardOpenOption;
+import java.util.Collection;
 import java.util.HashMap;
 import java.util.List;
 import java.util.Map;
@@ -17,6 +18,8 @@ import org.apache.curator.framework.CuratorFrameworkFactory;
 import org.apache.curator.framework.recipes.locks.InterProcessLock;
 import org.apache.curator.framework.recipes.locks.InterProcessMutex;
 import org.apache.curator.framework.recipes.locks.InterProcessReadWriteLock;
+import org.apache.curator.framework.recipes.locks.InterProcessSemaphoreV2;
+import org.apache.curator.framework.recipes.locks.Lease;
 import org.apache.curator.retry.ExponentialBackoffRetry;
 import org.apache.zookeeper.data.Stat;
 
@@ -32,7 +35,8 @@ import org.apache.zookeeper.data.Stat;
  * … --path /locks/orders --bench 2000
  * </pre>
  *
- * <p>With {@code --recipe read} or {@code --recipe write}, the lock is that half of an {@code InterProcessReadWriteLock}.
+ * <p>With {@code --recipe read} or {@code --recipe write}, the lock is that half of an {@code InterProcessReadWriteLock}. With
+ * {@code --recipe semaphore --take 2 --units 3}, it is that many units of an {@code InterProcessSemaphoreV2}.
  *
  * Each error ends the program with a status other than zero and the reason on its standard error.
  */
@@ -49,8 +53,46 @@ public class Curator {
         throw new IllegalStateException("this process has no node below " + path);
     }
 
-    private static InterProcessLock lock(CuratorFramework client, String path, String recipe) {
+    /** Some units of a semaphore. */
+    private static class Units implements InterProcessLock {
+        private final InterProcessSemaphoreV2 semaphore;
+        private final int take;
+        private Collection<Lease> leases;
+
+        Units(InterProcessSemaphoreV2 semaphore, int take) {
+            this.semaphore = semaphore;
+            this.take = take;
+        }
+
+        @Override
+        public void acquire() throws Exception {
+            leases = semaphore.acquire(take);
+        }
+
+        @Override
+        public boolean acquire(long time, TimeUnit unit) throws Exception {
+            leases = semaphore.acquire(take, time, unit);
+            return leases != null;
+        }
+
+        @Override
+        public void release() {
+            semaphore.returnAll(leases);
+            leases = null;
+        }
+
+        @Override
+        public boolean isAcquiredInThisProcess() {
+            return leases != null;
+        }
+    }
+
+    private static InterProcessLock lock(CuratorFramework client, String path, Map<String, String> options) {
+        String recipe = options.getOrDefault("recipe", "mutex");
         switch (recipe) {
+            case "semaphore":
+                return new Units(
+                        new InterProcessSemaphoreV2(client, path, number(options, "units", 1)), number(options, "take", 1));
             case "mutex":
                 return new InterProcessMutex(client, path);
             case "read":
@@ -72,7 +114,7 @@ public class Curator {
             CuratorFramework client = CuratorFrameworkFactory.newClient(
                     hosts, session, CONNECTION_MS, new ExponentialBackoffRetry(100, 10));
             client.start();
-            InterProcessLock mutex = lock(client, required(options, "path"), options.getOrDefault("recipe", "mutex"));
+            InterProcessLock mutex = lock(client, required(options, "path"), options);
             if (options.containsKey("once")) {
                 once(client, mutex, options);
             } else if (options.containsKey("bench")) {
@@ -92,7 +134,7 @@ public class Curator {
     private static void runSections(CuratorFramework client, InterProcessLock mutex, Map<String, String> options) throws Exception {
         long offset = clockOffset();
         Path counter = Path.of(required(options, "counter"));
-        String path = required(options, "path");
+        String path = required(options, "path") + (mutex instanceof Units ? "/leases" : "");
         int sections = number(options, "sections", 0);
         int holdMs = number(options, "hold-ms", 1);
         int pauseMs = number(options, "pause-ms", 4);
@@ -225,7 +267,7 @@ public class Curator {
         Map<String, String> options = new HashMap<>();
         List<String> flags = List.of("on-cue");
         List<String> known = List.of(
-                "url", "path", "recipe", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
+                "url", "path", "recipe", "units", "take", "session-ms", "sections", "journal", "counter", "hold-ms", "pause-ms", "once", "bench");
         for (int at = 0; at < arguments.length; at++) {
             String name = arguments[at].replaceFirst("^--", "");
             if (flags.contains(name)) {

@@ -45,6 +45,7 @@ const STORES: &[&str] = &[
     "zk://host",
     "zk://host?layout=curator",
     "zk://host?layout=curator&naming=curator-read-write",
+    "zk://host?layout=curator&naming=curator-semaphore",
     "etcd://host",
     "etcd://host?layout=etcdctl",
     "pass-through:",

@@ -111,7 +111,7 @@ impl ZkBackend {
             None => self.sessions.get_or_open().await?,
         };
         self.sessions.remove_claim_of_ended_session(claim.id());
-        recipe::release(&session, claim, || self.paths.node_path(claim.key())).await
+        recipe::release(&session, claim, || self.paths.queue_path(claim.key())).await
     }
 
     /// Adds the check whether wake-ups arrive, or the addresses of the servers.
@@ -182,7 +182,7 @@ impl LockBackend for ZkBackend {
             let message = "zookeeper: the session has ended, and with it the queue position; the claim is enqueued again at the end of the queue";
             return Err(self.with_address(BackendError::transient(message).as_refused()));
         }
-        let dir = || self.paths.node_path(claim.key());
+        let dir = || self.paths.queue_path(claim.key());
         self.with_wake_check(recipe::try_acquire(&self.sessions, claim, dir).await)
     }
 
@@ -214,7 +214,7 @@ impl LockBackend for ZkBackend {
         } else if let Some(session) =
             self.sessions.first_usable().filter(|_| !claim.is_conversion())
         {
-            let dir = self.paths.node_path(claim.key());
+            let dir = self.paths.queue_path(claim.key());
             recipe::wait_without_entry(&session, &dir, claim).await;
         }
     }

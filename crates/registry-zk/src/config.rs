@@ -78,7 +78,10 @@ const OPTIONS: &[OptionRow] = &[
     ),
     OptionRow::new(
         "naming",
-        Values::Choice { what: "node naming", names: &["curator", "kazoo", "curator-read-write"] },
+        Values::Choice {
+            what: "node naming",
+            names: &["curator", "kazoo", "curator-read-write", "curator-semaphore"],
+        },
         "`curator`",
         "the names of lock nodes",
     ),
@@ -274,7 +277,7 @@ impl ZkConfig {
     }
 
     /// Sets the names of created nodes. Waiters recognise the names of [`Naming::Curator`] and
-    /// [`Naming::Kazoo`], or those of [`Naming::CuratorReadWrite`] only.
+    /// [`Naming::Kazoo`], or only those of the recipe in Curator.
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
@@ -397,12 +400,22 @@ impl ZkConfig {
             (Layout::Curator, Some(namespace)) => format!("{chroot}/{}{root}", encode(namespace)),
             (Layout::Curator, None) => format!("{chroot}{root}"),
         };
-        Paths::new(base, self.layout)
+        Paths::new(base, self.layout).with_semaphore(self.is_semaphore())
     }
 
     /// Returns whether claims may have other modes than exclusive.
     pub(crate) fn has_modes(&self) -> bool {
-        self.layout == Layout::Native || self.naming == Naming::CuratorReadWrite
+        self.layout == Layout::Native || self.has_curator_modes()
+    }
+
+    /// Returns whether the naming is that of a recipe with modes in Curator.
+    fn has_curator_modes(&self) -> bool {
+        matches!(self.naming, Naming::CuratorReadWrite | Naming::CuratorSemaphore)
+    }
+
+    /// Returns whether the recipe is that of Curator's semaphore.
+    pub(crate) fn is_semaphore(&self) -> bool {
+        self.naming == Naming::CuratorSemaphore
     }
 
     /// Returns whether this client may write the data of the nodes that it creates.
@@ -438,9 +451,12 @@ impl ZkConfig {
             let problem = "the chroot is not a valid path; an example is `/app`";
             return Err(OptionError::general(problem));
         }
-        if self.naming == Naming::CuratorReadWrite && self.layout != Layout::Curator {
-            let problem = "is `curator-read-write`, which requires `layout=curator`";
+        if self.has_curator_modes() && self.layout != Layout::Curator {
+            let problem = "is that of a recipe in Curator, which requires `layout=curator`";
             return Err(OptionError::new("naming", problem));
+        }
+        if self.is_semaphore() && !self.may_write() {
+            return Err(OptionError::new("acl", "must grant `w` with `naming=curator-semaphore`"));
         }
         // In the native layout the root node itself would hold all keys.
         let is_root_allowed = self.layout == Layout::Curator && self.root() == "/";
@@ -579,6 +595,7 @@ impl BackendConfig for ZkConfig {
                     ("curator", Naming::Curator),
                     ("kazoo", Naming::Kazoo),
                     ("curator-read-write", Naming::CuratorReadWrite),
+                    ("curator-semaphore", Naming::CuratorSemaphore),
                 ];
                 self.naming = parse_choice(value, &namings)?;
             }
@@ -667,8 +684,11 @@ impl BackendConfig for ZkConfig {
                 capabilities.with_shared().with_permits().with_upgradable()
             }
             Layout::Native => capabilities.with_shared().with_permits(),
-            Layout::Curator if self.has_modes() => capabilities.with_shared(),
-            Layout::Curator => capabilities,
+            Layout::Curator => match self.naming {
+                Naming::CuratorReadWrite => capabilities.with_shared(),
+                Naming::CuratorSemaphore => capabilities.with_permits(),
+                Naming::Curator | Naming::Kazoo => capabilities,
+            },
         };
         capabilities
             .with_renewal(renewal)

@@ -217,7 +217,7 @@ async fn request_upgrade(
     let prefix = node_prefix(claim.id(), naming, queued);
     // From here on, the request may exist.
     state.is_conversion_unresolved = true;
-    let data = encode_node_data(claim, None);
+    let data = encode_node_data(claim, None, None);
     match create_sequential(session, &entry.dir, &prefix, &data).await? {
         Ok(CreatedNode { path, czxid, listed }) => {
             let Some(czxid) = czxid else { return Ok(None) };
@@ -246,7 +246,7 @@ async fn write_mode(
     guard: Option<&str>,
 ) -> Result<bool, BackendError> {
     let Some(node) = &mut state.node else { return Ok(false) };
-    let data = encode_node_data(claim, Some(converted));
+    let data = encode_node_data(claim, Some(converted.mode), Some(converted.token));
     let client = session.client();
     let mut writer = client.new_multi_writer();
     let mut add_operations = || {

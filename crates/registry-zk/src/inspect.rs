@@ -10,14 +10,27 @@ use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::read_holders;
 use crate::nodes::{delete, read_children};
-use crate::queue::is_contender;
+use crate::queue::{LEASES, QUEUE, is_contender};
+use crate::semaphore;
 use crate::session::ZkSession;
 
 impl ZkBackend {
     /// Returns the holders of `key`, in the order of their tokens.
     pub(crate) async fn holders_of(&self, key: &Key) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get_or_open().await?;
-        Ok(read_holders(&session, &self.paths().node_path(key)).await?.holders(key))
+        self.read_holders(&session, key).await
+    }
+
+    async fn read_holders(
+        &self,
+        session: &Arc<ZkSession>,
+        key: &Key,
+    ) -> Result<Vec<Holder>, BackendError> {
+        let dir = self.paths().node_path(key);
+        if self.paths().is_semaphore() {
+            return Ok(semaphore::read_holders(session, key, &dir).await?.holders);
+        }
+        Ok(read_holders(session, &dir).await?.holders(key))
     }
 
     /// Returns the holders of all keys below the base that this login may read. Nested layouts are
@@ -53,18 +66,20 @@ impl ZkBackend {
             return Ok((Vec::new(), Vec::new()));
         };
         let dir = self.paths().node_path(&key);
-        let held = match read_holders(session, &dir).await {
+        let held = match self.read_holders(session, &key).await {
             // The login may not read this key. The other keys must still be listed.
             Err(error) if error.kind() == BackendErrorKind::Denied => {
                 return Ok((Vec::new(), Vec::new()));
             }
-            held => held?.holders(&key),
+            held => held?,
         };
         if !self.paths().has_nested_keys() {
             return Ok((held, Vec::new()));
         }
         let mut nested = read_children_or_empty(session, &dir).await?;
-        nested.retain(|name| !is_contender(name));
+        let is_semaphore = self.paths().is_semaphore();
+        let is_of_semaphore = |name: &str| is_semaphore && [QUEUE, LEASES].contains(&name);
+        nested.retain(|name| !is_contender(name) && !is_of_semaphore(name));
         nested.iter_mut().for_each(|name| *name = format!("{relative_path}/{name}"));
         Ok((held, nested))
     }
@@ -73,14 +88,18 @@ impl ZkBackend {
         let session = self.sessions().get_or_open().await?;
         let dir = self.paths().node_path(key);
         for _ in 0..ATTEMPTS_MAX {
-            let holders = read_holders(&session, &dir).await?;
-            let mut names = holders.names().peekable();
-            if names.peek().is_none() {
+            let paths: Vec<_> = if self.paths().is_semaphore() {
+                semaphore::read_holders(&session, key, &dir).await?.paths
+            } else {
+                let holders = read_holders(&session, &dir).await?;
+                holders.names().map(|name| format!("{dir}/{name}")).collect()
+            };
+            if paths.is_empty() {
                 break;
             }
             let mut was_freed = false;
-            for name in names {
-                was_freed |= delete(&session, &format!("{dir}/{name}")).await?;
+            for path in paths {
+                was_freed |= delete(&session, &path).await?;
             }
             if was_freed {
                 return Ok(Release::Freed);

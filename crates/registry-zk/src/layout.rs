@@ -29,4 +29,8 @@ pub enum Naming {
     /// claims, as in Apache Curator's `InterProcessReadWriteLock`. Programs with the other names do
     /// not wait for such nodes, nor the reverse. Only with [`Layout::Curator`].
     CuratorReadWrite,
+    /// Nodes for exclusive claims and permits, as in Apache Curator's `InterProcessSemaphoreV2`:
+    /// `locks/_c_UUID-lock-NUMBER` for each waiter, and `leases/_c_UUID-lease-NUMBER` for each
+    /// unit. Only with [`Layout::Curator`].
+    CuratorSemaphore,
 }

@@ -43,6 +43,7 @@ mod backend;
 mod recipe;
 mod modes;
 mod conversion;
+mod semaphore;
 mod nodes;
 mod queue_entry;
 mod queue;

@@ -28,23 +28,38 @@ pub(crate) struct NodeMode {
 }
 
 /// Returns the data of the node of `claim`. The server itself stores the creation time (`ctime`).
-pub(crate) fn encode_node_data(claim: &Claim, converted: Option<NodeMode>) -> Vec<u8> {
+pub(crate) fn encode_node_data(
+    claim: &Claim,
+    mode: Option<ClaimMode>,
+    token: Option<i64>,
+) -> Vec<u8> {
     let node_data = NodeData {
         label: claim.label().map(Into::into),
         host: host().into(),
         pid: std::process::id(),
-        mode: converted.map(|converted| mode_word(converted.mode).into()),
-        token: converted.map(|converted| converted.token),
+        mode: mode.map(|mode| mode.to_string().into()),
+        token,
     };
     // The serialization of strings and numbers cannot fail.
     serde_json::to_vec(&node_data).unwrap_or_default()
 }
 
-fn mode_word(mode: ClaimMode) -> &'static str {
-    match mode {
-        ClaimMode::Shared => SHARED,
-        ClaimMode::Upgradable => UPGRADABLE,
-        _ => EXCLUSIVE,
+/// Returns the mode that a node's data states, as in the `Display` of [`ClaimMode`].
+pub(crate) fn decode_stated_mode(data: &[u8]) -> Option<ClaimMode> {
+    let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
+    parse_mode(node_data.mode.as_deref()?)
+}
+
+fn parse_mode(text: &str) -> Option<ClaimMode> {
+    let permits = || {
+        let (take, of) = text.strip_prefix("permits ")?.split_once(" of ")?;
+        Some(ClaimMode::Permits { take: take.parse().ok()?, of: of.parse().ok()? })
+    };
+    match text {
+        "shared" => Some(ClaimMode::Shared),
+        "upgradable" => Some(ClaimMode::Upgradable),
+        "exclusive" => Some(ClaimMode::Exclusive),
+        _ => permits(),
     }
 }
 
@@ -67,10 +82,7 @@ pub(crate) fn decode_mode(name: &str, data: &[u8], czxid: i64) -> Option<NodeMod
     let node_data = serde_json::from_slice::<NodeData<'_>>(data).ok()?;
     let mode = match node_data.mode.as_deref() {
         None => named,
-        Some(SHARED) => ClaimMode::Shared,
-        Some(UPGRADABLE) => ClaimMode::Upgradable,
-        Some(EXCLUSIVE) => ClaimMode::Exclusive,
-        Some(_) => return None,
+        Some(text) => parse_mode(text)?,
     };
     Some(NodeMode { mode, token: node_data.token.unwrap_or(czxid) })
 }
@@ -103,10 +115,6 @@ fn host() -> String {
     std::env::var("COMPUTERNAME").unwrap_or_default()
 }
 
-const SHARED: &str = "shared";
-const UPGRADABLE: &str = "upgradable";
-const EXCLUSIVE: &str = "exclusive";
-
 /// The maximum length of another program's text that is used as a label.
 const LABEL_MAX: usize = 1024;
 
@@ -126,9 +134,9 @@ mod tests {
     #[test]
     fn a_label_round_trips_and_is_readable_text() {
         for text in [None, Some(""), Some("nightly \"report\" 🔒\n\0'")] {
-            assert_eq!(decode_label(&encode_node_data(&claim(text), None)).as_deref(), text);
+            assert_eq!(decode_label(&encode_node_data(&claim(text), None, None)).as_deref(), text);
         }
-        let text = encode_node_data(&claim(Some("nightly report")), None);
+        let text = encode_node_data(&claim(Some("nightly report")), None, None);
         let text = String::from_utf8(text).unwrap();
         assert!(text.starts_with("{\"label\":\"nightly report\",\"host\":\""), "{text}");
     }
@@ -145,7 +153,7 @@ mod tests {
     fn the_data_states_the_mode_of_a_converted_claim() {
         const ID: &str = "0123456789abcdef0123456789abcdef";
         let named = |mode: &str| format!("{ID}{mode}__lock__0000000001");
-        let data = encode_node_data(&claim(Some("label")), None);
+        let data = encode_node_data(&claim(Some("label")), None, None);
         for (name, mode) in [
             (named(""), ClaimMode::Exclusive),
             (named("-u"), ClaimMode::Upgradable),
@@ -157,7 +165,7 @@ mod tests {
         for name in [named(""), named("-u")] {
             for mode in [ClaimMode::Exclusive, ClaimMode::Upgradable, ClaimMode::Shared] {
                 let converted = NodeMode { mode, token: 9 };
-                let data = encode_node_data(&claim(Some("label")), Some(converted));
+                let data = encode_node_data(&claim(Some("label")), Some(mode), Some(9));
                 assert_eq!(decode_mode(&name, &data, 7), Some(converted), "{name}");
                 assert_eq!(decode_label(&data).as_deref(), Some("label"));
             }

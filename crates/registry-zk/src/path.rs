@@ -5,6 +5,7 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 use registry_core::{InvalidKey, Key};
 
 use crate::layout::Layout;
+use crate::queue::{LEASES, QUEUE};
 
 /// The node paths of all keys of one backend.
 #[derive(Debug)]
@@ -12,11 +13,30 @@ pub(crate) struct Paths {
     /// Parent of all keys, without a trailing slash. Empty for the root of the tree.
     base: String,
     layout: Layout,
+    /// The recipe of Curator's semaphore: the queue is a child of the key's node.
+    is_semaphore: bool,
 }
 
 impl Paths {
     pub(crate) fn new(base: String, layout: Layout) -> Self {
-        Self { base, layout }
+        Self { base, layout, is_semaphore: false }
+    }
+
+    /// Returns the same paths, for the recipe of Curator's semaphore or not.
+    pub(crate) fn with_semaphore(mut self, is_semaphore: bool) -> Self {
+        self.is_semaphore = is_semaphore;
+        self
+    }
+
+    /// Returns whether a key's node has the children of Curator's semaphore.
+    pub(crate) fn is_semaphore(&self) -> bool {
+        self.is_semaphore
+    }
+
+    /// Returns the node whose children contend for `key`.
+    pub(crate) fn queue_path(&self, key: &Key) -> String {
+        let node = self.node_path(key);
+        if self.is_semaphore { format!("{node}/{QUEUE}") } else { node }
     }
 
     /// Returns the parent of all keys.
@@ -89,6 +109,11 @@ fn check_curator_key(key: &str, is_top_level: bool) -> Result<(), InvalidKey> {
             return Err(InvalidKey::layout(
                 "a segment after `/` begins with `0` or a character that sorts before it: Curator would treat it as the holder of the parent \
                  key's lock",
+            ));
+        }
+        if n > 0 && segment == LEASES {
+            return Err(InvalidKey::layout(
+                "a segment after `/` is `leases`, like the parent of the parent key's permits",
             ));
         }
         if n > 0 && ["lock", "__READ__", "__WRIT__"].iter().any(|part| segment.contains(part)) {
@@ -184,6 +209,7 @@ mod tests {
             "a/!",
             "a/x-lock-0000000001",
             "a/__lock__1",
+            "a/leases",
             "a/x__READ__",
             "a/__WRIT__1",
             "a\0",

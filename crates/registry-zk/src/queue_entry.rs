@@ -43,6 +43,9 @@ pub(crate) struct ClaimState {
     /// The session no longer has this entry.
     pub(crate) is_removed: bool,
     pub(crate) node: Option<ClaimNode>,
+    /// The paths of the further nodes of granted permits in Curator's semaphore, one for each unit
+    /// but the first.
+    pub(crate) other_units: Vec<String>,
     /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) is_creation_unresolved: bool,
     /// The claim is held until this time. After this time, `recipe::release_abandoned` releases the
@@ -145,6 +148,7 @@ impl QueueEntry {
         let state = ClaimState {
             is_removed: false,
             node: None,
+            other_units: Vec::new(),
             is_creation_unresolved: false,
             held_until: None,
             own_watch: None,
@@ -238,6 +242,7 @@ impl ClaimState {
     /// Clears all state of the node, which no longer exists.
     pub(crate) fn clear_node(&mut self) {
         self.node = None;
+        self.other_units.clear();
         self.held_until = None;
         self.own_watch = None;
         self.blockers = None;

@@ -9,6 +9,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Grant, Moment,
     QueuedEntry, Queueing, Release, Renewal,
@@ -18,7 +19,7 @@ use zookeeper_client::Error;
 
 use crate::conversion::{delete_upgrade_request, resolve_conversion, resolve_upgrade_request};
 use crate::error::{is_refused, to_backend_error};
-use crate::modes::{self, Blockers, watch_blockers};
+use crate::modes::{self, Blockers, QueueHolders, watch_blockers};
 use crate::node_data::{NodeMode, encode_node_data};
 use crate::nodes::{
     CreatedNode, create_parents, create_sequential, delete, fencing_token, negative_transaction,
@@ -28,6 +29,7 @@ use crate::queue::{claim_nodes, named_entry, node_prefix};
 use crate::queue_entry::{
     ClaimNode, ClaimState, NodeWatch, OwnNodeWatch, QueueEntry, WatchBudget, WatchedNodes,
 };
+use crate::semaphore::{self, Turn};
 use crate::session::{SessionPool, ZkSession};
 
 /// Enqueues `claim` if it is not queued. Returns `Granted` if its mode is compatible with those of
@@ -99,6 +101,12 @@ async fn run_attempt(
             // The grant has expired. A new grant needs a new token, and so a new node.
             delete_nodes(session, state).await?;
         }
+        if session.config().is_semaphore() && semaphore::has_left_queue(entry, state) {
+            if semaphore::units_exist(session, state).await? {
+                return grant(session, state, claim);
+            }
+            delete_nodes(session, state).await?;
+        }
         let children = if state.node.is_none() {
             match create_node(session, entry, state, claim).await? {
                 Some(children) => children,
@@ -118,12 +126,23 @@ async fn run_attempt(
             state.clear_node();
             continue;
         };
-        let (before, mode) = (&queue.names()[..own], node.mode.mode);
+        let before = &queue.names()[..own];
+        // The queue of Curator's semaphore is that of an exclusive lock.
+        let is_semaphore = session.config().is_semaphore();
+        let mode = if is_semaphore { ClaimMode::Exclusive } else { node.mode.mode };
         let watched = state.blockers.as_ref();
         let blockers =
             match modes::find_blockers(session, &entry.dir, before, mode, watched, keeps_place)
                 .await?
             {
+                Blockers::None if is_semaphore => {
+                    match semaphore::take_turn(session, entry, state, claim, keeps_place).await? {
+                        Turn::Granted => return grant(session, state, claim),
+                        Turn::Busy(busy) => return Ok(Attempt::Busy(busy)),
+                        Turn::Retry => was_blocker_changed = true,
+                    }
+                    continue;
+                }
                 Blockers::None => return grant(session, state, claim),
                 Blockers::Nodes(blockers) => blockers,
                 Blockers::Changed => {
@@ -143,6 +162,12 @@ async fn run_attempt(
             continue;
         }
         if !keeps_place {
+            if is_semaphore
+                && semaphore::comes_next(session, entry, claim, before, blockers).await?
+            {
+                was_blocker_changed = true;
+                continue;
+            }
             delete_nodes(session, state).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
@@ -188,7 +213,7 @@ async fn create_node(
     // From here on, a node may exist. A dropped future or a lost response does not undo the
     // request.
     state.is_creation_unresolved = true;
-    let data = encode_node_data(claim, None);
+    let data = encode_node_data(claim, None, None);
     let created = create_sequential(session, &entry.dir, &prefix, &data).await?;
     let CreatedNode { path, czxid, listed } = match created {
         Ok(created) => created,
@@ -236,6 +261,9 @@ async fn resolve_creation(
         Err(error) => return Err(to_backend_error(&error).as_unknown()),
     };
     state.clear_node();
+    if session.config().is_semaphore() {
+        semaphore::resolve_units(session, entry, state, claim).await?;
+    }
     for name in claim_nodes(&children, claim, session.config().naming) {
         let path = format!("{}/{name}", entry.dir);
         let found = session.with_request_timeout(session.client().check_stat(&path)).await?;
@@ -352,6 +380,9 @@ pub(crate) async fn delete_nodes(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     delete_upgrade_request(session, state).await?;
+    let other_units = state.other_units.iter().map(|path| delete(session, path));
+    try_join_all(other_units).await?;
+    state.other_units.clear();
     let Some(node) = &state.node else { return Ok(false) };
     let existed = delete(session, &node.path).await?;
     state.clear_node();
@@ -388,7 +419,12 @@ pub(crate) async fn end_lost_claim(
     state: &mut ClaimState,
     claim: ClaimId,
 ) {
-    state.clear_node();
+    // The first unit may exist although another one does not.
+    let are_deleted = state.other_units.is_empty() || delete_nodes(session, state).await.is_ok();
+    if are_deleted {
+        state.clear_node();
+    }
+    state.held_until = None;
     if delete_upgrade_request(session, state).await.is_ok() && state.has_no_node() {
         remove_entry(session, claim, entry, state);
     }
@@ -403,6 +439,10 @@ async fn verify_own_node(
     state: &mut ClaimState,
 ) -> Result<bool, BackendError> {
     let Some(node) = &state.node else { return Ok(false) };
+    // Only the first unit is watched.
+    if !semaphore::exist(session, &state.other_units).await? {
+        return Ok(false);
+    }
     let reconnects = session.reconnects();
     let watched = state.own_watch.as_ref().filter(|own_watch| !own_watch.watch.has_fired());
     if watched.is_some_and(|own_watch| own_watch.reconnects_when_verified == reconnects) {
@@ -475,7 +515,11 @@ pub(crate) async fn wait_without_entry(session: &Arc<ZkSession>, dir: &str, clai
     let Ok(Ok(children)) = read_children(session, dir).await else { return };
     let Ok(queue) = sort_contenders(session, dir, children).await else { return };
     let names = queue.names();
+    if session.config().is_semaphore() && names.is_empty() {
+        return semaphore::wait_for_units(session, dir, claim).await;
+    }
     let found = match claim.mode() {
+        _ if session.config().is_semaphore() => modes::find_head(names),
         // The claim cannot be granted before the end of the head.
         ClaimMode::Exclusive => modes::find_head(names),
         mode => match modes::find_blockers(session, dir, names, mode, None, true).await {
@@ -526,16 +570,28 @@ async fn search_and_release(
 ) -> Result<Release, BackendError> {
     let children = match read_children_after_confirmation(session, dir).await? {
         Ok(children) => children,
-        Err(Error::NoNode) => return Ok(Release::NotHeld),
+        Err(Error::NoNode) => Vec::new(),
         Err(error) => return Err(to_backend_error(&error)),
     };
+    let mut release = Release::NotHeld;
+    if session.config().is_semaphore() {
+        for unit in semaphore::find_units(session, dir, claim.id()).await? {
+            if delete(session, &unit).await? {
+                release = Release::Freed;
+            }
+        }
+    }
     let naming = session.config().naming;
     let names: Vec<_> = claim_nodes(&children, claim.id(), naming).map(str::to_owned).collect();
     if names.is_empty() {
-        return Ok(Release::NotHeld);
+        return Ok(release);
     }
-    let holders = modes::read_holders(session, dir).await?;
-    let mut release = Release::NotHeld;
+    let holders = if session.config().is_semaphore() && claim.mode() != ClaimMode::Exclusive {
+        // Permits in the queue hold nothing.
+        QueueHolders::default()
+    } else {
+        modes::read_holders(session, dir).await?
+    };
     for name in names {
         let existed = delete(session, &format!("{dir}/{name}")).await?;
         if existed && holders.is_granted(&name) {

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use lock_registry_tests::sections::{Form, Section, SectionTask};
-use registry_core::{ClaimMode, LockError, LockGuard, Registry};
+use registry_core::{ClaimMode, LockError, LockGuard, LockRegistryExt as _, Registry};
 use registry_testkit::check::check;
 use registry_testkit::history::History;
 use registry_testkit::process::HelperProcess;
@@ -51,16 +51,20 @@ enum PeerProgram {
     CuratorReading,
     /// A writer in Curator.
     CuratorWriting,
+    /// Ours with the exclusive lock of a semaphore, with `naming=curator-semaphore`.
+    OursWithSemaphore,
+    /// Curator with all units of a semaphore.
+    CuratorWithSemaphore,
 }
 
 use PeerProgram::{
-    Curator, CuratorReading, CuratorWriting, Kazoo, KazooPatterned, KazooRenamed, Ours,
-    OursAsKazoo, OursReading, OursWriting,
+    Curator, CuratorReading, CuratorWithSemaphore, CuratorWriting, Kazoo, KazooPatterned,
+    KazooRenamed, Ours, OursAsKazoo, OursReading, OursWithSemaphore, OursWriting,
 };
 
 impl PeerProgram {
     fn is_ours(self) -> bool {
-        matches!(self, Ours | OursAsKazoo | OursReading | OursWriting)
+        matches!(self, Ours | OursAsKazoo | OursReading | OursWriting | OursWithSemaphore)
     }
 
     fn is_reader(self) -> bool {
@@ -72,6 +76,7 @@ impl PeerProgram {
         match self {
             OursAsKazoo => "kazoo",
             OursReading | OursWriting => "curator-read-write",
+            OursWithSemaphore => "curator-semaphore",
             _ => "curator",
         }
     }
@@ -109,6 +114,13 @@ async fn a_lock_is_shared_with_curator_and_kazoo() {
 async fn a_readers_writer_lock_is_shared_with_curator() {
     check_sharing(&[OursWriting, CuratorWriting, CuratorWriting]).await;
     check_sharing(&[OursWriting, OursWriting, CuratorWriting]).await;
+}
+
+/// An exclusive lock excludes all units of a semaphore in Curator.
+#[tokio::test]
+async fn the_exclusive_lock_of_a_semaphore_is_shared_with_curator() {
+    check_sharing(&[OursWithSemaphore, CuratorWithSemaphore, CuratorWithSemaphore]).await;
+    check_sharing(&[OursWithSemaphore, OursWithSemaphore, CuratorWithSemaphore]).await;
 }
 
 /// Some of our processes may already use kazoo's names while others do not.
@@ -232,8 +244,8 @@ async fn readers_and_writers_of_curator_and_ours_exclude_each_other() {
     }
 }
 
-/// A writer of either program that waits for a reader of the other blocks new readers of both. It is
-/// granted the lock when the reader has left.
+/// A writer of either program that waits for a reader of the other blocks new readers of both. It
+/// is granted the lock when the reader has left.
 #[tokio::test]
 async fn a_waiting_writer_blocks_readers_of_both_programs() {
     let server = server().await;
@@ -281,6 +293,90 @@ async fn a_mutex_and_a_readers_writer_lock_at_one_path_are_two_locks() {
         }
         held.release().await;
     }
+}
+
+/// Returns the command line of a process with `take` of three units in Curator.
+fn units<'a>(once: &'a str, take: &'a str) -> [&'a str; 6] {
+    ["--once", once, "--units", "3", "--take", take]
+}
+
+/// Whether a process in Curator that tries once is granted `take` of three units.
+async fn try_units(server: &ZooKeeperServer, take: &str) -> bool {
+    let mut peer = peer(server, CuratorWithSemaphore, 10_000, &units("try", take));
+    let answer = peer.expect_line(|line| ["held", "busy"].contains(&line), LONG).await.unwrap();
+    wait_for_success(&peer).await.unwrap();
+    &*answer == "held"
+}
+
+#[tokio::test]
+async fn the_units_of_a_semaphore_are_shared_with_curator() {
+    let server = server().await;
+    let local = registry(&server, OursWithSemaphore, "").await;
+    let semaphore = local.semaphore(KEY, 3);
+    let try_ours = async |take| {
+        let guard = semaphore.try_acquire_many(take).await.unwrap();
+        let is_granted = guard.is_some();
+        if let Some(guard) = guard {
+            guard.unlock().await.unwrap();
+        }
+        is_granted
+    };
+    assert!(try_units(&server, "3").await);
+    let ours = semaphore.acquire_many(2).await.unwrap();
+    assert!(!try_units(&server, "2").await);
+    assert!(local.obtain(KEY).try_lock().await.unwrap().is_none());
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "1"));
+    expect(&mut theirs, "held").await;
+    assert!(!try_ours(1).await);
+    let holders = local.list().await.unwrap();
+    assert_eq!(holders.len(), 2, "{holders:?}");
+    assert_eq!(holders.iter().map(|it| it.mode.units()).sum::<u32>(), 3, "{holders:?}");
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    assert!(try_ours(1).await);
+    assert!(!try_ours(2).await);
+
+    // Curator waits for ours, and ours for Curator.
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
+    expect(&mut theirs, "waiting").await;
+    eventually(LONG, async || !try_ours(1).await).await;
+    ours.unlock().await.unwrap();
+    expect(&mut theirs, "held").await;
+    assert!(try_ours(1).await);
+    let waiting = semaphore.clone();
+    let all = tokio::spawn(async move { waiting.acquire_many(3).await.unwrap() });
+    eventually(LONG, async || !try_units(&server, "1").await).await;
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    let all = within(LONG, all).await.unwrap();
+    assert!(!try_units(&server, "1").await);
+    all.unlock().await.unwrap();
+
+    // The exclusive lock waits until no unit is taken, and excludes takers.
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "1"));
+    expect(&mut theirs, "held").await;
+    let lock = local.obtain(KEY);
+    let exclusive = tokio::spawn(async move { lock.lock().await.unwrap() });
+    eventually(LONG, async || !try_units(&server, "1").await).await;
+    assert!(!exclusive.is_finished());
+    theirs.write_line("").unwrap();
+    expect(&mut theirs, "released").await;
+    let exclusive = within(LONG, exclusive).await.unwrap();
+    assert!(!try_units(&server, "1").await);
+    exclusive.unlock().await.unwrap();
+    assert!(try_units(&server, "3").await);
+}
+
+/// The units of a process that has died return with the end of its session.
+#[tokio::test]
+async fn the_units_of_a_dead_process_in_curator_return() {
+    let server = server().await;
+    let local = registry(&server, OursWithSemaphore, "").await;
+    let mut theirs = peer(&server, CuratorWithSemaphore, 10_000, &units("hold", "2"));
+    expect(&mut theirs, "held").await;
+    theirs.kill().unwrap();
+    let semaphore = local.semaphore(KEY, 3);
+    within(LONG, semaphore.acquire_many(3)).await.unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test]
@@ -483,7 +579,7 @@ fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
     let layout = match program {
-        Curator | CuratorReading | CuratorWriting => {
+        Curator | CuratorReading | CuratorWriting | CuratorWithSemaphore => {
             // The manifest of `curator-recipes.jar` names its dependencies.
             const CLASSES: &str =
                 "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
@@ -497,6 +593,7 @@ fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
                 match program {
                     CuratorReading => "read",
                     CuratorWriting => "write",
+                    CuratorWithSemaphore => "semaphore",
                     _ => "mutex",
                 },
             ]);
@@ -505,7 +602,7 @@ fn peer_command(program: PeerProgram, url: &str, session_ms: u32) -> Command {
         Kazoo => "stock",
         KazooPatterned => "patterned",
         KazooRenamed => "renamed",
-        Ours | OursAsKazoo | OursReading | OursWriting => {
+        Ours | OursAsKazoo | OursReading | OursWriting | OursWithSemaphore => {
             unreachable!("our own process is no peer")
         }
     };

@@ -21,6 +21,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 trait Servers: Debug + Send + Sync + Sized + 'static {
     /// Whether any text is a valid key.
     const ACCEPTS_ALL_KEYS: bool = true;
+    /// The store records the number of units that a key has.
+    const COMPARES_UNITS: bool = true;
 
     async fn start_servers() -> Self;
     fn config(&self) -> ZkConfig;
@@ -45,7 +47,9 @@ impl<S: Servers> SharedServers for Shared<S> {
     }
 
     fn applies(&self, clause: &Clause) -> bool {
-        S::ACCEPTS_ALL_KEYS || clause.theme != "keys" || clause.name.contains("refused")
+        let accepts_keys =
+            S::ACCEPTS_ALL_KEYS || clause.theme != "keys" || clause.name.contains("refused");
+        accepts_keys && (S::COMPARES_UNITS || !clause.name.starts_with("another_number_of_units"))
     }
 
     async fn restart(&mut self) {
@@ -170,4 +174,31 @@ impl Servers for CuratorReadWrite {
 #[test]
 fn the_readers_writer_lock_of_curator_fulfils_all_clauses_except_those_of_arbitrary_keys() {
     assert_conformance::<CuratorReadWrite>(254, 120);
+}
+
+/// Nodes of Curator's semaphore.
+#[derive(Debug)]
+struct CuratorSemaphore(ZooKeeperServer);
+
+#[async_trait]
+impl Servers for CuratorSemaphore {
+    async fn start_servers() -> Self {
+        Self(ZooKeeperServer::start_servers().await)
+    }
+
+    fn config(&self) -> ZkConfig {
+        config(&self.0.url()).with_layout(Layout::Curator).with_naming(Naming::CuratorSemaphore)
+    }
+
+    async fn restart(&mut self) {
+        self.0.restart().await;
+    }
+
+    const ACCEPTS_ALL_KEYS: bool = false;
+    const COMPARES_UNITS: bool = false;
+}
+
+#[test]
+fn the_semaphore_of_curator_fulfils_all_clauses_except_those_of_arbitrary_keys_and_other_units() {
+    assert_conformance::<CuratorSemaphore>(238, 136);
 }

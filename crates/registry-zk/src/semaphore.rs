@@ -1,0 +1,419 @@
+//! Permits as in Curator's `InterProcessSemaphoreV2`, with `naming=curator-semaphore`. `recipe`
+//! calls this module.
+//!
+//! A key's node has two children. `locks` is the queue of an `InterProcessMutex`, which `recipe`
+//! handles. `leases` contains one node for each unit that is taken. Only the head of the queue adds
+//! nodes to `leases`, so units that are free stay free until it does. One transaction creates the
+//! nodes of all units of a claim and deletes its node in the queue. An exclusive claim is granted
+//! as the head of the queue once no unit is taken, and stays the head.
+//!
+//! The token is the transaction that granted the claim: it created the nodes of the units, or wrote
+//! the mode into the data of the exclusive claim's node. The transaction that added the claim to
+//! the queue may be older than the tokens of claims before it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use registry_core::{
+    BackendError, BackendErrorKind, Busy, Claim, ClaimId, ClaimMode, Holder, Key, Moment,
+};
+use tokio::time::timeout;
+use zookeeper_client::{CreateMode, Error, MultiWriteError, MultiWriteResult, Stat};
+
+use crate::error::{is_refused, to_backend_error};
+use crate::modes::{Blocker, watch_blockers};
+use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
+use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
+use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
+use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
+use crate::recipe::delete_nodes;
+use crate::session::ZkSession;
+
+/// Returns the name of a unit's node without its number.
+fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
+    format!("{}-lease-", claim_prefix(claim, session.config().naming))
+}
+
+/// The result of an attempt of the head of the queue.
+pub(crate) enum Turn {
+    Granted,
+    Busy(Busy),
+    /// The queue or the units have changed.
+    Retry,
+}
+
+/// Returns whether the node of the claim is a unit, so that the claim is not in the queue any more.
+pub(crate) fn has_left_queue(entry: &QueueEntry, state: &ClaimState) -> bool {
+    let parent =
+        |node: &ClaimNode| node.path.rsplit_once('/').map(|(parent, _)| parent == entry.dir);
+    state.node.as_ref().and_then(parent) == Some(false)
+}
+
+/// Returns whether all units of the claim exist.
+pub(crate) async fn units_exist(
+    session: &ZkSession,
+    state: &ClaimState,
+) -> Result<bool, BackendError> {
+    let Some(node) = &state.node else { return Ok(false) };
+    let synced = session.with_request_timeout(session.client().sync(&node.path)).await?;
+    synced.map_err(|error| to_backend_error(&error).as_unknown())?;
+    let first = std::slice::from_ref(&node.path);
+    Ok(exist(session, first).await? && exist(session, &state.other_units).await?)
+}
+
+/// Returns whether all of these nodes exist.
+pub(crate) async fn exist(session: &ZkSession, paths: &[String]) -> Result<bool, BackendError> {
+    let found = try_join_all(paths.iter().map(async |path| {
+        let client = session.client();
+        let request = client.check_stat(path);
+        session.with_request_timeout(request).await
+    }));
+    for stat in found.await? {
+        let stat = stat.map_err(|error| to_backend_error(&error).as_unknown())?;
+        if stat.is_none_or(|stat| stat.ephemeral_owner != session.id()) {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
+
+/// Grants the claim at the head of the queue if its units are free.
+pub(crate) async fn take_turn(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: &Claim,
+    keeps_place: bool,
+) -> Result<Turn, BackendError> {
+    let leases = leases_of(&entry.dir);
+    let (taken, watch) = read_leases(session, &leases, keeps_place).await?;
+    if is_free(claim, taken) {
+        return match claim.mode() {
+            ClaimMode::Permits { take, .. } => {
+                take_units(session, &leases, state, claim, take).await
+            }
+            _ => mark_exclusive(session, state, claim).await,
+        };
+    }
+    if !keeps_place {
+        delete_nodes(session, state).await?;
+        return Ok(Turn::Busy(Busy::new()));
+    }
+    state.blockers = Some(WatchedNodes {
+        nodes: vec![(LEASES.to_owned(), watch)],
+        is_complete: true,
+        verified_at: Moment::now(),
+    });
+    Ok(Turn::Busy(Busy::new().with_place()))
+}
+
+/// Returns whether a claim fits if this number of units is taken.
+fn is_free(claim: &Claim, taken: u64) -> bool {
+    match claim.mode() {
+        ClaimMode::Permits { take, of } => taken + u64::from(take) <= u64::from(of),
+        _ => taken == 0,
+    }
+}
+
+/// Returns whether a claim that does not wait, and whose units are free, gets closer to the head of
+/// the queue within [`TURN_MAX`]. The claims before it are then about to take their units.
+/// Otherwise one of them waits, or holds the exclusive lock.
+pub(crate) async fn comes_next(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    claim: &Claim,
+    before: &[String],
+    blockers: Vec<Blocker>,
+) -> Result<bool, BackendError> {
+    if claim.mode() == ClaimMode::Exclusive {
+        return Ok(false);
+    }
+    let (taken, _) = read_leases(session, &leases_of(&entry.dir), false).await?;
+    if !is_free(claim, taken) || read_exclusive(session, &entry.dir).await?.is_some() {
+        return Ok(false);
+    }
+    let watched = watch_blockers(session, &entry.dir, before, &entry.key, blockers, None).await?;
+    Ok(match watched {
+        Some((watched, _)) => timeout(TURN_MAX, watched.change()).await.is_ok(),
+        None => true,
+    })
+}
+
+/// Returns the number of taken units, and a watch on a change of it if requested and if the watch
+/// budget allows.
+async fn read_leases(
+    session: &ZkSession,
+    leases: &str,
+    is_watched: bool,
+) -> Result<(u64, Option<NodeWatch>), BackendError> {
+    let client = session.client();
+    let budget = session.watch_budget();
+    let reservation =
+        if is_watched { budget.reserve(leases, WatchBudget::TOTAL_MAX) } else { None };
+    // Without a `sync`, a lagging server could list units that were returned.
+    let synced = client.sync(leases);
+    let listed = async {
+        match reservation {
+            Some(reservation) => {
+                let (children, watcher) = client.list_and_watch_children(leases).await?;
+                Ok((children, Some(NodeWatch::new(watcher, reservation, &client))))
+            }
+            None => client.list_children(leases).await.map(|children| (children, None)),
+        }
+    };
+    let synced = session.with_request_timeout(synced).await?;
+    synced.map_err(|error| to_backend_error(&error).as_unknown())?;
+    match session.with_request_timeout(listed).await? {
+        // Curator counts all children too.
+        Ok((children, watch)) => Ok((children.len() as u64, watch)),
+        Err(Error::NoNode) => Ok((0, None)),
+        Err(error) => Err(to_backend_error(&error).as_unknown()),
+    }
+}
+
+/// Writes the mode of the exclusive claim at the head of the queue into the data of its node.
+async fn mark_exclusive(
+    session: &ZkSession,
+    state: &mut ClaimState,
+    claim: &Claim,
+) -> Result<Turn, BackendError> {
+    let Some(node) = &mut state.node else { return Ok(Turn::Retry) };
+    if state.held_until.is_some() {
+        return Ok(Turn::Granted);
+    }
+    let data = encode_node_data(claim, Some(ClaimMode::Exclusive), None);
+    let sent_at = Moment::now();
+    let written = session.client().set_data(&node.path, &data, None);
+    match session.with_request_timeout(written).await? {
+        Ok(stat) => {
+            session.record_majority_response(sent_at);
+            node.mode.token = stat.mzxid;
+            Ok(Turn::Granted)
+        }
+        Err(Error::NoNode | Error::ConnectionLoss) => Ok(Turn::Retry),
+        Err(error) => Err(to_backend_error(&error).as_unknown()),
+    }
+}
+
+/// Replaces the node of the claim in the queue by the nodes of its units.
+async fn take_units(
+    session: &Arc<ZkSession>,
+    leases: &str,
+    state: &mut ClaimState,
+    claim: &Claim,
+    take: u32,
+) -> Result<Turn, BackendError> {
+    let Some(node) = &state.node else { return Ok(Turn::Retry) };
+    let path = format!("{leases}/{}", lease_prefix(session, claim.id()));
+    let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
+    if take > UNITS_MAX {
+        let message = format!(
+            "zookeeper: {take} units are more than {UNITS_MAX}, the most that one claim takes in Curator's semaphore"
+        );
+        return Err(BackendError::new(BackendErrorKind::Misconfigured, message).as_refused());
+    }
+    let data = encode_node_data(claim, Some(claim.mode()), None);
+    let client = session.client();
+    let mut writer = client.new_multi_writer();
+    let mut add_operations = || {
+        // The head of the queue is unchanged only if this node still exists.
+        writer.add_delete(&node.path, None)?;
+        (0..take).try_for_each(|_| writer.add_create(&path, &data, &options))
+    };
+    add_operations().map_err(|error| to_backend_error(&error).as_refused())?;
+    // From here on, the units may be taken.
+    state.is_creation_unresolved = true;
+    let sent_at = Moment::now();
+    let committed = async {
+        match writer.commit().await {
+            Ok(results) => Ok(Ok(results)),
+            Err(MultiWriteError::OperationFailed { index, source }) => Ok(Err((index, source))),
+            Err(MultiWriteError::RequestFailed { source }) => Err(source),
+        }
+    };
+    let results = match session.with_request_timeout(committed).await? {
+        Ok(Ok(results)) => results,
+        Ok(Err((index, Error::NoNode))) => {
+            state.is_creation_unresolved = false;
+            // The parent of the units was never created, or the servers removed it while empty.
+            if index > 0 {
+                create_parents(session, leases).await?;
+            }
+            return Ok(Turn::Retry);
+        }
+        // The next attempt determines whether the units are taken.
+        Err(Error::ConnectionLoss) => return Ok(Turn::Retry),
+        Ok(Err((_, error))) | Err(error) => {
+            state.is_creation_unresolved = !is_refused(&error);
+            return Err(to_backend_error(&error));
+        }
+    };
+    session.record_majority_response(sent_at);
+    let mut created = results.into_iter().filter_map(|result| match result {
+        MultiWriteResult::Create { path, stat } => Some((path, stat)),
+        _ => None,
+    });
+    let Some((path, stat)) = created.next() else { return Ok(Turn::Retry) };
+    let other_units = created.map(|(path, _)| path).collect();
+    let czxid = if stat.is_invalid() {
+        let found = session.with_request_timeout(client.check_stat(&path)).await?;
+        match found.map_err(|error| to_backend_error(&error).as_unknown())? {
+            Some(stat) => stat.czxid,
+            None => return Ok(Turn::Retry),
+        }
+    } else {
+        stat.czxid
+    };
+    state.is_creation_unresolved = false;
+    state.clear_node();
+    let mode = NodeMode { mode: claim.mode(), token: czxid };
+    state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
+    state.other_units = other_units;
+    Ok(Turn::Granted)
+}
+
+/// Finds the units that the claim has taken in this session, after a transaction whose outcome is
+/// unknown. Deletes those of earlier sessions.
+pub(crate) async fn resolve_units(
+    session: &Arc<ZkSession>,
+    entry: &QueueEntry,
+    state: &mut ClaimState,
+    claim: ClaimId,
+) -> Result<(), BackendError> {
+    let mut own = Vec::new();
+    for path in find_units(session, &entry.dir, claim).await? {
+        let found = session.with_request_timeout(session.client().get_data(&path)).await?;
+        match found {
+            Ok((data, stat)) if stat.ephemeral_owner == session.id() => {
+                own.push((path, stat.czxid, decode_stated_mode(&data)));
+            }
+            Ok(_) => delete(session, &path).await.map(drop)?,
+            Err(Error::NoNode) => {}
+            Err(error) => return Err(to_backend_error(&error).as_unknown()),
+        }
+    }
+    let mut own = own.into_iter();
+    if let Some((path, czxid, mode)) = own.next() {
+        let mode = NodeMode { mode: mode.unwrap_or(ClaimMode::Exclusive), token: czxid };
+        state.node = Some(ClaimNode { path, czxid, mode, version: 0 });
+        state.other_units = own.map(|(path, ..)| path).collect();
+    }
+    Ok(())
+}
+
+/// Returns the paths of all units of a claim.
+pub(crate) async fn find_units(
+    session: &Arc<ZkSession>,
+    queue: &str,
+    claim: ClaimId,
+) -> Result<Vec<String>, BackendError> {
+    let leases = leases_of(queue);
+    let prefix = lease_prefix(session, claim);
+    let mut names: Vec<_> = match read_children(session, &leases).await? {
+        Ok(children) => children.into_iter().filter(|name| name.starts_with(&prefix)).collect(),
+        Err(Error::NoNode) => Vec::new(),
+        Err(error) => return Err(to_backend_error(&error).as_unknown()),
+    };
+    names.sort_unstable();
+    Ok(names.into_iter().map(|name| format!("{leases}/{name}")).collect())
+}
+
+/// Waits until the number of taken units changes, unless `claim` could be granted now. Returns at
+/// once if a request fails.
+pub(crate) async fn wait_for_units(session: &Arc<ZkSession>, queue: &str, claim: &Claim) {
+    let Ok((taken, watch)) = read_leases(session, &leases_of(queue), true).await else { return };
+    match watch {
+        _ if is_free(claim, taken) => {}
+        Some(watch) => watch.wait_until_fired().await,
+        None => std::future::pending().await,
+    }
+}
+
+/// The holders of a key, and the paths of their nodes.
+#[derive(Default)]
+pub(crate) struct UnitHolders {
+    pub(crate) holders: Vec<Holder>,
+    pub(crate) paths: Vec<String>,
+}
+
+/// Reads the holders of the units of `key`, or its exclusive holder.
+///
+/// Curator does not record how many units a key has. For its holders, this is the number that they
+/// take.
+pub(crate) async fn read_holders(
+    session: &Arc<ZkSession>,
+    key: &Key,
+    dir: &str,
+) -> Result<UnitHolders, BackendError> {
+    let leases = format!("{dir}/{LEASES}");
+    let mut names = match read_children(session, &leases).await? {
+        Ok(names) => names,
+        Err(Error::NoNode) => Vec::new(),
+        Err(error) => return Err(to_backend_error(&error)),
+    };
+    names.sort_unstable();
+    let mut found = UnitHolders::default();
+    let mut last_claim = String::new();
+    for name in &names {
+        let path = format!("{leases}/{name}");
+        let Some((data, stat)) = read(session, &path).await? else { continue };
+        found.paths.push(path);
+        // The name of the claim's other units differs only in the number.
+        let claim = name.rsplit_once('-').map_or(&**name, |(claim, _)| claim);
+        let mode = match decode_stated_mode(&data) {
+            Some(ClaimMode::Permits { .. }) if claim == last_claim => continue,
+            Some(mode) => mode,
+            None => ClaimMode::Permits { take: 1, of: 1 },
+        };
+        claim.clone_into(&mut last_claim);
+        found.holders.push(holder(key, mode, &data, stat.czxid));
+    }
+    if found.paths.is_empty()
+        && let Some((path, data, stat)) = read_exclusive(session, &format!("{dir}/{QUEUE}")).await?
+    {
+        found.paths.push(path);
+        found.holders.push(holder(key, ClaimMode::Exclusive, &data, stat.mzxid));
+    }
+    found.holders.sort_by_key(|holder| holder.token);
+    Ok(found)
+}
+
+/// Reads the head of the queue if it is an exclusive claim. Any other head only takes units.
+async fn read_exclusive(
+    session: &Arc<ZkSession>,
+    queue: &str,
+) -> Result<Option<(String, Vec<u8>, Stat)>, BackendError> {
+    let children = match read_children(session, queue).await? {
+        Ok(children) => children,
+        Err(Error::NoNode) => return Ok(None),
+        Err(error) => return Err(to_backend_error(&error)),
+    };
+    let contenders = sort_contenders(session, queue, children).await?;
+    let Some(head) = contenders.names().first() else { return Ok(None) };
+    let path = format!("{queue}/{head}");
+    let Some((data, stat)) = read(session, &path).await? else { return Ok(None) };
+    let is_exclusive = decode_stated_mode(&data) == Some(ClaimMode::Exclusive);
+    Ok(is_exclusive.then_some((path, data, stat)))
+}
+
+async fn read(session: &ZkSession, path: &str) -> Result<Option<(Vec<u8>, Stat)>, BackendError> {
+    match session.with_request_timeout(session.client().get_data(path)).await? {
+        Ok(read) => Ok(Some(read)),
+        Err(Error::NoNode) => Ok(None),
+        Err(error) => Err(to_backend_error(&error)),
+    }
+}
+
+fn holder(key: &Key, mode: ClaimMode, data: &[u8], token: i64) -> Holder {
+    Holder::new(key.clone())
+        .with_mode(mode)
+        .with_label(decode_label(data))
+        .with_token(fencing_token(token))
+}
+
+/// How long a claim that does not wait stays in the queue for its turn.
+const TURN_MAX: Duration = Duration::from_millis(250);
+/// The maximum number of units of one claim. The transaction that takes them must fit into one
+/// request.
+const UNITS_MAX: u32 = 1_000;
