@@ -10,8 +10,8 @@ use crate::backend::ZkBackend;
 use crate::error::to_backend_error;
 use crate::modes::read_holders;
 use crate::nodes::{delete, read_children};
-use crate::queue::is_contender;
-use crate::semaphore::{self, LEASES, QUEUE};
+use crate::queue::{LEASES, QUEUE, is_contender};
+use crate::semaphore;
 use crate::session::ZkSession;
 
 impl ZkBackend {

@@ -5,7 +5,7 @@ use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_enco
 use registry_core::{InvalidKey, Key};
 
 use crate::layout::Layout;
-use crate::semaphore::{LEASES, QUEUE};
+use crate::queue::{LEASES, QUEUE};
 
 /// The node paths of all keys of one backend.
 #[derive(Debug)]

@@ -57,14 +57,26 @@ fn mode_suffix(entry: QueuedEntry) -> String {
     }
 }
 
-/// Returns the maximum bytes of a claim's node path in a transaction: the path and its length
-/// field.
+/// Returns the maximum bytes of the paths of a claim's nodes in a transaction: each path and its
+/// length field.
 pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming, entry: QueuedEntry) -> usize {
-    LENGTH_BYTES
-        + dir.len()
-        + "/".len()
-        + node_prefix(claim, naming, entry).len()
-        + NUMBER_CHARS_MAX
+    let prefix = node_prefix(claim, naming, entry);
+    let path_bytes =
+        |dir: &str| LENGTH_BYTES + dir.len() + "/".len() + prefix.len() + NUMBER_CHARS_MAX;
+    match (naming, entry) {
+        (Naming::CuratorSemaphore, QueuedEntry::Claim(mode)) => {
+            let units = usize::try_from(mode.units()).unwrap_or(usize::MAX);
+            // The name of a unit is one byte longer.
+            path_bytes(dir).saturating_add(units.saturating_mul(path_bytes(&leases_of(dir)) + 1))
+        }
+        _ => path_bytes(dir),
+    }
+}
+
+/// Returns the parent of the units in Curator's semaphore, given the node of its queue.
+pub(crate) fn leases_of(queue: &str) -> String {
+    let key = queue.strip_suffix(QUEUE).unwrap_or(queue);
+    format!("{key}{LEASES}")
 }
 
 /// Returns the entry that a contender's name states. Every contender of another program is
@@ -216,6 +228,10 @@ impl SequenceExhausted {
     }
 }
 
+/// The child of a key's node that contains the queue of Curator's semaphore.
+pub(crate) const QUEUE: &str = "locks";
+/// The child of a key's node that contains the taken units of Curator's semaphore.
+pub(crate) const LEASES: &str = "leases";
 /// The markers of Curator's readers-writer lock.
 const READER: &str = "__READ__";
 const WRITER: &str = "__WRIT__";
@@ -326,6 +342,16 @@ mod tests {
                 assert_eq!(node_bytes("/locks/k", claim, naming, entry), path.len() + 4);
             }
         }
+    }
+
+    #[test]
+    fn node_bytes_of_permits_in_curator_include_all_units() {
+        let (claim, naming) = (ClaimId::from_bits(7), Naming::CuratorSemaphore);
+        let bytes = |mode| node_bytes("/k/locks", claim, naming, QueuedEntry::Claim(mode));
+        let unit = format!("/k/leases/{}-lease--2147483648", claim_prefix(claim, naming));
+        let exclusive = bytes(ClaimMode::Exclusive);
+        let permits = bytes(ClaimMode::Permits { take: 3, of: 5 });
+        assert_eq!(permits, exclusive + 3 * (unit.len() + 4));
     }
 
     #[test]

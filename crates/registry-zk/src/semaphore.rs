@@ -25,31 +25,14 @@ use crate::error::{is_refused, to_backend_error};
 use crate::modes::{Blocker, watch_blockers};
 use crate::node_data::{NodeMode, decode_label, decode_stated_mode, encode_node_data};
 use crate::nodes::{create_parents, delete, fencing_token, read_children, sort_contenders};
-use crate::queue::claim_prefix;
+use crate::queue::{LEASES, QUEUE, claim_prefix, leases_of};
 use crate::queue_entry::{ClaimNode, ClaimState, NodeWatch, QueueEntry, WatchBudget, WatchedNodes};
 use crate::recipe::delete_nodes;
 use crate::session::ZkSession;
 
-/// The child of a key's node that contains the queue.
-pub(crate) const QUEUE: &str = "locks";
-/// The child of a key's node that contains the taken units.
-pub(crate) const LEASES: &str = "leases";
-
-/// Returns the parent of the units, given the node of the queue.
-fn leases_of(queue: &str) -> String {
-    let key = queue.strip_suffix(QUEUE).unwrap_or(queue);
-    format!("{key}{LEASES}")
-}
-
 /// Returns the name of a unit's node without its number.
 fn lease_prefix(session: &ZkSession, claim: ClaimId) -> String {
     format!("{}-lease-", claim_prefix(claim, session.config().naming))
-}
-
-/// Returns the maximum bytes of the paths of the units of a claim.
-pub(crate) fn lease_bytes(queue: &str, mode: ClaimMode) -> usize {
-    let units = usize::try_from(mode.units()).unwrap_or(usize::MAX);
-    units.saturating_mul(leases_of(queue).len() + LEASE_NAME_BYTES_MAX)
 }
 
 /// The result of an attempt of the head of the queue.
@@ -434,6 +417,3 @@ const TURN_MAX: Duration = Duration::from_millis(250);
 /// The maximum number of units of one claim. The transaction that takes them must fit into one
 /// request.
 const UNITS_MAX: u32 = 1_000;
-/// The maximum bytes of a unit's name, with the separator before it and its length field.
-const LENGTH_AND_SEPARATOR_BYTES: usize = 5;
-const LEASE_NAME_BYTES_MAX: usize = LENGTH_AND_SEPARATOR_BYTES + 39 + "-lease-".len() + 11;
