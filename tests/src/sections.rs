@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use std::{fs, io, process};
 
-use registry_core::DistributedLock;
+use registry_core::{ClaimMode, DistributedLock};
 use registry_testkit::history::{HistoryEvent, HistoryEventKind, host_clock};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
@@ -120,7 +120,10 @@ impl Section {
     pub fn events(&self, key: &str, number: u32) -> [HistoryEvent; 4] {
         let op = u64::from(self.client) << 32 | u64::from(number);
         [
-            (self.asked, HistoryEventKind::AcquireCalled { key: key.into() }),
+            (
+                self.asked,
+                HistoryEventKind::AcquireCalled { key: key.into(), mode: ClaimMode::Exclusive },
+            ),
             (
                 self.entered,
                 HistoryEventKind::AcquireGranted { token: self.token, valid_until: None },

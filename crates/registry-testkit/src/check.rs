@@ -12,6 +12,7 @@ mod validity;
 mod writes;
 
 mod busy;
+mod phases;
 // An independent verification of `order`.
 #[cfg(feature = "search")]
 mod search;
